@@ -1,0 +1,45 @@
+"""The `sgl-batch` command: picks the subcommand, which is imported only then; decides nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+_USAGE = """\
+usage: sgl-batch COMMAND [options]
+
+Batch inference for mixture-of-experts models on SGLang's own processes.
+
+commands:
+  run     run a JSONL file of OpenAI batch requests: sgl-batch run -i in.jsonl -o out.jsonl --model PATH
+  serve   serve the model over HTTP; takes SGLang's flags and ours, as python -m sgl_batch.launch_server does
+
+`sgl-batch COMMAND --help` explains a command. `sgl-batch --version` prints the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (1 for bad usage)."""
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command == "run":
+        from sgl_batch.cli_run import run_command
+
+        return run_command(rest)
+    if command == "serve":
+        from sgl_batch.launch_server import main as serve
+
+        return int(serve(rest) or 0)
+    if command in ("-h", "--help", "help"):
+        sys.stdout.write(_USAGE)
+        return 0
+    if command == "--version":
+        sys.stdout.write(f"sgl-batch {metadata.version('sgl-batch')}\n")
+        return 0
+    complaint = f"unknown command {command!r}" if command else "no command given"
+    sys.stderr.write(f"{_USAGE}\nsgl-batch: error: {complaint}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""`sgl-batch run`: one input file through one engine, with its files, manifest, summary and exit code.
+
+It wires the parts together; what a line is and how it is computed is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Protocol
+
+from sgl_batch.cli_run_options import STDIN, RunOptions, check_paths, parse_run_options
+from sgl_batch.cli_stop import StopSignals
+from sgl_batch.errors import ConfigError, SglBatchError
+from sgl_batch.jobs.file_run import FileRun, RunSettings
+from sgl_batch.jobs.line_engine import LineEngine
+from sgl_batch.jobs.line_file import LineFile
+from sgl_batch.jobs.line_reader import InputScan, read_lines, scan_input
+from sgl_batch.jobs.manifest import Manifest, RunFacts, redacted
+from sgl_batch.jobs.ordered_output import OrderedOutput
+from sgl_batch.jobs.progress_display import ProgressDisplay, choose_display
+from sgl_batch.jobs.request_line import LineRules
+from sgl_batch.jobs.run_result import RunResult, RunStatus
+from sgl_batch.jobs.scratch import storage_errors
+from sgl_batch.jobs.seen_ids import SeenIds
+from sgl_batch.jobs.spool import Spool
+from sgl_batch.jobs.summary import format_summary
+
+logger = logging.getLogger(__name__)
+
+
+class BatchEngine(Protocol):
+    """What a run needs from the engine as a whole."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def line_engine(self) -> LineEngine:
+        """The engine as jobs see it."""
+        ...
+
+    def plan_manifest(self) -> Mapping[str, object]:
+        """The plan, as it goes into the manifest."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        ...
+
+
+StartEngine = Callable[[], BatchEngine]
+PrepareEngine = Callable[[Sequence[str]], StartEngine]
+
+
+def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
+    """Check the engine's flags (ConfigError) and return what starts it."""
+    from sgl_batch.launch_server import build_server_args
+
+    server_args = build_server_args(list(engine_argv))
+
+    def start() -> BatchEngine:
+        from sgl_batch.engine import Engine
+
+        engine: BatchEngine = Engine(server_args=server_args)
+        return engine
+
+    return start
+
+
+def run_command(argv: Sequence[str], prepare_engine: PrepareEngine = prepare_sglang_engine) -> int:
+    """Run the command; returns its exit code."""
+    try:
+        options = parse_run_options(argv)
+        check_paths(options)
+        return _Run(options, argv).run(prepare_engine)
+    except ConfigError as error:
+        return _complain(str(error), 1)
+    except KeyboardInterrupt:
+        return _complain("interrupted before the first line; nothing was run", 130)
+    except SglBatchError as error:
+        return _complain(str(error), 3)
+    except Exception:
+        # Python's own exit code for this is 1, which says "bad usage" here.
+        logger.exception("the run ended by a fault of the program")
+        return 3
+
+
+def _complain(message: str, exit_code: int) -> int:
+    sys.stderr.write(f"sgl-batch run: error: {message}\n")
+    return exit_code
+
+
+class _Run:
+    def __init__(self, options: RunOptions, argv: Sequence[str]) -> None:
+        self._options = options
+        self._argv = argv
+        self._run_id = uuid.uuid4().hex
+        self._display: ProgressDisplay = choose_display(options.progress, sys.stderr)
+
+    def run(self, prepare_engine: PrepareEngine) -> int:
+        options = self._options
+        self._display.note(f"{options.input} -> {options.output}, model {options.model}")
+        start_engine = prepare_engine(options.engine_argv)
+        prefix = f".{options.output.name}.spool-"
+        with storage_errors(f"making a spool in {options.spool_dir}"):
+            spool = tempfile.TemporaryDirectory(prefix=prefix, dir=options.spool_dir)
+        with spool as directory:
+            input_path = self._local_input(Path(directory))
+            scan = scan_input(input_path)
+            total = min(scan.num_lines, options.limit or scan.num_lines)
+            if total == 0:
+                raise ConfigError(f"the input {options.input} has no request line")
+            self._display.note(f"{total:,} request lines; starting the engine")
+            engine = start_engine()
+            try:
+                return self._run_on(engine, input_path, scan, total, Path(directory))
+            finally:
+                engine.shutdown()
+
+    def _local_input(self, directory: Path) -> Path:
+        """The input as a file that can be read twice: a pipe is copied to the spool first."""
+        source = Path(self._options.input)
+        if self._options.input != STDIN and source.is_file():
+            return source
+        copy = directory / "input.jsonl"
+        with storage_errors(f"copying the input to {copy}"), copy.open("wb") as file:
+            if self._options.input == STDIN:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+            else:
+                with source.open("rb") as pipe:
+                    shutil.copyfileobj(pipe, file)
+        return copy
+
+    def _run_on(
+        self, engine: BatchEngine, input_path: Path, scan: InputScan, total: int, directory: Path
+    ) -> int:
+        options, line_engine = self._options, engine.line_engine()
+        manifest = Manifest(options.manifest, self._facts(engine, line_engine, scan))
+        with ExitStack() as files:
+            output = files.enter_context(closing(self._open_output(directory)))
+            seen = files.enter_context(closing(SeenIds(directory / "seen.db")))
+            manifest.write()
+            job = FileRun(
+                RunSettings(
+                    run_id=self._run_id,
+                    total=total,
+                    rules=LineRules(
+                        served_model_names=line_engine.served_model_names,
+                        job_seed=options.seed,
+                        max_line_bytes=options.max_line_bytes,
+                    ),
+                    max_in_flight=options.max_in_flight,
+                ),
+                read_lines(input_path, options.max_line_bytes),
+                line_engine,
+                output,
+                seen.claim,
+                self._display,
+            )
+            try:
+                result = engine.loop.run_until_complete(self._drive(job, directory))
+            except BaseException as error:
+                manifest.abort(f"{type(error).__name__}: {error}")
+                raise
+        manifest.finish(result)
+        self._report(result)
+        return result.exit_code
+
+    async def _drive(self, job: FileRun, directory: Path) -> RunResult:
+        def quit_at_once() -> None:
+            shutil.rmtree(directory, ignore_errors=True)
+            os._exit(130)
+
+        stop = asyncio.Event()
+        signals = StopSignals(asyncio.get_running_loop(), stop, quit_at_once)
+        keeper = asyncio.ensure_future(signals.keep())
+        try:
+            return await job.run(stop)
+        finally:
+            keeper.cancel()
+            signals.remove()
+
+    def _open_output(self, directory: Path) -> OrderedOutput:
+        options = self._options
+        output = LineFile(options.output, overwrite=options.overwrite)
+        output.create()
+        if options.overwrite:
+            options.errors.unlink(missing_ok=True)
+        errors = LineFile(options.errors, overwrite=options.overwrite)
+        return OrderedOutput(output, errors, Spool(directory / "spool.db"))
+
+    def _facts(self, engine: BatchEngine, line_engine: LineEngine, scan: InputScan) -> RunFacts:
+        options = self._options
+        return RunFacts(
+            run_id=self._run_id,
+            argv=["sgl-batch", "run", *self._argv],
+            options={
+                "output": options.output,
+                "errors": options.errors,
+                "limit": options.limit,
+                "max_in_flight": options.max_in_flight,
+                "max_line_bytes": options.max_line_bytes,
+                "engine_argv": redacted(options.engine_argv),
+            },
+            input_path=options.input,
+            scan=scan,
+            model_path=options.model,
+            served_model_names=line_engine.served_model_names,
+            job_seed=options.seed,
+            plan=engine.plan_manifest(),
+        )
+
+    def _report(self, result: RunResult) -> None:
+        options = self._options
+        lines = [format_summary(result), f"Output: {options.output}", f"Manifest: {options.manifest}"]
+        if result.failed:
+            lines.insert(2, f"Errors: {options.errors}")
+        if result.status is not RunStatus.COMPLETED:
+            lines.append(
+                f"sgl-batch run: {result.status.value}: {result.message}. {result.missing:,} of "
+                f"{result.total:,} lines have neither an output nor an error; what was finished is written."
+            )
+        for line in lines:
+            self._display.note(line)

@@ -1,0 +1,166 @@
+"""Owns our configuration: one frozen dataclass per owner, and the flags generated from them.
+
+It checks values for themselves; whether a model fits them is decided where the model is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_batch.errors import ConfigError
+
+
+def _flag(default: Any, help_text: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A dataclass field that is also a command line flag, with the range of values it takes."""
+    return dataclasses.field(
+        default=default, metadata={"help": help_text, "minimum": minimum, "maximum": maximum}
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardConfig:
+    """Coroutine forward (BatchGen Algorithm 1): how a group is cut for attention and combined for experts."""
+
+    b_attn_prefill: int = _flag(
+        2048, "tokens that go through attention together in prefill; longer sequences are chunked", minimum=1
+    )
+    b_moe_prefill: int = _flag(
+        8192, "tokens combined for one expert call in prefill; also the size of a prefill group", minimum=1
+    )
+    b_attn_decode: int = _flag(64, "sequences that go through attention together in decode", minimum=1)
+    b_moe_decode: int = _flag(
+        256, "sequences combined for one expert call in decode; also the most that run at once", minimum=1
+    )
+    accumulate: bool = _flag(
+        True,
+        "combine the attention sub-batches for one expert call per layer "
+        "(--no-accumulate calls the experts once per sub-batch, for comparison)",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Group phases (BatchGen Algorithm 2): when to prefill, decode and refill."""
+
+    boundary_tokens: int = _flag(
+        64, "decode steps between boundaries, where READY sequences are refilled", minimum=1
+    )
+    refill_watermark: float = _flag(
+        0.75,
+        "prefill again at a boundary when running and ready sequences are fewer than this share of b_moe_decode",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    ready_ahead: float = _flag(
+        0.5, "sequences prefilled ahead of need, as a share of b_moe_decode", minimum=0.0, maximum=16.0
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """Where the events of sequences go."""
+
+    trace_file: str | None = _flag(
+        None, "write one JSON line for each change of a sequence's state to this file (see `sgl-batch trace`)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """Everything that sgl_batch adds to SGLang's own arguments."""
+
+    forward: ForwardConfig = dataclasses.field(default_factory=ForwardConfig)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
+
+    def __post_init__(self) -> None:
+        for owner in self._owners():
+            for field in dataclasses.fields(owner):
+                _check_value(field, getattr(owner, field.name))
+        forward = self.forward
+        for phase in ("prefill", "decode"):
+            b_attn, b_moe = getattr(forward, f"b_attn_{phase}"), getattr(forward, f"b_moe_{phase}")
+            if b_attn > b_moe and b_attn != _default_of("forward", f"b_attn_{phase}"):
+                raise ConfigError(
+                    f"b_attn_{phase} is {b_attn}, more than b_moe_{phase} ({b_moe}): a sub-batch cannot be larger "
+                    f"than its group; lower b_attn_{phase} or raise b_moe_{phase}"
+                )
+
+    def _owners(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by its flag's name, as it goes into a manifest."""
+        return {f.name: getattr(owner, f.name) for owner in self._owners() for f in dataclasses.fields(owner)}
+
+
+_SECTIONS: dict[str, type[Any]] = {"forward": ForwardConfig, "schedule": ScheduleConfig, "trace": TraceConfig}
+
+
+def _default_of(section: str, name: str) -> Any:
+    return next(f.default for f in dataclasses.fields(_SECTIONS[section]) if f.name == name)
+
+
+def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
+    kinds: tuple[type, ...] = (type(field.default),)
+    if field.default is None:
+        kinds = (str, type(None))
+    elif isinstance(field.default, float):
+        kinds = (float, int)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ConfigError(f"{field.name} is {value!r}; it takes a value of type {kinds[0].__name__}")
+    low, high = field.metadata["minimum"], field.metadata["maximum"]
+    if (low is not None and value < low) or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise ConfigError(f"{field.name} is {value}; it must be at least {low}{upper}")
+
+
+def field_names() -> frozenset[str]:
+    """Names of all our flags, with underscores."""
+    return frozenset(f.name for section in _SECTIONS.values() for f in dataclasses.fields(section))
+
+
+def from_mapping(values: Mapping[str, Any]) -> BatchConfig:
+    """Build a configuration from flat names; names left out keep their defaults. Raises ConfigError."""
+    unknown = sorted(set(values) - field_names())
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(field_names()))}")
+    sections = {
+        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values})
+        for name, section in _SECTIONS.items()
+    }
+    return BatchConfig(**sections)
+
+
+def split_kwargs(kwargs: Mapping[str, Any]) -> tuple[BatchConfig, dict[str, Any]]:
+    """Part keyword arguments into ours (as a configuration) and the rest (SGLang's)."""
+    ours = {name: value for name, value in kwargs.items() if name in field_names()}
+    return from_mapping(ours), {name: value for name, value in kwargs.items() if name not in ours}
+
+
+def add_cli_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one argument group per owner, generated from the dataclasses above."""
+    for section in _SECTIONS.values():
+        title, _, rest = (section.__doc__ or "").partition(":")
+        group = parser.add_argument_group(f"sgl_batch: {title.strip().lower()}", rest.strip() or None)
+        for field in dataclasses.fields(section):
+            _add_flag(group, field)
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
+    name = "--" + field.name.replace("_", "-")
+    text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
+    if isinstance(field.default, bool):
+        action = argparse.BooleanOptionalAction
+        group.add_argument(name, dest=field.name, action=action, default=field.default, help=text)
+    else:
+        kind = str if field.default is None else type(field.default)
+        group.add_argument(name, dest=field.name, type=kind, default=field.default, help=text)
+
+
+def from_args(args: argparse.Namespace) -> BatchConfig:
+    """Read our flags from parsed arguments. Raises ConfigError."""
+    return from_mapping({name: getattr(args, name) for name in field_names() if hasattr(args, name)})

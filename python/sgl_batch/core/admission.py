@@ -1,0 +1,98 @@
+"""Decides which queued sequences make the next prefill group (BatchGen Algorithm 2, SELECTBATCH)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from sgl_batch.core.order import OrderPolicy
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """One unit of work taken from the queue: a sequence alone, or a leader with its other choices."""
+
+    leader: Sequence
+    followers: tuple[Sequence, ...] = ()
+
+    @property
+    def members(self) -> tuple[Sequence, ...]:
+        return (self.leader, *self.followers)
+
+
+def refusal(sequence: Sequence, ledger: PageLedger) -> str | None:
+    """Why a sequence can never fit, with the numbers; None if it can (invariant 4: a line's own error)."""
+    need, page = ledger.whole_pages(sequence), ledger.page_size
+    if need <= ledger.total_pages:
+        return None
+    return (
+        f"the prompt has {sequence.prompt_tokens} tokens and up to {sequence.max_new_tokens} are to be generated: "
+        f"{need} pages of {page} tokens, but the device holds {ledger.total_pages}; "
+        f"lower max_tokens, shorten the prompt, or raise --max-total-tokens to at least {need * page}"
+    )
+
+
+def group_by_prompt(queued: Seq[Sequence], order: OrderPolicy, *, most_members: int) -> list[Admission]:
+    """Units of the queue in the chosen order: the choices of one request go together, leader first.
+
+    A follower whose leader is not queued, or that is past `most_members`, computes its prompt itself.
+    """
+    by_group: dict[str, list[Sequence]] = {}
+    for sequence in queued:
+        if sequence.prompt_group is not None:
+            by_group.setdefault(sequence.prompt_group, []).append(sequence)
+    units = []
+    for sequence in sorted(queued, key=order.key):
+        group = by_group.get(sequence.prompt_group or "", [])
+        leader = next((s for s in group if s.is_leader), None)
+        if leader is None:
+            units.append(Admission(leader=sequence))
+        elif sequence is leader:
+            followers = tuple(s for s in sorted(group, key=order.key) if s is not leader)
+            units.append(Admission(leader=leader, followers=followers[: most_members - 1]))
+    return units
+
+
+def unit_pages(unit: Admission, ledger: PageLedger) -> int:
+    """Pages that a unit needs: the shared prompt once, then each member's own."""
+    if not unit.followers:
+        return ledger.whole_pages(unit.leader)
+    return ledger.shared_pages(unit.leader) + sum(ledger.own_pages(member) for member in unit.members)
+
+
+def select_prefill_group(
+    units: Seq[Admission], ledger: PageLedger, *, b_moe: int, free_slots: int
+) -> list[Admission]:
+    """Take units from the head while prompt tokens fit `b_moe` and pages and slots suffice.
+
+    A prompt longer than `b_moe` makes a group of its own. A head that does not fit now blocks those behind
+    it, so that nobody starves. A unit too large to fit even an empty device is taken without its followers,
+    who then queue for themselves.
+    """
+    chosen: list[Admission] = []
+    tokens, pages, slots = 0, ledger.free_pages, free_slots
+    for unit in units:
+        if unit_pages(unit, ledger) > ledger.total_pages:
+            unit = Admission(leader=unit.leader)
+        need = unit_pages(unit, ledger)
+        full = chosen and tokens + unit.leader.prompt_tokens > b_moe
+        if full or need > pages or len(unit.members) > slots:
+            break
+        chosen.append(unit)
+        tokens += unit.leader.prompt_tokens
+        pages -= need
+        slots -= len(unit.members)
+    return chosen
+
+
+def reserve(unit: Admission, ledger: PageLedger) -> None:
+    """Write a unit's pages into the ledger: by sequence, the shared prompt under its group's name."""
+    if not unit.followers:
+        ledger.reserve(unit.leader.sequence_id, ledger.whole_pages(unit.leader))
+        return
+    assert unit.leader.prompt_group is not None, "a leader has a prompt group"
+    ledger.reserve(unit.leader.prompt_group, ledger.shared_pages(unit.leader))
+    for member in unit.members:
+        ledger.reserve(member.sequence_id, ledger.own_pages(member))

@@ -1,0 +1,57 @@
+"""Owns the one table of transitions of a sequence. Who fires an event, and when, is decided elsewhere."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from sgl_batch.core.sequence import Sequence, Status
+
+
+class Event(enum.Enum):
+    """What can happen to a sequence."""
+
+    COMBINE_PREFILL = "combined into a prefill group"
+    YIELD_PREFILLED = "yielded after prefill"
+    COMBINE_DECODE = "combined into the decode group"
+    FINISH = "finished"
+    ABORT = "aborted"
+
+
+TRANSITIONS: dict[tuple[Status, Event], Status] = {
+    (Status.QUEUED, Event.COMBINE_PREFILL): Status.PREFILLING,
+    (Status.QUEUED, Event.ABORT): Status.ABORTED,
+    (Status.PREFILLING, Event.YIELD_PREFILLED): Status.READY,
+    (Status.PREFILLING, Event.FINISH): Status.FINISHED,
+    (Status.PREFILLING, Event.ABORT): Status.ABORTED,
+    (Status.READY, Event.COMBINE_DECODE): Status.RUNNING,
+    (Status.READY, Event.ABORT): Status.ABORTED,
+    (Status.RUNNING, Event.FINISH): Status.FINISHED,
+    (Status.RUNNING, Event.ABORT): Status.ABORTED,
+}
+
+TERMINAL = frozenset({Status.FINISHED, Status.ABORTED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """One change of state, as it is written to a trace."""
+
+    sequence_id: str
+    before: Status
+    after: Status
+    event: Event
+    why: str
+
+
+def advance(sequence: Sequence, event: Event, why: str) -> Transition:
+    """Apply `event` to `sequence` in place and say what changed.
+
+    Raises AssertionError when the table has no such transition: that is a fault of ours, never of a user.
+    """
+    before = sequence.status
+    after = TRANSITIONS.get((before, event))
+    assert after is not None, f"sequence {sequence.sequence_id}: no transition for {event.name} in {before.name}"
+    sequence.status = after
+    sequence.history.append(after)
+    return Transition(sequence_id=sequence.sequence_id, before=before, after=after, event=event, why=why)

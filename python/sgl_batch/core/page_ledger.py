@@ -1,0 +1,52 @@
+"""Owns the account of device pages: who reserved how many. Which pages these are is the pool's affair."""
+
+from __future__ import annotations
+
+from sgl_batch.core.sequence import Sequence
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return -(-tokens // page_size)
+
+
+class PageLedger:
+    """Reservations by sequence and by shared prompt. Invariant: free + reserved == total, never negative."""
+
+    def __init__(self, total_pages: int, page_size: int) -> None:
+        self.total_pages = total_pages
+        self.page_size = page_size
+        self._reserved: dict[str, int] = {}
+
+    @property
+    def reserved_pages(self) -> int:
+        return sum(self._reserved.values())
+
+    @property
+    def free_pages(self) -> int:
+        return self.total_pages - self.reserved_pages
+
+    def reserve(self, owner: str, pages: int) -> None:
+        assert owner not in self._reserved, f"{owner} holds a reservation already"
+        assert pages <= self.free_pages, f"{owner} wants {pages} pages, {self.free_pages} are free"
+        self._reserved[owner] = pages
+
+    def release(self, owner: str) -> int:
+        """Give back what `owner` holds; returns the pages. Releasing twice is a fault."""
+        assert owner in self._reserved, f"{owner} holds no reservation"
+        return self._reserved.pop(owner)
+
+    def holds(self, owner: str) -> bool:
+        return owner in self._reserved
+
+    def whole_pages(self, sequence: Sequence) -> int:
+        """Pages for a sequence that shares nothing, up to its last possible token."""
+        return pages_for(sequence.total_tokens, self.page_size)
+
+    def shared_pages(self, sequence: Sequence) -> int:
+        """Full pages of a prompt, without its last token, which the choices of a request can share."""
+        return (sequence.prompt_tokens - 1) // self.page_size
+
+    def own_pages(self, sequence: Sequence) -> int:
+        """Pages of a choice beside the shared ones."""
+        return self.whole_pages(sequence) - self.shared_pages(sequence)

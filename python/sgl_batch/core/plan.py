@@ -1,0 +1,82 @@
+"""Owns the plan: all static choices of a run, and the arithmetic of cutting a group by them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sgl_batch.config import BatchConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePlan:
+    """Group limits of one phase: tokens in prefill, sequences in decode (BatchGen 5.1)."""
+
+    b_attn: int
+    b_moe: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All static choices. Sizes are in tokens (prefill, pages, boundary) or sequences (decode, ready)."""
+
+    prefill: PhasePlan
+    decode: PhasePlan
+    page_size: int
+    boundary_tokens: int
+    refill_watermark: float
+    ready_target: int
+    accumulate: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(config: BatchConfig, *, page_size: int, max_running: int) -> Plan:
+    """Fit the configured choices to what the engine can hold (`max_running` sequences)."""
+    forward, schedule = config.forward, config.schedule
+    b_moe_decode = min(forward.b_moe_decode, max_running)
+    ahead = math.ceil(schedule.ready_ahead * b_moe_decode)
+    return Plan(
+        prefill=PhasePlan(
+            b_attn=min(forward.b_attn_prefill, forward.b_moe_prefill), b_moe=forward.b_moe_prefill
+        ),
+        decode=PhasePlan(b_attn=min(forward.b_attn_decode, b_moe_decode), b_moe=b_moe_decode),
+        page_size=page_size,
+        boundary_tokens=schedule.boundary_tokens,
+        refill_watermark=schedule.refill_watermark,
+        ready_target=min(b_moe_decode + ahead, max_running),
+        accumulate=forward.accumulate,
+    )
+
+
+def row_spans(num_rows: int, limit: int) -> list[tuple[int, int]]:
+    """Cut `num_rows` rows into ceil(num_rows / limit) contiguous spans [start, end) of at most `limit`."""
+    assert limit > 0, f"limit {limit} must be positive"
+    return [(start, min(start + limit, num_rows)) for start in range(0, num_rows, limit)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Part of one sequence in an attention sub-batch: rows [start, end) of that sequence's new tokens."""
+
+    index: int
+    start: int
+    end: int
+
+
+def cut_sequences(lengths: list[int], span: tuple[int, int]) -> list[Piece]:
+    """The pieces of sequences (of `lengths` new tokens each, laid end to end) that lie in rows `span`.
+
+    A sequence that crosses the edge of a span is chunked there, so no row is padded and none wasted.
+    """
+    pieces, offset = [], 0
+    for index, length in enumerate(lengths):
+        start, end = max(span[0] - offset, 0), min(span[1] - offset, length)
+        if start < end:
+            pieces.append(Piece(index=index, start=start, end=end))
+        offset += length
+        if offset >= span[1]:
+            break
+    return pieces

@@ -1,0 +1,19 @@
+"""The coroutine primitives (BatchGen 4.2) over sequences. They change states; effects live with the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sgl_batch.core.coroutine import Event, Transition, advance
+from sgl_batch.core.sequence import Sequence
+
+
+def yield_(sequence: Sequence, *, finished: bool, why: str) -> Transition:
+    """Give control back after prefill: the sequence is READY with its KV kept, or FINISHED."""
+    return advance(sequence, Event.FINISH if finished else Event.YIELD_PREFILLED, why)
+
+
+def combine(sequences: Iterable[Sequence], event: Event, why: str) -> list[Transition]:
+    """Resume sequences by combining them into one group; `event` says for which phase."""
+    assert event in (Event.COMBINE_PREFILL, Event.COMBINE_DECODE), f"{event.name} combines nothing"
+    return [advance(sequence, event, why) for sequence in sequences]

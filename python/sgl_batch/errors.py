@@ -1,0 +1,30 @@
+"""The exceptions that sgl_batch raises on purpose; decides nothing about how they are shown."""
+
+from __future__ import annotations
+
+
+class SglBatchError(Exception):
+    """Base of every error that sgl_batch raises on purpose."""
+
+
+class ConfigError(SglBatchError):
+    """A flag, file or setting given by the user cannot work; the message says what, value, limit and remedy."""
+
+
+class RequestError(SglBatchError):
+    """One request is refused; it becomes that request's own error and never stops a job.
+
+    `code` is a stable machine-readable word, `param` names the field at fault, `status_code` is the HTTP status that
+    the online endpoint gives for the same request.
+    """
+
+    def __init__(self, *, code: str, message: str, param: str | None = None, status_code: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.status_code = status_code
+
+
+class EngineError(SglBatchError):
+    """The engine itself is dead or cannot start; no further request can be answered."""

@@ -1,0 +1,63 @@
+"""One file that grows by whole lines; decides nothing about their order."""
+
+from __future__ import annotations
+
+import os
+from io import FileIO
+from pathlib import Path
+
+from sgl_batch.jobs.scratch import storage_errors
+
+
+class LineFile:
+    """A file of whole lines, unbuffered, so that what was appended can be read (`tail -f`) at once.
+
+    `create` or the first `append` creates it. When an append fails half way (disk full), the file is cut back
+    to its last whole line.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self.path = path
+        self.num_lines = 0
+        self._overwrite = overwrite
+        self._file: FileIO | None = None
+        self._num_bytes = 0
+
+    def create(self) -> FileIO:
+        """Create the file, empty. Raises StorageError where one exists and may not be overwritten."""
+        with storage_errors(f"creating {self.path}"):
+            self._file = FileIO(self.path, "wb" if self._overwrite else "xb")
+        return self._file
+
+    def append(self, lines: list[bytes]) -> None:
+        """Append records, each already ended by a newline."""
+        if not lines:
+            return
+        file = self._file or self.create()
+        data = memoryview(b"".join(lines))
+        with storage_errors(f"writing {self.path}"):
+            try:
+                written = 0
+                while written < len(data):
+                    written += file.write(data[written:]) or 0
+            except OSError:
+                file.truncate(self._num_bytes)
+                file.seek(self._num_bytes)
+                raise
+        self._num_bytes += len(data)
+        self.num_lines += len(lines)
+
+    def sync(self) -> None:
+        """Wait until what was appended is on the disk."""
+        if self._file is not None:
+            with storage_errors(f"syncing {self.path}"):
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Sync and close."""
+        if self._file is not None:
+            try:
+                self.sync()
+            finally:
+                self._file.close()
+                self._file = None

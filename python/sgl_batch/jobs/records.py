@@ -1,0 +1,99 @@
+"""The bytes of output and error lines in OpenAI's shape; decides nothing about which file they go to."""
+
+from __future__ import annotations
+
+import json
+import math
+from hashlib import blake2b
+
+from sgl_batch.errors import RequestError
+from sgl_batch.jobs.line_engine import LineResponse
+
+# JSON allows these raw, but many programs take them for the end of a line.
+_LINE_SEPARATORS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def record_token(run_id: str, index: int) -> str:
+    """24 hexadecimal digits, unique to this line of this run."""
+    return blake2b(f"{run_id}:{index}".encode(), digest_size=12).hexdigest()
+
+
+def response_record(token: str, custom_id: str, line: int, response: LineResponse) -> bytes:
+    """A line answered by the engine; one that failed there carries its error in response.body.error."""
+    body: dict[str, object] = {"error": error_of(response, line)}
+    if response.status_code == 200:
+        body = response.body
+    return _encode(token, custom_id, response.status_code, response.request_id, body)
+
+
+def refused_record(token: str, custom_id: str | None, line: int, error: RequestError) -> bytes:
+    """A line refused before the engine saw it, in the shape of the engine's own 4xx."""
+    body: dict[str, object] = {
+        "error": {
+            "message": error.message,
+            "type": "invalid_request_error",
+            "param": error.param,
+            "code": error.code,
+            "line": line,
+        }
+    }
+    return _encode(token, custom_id, error.status_code, f"req_{token}", body)
+
+
+def internal_error_response(token: str, error: BaseException) -> LineResponse:
+    """The answer for a line on which the engine raised what it should not have."""
+    message = f"the engine failed on this line: {type(error).__name__}: {error}"
+    fields: dict[str, object] = {
+        "message": message,
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }
+    return LineResponse(status_code=500, request_id=f"req_{token}", body={"error": fields})
+
+
+def error_of(response: LineResponse, line: int) -> dict[str, object]:
+    """A failed response's error in one shape, whether the engine nests it under "error" or gives it flat."""
+    nested = response.body.get("error")
+    given = nested if isinstance(nested, dict) else response.body
+    kind = "invalid_request_error" if response.status_code < 500 else "server_error"
+    return {
+        "message": given.get("message") or f"the engine answered with status {response.status_code}",
+        "type": given.get("type") or kind,
+        "param": given.get("param"),
+        "code": given.get("code"),
+        "line": line,
+    }
+
+
+def _encode(
+    token: str, custom_id: str | None, status_code: int, request_id: str, body: dict[str, object]
+) -> bytes:
+    record = {
+        "id": f"batch_req_{token}",
+        "custom_id": custom_id,
+        "response": {"status_code": status_code, "request_id": request_id, "body": body},
+        "error": None,
+    }
+    try:
+        text = _dumps(record, ascii_only=False)
+        for raw, escaped in _LINE_SEPARATORS.items():
+            text = text.replace(raw, escaped)
+        return text.encode("utf-8") + b"\n"
+    except ValueError:  # a number that JSON does not have, or half of a surrogate pair
+        return _dumps(_without_infinities(record), ascii_only=True).encode("ascii") + b"\n"
+
+
+def _dumps(value: object, *, ascii_only: bool) -> str:
+    return json.dumps(value, ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":"))
+
+
+def _without_infinities(value: object) -> object:
+    """Null in place of NaN and infinities (the logarithm of zero, say), as online servers write them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_infinities(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(one) for one in value]
+    return value

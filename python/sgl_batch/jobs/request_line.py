@@ -1,0 +1,142 @@
+"""Parses and validates one request line; decides whether it is refused, not what the engine answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from sgl_batch.errors import RequestError
+from sgl_batch.jobs.body_rules import CHAT_URL, COMPLETIONS_URL, check_body, refuse, show
+from sgl_batch.jobs.line_reader import RawLine
+from sgl_batch.jobs.seeds import line_seed
+
+SUPPORTED_URLS = (CHAT_URL, COMPLETIONS_URL)
+DEFAULT_MAX_LINE_BYTES = 16 << 20
+
+ClaimId = Callable[[str, int], int | None]
+"""Records (custom_id, line number); returns the line that already used the id, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineRules:
+    """What lines are checked against."""
+
+    served_model_names: Sequence[str]
+    job_seed: int = 0
+    max_line_bytes: int = DEFAULT_MAX_LINE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLine:
+    """A line that may go to the engine; `body` has a seed."""
+
+    index: int
+    number: int
+    custom_id: str
+    url: str
+    body: dict[str, object]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedLine:
+    """A line that has its own error; `custom_id` is None where the line does not show one."""
+
+    index: int
+    number: int
+    custom_id: str | None
+    error: RequestError
+
+
+def parse_request_line(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> RequestLine | RefusedLine:
+    """Validate one line. Never raises for what is in it: a fault becomes a RefusedLine."""
+    custom_id: str | None = None
+    try:
+        line = _parse_object(raw, rules.max_line_bytes)
+        custom_id = _custom_id(line)
+        earlier = claim_id(custom_id, raw.number)
+        if earlier is not None:
+            refuse(
+                "duplicate_custom_id",
+                f"custom_id {show(custom_id)} was already used in line {earlier}; every line needs its own",
+                "custom_id",
+            )
+        url, body = _envelope(line)
+        check_body(url, body, rules.served_model_names)
+    except RequestError as error:
+        return RefusedLine(index=raw.index, number=raw.number, custom_id=custom_id, error=error)
+    if body.get("seed") is None:
+        body["seed"] = line_seed(rules.job_seed, raw.index)
+    return RequestLine(
+        index=raw.index, number=raw.number, custom_id=custom_id, url=url, body=body, num_bytes=raw.num_bytes
+    )
+
+
+def _parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
+    if raw.data is None:
+        refuse(
+            "line_too_long",
+            f"the line has {raw.num_bytes:,} bytes and the limit is {max_line_bytes:,}; shorten it or raise "
+            "--max-line-bytes",
+        )
+    try:
+        text = raw.data.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        refuse("invalid_json_line", f"the line is not UTF-8: {error.reason} at byte {error.start}")
+    except UnicodeEncodeError:
+        refuse(
+            "invalid_json_line",
+            "the line has half of a surrogate pair (\\ud800 to \\udfff) without the other half",
+        )
+    except RecursionError:
+        refuse("invalid_json_line", "the line's JSON is nested too deeply")
+    except ValueError as error:
+        refuse("invalid_json_line", f"the line is not valid JSON: {error}")
+    if not isinstance(value, dict):
+        refuse(
+            "line_not_an_object",
+            f"the line is {show(value)}, not a JSON object with custom_id, method, url and body",
+        )
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _custom_id(line: dict[str, object]) -> str:
+    custom_id = line.get("custom_id")
+    if custom_id is None:
+        refuse(
+            "missing_custom_id", 'the line has no "custom_id"; give each line a text of its own', "custom_id"
+        )
+    if not isinstance(custom_id, str) or not custom_id:
+        refuse(
+            "invalid_custom_id",
+            f"custom_id is {show(custom_id)}, but must be a text that is not empty",
+            "custom_id",
+        )
+    return custom_id
+
+
+def _envelope(line: dict[str, object]) -> tuple[str, dict[str, object]]:
+    method, url, body = line.get("method"), line.get("url"), line.get("body")
+    supported = " and ".join(SUPPORTED_URLS)
+    if method is None:
+        refuse("missing_method", 'the line has no "method"; write "method": "POST"', "method")
+    if method != "POST":
+        refuse("invalid_method", f'method is {show(method)}; the only one is "POST"', "method")
+    if url is None:
+        refuse("missing_url", f'the line has no "url"; supported are {supported}', "url")
+    if url not in SUPPORTED_URLS:
+        refuse("url_not_supported", f"url {show(url)} is not supported; supported are {supported}", "url")
+    if body is None:
+        refuse("missing_body", 'the line has no "body", the request itself', "body")
+    if not isinstance(body, dict):
+        refuse("invalid_body", f"body is {show(body)}, not a JSON object", "body")
+    return str(url), body

@@ -1,0 +1,72 @@
+"""What a run comes to: counts, tokens, status and exit code; decides nothing about how it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sgl_batch.jobs.line_engine import EngineStats
+
+MAX_FAILURE_CODES = 100
+
+
+class RunStatus(Enum):
+    """How a run ended."""
+
+    COMPLETED = "completed"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, kw_only=True)
+class FailureKind:
+    """The failed lines that share one error code, with the first of them as an example."""
+
+    first_line: int
+    first_message: str
+    count: int = 0
+
+
+class Failures:
+    """Failed lines by error code; the number of codes is bounded."""
+
+    def __init__(self) -> None:
+        self.by_code: dict[str, FailureKind] = {}
+
+    def add(self, code: str, line: int, message: str) -> None:
+        """Count one failed line."""
+        if code not in self.by_code and len(self.by_code) >= MAX_FAILURE_CODES:
+            code = "other"
+        kind = self.by_code.setdefault(code, FailureKind(first_line=line, first_message=message))
+        kind.count += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The end of a run. `message` says why it did not complete; `stats` is None where none came."""
+
+    status: RunStatus
+    message: str | None
+    total: int
+    ok: int
+    failed: int
+    wall_s: float
+    tokens_in: int
+    tokens_out: int
+    failures: Mapping[str, FailureKind] = field(default_factory=dict)
+    stats: EngineStats | None = None
+
+    @property
+    def missing(self) -> int:
+        """Lines that have neither an output nor an error."""
+        return self.total - self.ok - self.failed
+
+    @property
+    def exit_code(self) -> int:
+        """0 all well, 2 finished with failed lines, 3 crash, 130 stopped by a signal."""
+        if self.status is RunStatus.INTERRUPTED:
+            return 130
+        if self.status is RunStatus.FAILED:
+            return 3
+        return 2 if self.failed else 0

@@ -1,0 +1,86 @@
+"""The text at the end of a run: results, speed, where the time went, expert load; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sgl_batch.jobs.line_engine import EngineStats
+from sgl_batch.jobs.progress_display import duration
+from sgl_batch.jobs.run_result import FailureKind, RunResult, RunStatus
+
+SHOWN_FAILURE_CODES = 8
+
+
+def format_summary(result: RunResult) -> str:
+    """Several lines for a person who comes back to a finished run."""
+    lines = [_headline(result), *_speed(result)]
+    if result.failed:
+        lines += _failures(result)
+    if result.stats is not None:
+        lines += _time_table(result.stats)
+        lines += _experts(result.stats)
+    if result.ok == 0:
+        lines.append("Warning: no line has an output.")
+    return "\n".join(lines)
+
+
+def _headline(result: RunResult) -> str:
+    verb = {RunStatus.COMPLETED: "Done", RunStatus.INTERRUPTED: "Interrupted", RunStatus.FAILED: "Failed"}
+    missing = f", {result.missing:,} missing" if result.missing else ""
+    return (
+        f"{verb[result.status]}: {result.ok:,} of {result.total:,} lines ok, {result.failed:,} failed"
+        f"{missing}, in {duration(result.wall_s)} ({result.wall_s:.1f} s)"
+    )
+
+
+def _speed(result: RunResult) -> list[str]:
+    wall_s = max(result.wall_s, 1e-9)
+    return [
+        f"  tokens in   {result.tokens_in:>14,}  {result.tokens_in / wall_s:>12,.1f} per second",
+        f"  tokens out  {result.tokens_out:>14,}  {result.tokens_out / wall_s:>12,.1f} per second",
+    ]
+
+
+def _failures(result: RunResult) -> list[str]:
+    def most_first(item: tuple[str, FailureKind]) -> int:
+        return -item[1].count
+
+    kinds = sorted(result.failures.items(), key=most_first)
+    lines = ["Failed lines by error code:"]
+    for code, kind in kinds[:SHOWN_FAILURE_CODES]:
+        lines.append(f"  {kind.count:>8,}  {code}  (first: line {kind.first_line}: {kind.first_message})")
+    if len(kinds) > SHOWN_FAILURE_CODES:
+        rest = sum(kind.count for _, kind in kinds[SHOWN_FAILURE_CODES:])
+        lines.append(f"  {rest:>8,}  with {len(kinds) - SHOWN_FAILURE_CODES} other codes; see the error file")
+    return lines
+
+
+def _time_table(stats: EngineStats) -> list[str]:
+    total_s = sum(stats.part_s.values())
+    if total_s <= 0:
+        return []
+    lines = ["Where the time went:"]
+    for part, seconds in sorted(stats.part_s.items(), key=lambda item: -item[1]):
+        lines.append(f"  {part:<12} {seconds:>10.2f} s  {100 * seconds / total_s:>5.1f}%")
+    return lines
+
+
+def _experts(stats: EngineStats) -> list[str]:
+    calls = stats.counters.get("expert_calls", 0)
+    if calls <= 0:
+        return ["Warning: the engine counted no expert call in this run."]
+    tokens = stats.counters.get("expert_call_tokens", 0)
+    lines = [f"Experts: {calls:,.0f} calls, {tokens / calls:,.1f} tokens per call on average"]
+    return lines + _expert_load(stats.tokens_per_expert)
+
+
+def _expert_load(tokens_per_expert: Sequence[int]) -> list[str]:
+    total = sum(tokens_per_expert)
+    if total <= 0:
+        return []
+    mean = total / len(tokens_per_expert)
+    most, least = max(tokens_per_expert), min(tokens_per_expert)
+    return [
+        f"  most loaded expert {tokens_per_expert.index(most)} ({most:,} tokens), least loaded expert "
+        f"{tokens_per_expert.index(least)} ({least:,} tokens), imbalance {most / mean:.2f} (most / mean)"
+    ]

@@ -1,0 +1,206 @@
+"""Owns attention over device pages on a CPU: ragged prefill with a cached prefix, and decode over flat pages.
+
+It decides neither sub-batches nor pages; both come with the forward batch.
+Shape suffixes: B sequences, P pages of all sequences, T tokens, S slots of a page, H KV heads, G query heads
+per KV head, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.mem_cache.device_page_pool import DevicePagePool
+from sgl_batch.sglang_adapter.layers import AttentionBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeMetadata:
+    """The pages of all sequences of a sub-batch, end to end, and which sequence owns each."""
+
+    pages_P: torch.Tensor
+    owner_P: torch.Tensor
+    bias_PS: torch.Tensor
+    num_pages_B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillMetadata:
+    """Per piece of a sequence: its rows [start, end), and the slots of its tokens up to the last of them."""
+
+    rows: tuple[tuple[int, int], ...]
+    slots: tuple[torch.Tensor | None, ...]
+
+
+def page_table(
+    req_to_token: torch.Tensor, req_pool_indices_B: torch.Tensor, seq_lens_B: torch.Tensor, page_size: int
+) -> DecodeMetadata:
+    """Flatten the pages of sequences of `seq_lens_B` tokens; slots past a sequence's end get a bias of -inf."""
+    num_pages_B = (seq_lens_B + page_size - 1) // page_size
+    owner_P = torch.repeat_interleave(torch.arange(len(seq_lens_B)), num_pages_B)
+    rank_P = torch.arange(len(owner_P)) - (torch.cumsum(num_pages_B, 0) - num_pages_B)[owner_P]
+    slots_P = req_to_token[req_pool_indices_B[owner_P], rank_P * page_size].to(torch.int64)
+    used_P = seq_lens_B[owner_P] - rank_P * page_size
+    bias_PS = torch.zeros(len(owner_P), page_size)
+    bias_PS.masked_fill_(torch.arange(page_size) >= used_P[:, None], float("-inf"))
+    return DecodeMetadata(
+        pages_P=slots_P // page_size, owner_P=owner_P, bias_PS=bias_PS, num_pages_B=num_pages_B
+    )
+
+
+def decode_attention(
+    q_BHGD: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    metadata: DecodeMetadata,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of one query token per sequence over its pages; returns float32 [B, H, G, D].
+
+    Pages of all sequences are multiplied at once, then reduced to their sequences by a running maximum and
+    sum, so that no row is padded to the longest sequence and no Python loop visits sequences.
+    `k_pages`, `v_pages`: [num_pages, H, S, D].
+    """
+    owner_P = metadata.owner_P
+    q_PHGD = (q_BHGD.float() * scaling)[owner_P]
+    k_PHSD = k_pages.index_select(0, metadata.pages_P).float()
+    scores_PHGS = torch.matmul(q_PHGD, k_PHSD.transpose(-1, -2))
+    scores_PHGS += metadata.bias_PS[:, None, None, :]
+    top_BHG = torch.segment_reduce(scores_PHGS.amax(-1), "max", lengths=metadata.num_pages_B, axis=0)
+    weights_PHGS = scores_PHGS.sub_(top_BHG[owner_P][..., None]).exp_()
+    v_PHSD = v_pages.index_select(0, metadata.pages_P).float()
+    parts_PHGD = torch.matmul(weights_PHGS, v_PHSD)
+    sums_BHG = torch.zeros_like(top_BHG).index_add_(0, owner_P, weights_PHGS.sum(-1))
+    out_BHGD = torch.zeros(q_BHGD.shape).index_add_(0, owner_P, parts_PHGD)
+    return out_BHGD / sums_BHG[..., None]
+
+
+def prefill_attention(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Causal attention of the last `len(q)` tokens of one sequence over all its tokens; returns [T, heads, D].
+
+    `k_THD`, `v_THD` may hold more tokens than `q_THD`: those before are the cached prefix.
+    """
+    num_q, num_kv, groups = q_THD.shape[0], k_THD.shape[0], q_THD.shape[1] // k_THD.shape[1]
+    if groups > 1:
+        k_THD, v_THD = k_THD.repeat_interleave(groups, dim=1), v_THD.repeat_interleave(groups, dim=1)
+    mask = None
+    if num_q not in (1, num_kv):
+        mask = torch.ones(num_q, num_kv, dtype=torch.bool).tril_(num_kv - num_q)
+    out = F.scaled_dot_product_attention(
+        q_THD.transpose(0, 1)[None],
+        k_THD.transpose(0, 1)[None],
+        v_THD.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=num_q == num_kv and num_q > 1,
+        scale=scaling,
+    )
+    return out[0].transpose(0, 1)
+
+
+class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
+    """SGLang's attention backend interface over `DevicePagePool`, for multi-head and grouped-query attention."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        pool = runner.token_to_kv_pool
+        if not isinstance(pool, DevicePagePool):
+            raise ConfigError(
+                f"this model keeps its KV in {type(pool).__name__}, which the CPU attention backend cannot read; "
+                "it covers multi-head and grouped-query attention with full context"
+            )
+        self.pool = self.token_to_kv_pool = pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self.forward_metadata: DecodeMetadata | PrefillMetadata | None = None
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def support_triton(self) -> bool:
+        return False
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        if forward_batch.forward_mode.is_decode():
+            self.forward_metadata = page_table(
+                self.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                self.pool.page_size,
+            )
+            return
+        rows, slots, start = [], [], 0
+        extends = zip(
+            forward_batch.req_pool_indices.tolist(),
+            forward_batch.extend_prefix_lens_cpu,
+            forward_batch.extend_seq_lens_cpu,
+            strict=True,
+        )
+        for request, prefix, length in extends:
+            rows.append((start, start + length))
+            known = self.req_to_token[request, : prefix + length].to(torch.int64) if prefix else None
+            slots.append(known)
+            start += length
+        self.forward_metadata = PrefillMetadata(rows=tuple(rows), slots=tuple(slots))
+
+    def _check(self, layer: Any) -> None:
+        window = layer.sliding_window_size is not None and layer.sliding_window_size > 0
+        if layer.logit_cap or window or layer.is_cross_attention:
+            raise ConfigError(
+                "the CPU attention backend covers causal attention over the whole context; this model asks for "
+                f"logit_cap={layer.logit_cap}, sliding_window_size={layer.sliding_window_size}, "
+                f"is_cross_attention={layer.is_cross_attention}"
+            )
+
+    def _save(self, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        self._check(layer)
+        if save_kv_cache:
+            self._save(layer, forward_batch, k, v)
+        assert isinstance(self.forward_metadata, DecodeMetadata), "decode runs under decode metadata"
+        q_BHGD = q.view(q.shape[0], layer.tp_k_head_num, -1, layer.qk_head_dim)
+        k_pages, v_pages = self.pool.get_kv_buffer(layer.layer_id)
+        out = decode_attention(q_BHGD, k_pages, v_pages, self.forward_metadata, layer.scaling)
+        return out.to(q.dtype).view(q.shape[0], -1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        self._check(layer)
+        if save_kv_cache:
+            self._save(layer, forward_batch, k, v)
+        assert isinstance(self.forward_metadata, PrefillMetadata), "prefill runs under prefill metadata"
+        q_THD = q.view(q.shape[0], layer.tp_q_head_num, layer.qk_head_dim)
+        out_THD = torch.empty_like(q_THD)
+        for (start, end), slots in zip(
+            self.forward_metadata.rows, self.forward_metadata.slots, strict=True
+        ):
+            if slots is None:
+                keys, values = k[start:end], v[start:end]
+            else:
+                keys, values = self.pool.read_slots(layer.layer_id, slots)
+            out_THD[start:end] = prefill_attention(q_THD[start:end], keys, values, layer.scaling)
+        return out_THD.view(q.shape[0], -1)

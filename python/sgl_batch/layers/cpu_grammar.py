@@ -1,0 +1,57 @@
+"""Owns grammar masks on a CPU: SGLang's xgrammar backend with xgrammar's own CPU operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import xgrammar
+
+from sgl_batch.sglang_adapter.layers import XGrammarGrammar, XGrammarGrammarBackend, register_grammar_backend
+from sgl_batch.sglang_adapter.names import CPU_GRAMMAR
+
+
+class CpuGrammar(XGrammarGrammar):  # type: ignore[misc]
+    """One sequence's grammar state; SGLang's own refuses logits on a CPU."""
+
+    def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+    def copy(self) -> CpuGrammar:
+        return _as_cpu(super().copy())
+
+
+def _as_cpu(grammar: Any) -> CpuGrammar:
+    return CpuGrammar(
+        grammar.matcher,
+        grammar.vocab_size,
+        grammar.ctx,
+        grammar.override_stop_tokens,
+        grammar.key_string,
+        grammar.grammar_stats,
+    )
+
+
+class CpuGrammarBackend(XGrammarGrammarBackend):  # type: ignore[misc]
+    """Compiles JSON schemas, regular expressions and grammars, and applies them on the CPU."""
+
+    @staticmethod
+    def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+    def _from_context(self, ctx: Any, key_string: str, grammar_stats: Any) -> CpuGrammar:
+        return _as_cpu(super()._from_context(ctx, key_string, grammar_stats))
+
+
+def _create(server_args: Any, tokenizer: Any, vocab_size: int, eos_token_ids: set[int] | None) -> Any:
+    return CpuGrammarBackend(
+        tokenizer,
+        vocab_size=vocab_size,
+        model_eos_token_ids=list(eos_token_ids) if eos_token_ids else None,
+        any_whitespace=not server_args.constrained_json_disable_any_whitespace,
+    )
+
+
+def register() -> None:
+    """Make the backend known to SGLang in this process."""
+    register_grammar_backend(CPU_GRAMMAR, _create)

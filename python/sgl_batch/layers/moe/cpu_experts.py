@@ -1,0 +1,61 @@
+"""Owns expert compute over a combined batch in plain torch: one GEMM pair per expert that has rows.
+
+Which tokens are combined is decided by the layer runner; which expert a token goes to by the router.
+Shape suffixes: T tokens, K experts per token, R = T * K routed rows, E experts, M hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+# Rows of one expert from which converting its weights to float32 pays, on a CPU without bf16 instructions.
+_UPCAST_ROWS = 32
+
+
+@cache
+def _bf16_is_native() -> bool:
+    """Whether this CPU multiplies bf16 itself (AVX512-BF16 or AMX); otherwise float32 is quicker."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _expert(rows_RM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """Gate and up projection [2I, M], SiLU-and-multiply, down projection [M, I], for one expert's rows."""
+    if rows_RM.dtype == torch.bfloat16 and len(rows_RM) >= _UPCAST_ROWS and not _bf16_is_native():
+        rows_RM, w13, w2 = rows_RM.float(), w13.float(), w2.float()
+    gate_up = F.linear(rows_RM, w13)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, w2)
+
+
+def combined_experts(
+    x_TM: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run every token through its experts; returns the output [T, M] and rows per expert [E].
+
+    `w13`: [E, 2I, M], gate above up; `w2`: [E, M, I]. Rows are sorted by expert, so each expert sees all its
+    rows of the combined batch at once, and are added up per token in order of K in float32: the result does
+    not depend on the order in which experts run.
+    """
+    num_tokens, top_k = topk_ids_TK.shape
+    ids_R = topk_ids_TK.reshape(-1).to(torch.int64)
+    order_R = torch.argsort(ids_R, stable=True)
+    rows_per_expert = torch.bincount(ids_R, minlength=w13.shape[0])
+    sorted_RM = x_TM[order_R // top_k]
+    out_RM = torch.empty_like(sorted_RM)
+    start = 0
+    for expert, count in enumerate(rows_per_expert.tolist()):
+        if count:
+            rows = slice(start, start + count)
+            out_RM[rows] = _expert(sorted_RM[rows], w13[expert], w2[expert])
+            start += count
+    by_token_RM = torch.empty_like(out_RM)
+    by_token_RM[order_R] = out_RM
+    weighted = by_token_RM.view(num_tokens, top_k, -1).float() * topk_weights_TK.float()[..., None]
+    return weighted.sum(1).to(x_TM.dtype), rows_per_expert

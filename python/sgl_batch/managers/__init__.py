@@ -1,0 +1,1 @@
+"""Our subclasses of SGLang's processes, and the wiring that starts them."""

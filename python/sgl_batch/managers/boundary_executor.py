@@ -1,0 +1,211 @@
+"""Owns the sequences of a rank, and carries out what core/ decides over them: prefill, refill, decode, finish.
+
+It decides nothing itself, and runs no forward pass; it hands batches to the scheduler, which does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sgl_batch.core.admission import Admission, refusal, reserve
+from sgl_batch.core.coroutine import Event, Transition, advance
+from sgl_batch.core.order.fifo import FifoOrder
+from sgl_batch.core.page_boundary import DecodeStep, Idle, PrefillGroup, Refill, State, decide
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.primitives import combine, yield_
+from sgl_batch.core.sequence import Sequence
+from sgl_batch.managers import prompt_groups
+from sgl_batch.managers.prompt_sharing import PromptSharing
+from sgl_batch.managers.trace import TraceWriter
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.sglang_adapter.scheduling import decode_batch, merge_into, prefill_batch
+
+
+class BoundaryExecutor:
+    """State of all sequences: their requests by id, the queue's order, the READY ones, and pages reserved."""
+
+    def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter) -> None:
+        self._scheduler, self._plan, self._counters, self._trace = scheduler, plan, counters, trace
+        allocator = scheduler.token_to_kv_pool_allocator
+        self.ledger = PageLedger(allocator.size // plan.page_size, plan.page_size)
+        self._sharing = PromptSharing(scheduler)
+        self._order = FifoOrder()
+        self._sequences: dict[str, Sequence] = {}
+        self._requests: dict[str, Any] = {}
+        self._queued: dict[str, Sequence] = {}
+        self._ready: dict[str, Sequence] = {}
+        self._forks: dict[str, list[Any]] = {}
+        self._forked: list[Any] = []
+        self._arrivals = 0
+        self._steps = 0
+        self._filling = False
+
+    # Intake.
+
+    def enqueue(self, request: Any) -> None:
+        """Take in a request that waits in the scheduler's queue; one that can never fit is marked with its error."""
+        error = refusal(self._sequence_of(request), self.ledger)
+        if error is not None and request.to_finish is None:
+            request.set_finish_with_abort(error)
+        sequence = self._sequence_of(request)
+        assert sequence.sequence_id not in self._sequences, f"request id {sequence.sequence_id} is in use"
+        self._sequences[sequence.sequence_id] = self._queued[sequence.sequence_id] = sequence
+        self._requests[sequence.sequence_id] = request
+        self._arrivals += 1
+
+    def _sequence_of(self, request: Any) -> Sequence:
+        tag = prompt_groups.decode(request.extra_key)
+        refused = request.to_finish is not None
+        prompt_tokens = len(request.origin_input_ids)
+        wants_prompt_logprobs = request.return_logprob and 0 <= request.logprob_start_len < prompt_tokens
+        shares = tag is not None and not wants_prompt_logprobs and not refused
+        return Sequence(
+            sequence_id=request.rid,
+            arrival=self._arrivals,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=1 if refused else request.sampling_params.max_new_tokens,
+            prompt_group=tag.group if tag is not None and shares else None,
+            choice=tag.index if tag is not None else 0,
+        )
+
+    def forget_removed(self) -> None:
+        """Drop queued sequences whose requests SGLang took out of the queue (aborted, or timed out)."""
+        present = {request.rid for request in self._scheduler.waiting_queue}
+        for sequence in [s for name, s in self._queued.items() if name not in present]:
+            self._record([advance(sequence, Event.ABORT, "aborted in the queue")])
+            del self._queued[sequence.sequence_id]
+            self._drop(sequence)
+
+    def waiting_requests(self) -> list[Any]:
+        """Requests that hold or await KV outside the running batch: READY ones, and forks of a prompt."""
+        ready = [self._requests[name] for name in self._ready]
+        return ready + [r for forks in self._forks.values() for r in forks] + self._forked
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._sequences
+
+    # Decide, then do.
+
+    def next_batch(self, running: Any) -> tuple[Any | None, Any]:
+        """The batch to run next and the decode batch after this decision."""
+        if self._forked:
+            return self._prefill(self._take_forked(), "its prompt was computed by its leader"), running
+        action = decide(self._state(running), self._plan, self.ledger, self._order)
+        if isinstance(action, PrefillGroup):
+            self._filling = True
+            return self._prefill_units(action.units), running
+        self._filling = False
+        if isinstance(action, Idle):
+            return None, running
+        if isinstance(action, Refill):
+            running = self._refill(action.sequences, running)
+        if isinstance(action, Refill) or (isinstance(action, DecodeStep) and action.at_boundary):
+            self._counters.add("boundaries")
+            self._steps = 0
+        running.prepare_for_decode()
+        self._steps += 1
+        self._counters.add("decode_steps")
+        return running, running
+
+    def _state(self, running: Any) -> State:
+        pool = self._scheduler.req_to_token_pool
+        promised = sum(len(forks) for forks in self._forks.values()) + len(self._forked)
+        incomplete = self._groups_awaiting_grammar()
+        return State(
+            queued=[s for s in self._queued.values() if s.prompt_group not in incomplete],
+            ready=list(self._ready.values()),
+            running=len(running.reqs),
+            steps=self._steps,
+            slots=pool.size,
+            free_slots=pool.available_size() - promised,
+            filling=self._filling,
+        )
+
+    def _groups_awaiting_grammar(self) -> set[str]:
+        """Prompts of which some choice still waits for its grammar: the others wait for it, to share the prompt."""
+        tags = (prompt_groups.decode(r.extra_key) for r in self._scheduler.grammar_manager.grammar_queue)
+        return {tag.group for tag in tags if tag is not None}
+
+    def _prefill_units(self, units: tuple[Admission, ...]) -> Any:
+        for unit in units:
+            reserve(unit, self.ledger)
+            if unit.followers:
+                group = unit.leader.prompt_group or ""
+                self._forks[group] = [self._requests[s.sequence_id] for s in unit.followers]
+        taken = {member.sequence_id for unit in units for member in unit.members}
+        queue = self._scheduler.waiting_queue
+        queue[:] = [request for request in queue if request.rid not in taken]
+        for name in taken:
+            del self._queued[name]
+        leaders = [self._requests[unit.leader.sequence_id] for unit in units]
+        return self._prefill(leaders, f"prefill group of {len(leaders)}")
+
+    def _prefill(self, requests: list[Any], why: str) -> Any:
+        sequences = [self._sequences[request.rid] for request in requests]
+        self._record(combine(sequences, Event.COMBINE_PREFILL, why))
+        return prefill_batch(self._scheduler, requests)
+
+    def _take_forked(self) -> list[Any]:
+        taken, self._forked = self._forked[: self._plan.prefill.b_moe], self._forked[self._plan.prefill.b_moe :]
+        return taken
+
+    def _refill(self, sequences: tuple[Sequence, ...], running: Any) -> Any:
+        self._record(combine(sequences, Event.COMBINE_DECODE, f"refill at a boundary after {self._steps} steps"))
+        requests = [self._requests[sequence.sequence_id] for sequence in sequences]
+        for sequence in sequences:
+            del self._ready[sequence.sequence_id]
+        with self._counters.clock.part("copies"):
+            return merge_into(running, decode_batch(self._scheduler, requests))
+
+    # After a forward pass.
+
+    def before_prefill_results(self, batch: Any) -> None:
+        """Fork the choices of leaders in this batch, while the leaders still hold all their pages."""
+        for request in batch.reqs:
+            sequence = self._sequences[request.rid]
+            group = sequence.prompt_group
+            if group is not None and sequence.is_leader and group in self._forks:
+                followers = self._forks.pop(group)
+                with self._counters.clock.part("copies"):
+                    self._sharing.fork(group, request, followers)
+                self._counters.add("prompts_shared", len(followers))
+                self._forked.extend(followers)
+
+    def after_results(self, batch: Any) -> None:
+        """Yield what was prefilled, and let go of what has finished."""
+        changes: list[Transition] = []
+        prefilled = batch.forward_mode.is_extend()
+        for request in batch.reqs:
+            if not request.finished():
+                if prefilled:
+                    sequence = self._sequences[request.rid]
+                    changes.append(yield_(sequence, finished=False, why="its KV is kept for decode"))
+                    self._ready[request.rid] = sequence
+            elif request.rid in self._sequences:
+                changes.append(self._finish(request))
+        self._record(changes)
+
+    def _finish(self, request: Any) -> Transition:
+        sequence = self._sequences[request.rid]
+        sequence.generated_tokens = len(request.output_ids)
+        reason = request.finished_reason.to_json()
+        aborted = reason.get("type") == "abort"
+        change = advance(sequence, Event.ABORT if aborted else Event.FINISH, f"finish reason: {reason['type']}")
+        self._counters.add("sequences_aborted" if aborted else "sequences_finished")
+        self._counters.add("generated_tokens", sequence.generated_tokens)
+        self._drop(sequence)
+        return change
+
+    def _drop(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.sequence_id], self._requests[sequence.sequence_id]
+        if self.ledger.holds(sequence.sequence_id):
+            self.ledger.release(sequence.sequence_id)
+        group = sequence.prompt_group
+        if group is not None and self._sharing.leave(group, sequence.sequence_id):
+            self.ledger.release(group)
+
+    def _record(self, changes: Iterable[Transition]) -> None:
+        self._trace.write(changes)

@@ -1,0 +1,31 @@
+"""Our SGLang platform for machines without a GPU: it names our attention backend, page pool and allocator."""
+
+from __future__ import annotations
+
+from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
+from sgl_batch.sglang_adapter.platform import CpuSRTPlatform, PlatformEnum
+
+
+class BatchCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
+    """An out-of-tree platform, so that SGLang asks it for classes and looks for no compiled CPU kernels.
+
+    SGLang makes its platform while its own modules are half imported, so classes are imported when asked for.
+    """
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return CPU_ATTENTION
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sgl_batch.mem_cache.device_page_pool import DevicePagePool
+
+        return DevicePagePool
+
+    def get_paged_allocator_cls(self) -> type:
+        from sgl_batch.mem_cache.page_allocator import PageAllocator
+
+        return PageAllocator
+
+    def get_dispatch_key_name(self) -> str:
+        return CPU_DISPATCH_KEY

@@ -1,0 +1,124 @@
+"""The wiring: which of our classes run in which of SGLang's processes, with which of SGLang's arguments."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+
+from sgl_batch.config import BatchConfig
+from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.layers.counter_sampler import CounterSampler
+from sgl_batch.managers.run_context import RunContext
+from sgl_batch.managers.scheduler import BatchScheduler
+from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
+from sgl_batch.sglang_adapter import processes
+from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM
+from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
+
+EXPECTED_CLASSES = {
+    "scheduler": "BatchScheduler",
+    "tp_worker": "BatchTpWorker",
+    "model_runner": "BatchModelRunner",
+    "sampler": "CounterSampler",
+}
+EXPECTED_CPU_CLASSES = {
+    "attention": "CpuPagedAttention",
+    "allocator": "PageAllocator",
+    "kv_pool": "DevicePagePool",
+}
+
+# Ours on every machine: phases replace chunked prefill and the radix cache; the loop is the synchronous one.
+_DEFAULTS: dict[str, Any] = {
+    "chunked_prefill_size": -1,
+    "disable_overlap_schedule": True,
+    "disable_radix_cache": True,
+    "page_size": 64,
+    "sleep_on_idle": True,
+    "skip_server_warmup": True,
+}
+_CPU_DEFAULTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": CPU_ATTENTION,
+    "grammar_backend": CPU_GRAMMAR,
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.5,
+}
+_FIXED = ("chunked_prefill_size", "disable_overlap_schedule", "disable_radix_cache")
+
+
+def on_cpu(kwargs: dict[str, Any]) -> bool:
+    """Whether the engine runs without a GPU: asked for, or none there."""
+    return kwargs.get("device") == "cpu" or not torch.cuda.is_available()
+
+
+def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, Any]:
+    """SGLang's arguments with our defaults where none was given. Raises ConfigError for what cannot work."""
+    merged = {**_DEFAULTS, **(_CPU_DEFAULTS if on_cpu(kwargs) else {})}
+    merged["max_running_requests"] = 2 * config.forward.b_moe_decode
+    merged.update({name: value for name, value in kwargs.items() if value is not None or name not in merged})
+    for name in _FIXED:
+        if merged[name] != _DEFAULTS[name]:
+            raise ConfigError(
+                f"{name} is {merged[name]!r}; sgl_batch schedules groups itself and needs {_DEFAULTS[name]!r}: "
+                "leave it out"
+            )
+    if merged["page_size"] < 2:
+        raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
+    for name in ("tp_size", "dp_size", "pp_size"):
+        if on_cpu(kwargs) and merged.get(name, 1) != 1:
+            raise ConfigError(f"{name} is {merged[name]}; on a CPU this release runs one rank: use {name}=1")
+    if merged.get("speculative_algorithm"):
+        raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
+    return merged
+
+
+def child_platform(server_args: Any) -> str | None:
+    """The SGLang platform that child processes start with; None leaves SGLang's own choice."""
+    return CPU_PLATFORM if server_args.device == "cpu" else None
+
+
+def run_scheduler_process(config: BatchConfig, *args: Any, **kwargs: Any) -> None:
+    """Body of a scheduler process: ours, in SGLang's process function."""
+    context = RunContext(config=config)
+    if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
+        from sgl_batch.model_executor import cpu_operators
+
+        cpu_operators.register(context.counters)
+    processes.run_scheduler_with(partial(BatchScheduler, context=context), CounterSampler, *args, **kwargs)
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
+    """Body of the detokenizer process: SGLang's own, imported through our adapter so that it starts on a CPU."""
+    processes.run_detokenizer_process(*args, **kwargs)
+
+
+def start_tokenizer_manager(server_args: Any, port_args: Any) -> Any:
+    """Our tokenizer manager with SGLang's templates, in the parent process."""
+    return init_tokenizer_manager(server_args, port_args, BatchTokenizerManager)
+
+
+def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: Any, *, cpu: bool) -> dict[str, Any]:
+    """Check that our classes are the ones running; returns what the first scheduler says of itself.
+
+    Raises EngineError naming what runs instead: SGLang logs a failed plugin and goes on without it.
+    """
+    expected = {**EXPECTED_CLASSES, **(EXPECTED_CPU_CLASSES if cpu else {})}
+    for info in scheduler_infos:
+        running = info.get("sgl_batch", {}).get("classes", {})
+        for role, name in expected.items():
+            if running.get(role) != name:
+                raise EngineError(
+                    f"the scheduler process runs {running.get(role, 'an unknown class')} as its {role}, not {name}: "
+                    "sgl_batch did not take effect; check that this sglang is unmodified and no other SGLang "
+                    "plugin or SGLANG_PLATFORM is set"
+                )
+    if not isinstance(tokenizer_manager, BatchTokenizerManager):
+        raise EngineError(
+            f"the tokenizer manager is {type(tokenizer_manager).__name__}, not BatchTokenizerManager; "
+            "leave tokenizer_worker_num at 1"
+        )
+    first: dict[str, Any] = scheduler_infos[0]["sgl_batch"]
+    return first

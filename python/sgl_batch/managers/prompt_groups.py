@@ -1,0 +1,30 @@
+"""Owns the tag by which choices of one request (n > 1) find each other on their way to the scheduler.
+
+The tag travels in the request's prefix-cache key, which nothing else reads here: we run without a radix cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MARK = "sgl_batch.choice"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceTag:
+    """Choice `index` of `count` choices of the request `group`."""
+
+    group: str
+    index: int
+    count: int
+
+    def encode(self) -> str:
+        return f"{_MARK}:{self.index}:{self.count}:{self.group}"
+
+
+def decode(extra_key: str | None) -> ChoiceTag | None:
+    """The tag in a request's key, or None for a request of one choice."""
+    if extra_key is None or not extra_key.startswith(_MARK + ":"):
+        return None
+    _, index, count, group = extra_key.split(":", 3)
+    return ChoiceTag(group=group, index=int(index), count=int(count))

@@ -1,0 +1,87 @@
+"""Owns the tokenizer process's subclass: seeds for every request, and choices (n > 1) that share a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from sgl_batch.managers.prompt_groups import ChoiceTag
+from sgl_batch.managers.seeds import choice_seed
+from sgl_batch.sglang_adapter.tokenizing import TokenizerManager, choice_of, set_seed
+
+
+class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
+    """SGLang's tokenizer manager; everything that leaves it carries a seed."""
+
+    def _send_one_request(self, tokenized_obj: Any) -> None:
+        self._seed(tokenized_obj)
+        super()._send_one_request(tokenized_obj)
+
+    def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
+        for tokenized in tokenized_objs:
+            self._seed(tokenized)
+        super()._send_batch_request(tokenized_objs)
+
+    def _seed(self, tokenized: Any) -> None:
+        parameters = getattr(tokenized, "sampling_params", None)
+        if parameters is not None and hasattr(parameters, "sampling_seed"):
+            set_seed(tokenized, choice_seed(parameters.sampling_seed, 0))
+
+    async def _handle_batch_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        count = getattr(obj, "parallel_sample_num", 1)
+        if count == 1:
+            async for out in super()._handle_batch_request(obj, request):
+                yield out
+            return
+        waiters = await self._send_choices(obj, request, count)
+        if not getattr(obj, "stream", False):
+            yield await asyncio.gather(*(anext_of(waiter) for _, waiter in waiters))
+            return
+        async for out in _interleave(waiters):
+            yield out
+
+    async def _send_choices(self, obj: Any, request: Any, count: int) -> list[tuple[str, Any]]:
+        """Send `count` choices of each prompt of `obj`; all of one prompt in one message, so that they share it."""
+        prompts = [obj[i] for i in range(obj.batch_size)]
+        tokenized_prompts = await asyncio.gather(*(self._tokenize_one_request(prompt) for prompt in prompts))
+        waiters: list[tuple[str, Any]] = []
+        for prompt, tokenized in zip(prompts, tokenized_prompts, strict=True):
+            group, choices = uuid.uuid4().hex, []
+            for index in range(count):
+                tag = ChoiceTag(group=group, index=index, count=count)
+                seed = choice_seed(tokenized.sampling_params.sampling_seed, index)
+                choice, choice_tokenized = choice_of(prompt, tokenized, extra_key=tag.encode(), seed=seed)
+                self._init_req_state(choice)
+                state = self.rid_to_state[choice.rid]
+                choice_tokenized.time_stats = state.time_stats
+                if choice.return_prompt_token_ids:
+                    state.prompt_token_ids = list(tokenized.input_ids)
+                choices.append(choice_tokenized)
+                waiters.append((choice.rid, self._wait_one_response(choice, request)))
+            self._send_batch_request(choices)
+            self.rid_to_state.pop(prompt.rid).time_stats.set_finished_time()
+        return waiters
+
+
+async def anext_of(waiter: Any) -> Any:
+    """The next response of one request, as a coroutine that can be gathered."""
+    return await waiter.__anext__()
+
+
+async def _interleave(waiters: list[tuple[str, Any]]) -> AsyncIterator[Any]:
+    """Responses of several streams as they come, each with the index of its stream."""
+    index_of = {rid: index for index, (rid, _) in enumerate(waiters)}
+    pending = {asyncio.ensure_future(anext_of(waiter)): waiter for _, waiter in waiters}
+    while pending:
+        done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            waiter = pending.pop(task)
+            try:
+                out = task.result()
+            except StopAsyncIteration:
+                continue
+            out["index"] = index_of[out["meta_info"]["id"]]
+            yield out
+            pending[asyncio.ensure_future(anext_of(waiter))] = waiter

@@ -1,0 +1,1 @@
+"""Where KV lives: the device page pool and the allocator of its pages."""

@@ -1,0 +1,72 @@
+"""Owns what a run is measured by: exclusive time by part, and counts of groups, calls and rows."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+PARTS = ("attention", "router", "experts", "copies", "sampling", "waiting", "other")
+
+
+class PartClock:
+    """Wall time by part, exclusive: time in an inner part is not counted in the outer one. Host time, seconds."""
+
+    def __init__(self) -> None:
+        self.part_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._stack: list[str] = ["other"]
+        self._since = time.perf_counter()
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        self.part_s[self._stack[-1]] += now - self._since
+        self._since = now
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside the block to `name`."""
+        self._switch()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._stack.pop()
+
+    def read(self) -> dict[str, float]:
+        self._switch()
+        return dict(self.part_s)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since start. `expert_rows` are routed rows; `expert_gemms` are experts that had rows in a call."""
+
+    counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    tokens_per_expert: torch.Tensor | None = None
+    clock: PartClock = field(default_factory=PartClock)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        self.counts[name] += amount
+
+    def add_expert_call(self, rows_per_expert: torch.Tensor) -> None:
+        """Count one combined expert call; `rows_per_expert`: [E]."""
+        self.add("expert_calls")
+        self.add("expert_rows", int(rows_per_expert.sum()))
+        self.add("expert_gemms", int((rows_per_expert > 0).sum()))
+        if self.tokens_per_expert is None:
+            self.tokens_per_expert = torch.zeros_like(rows_per_expert)
+        self.tokens_per_expert += rows_per_expert
+
+    def as_dict(self) -> dict[str, Any]:
+        per_expert = self.tokens_per_expert
+        return {
+            "part_s": self.clock.read(),
+            "counters": dict(self.counts),
+            "tokens_per_expert": [] if per_expert is None else per_expert.tolist(),
+        }

@@ -1,0 +1,105 @@
+"""Owns the loop over layers (BatchGen Algorithm 1): attention by sub-batch, experts by group.
+
+It decides no sizes; those are the plan's. It works for any family with an adapter in `families`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_batch.core.plan import PhasePlan, Plan, row_spans
+from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer
+from sgl_batch.model_executor.batch_split import SubBatch, split
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.families import Family
+
+
+class LayerRunner:
+    """Runs one forward pass of a group. The attention backend keeps its plan for a batch in `forward_metadata`.
+
+    `can_reenter`: whether that plan may be swapped between sub-batches; otherwise a group is one sub-batch.
+    `expert_part`: the part of the clock that an expert call counts to, beside what kernels count themselves.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        family: Family,
+        attn_backend: Any,
+        plan: Plan,
+        counters: Counters,
+        can_reenter: bool,
+        expert_part: str,
+    ) -> None:
+        self.model, self.family, self.attn_backend = model, family, attn_backend
+        self.plan, self.counters, self.can_reenter = plan, counters, can_reenter
+        self.expert_part = expert_part
+
+    def forward(self, forward_batch: Any) -> Any:
+        """Logits for a prefill group or a decode group, as the model's own forward gives them."""
+        is_decode = forward_batch.forward_mode.is_decode()
+        phase = self.plan.decode if is_decode else self.plan.prefill
+        num_rows = len(forward_batch.input_ids)
+        self.counters.add("decode_groups" if is_decode else "prefill_groups")
+        self.counters.add("decode_rows" if is_decode else "prefill_rows", num_rows)
+        clock = self.counters.clock
+        with clock.part("attention"):
+            sub_batches = split(forward_batch, phase.b_attn if self.can_reenter else num_rows)
+            self._plan_attention(sub_batches)
+        hidden = self.family.embed(self.model, forward_batch.input_ids)
+        hidden = self._run_layers(forward_batch, sub_batches, hidden, phase)
+        return self.model.logits_processor(
+            forward_batch.input_ids, hidden, self.model.lm_head, forward_batch
+        )
+
+    def _plan_attention(self, sub_batches: list[SubBatch]) -> None:
+        for sub in sub_batches:
+            self.attn_backend.init_forward_metadata(sub.forward_batch)
+            sub.attention_plan = getattr(self.attn_backend, "forward_metadata", None)
+
+    def _run_layers(
+        self, forward_batch: Any, sub_batches: list[SubBatch], hidden: torch.Tensor, phase: PhasePlan
+    ) -> torch.Tensor:
+        residual: torch.Tensor | None = None
+        buffer = AccumulationBuffer(len(hidden), hidden.shape[-1], hidden.dtype, hidden.device)
+        for layer in self.family.layers(self.model):
+            with self.counters.clock.part("attention"):
+                if len(sub_batches) == 1:
+                    hidden, residual = self._attention(layer, sub_batches[0], hidden, residual)
+                else:
+                    for sub in sub_batches:
+                        buffer.write(sub.span, *self._attention(layer, sub, hidden, residual))
+                    hidden, residual = buffer.combined()
+            hidden = self._experts(layer, forward_batch, hidden, phase)
+            hidden, residual = self.family.finish_layer(layer, hidden, residual, forward_batch)
+        assert residual is not None, "a model has at least one layer"
+        return self.family.final_norm(self.model, hidden, residual)
+
+    def _attention(
+        self, layer: Any, sub: SubBatch, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One attention coroutine: re-enter the sub-batch's plan, run up to its yield point before the experts."""
+        self.counters.add("attention_calls")
+        if len(sub.forward_batch.input_ids) < len(hidden):
+            self.attn_backend.forward_metadata = sub.attention_plan
+        start, end = sub.span
+        return self.family.attention_half(
+            layer,
+            sub.forward_batch.positions,
+            hidden[start:end],
+            None if residual is None else residual[start:end],
+            sub.forward_batch,
+        )
+
+    def _experts(self, layer: Any, forward_batch: Any, hidden: torch.Tensor, phase: PhasePlan) -> torch.Tensor:
+        """The expert coroutine: one call over the group, or one per `b_moe` rows where a lone prompt is longer."""
+        limit = phase.b_moe if self.plan.accumulate else phase.b_attn
+        spans = row_spans(len(hidden), limit)
+        with self.counters.clock.part(self.expert_part):
+            if len(spans) == 1:
+                return self.family.expert_half(layer, hidden, forward_batch)
+            parts = [self.family.expert_half(layer, hidden[start:end], forward_batch) for start, end in spans]
+            return torch.cat(parts)

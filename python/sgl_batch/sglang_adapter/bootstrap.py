@@ -1,0 +1,60 @@
+"""Owns what must happen before SGLang is imported: the version check and torchvision's operator schemas.
+
+It decides nothing about how SGLang runs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+from sgl_batch.errors import ConfigError
+
+KNOWN_SGLANG_VERSIONS = ("0.5.16",)
+
+_libraries: list[Any] = []
+
+
+def sglang_version() -> str:
+    """The installed SGLang's version. Raises ConfigError if there is none or it is one we do not know."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"sglang is not installed; install sglang=={KNOWN_SGLANG_VERSIONS[0]} "
+            "(scripts/install does so, or `pip install sgl-batch[cuda]` on a GPU machine)"
+        ) from error
+    if version not in KNOWN_SGLANG_VERSIONS:
+        known = ", ".join(KNOWN_SGLANG_VERSIONS)
+        raise ConfigError(
+            f"sglang {version} is installed, but this sgl_batch knows only {known}, because it extends private "
+            f"classes that change between releases; install sglang=={KNOWN_SGLANG_VERSIONS[-1]}"
+        )
+    return version
+
+
+def _torchvision_operators_load() -> bool:
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None:
+        return True
+    import torch
+
+    return bool(torch.version.cuda)
+
+
+def prepare() -> None:
+    """Check SGLang's version and let torchvision import beside a CPU build of torch. Idempotent.
+
+    torchvision's wheel holds operators compiled for CUDA builds, which cannot load beside a CPU torch; its
+    Python files only need the schemas of two of them, which nothing on our path ever calls.
+    """
+    sglang_version()
+    if _libraries or _torchvision_operators_load():
+        return
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)

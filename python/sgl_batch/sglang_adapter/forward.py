@@ -1,0 +1,90 @@
+"""SGLang's forward batch, context and model runner, as our model_executor room builds on them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.names import CPU_ATTENTION
+
+bootstrap.prepare()
+
+import torch  # noqa: E402
+from sglang.srt.managers.tp_worker import TpModelWorker  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch  # noqa: E402
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput  # noqa: E402
+
+__all__ = [
+    "ForwardBatch",
+    "ForwardContext",
+    "ModelRunner",
+    "ModelRunnerOutput",
+    "TpModelWorker",
+    "decode_slice",
+    "extend_slice",
+    "forward_context",
+    "set_model_runner",
+]
+
+# Backends whose per-batch plan is one value in `forward_metadata`, so that several sub-batches can be planned
+# ahead and re-entered; others keep shared workspaces and run a group as one sub-batch.
+REENTRANT_BACKENDS = frozenset({CPU_ATTENTION, "torch_native", "triton", "fa3"})
+
+
+def _slice(forward_batch: Any, rows: slice, **fields: Any) -> Any:
+    part = copy.copy(forward_batch)
+    part.input_ids = forward_batch.input_ids[rows]
+    part.positions = forward_batch.positions[rows]
+    part.out_cache_loc = forward_batch.out_cache_loc[rows]
+    part.num_token_non_padded = None
+    part.sampling_info = None
+    part.seq_lens_sum = int(fields["seq_lens_cpu"].sum())
+    part.batch_size = len(fields["seq_lens_cpu"])
+    for name, value in fields.items():
+        setattr(part, name, value)
+    return part
+
+
+def decode_slice(forward_batch: Any, start: int, end: int) -> Any:
+    """The sequences [start, end) of a decode batch, as a forward batch of their own."""
+    rows = slice(start, end)
+    return _slice(
+        forward_batch,
+        rows,
+        req_pool_indices=forward_batch.req_pool_indices[rows],
+        seq_lens=forward_batch.seq_lens[rows],
+        seq_lens_cpu=forward_batch.seq_lens_cpu[rows],
+        orig_seq_lens=forward_batch.orig_seq_lens[rows],
+    )
+
+
+def extend_slice(
+    forward_batch: Any, start: int, end: int, sequences: list[int], prefix_lens: list[int], extend_lens: list[int]
+) -> Any:
+    """Rows [start, end) of an extend batch: pieces of `sequences`, each with its tokens before and its new ones."""
+    device = forward_batch.seq_lens.device
+    index = torch.tensor(sequences, device=device)
+    prefix_cpu, extend_cpu = torch.tensor(prefix_lens), torch.tensor(extend_lens)
+    seq_lens_cpu = prefix_cpu + extend_cpu
+    extend = extend_cpu.to(device)
+    return _slice(
+        forward_batch,
+        slice(start, end),
+        req_pool_indices=forward_batch.req_pool_indices[index],
+        seq_lens=seq_lens_cpu.to(device),
+        seq_lens_cpu=seq_lens_cpu,
+        orig_seq_lens=forward_batch.orig_seq_lens[index],
+        extend_num_tokens=end - start,
+        extend_prefix_lens=prefix_cpu.to(device),
+        extend_prefix_lens_cpu=prefix_lens,
+        extend_seq_lens=extend,
+        extend_seq_lens_cpu=extend_lens,
+        extend_start_loc=torch.cumsum(extend, 0) - extend,
+    )
+
+
+def set_model_runner(worker: Any, runner: Any) -> None:
+    """Give SGLang's worker the model runner it is to drive."""
+    worker._model_runner = runner

@@ -1,0 +1,7 @@
+"""Names under which our parts are known to SGLang."""
+
+CPU_PLATFORM = "sgl_batch_cpu"
+STOCK_CPU_PLATFORM = "sgl_batch_stock_cpu"
+CPU_ATTENTION = "sgl_batch_cpu"
+CPU_DISPATCH_KEY = "sgl_batch_cpu"
+CPU_GRAMMAR = "sgl_batch_xgrammar"

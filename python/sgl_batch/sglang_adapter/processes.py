@@ -1,0 +1,69 @@
+"""SGLang's processes: its engine, HTTP server and process functions, and the one substitution we make in them.
+
+SGLang names its Scheduler class in place, so a scheduler process of ours puts its own class under that name
+before it runs SGLang's process function. Nothing is substituted in the parent process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sgl_batch.sglang_adapter import bootstrap
+
+bootstrap.prepare()
+
+import sglang.srt.managers.scheduler as scheduler_module  # noqa: E402
+import sglang.srt.mem_cache.allocation as allocation_module  # noqa: E402
+import sglang.srt.model_executor.forward_batch_info as forward_batch_module  # noqa: E402
+from sglang.srt.entrypoints.engine import Engine  # noqa: E402
+from sglang.srt.managers.detokenizer_manager import run_detokenizer_process  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.srt.utils import kill_process_tree  # noqa: E402
+
+from sgl_batch.sglang_adapter.names import CPU_ATTENTION  # noqa: E402
+
+__all__ = [
+    "Engine",
+    "ServerArgs",
+    "kill_process_tree",
+    "platform",
+    "run_detokenizer_process",
+    "run_scheduler_with",
+]
+
+
+def _support_triton(backend: str) -> bool:
+    return backend not in ("torch_native", "intel_amx", CPU_ATTENTION)
+
+
+def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[], Any], *args: Any) -> None:
+    """Run SGLang's scheduler process with `scheduler_class` and `sampler`. Call it in a process of its own.
+
+    Also says to SGLang that our CPU attention backend has no Triton; it knows only its own backends' names.
+    """
+    from sglang.srt.layers.sampler import register_sampler_backend
+
+    scheduler_module.Scheduler = scheduler_class
+    allocation_module.support_triton = _support_triton
+    forward_batch_module.support_triton = _support_triton
+    server_args = args[0]
+    register_sampler_backend(server_args.sampling_backend, sampler)
+    scheduler_module.run_scheduler_process(*args)
+
+
+@contextmanager
+def platform(name: str | None) -> Iterator[None]:
+    """Start child processes inside this block with SGLang's platform `name`; the parent's choice is restored."""
+    before = os.environ.get("SGLANG_PLATFORM")
+    if name is not None:
+        os.environ["SGLANG_PLATFORM"] = name
+    try:
+        yield
+    finally:
+        if name is not None and before is None:
+            del os.environ["SGLANG_PLATFORM"]
+        elif before is not None:
+            os.environ["SGLANG_PLATFORM"] = before

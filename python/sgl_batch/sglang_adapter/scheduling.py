@@ -1,0 +1,128 @@
+"""SGLang's scheduler and its batches, as our managers room builds on them; all writing into them is done here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sgl_batch.sglang_adapter import bootstrap
+
+bootstrap.prepare()
+
+import torch  # noqa: E402
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput  # noqa: E402
+from sglang.srt.managers.overlap_utils import RelayPayload  # noqa: E402
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch  # noqa: E402
+from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
+from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats, QueueCount  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E402
+
+__all__ = [
+    "AbortReq",
+    "GetInternalStateReqOutput",
+    "NextBatchPlan",
+    "ScheduleBatch",
+    "Scheduler",
+    "decode_batch",
+    "give_prefix",
+    "mark_aborted",
+    "merge_into",
+    "prefill_batch",
+    "protect_prefix",
+    "set_max_new_tokens",
+]
+
+
+def _new_batch(scheduler: Any, requests: list[Any]) -> Any:
+    return ScheduleBatch.init_new(
+        requests,
+        scheduler.req_to_token_pool,
+        scheduler.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.model_config,
+        False,
+        scheduler.spec_algorithm,
+    )
+
+
+def _set_seeds(batch: Any) -> None:
+    """Give the sampler each row's seed; SGLang itself does so only in its deterministic mode."""
+    seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+    batch.sampling_info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+
+
+def prefill_batch(scheduler: Any, requests: list[Any]) -> Any:
+    """A batch that prefills `requests` whole, with slots for all their tokens."""
+    for request in requests:
+        if not len(request.prefix_indices):
+            request.init_next_round_input(scheduler.tree_cache)
+        request.set_extend_range(len(request.prefix_indices), len(request.origin_input_ids))
+    batch = _new_batch(scheduler, requests)
+    batch.prepare_for_extend()
+    batch.prefill_stats = PrefillStats(
+        log_input_tokens=batch.extend_num_tokens,
+        log_hit_tokens=sum(batch.prefix_lens),
+        new_token_ratio=1.0,
+        num_running_reqs=QueueCount.from_reqs(scheduler.running_batch.reqs, False),
+        num_new_seqs=len(requests),
+    )
+    _set_seeds(batch)
+    return batch
+
+
+def decode_batch(scheduler: Any, requests: list[Any]) -> Any:
+    """A decode batch of requests that were prefilled and have generated one token, in this order."""
+    batch = _new_batch(scheduler, requests)
+    device = batch.device
+    lengths = [request.kv_committed_len for request in requests]
+    batch.forward_mode = ForwardMode.DECODE
+    batch.req_pool_indices_cpu = torch.tensor([request.req_pool_idx for request in requests])
+    batch.req_pool_indices = batch.req_pool_indices_cpu.to(device)
+    batch.seq_lens_cpu = torch.tensor(lengths)
+    batch.seq_lens = batch.seq_lens_cpu.to(device)
+    batch.orig_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    batch.multimodal_inputs = [None] * len(requests)
+    if batch.return_logprob:
+        batch.top_logprobs_nums = [request.logprob.top_logprobs_num for request in requests]
+        batch.token_ids_logprobs = [request.logprob.token_ids_logprob for request in requests]
+    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
+    _set_seeds(batch)
+    last_tokens = torch.tensor([request.output_ids[-1] for request in requests], device=device)
+    scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens))
+    return batch
+
+
+def merge_into(running: Any, joining: Any) -> Any:
+    """Combine two decode batches; the one that runs already comes first."""
+    if running.is_empty():
+        return joining
+    running.merge_batch(joining)
+    return running
+
+
+def give_prefix(request: Any, scheduler: Any, slots: torch.Tensor, shared_tokens: int) -> None:
+    """Let `request` begin behind KV that lies at `slots` already; the first `shared_tokens` are not its to free."""
+    request.init_next_round_input(scheduler.tree_cache)
+    request.prefix_indices = slots
+    request.cache_protected_len = shared_tokens
+
+
+def protect_prefix(request: Any, shared_tokens: int) -> None:
+    """Keep a finished request from freeing its first `shared_tokens` slots."""
+    request.cache_protected_len = shared_tokens
+
+
+def mark_aborted(request: Any) -> None:
+    """Let a request that holds KV finish as aborted after its next step, which frees what it holds."""
+    if not request.finished():
+        request.to_finish = FINISH_ABORT()
+
+
+def set_max_new_tokens(request: Any, tokens: int) -> None:
+    """Set how many tokens a request may generate; a minimum above that is lowered to it."""
+    parameters = request.sampling_params
+    parameters.max_new_tokens = tokens
+    parameters.min_new_tokens = min(parameters.min_new_tokens, tokens)
+
+

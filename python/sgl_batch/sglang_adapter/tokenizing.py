@@ -1,0 +1,30 @@
+"""SGLang's tokenizer manager and its messages, as our managers room builds on them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from sgl_batch.sglang_adapter import bootstrap
+
+bootstrap.prepare()
+
+from sglang.srt.entrypoints.engine import init_tokenizer_manager  # noqa: E402
+from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
+
+__all__ = ["TokenizerManager", "choice_of", "init_tokenizer_manager", "set_seed"]
+
+
+def set_seed(tokenized: Any, seed: int) -> None:
+    """Set the sampling seed of a tokenized request; its parameters become its own."""
+    tokenized.sampling_params = copy.copy(tokenized.sampling_params)
+    tokenized.sampling_params.sampling_seed = seed
+
+
+def choice_of(request: Any, tokenized: Any, *, extra_key: str, seed: int) -> tuple[Any, Any]:
+    """Copies of a request and its tokenized form for one choice, under a request id of its own."""
+    request, tokenized = copy.copy(request), copy.copy(tokenized)
+    tokenized.rid = request.regenerate_rid()
+    tokenized.extra_key = extra_key
+    set_seed(tokenized, seed)
+    return request, tokenized

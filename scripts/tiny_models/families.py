@@ -1,0 +1,102 @@
+"""Owns the two architectures and how a checkpoint is written; does not train."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import (
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from .vocabulary import MAX_LENGTH, save_tokenizer
+
+FAMILIES = ("qwen3-moe", "mixtral")
+# What SGLang's loaders look for: the names of the families' published checkpoints.
+EXPERT_KEYS = {
+    "qwen3-moe": (
+        "model.layers.{layer}.mlp.gate.weight",
+        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    ),
+    "mixtral": (
+        "model.layers.{layer}.block_sparse_moe.gate.weight",
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+    ),
+}
+
+
+def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """An untrained float32 model; embeddings are untied because SGLang's two model files do not tie them."""
+    shared = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_LENGTH,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "initializer_range": 0.04,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if family == "qwen3-moe":
+        return Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **shared,
+                intermediate_size=384,
+                moe_intermediate_size=96,
+                num_experts=16,
+                num_experts_per_tok=4,
+                norm_topk_prob=True,
+            )
+        )
+    assert family == "mixtral", f"unknown family {family}"
+    return MixtralForCausalLM(
+        MixtralConfig(**shared, intermediate_size=192, num_local_experts=8, num_experts_per_tok=2)
+    )
+
+
+def save_checkpoint(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, family: str, target: Path
+) -> None:
+    """Writes a bf16 checkpoint beside `target`, then renames it, so that nobody loads half of one."""
+    building = target.with_name(f".{target.name}.building-{os.getpid()}")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+    )
+    model.to(torch.bfloat16).save_pretrained(building)
+    save_tokenizer(tokenizer, building)
+    for file in building.iterdir():
+        file.chmod(0o644)
+    _check_key_names(building / "model.safetensors", family, model)
+    retired = target.with_name(f".{target.name}.retired-{os.getpid()}")
+    if target.exists():
+        target.rename(retired)
+    building.rename(target)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _check_key_names(path: Path, family: str, model: PreTrainedModel) -> None:
+    with safe_open(path, framework="pt") as checkpoint:
+        names = set(checkpoint.keys())
+    num_experts = model.config.num_local_experts
+    for layer in range(model.config.num_hidden_layers):
+        for expert in range(num_experts):
+            for pattern in EXPERT_KEYS[family]:
+                name = pattern.format(layer=layer, expert=expert)
+                assert name in names, f"{path} lacks {name}: SGLang would not find its experts"

@@ -1,0 +1,144 @@
+"""Owns the training loop and its batches; does not choose the text or the architecture."""
+
+import random
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from .experts import use_sorted_experts
+from .optimizer import make_optimizers
+
+# Row lengths by turns: mostly short ones, which are quick, and some longer than any prompt the tests use.
+ROW_LENGTHS = (256, 256, 512, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """How long and how fast to train.
+
+    num_steps: optimizer steps. limit_s: wall seconds after which the schedule ends early.
+    batch_tokens: tokens per step. matrix_rate, other_rate: peak learning rates of the two optimizers.
+    balance_coefficient: weight of the load-balancing loss over experts.
+    """
+
+    num_steps: int
+    limit_s: float
+    batch_tokens: int = 2048
+    matrix_rate: float = 0.02
+    other_rate: float = 6e-3
+    warmup_steps: int = 30
+    balance_coefficient: float = 0.01
+    seed: int = 0
+
+
+class BatchSource:
+    """Endless batches over the samples; every epoch in a new order, every step one row length."""
+
+    def __init__(self, samples: list[list[int]], *, batch_tokens: int, seed: int) -> None:
+        self._samples = samples
+        self._batch_tokens = batch_tokens
+        self._rng = random.Random(seed)
+        self._order: list[list[int]] = []
+
+    def next_batch(self, step: int) -> Tensor:
+        """Token ids [rows, length] with rows * length = batch_tokens."""
+        length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
+        rows = [self._next_row(length) for _ in range(self._batch_tokens // length)]
+        return torch.tensor(rows)
+
+    def _next_row(self, length: int) -> list[int]:
+        row: list[int] = []
+        while len(row) < length:
+            if not self._order:
+                self._order = self._rng.sample(self._samples, len(self._samples))
+            row += self._order.pop()
+        return row[:length]
+
+
+class RouterProbe:
+    """Sees the router logits of every layer of the latest forward pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+        assert len(routers) == model.config.num_hidden_layers, "transformers renamed its routers"
+        self.logits_LTE: list[Tensor] = [torch.empty(0)] * len(routers)
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._store, layer))
+
+    def _store(self, layer: int, _module: nn.Module, _inputs: object, outputs: tuple[Tensor, ...]) -> None:
+        self.logits_LTE[layer] = outputs[0]
+
+    def balance_loss(self, top_k: int) -> Tensor:
+        """Load balance per layer (Switch Transformers, section 2.2), mean over layers; 1.0 means balanced."""
+        losses = []
+        for logits_TE in self.logits_LTE:
+            probs_TE = logits_TE.float().softmax(dim=-1)
+            shares_E = expert_shares(logits_TE, top_k)
+            losses.append(len(shares_E) * (shares_E * probs_TE.mean(dim=0)).sum())
+        return torch.stack(losses).mean()
+
+
+def expert_shares(logits_TE: Tensor, top_k: int) -> Tensor:
+    """Each expert's share of the (token, choice) pairs of one layer; sums to 1."""
+    chosen = logits_TE.topk(top_k, dim=-1).indices.flatten()
+    return torch.bincount(chosen, minlength=logits_TE.shape[1]).float() / chosen.numel()
+
+
+def token_loss(logits_BLV: Tensor, ids_BL: Tensor) -> Tensor:
+    """Mean next-token loss in nats of `ids_BL` [rows, length] under the logits of the same positions."""
+    return functional.cross_entropy(logits_BLV[:, :-1].flatten(0, 1), ids_BL[:, 1:].flatten())
+
+
+def train(model: PreTrainedModel, samples: list[list[int]], plan: TrainingPlan) -> float:
+    """Trains `model` in place and returns the mean loss of the last tenth of the steps."""
+    torch.manual_seed(plan.seed)
+    source = BatchSource(samples, batch_tokens=plan.batch_tokens, seed=plan.seed)
+    probe = RouterProbe(model)
+    use_sorted_experts(model)
+    optimizers = make_optimizers(model, plan.matrix_rate, plan.other_rate)
+    rated_groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    model.train()
+    losses: list[float] = []
+    started_s = time.monotonic()
+    for step in range(plan.num_steps):
+        elapsed_s = time.monotonic() - started_s
+        progress = max(step / plan.num_steps, elapsed_s / plan.limit_s)
+        if progress >= 1.0:
+            break
+        for group, peak_rate in rated_groups:
+            group["lr"] = peak_rate * _rate_factor(step, progress, plan)
+        ids_BL = source.next_batch(step)
+        loss = token_loss(model(input_ids=ids_BL, use_cache=False).logits, ids_BL)
+        balance = probe.balance_loss(model.config.num_experts_per_tok)
+        (loss + plan.balance_coefficient * balance).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if step % 25 == 0 and step:
+            _report(losses, balance.item(), elapsed_s, progress)
+    model.eval()
+    tail = losses[-max(1, len(losses) // 10) :]
+    print(f"trained {len(losses)} steps in {time.monotonic() - started_s:.0f} s", flush=True)
+    return sum(tail) / len(tail)
+
+
+def _rate_factor(step: int, progress: float, plan: TrainingPlan) -> float:
+    """Linear warm-up, a level stretch, then straight down to 2 % over the last 60 % of the schedule."""
+    return min(1.0, (step + 1) / plan.warmup_steps, 0.02 + 0.98 * (1.0 - progress) / 0.6)
+
+
+def _report(losses: list[float], balance: float, elapsed_s: float, progress: float) -> None:
+    recent = sum(losses[-25:]) / len(losses[-25:])
+    left_s = elapsed_s / progress - elapsed_s
+    print(
+        f"step {len(losses) - 1:5d}  loss {recent:.3f}  balance {balance:.3f}  "
+        f"{elapsed_s:5.0f} s gone  {left_s:5.0f} s left",
+        flush=True,
+    )

@@ -1,0 +1,139 @@
+"""An engine without a model, for tests of jobs and of the command: importable, and runnable as the command itself.
+
+As a program it is `sgl-batch` with this engine: `python in_memory_engine.py run -i ... -o ... --model any`, where the
+engine's own flags are those of `_parse_engine_argv`. It answers with text that depends on the request alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import sha256
+
+from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.jobs.line_engine import EngineStats, LineResponse
+
+Before = Callable[[Mapping[str, object]], Awaitable[LineResponse | None]]
+
+
+async def at_once(body: Mapping[str, object]) -> None:
+    """Answer without waiting."""
+
+
+class InMemoryEngine:
+    """Implements LineEngine. `before` may wait, raise, or give another response than the usual one."""
+
+    def __init__(self, before: Before = at_once, served_model_names: tuple[str, ...] = ("tiny",)) -> None:
+        self.served_model_names = served_model_names
+        self.num_running = 0
+        self.most_running = 0
+        self.num_answered = 0
+        self._before = before
+
+    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            other = await self._before(body)
+        finally:
+            self.num_running -= 1
+        if other is not None:
+            return other
+        self.num_answered += 1
+        return answer(url, body)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            counters={"expert_calls": 2 * self.num_answered, "expert_call_tokens": 10 * self.num_answered},
+            part_s={"attention": 1.0 * self.num_answered, "experts": 3.0 * self.num_answered},
+            tokens_per_expert=[self.num_answered, 3 * self.num_answered],
+        )
+
+
+def answer(url: str, body: Mapping[str, object]) -> LineResponse:
+    """The answer that depends on nothing but the request, its seed included."""
+    text = sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
+    usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+    return LineResponse(
+        status_code=200, request_id=f"req_{text[:8]}", body={"choices": [{"text": text}], "usage": usage}
+    )
+
+
+def refusal(message: str = "the prompt is too long", code: str = "context_length_exceeded") -> LineResponse:
+    """A 400 in OpenAI's shape."""
+    error = {"message": message, "type": "invalid_request_error", "param": "messages", "code": code}
+    return LineResponse(status_code=400, request_id="req_refused", body={"error": error})
+
+
+def request(custom_id: str, prompt: str = "hello", **body: object) -> dict[str, object]:
+    """A good request line."""
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "tiny", "prompt": prompt, "max_tokens": 4, **body},
+    }
+
+
+class InMemoryBatchEngine:
+    """The engine as a whole, as the command needs it."""
+
+    def __init__(self, line_engine: InMemoryEngine) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.is_shut_down = False
+        self._line_engine = line_engine
+
+    def line_engine(self) -> InMemoryEngine:
+        return self._line_engine
+
+    def plan_manifest(self) -> Mapping[str, object]:
+        return {"b_attn_decode": 64}
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+        self.loop.close()
+
+
+def prepare_in_memory(engine_argv: Sequence[str]) -> Callable[[], InMemoryBatchEngine]:
+    """What the command calls; the flags make the engine misbehave on prompts that say so."""
+    args = _parse_engine_argv(engine_argv)
+
+    async def before(body: Mapping[str, object]) -> LineResponse | None:
+        prompt = str(body.get("prompt"))
+        if prompt == "refuse":
+            return refusal()
+        if prompt == "die":
+            raise EngineError("the scheduler process ended with signal 9")
+        if prompt == "hold":
+            sys.stdout.write("holding\n")
+            sys.stdout.flush()
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    if not args.stubborn:
+                        raise
+        return None
+
+    return lambda: InMemoryBatchEngine(InMemoryEngine(before, (args.served_model_name or args.model_path,)))
+
+
+def _parse_engine_argv(engine_argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--model-path")
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--log-level")
+    parser.add_argument("--stubborn", action="store_true")
+    args, unknown = parser.parse_known_args(engine_argv)
+    if unknown:
+        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+if __name__ == "__main__":
+    from sgl_batch.cli_run import run_command
+
+    sys.exit(run_command(sys.argv[2:], prepare_in_memory))
