@@ -69,9 +69,10 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         questions = itertools.islice(read_questions(arguments.input), arguments.limit)
+        # All of it before the file is opened: a wrong line in the middle leaves no half-written output.
+        lines = list(batch_lines(questions, arguments.model, arguments.max_tokens))
         with arguments.output.open("w", encoding="utf-8") as out:
-            for line in batch_lines(questions, arguments.model, arguments.max_tokens):
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     except (OSError, ValueError) as error:
         print(f"gsm8k_to_batch: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Owns the engine: sglang.Engine's API over our processes, and one-line answers for batch jobs.
+"""Owns the engine: sglang.Engine's API over our processes, and answers to single request lines for jobs.
 
 It knows sequences and requests, never jobs.
 """
@@ -11,13 +11,15 @@ from typing import Any
 from sgl_batch.config import BatchConfig, split_kwargs
 from sgl_batch.errors import EngineError
 from sgl_batch.managers import launch
+from sgl_batch.managers.line_answers import LineAnswers
 from sgl_batch.sglang_adapter import processes
 
 
 class Engine(processes.Engine):  # type: ignore[misc]
     """A drop-in for sglang.Engine: the same arguments, and those of `sgl_batch.config.BatchConfig`.
 
-    Raises ConfigError for arguments that cannot work and EngineError when our classes are not the ones running.
+    Raises ConfigError for arguments that cannot work, and EngineError when the engine does not start or our
+    classes are not the ones running.
     """
 
     init_tokenizer_manager_func = staticmethod(launch.start_tokenizer_manager)
@@ -25,26 +27,33 @@ class Engine(processes.Engine):  # type: ignore[misc]
 
     def __init__(self, **kwargs: Any) -> None:
         server_args = kwargs.pop("server_args", None)
-        self.batch_config, rest = split_kwargs(kwargs)
+        self.batch_config: BatchConfig = kwargs.pop("batch_config", None) or BatchConfig()
         if server_args is None:
+            self.batch_config, rest = split_kwargs(kwargs)
             rest.setdefault("log_level", "error")
             server_args = make_server_args(rest, self.batch_config)
         self.run_scheduler_process_func = partial(launch.run_scheduler_process, self.batch_config)
-        with processes.platform(launch.child_platform(server_args)):
+        with processes.platform(launch.child_platform(server_args)), launch.start_errors():
             super().__init__(server_args=server_args)
+        infos = self._scheduler_init_result.scheduler_infos
         try:
-            self.running = launch.verify(
-                self._scheduler_init_result.scheduler_infos,
-                self.tokenizer_manager,
-                cpu=server_args.device == "cpu",
-            )
+            self.running = launch.verify(infos, self.tokenizer_manager, cpu=server_args.device == "cpu")
         except EngineError:
             self.shutdown()
             raise
 
+    def line_engine(self) -> LineAnswers:
+        """This engine as a job uses it: one OpenAI request at a time, on `loop`.
+
+        From now on a child's death ends the requests with EngineError, not this process.
+        """
+        manager = self.tokenizer_manager
+        manager.outlives_children = True
+        return LineAnswers(manager, self.template_manager, lambda: manager.child_death)
+
     def plan_manifest(self) -> dict[str, Any]:
-        """The plan in force, as it goes into a manifest."""
-        return dict(self.running["plan"])
+        """The plan in force and our flags, as they go into a manifest."""
+        return {"plan": dict(self.running["plan"]), "flags": self.batch_config.flat()}
 
     def batch_stats(self) -> dict[str, Any]:
         """Counters since start: time by part, calls, rows and tokens per expert."""

@@ -11,6 +11,8 @@ from sgl_batch.jobs.line_engine import LineResponse
 
 # JSON allows these raw, but many programs take them for the end of a line.
 _LINE_SEPARATORS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_ASCII_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 def record_token(run_id: str, index: int) -> str:
@@ -20,9 +22,9 @@ def record_token(run_id: str, index: int) -> str:
 
 def response_record(token: str, custom_id: str, line: int, response: LineResponse) -> bytes:
     """A line answered by the engine; one that failed there carries its error in response.body.error."""
-    body: dict[str, object] = {"error": error_of(response, line)}
-    if response.status_code == 200:
-        body = response.body
+    body = response.body
+    if response.status_code != 200:
+        body = {"error": error_of(response, line)}
     return _encode(token, custom_id, response.status_code, response.request_id, body)
 
 
@@ -76,16 +78,12 @@ def _encode(
         "error": None,
     }
     try:
-        text = _dumps(record, ascii_only=False)
+        text = _ENCODER.encode(record)
         for raw, escaped in _LINE_SEPARATORS.items():
             text = text.replace(raw, escaped)
         return text.encode("utf-8") + b"\n"
     except ValueError:  # a number that JSON does not have, or half of a surrogate pair
-        return _dumps(_without_infinities(record), ascii_only=True).encode("ascii") + b"\n"
-
-
-def _dumps(value: object, *, ascii_only: bool) -> str:
-    return json.dumps(value, ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":"))
+        return _ASCII_ENCODER.encode(_without_infinities(record)).encode("ascii") + b"\n"
 
 
 def _without_infinities(value: object) -> object:

@@ -15,6 +15,13 @@ from sgl_batch.jobs.seeds import line_seed
 SUPPORTED_URLS = (CHAT_URL, COMPLETIONS_URL)
 DEFAULT_MAX_LINE_BYTES = 16 << 20
 
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
 ClaimId = Callable[[str, int], int | None]
 """Records (custom_id, line number); returns the line that already used the id, or None."""
 
@@ -83,7 +90,7 @@ def _parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
         )
     try:
         text = raw.data.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = _DECODER.decode(text)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -103,10 +110,6 @@ def _parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
             f"the line is {show(value)}, not a JSON object with custom_id, method, url and body",
         )
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _custom_id(line: dict[str, object]) -> str:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,10 +58,15 @@ def on_cpu(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("device") == "cpu" or not torch.cuda.is_available()
 
 
+def default_arguments(kwargs: dict[str, Any], b_moe_decode: int | None) -> dict[str, Any]:
+    """Our defaults for SGLang's arguments on the device that `kwargs` ask for."""
+    running = 2 * (b_moe_decode or BatchConfig().forward.b_moe_decode)
+    return {**_DEFAULTS, **(_CPU_DEFAULTS if on_cpu(kwargs) else {}), "max_running_requests": running}
+
+
 def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, Any]:
     """SGLang's arguments with our defaults where none was given. Raises ConfigError for what cannot work."""
-    merged = {**_DEFAULTS, **(_CPU_DEFAULTS if on_cpu(kwargs) else {})}
-    merged["max_running_requests"] = 2 * config.forward.b_moe_decode
+    merged = default_arguments(kwargs, config.forward.b_moe_decode)
     merged.update({name: value for name, value in kwargs.items() if value is not None or name not in merged})
     for name in _FIXED:
         if merged[name] != _DEFAULTS[name]:
@@ -96,8 +105,37 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
 
 
 def start_tokenizer_manager(server_args: Any, port_args: Any) -> Any:
-    """Our tokenizer manager with SGLang's templates, in the parent process."""
+    """Our tokenizer manager with SGLang's templates, in the parent process.
+
+    The children run by now. From here on one that fails to start is reported by whoever waits for it, instead of
+    by SGLang's handler, which ends this process too.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGQUIT, lambda *_: None)
     return init_tokenizer_manager(server_args, port_args, BatchTokenizerManager)
+
+
+@contextmanager
+def start_errors() -> Iterator[None]:
+    """Turn SGLang's errors of starting its process tree into EngineError, and end what has started."""
+    try:
+        yield
+    except RuntimeError as error:
+        processes.kill_process_tree(os.getpid(), include_parent=False)
+        raise EngineError(f"the engine did not start: {error}") from error
+
+
+def serve(server_args: Any, config: BatchConfig) -> None:
+    """Start the process tree, verify it, and serve HTTP until stopped."""
+    with processes.platform(child_platform(server_args)), start_errors():
+        launched = processes.launch_subprocesses(
+            server_args,
+            init_tokenizer_manager_func=start_tokenizer_manager,
+            run_scheduler_process_func=partial(run_scheduler_process, config),
+            run_detokenizer_process_func=run_detokenizer_process,
+        )
+    verify(launched.scheduler_infos, launched.tokenizer_manager, cpu=server_args.device == "cpu")
+    processes.serve_http(server_args, launched)
 
 
 def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: Any, *, cpu: bool) -> dict[str, Any]:

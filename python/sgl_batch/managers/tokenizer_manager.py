@@ -9,11 +9,31 @@ from typing import Any
 
 from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.seeds import choice_seed
-from sgl_batch.sglang_adapter.tokenizing import TokenizerManager, choice_of, set_seed
+from sgl_batch.sglang_adapter.tokenizing import SignalHandler, TokenizerManager, choice_of, set_seed
+
+
+class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
+    """SGLang's signal handler, which ends the process when a child dies, unless somebody here copes with that."""
+
+    def running_phase_sigquit_handler(self, signum: Any = None, frame: Any = None) -> None:
+        manager = self.tokenizer_manager
+        if manager.outlives_children:
+            manager.child_death = "a process of the engine died; its own message stands above"
+        else:
+            super().running_phase_sigquit_handler(signum, frame)
 
 
 class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
-    """SGLang's tokenizer manager; everything that leaves it carries a seed."""
+    """SGLang's tokenizer manager; everything that leaves it carries a seed.
+
+    `outlives_children`: a child's death is noted in `child_death` and the process goes on, to save its work.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.signal_handler_class = BatchSignalHandler
+        self.outlives_children = False
+        self.child_death: str | None = None
 
     def _send_one_request(self, tokenized_obj: Any) -> None:
         self._seed(tokenized_obj)

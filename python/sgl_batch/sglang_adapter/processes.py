@@ -6,9 +6,11 @@ before it runs SGLang's process function. Nothing is substituted in the parent p
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
@@ -26,6 +28,11 @@ from sglang.srt.utils import kill_process_tree  # noqa: E402
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION  # noqa: E402
 
 __all__ = [
+    "Launched",
+    "argument_names",
+    "launch_subprocesses",
+    "merge_config_file",
+    "serve_http",
     "Engine",
     "ServerArgs",
     "kill_process_tree",
@@ -52,6 +59,59 @@ def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[]
     server_args = args[0]
     register_sampler_backend(server_args.sampling_backend, sampler)
     scheduler_module.run_scheduler_process(*args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """What SGLang returns from starting its process tree."""
+
+    tokenizer_manager: Any
+    template_manager: Any
+    port_args: Any
+    scheduler_infos: list[dict[str, Any]]
+    watchdog: Any
+
+
+def launch_subprocesses(server_args: Any, **functions: Callable[..., Any]) -> Launched:
+    """Start SGLang's process tree with our process functions; waits until the model is loaded."""
+    tokenizer, template, ports, schedulers, watchdog = Engine._launch_subprocesses(server_args, **functions)
+    return Launched(
+        tokenizer_manager=tokenizer,
+        template_manager=template,
+        port_args=ports,
+        scheduler_infos=schedulers.scheduler_infos,
+        watchdog=watchdog,
+    )
+
+
+def serve_http(server_args: Any, launched: Launched) -> None:
+    """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped."""
+    from sglang.srt.entrypoints.http_server import _execute_server_warmup, _setup_and_run_http_server
+
+    _setup_and_run_http_server(
+        server_args,
+        launched.tokenizer_manager,
+        launched.template_manager,
+        launched.port_args,
+        launched.scheduler_infos,
+        launched.watchdog,
+        execute_warmup_func=_execute_server_warmup,
+    )
+
+
+def argument_names() -> tuple[str, ...]:
+    """The names of SGLang's arguments."""
+    return tuple(field.name for field in dataclasses.fields(ServerArgs))
+
+
+def merge_config_file(parser: Any, argv: list[str]) -> list[str]:
+    """SGLang's --config FILE, merged into `argv`."""
+    if "--config" not in argv:
+        return argv
+    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+    merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    return merged
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""An engine without a model, for tests of jobs and of the command: importable, and runnable as the command itself.
+"""An engine without a model, for tests of jobs and of the command; can be imported and run.
 
-As a program it is `sgl-batch` with this engine: `python in_memory_engine.py run -i ... -o ... --model any`, where the
-engine's own flags are those of `_parse_engine_argv`. It answers with text that depends on the request alone.
+As a program it is `sgl-batch` with this engine: `python in_memory_engine.py run -i ... -o ... --model any`,
+where the engine's own flags are those of `_parse_engine_argv`. Its answers depend on the request alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a job over a given input with the in-memory engine and prints its peak memory; used by the memory test."""
+"""Runs a job with the in-memory engine and prints its peak memory in MiB; used by the memory test."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sgl_batch.errors import RequestError
@@ -20,8 +22,18 @@ FAULTS = [
     ("invalid_messages", CHAT_URL, CHAT | {"messages": "hello"}, '"hello"'),
     ("invalid_messages", CHAT_URL, CHAT | {"messages": ["hello"]}, "messages[0]"),
     ("empty_messages", CHAT_URL, CHAT | {"messages": []}, "at least one"),
-    ("remote_media_not_supported", CHAT_URL, CHAT | {"messages": [{"content": [IMAGE]}]}, "https://example.org"),
-    ("remote_media_not_supported", CHAT_URL, CHAT | {"messages": [{"content": [LOCAL_AUDIO]}]}, "/etc/passwd"),
+    (
+        "remote_media_not_supported",
+        CHAT_URL,
+        CHAT | {"messages": [{"content": [IMAGE]}]},
+        "https://example.org",
+    ),
+    (
+        "remote_media_not_supported",
+        CHAT_URL,
+        CHAT | {"messages": [{"content": [LOCAL_AUDIO]}]},
+        "/etc/passwd",
+    ),
     ("missing_prompt", COMPLETIONS_URL, CHAT, "prompt"),
     ("invalid_prompt", COMPLETIONS_URL, COMPLETION | {"prompt": 5}, "5"),
     ("empty_prompt", COMPLETIONS_URL, COMPLETION | {"prompt": ""}, "at least one token"),
@@ -40,11 +52,10 @@ FAULTS = [
 
 @pytest.mark.parametrize(("code", "url", "body", "in_message"), FAULTS)
 def test_each_fault_has_its_own_code_and_shows_the_value(code, url, body, in_message):
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=re.escape(in_message)) as caught:
         check_body(url, body, ("tiny",))
     assert caught.value.code == code
     assert caught.value.status_code == 400
-    assert in_message in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,10 @@ def test_each_fault_has_its_own_code_and_shows_the_value(code, url, body, in_mes
         (CHAT_URL, CHAT),
         (CHAT_URL, CHAT | {"max_tokens": None, "n": None, "stream": None, "seed": None}),
         (CHAT_URL, CHAT | {"stream": False, "n": 3, "max_completion_tokens": 1}),
-        (CHAT_URL, CHAT | {"messages": [{"content": [{"image_url": {"url": "data:image/png;base64,AAAA"}}]}]}),
+        (
+            CHAT_URL,
+            CHAT | {"messages": [{"content": [{"image_url": {"url": "data:image/png;base64,AAAA"}}]}]},
+        ),
         (CHAT_URL, CHAT | {"temperature": -1}),  # the engine's to refuse
         (COMPLETIONS_URL, COMPLETION | {"prompt": [1, 2, 3]}),
         (COMPLETIONS_URL, COMPLETION | {"prompt": ["one", "two"]}),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_memory_engine import InMemoryEngine, answer, refusal, request
 
@@ -27,6 +27,9 @@ from sgl_batch.jobs.scratch import StorageError
 from sgl_batch.jobs.seeds import line_seed
 from sgl_batch.jobs.seen_ids import SeenIds
 from sgl_batch.jobs.spool import Spool
+
+# No deadline: a busy machine is no fault of the code.
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 MAX_LINE_BYTES = 2000
 
@@ -104,6 +107,7 @@ def waits(turns):
     return InMemoryEngine(before)
 
 
+@QUICK
 @given(
     turns=st.lists(st.integers(0, 30), min_size=1, max_size=60),
     bad=st.sets(st.integers(0, 59)),

@@ -6,13 +6,16 @@ import gzip
 import hashlib
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs import line_reader
 from sgl_batch.jobs.line_reader import read_lines, scan_input
 from sgl_batch.jobs.scratch import StorageError
+
+# No deadline: a busy machine is no fault of the code.
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def read(path, limit=100):
@@ -61,6 +64,7 @@ def test_the_scan_hashes_and_measures_the_whole_file(tmp_path, monkeypatch):
     assert scan.sha256 == hashlib.sha256(content).hexdigest()
 
 
+@QUICK
 @given(content=st.lists(st.sampled_from([b"\n", b"\r\n", b" ", b"a", b"bb", b"a" * 40])).map(b"".join))
 def test_the_scan_counts_the_lines_that_are_read(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("lines") / "in.jsonl"
@@ -72,7 +76,12 @@ def test_the_scan_counts_the_lines_that_are_read(tmp_path_factory, content):
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [(gzip.compress(b"{}"), "gzip"), ("{}".encode("utf-16"), "UTF-16"), (b"PK\x03\x04", "zip"), (b"PAR1", "Parquet")],
+    [
+        (gzip.compress(b"{}"), "gzip"),
+        ("{}".encode("utf-16"), "UTF-16"),
+        (b"PK\x03\x04", "zip"),
+        (b"PAR1", "Parquet"),
+    ],
 )
 def test_other_formats_are_named(tmp_path, content, what):
     path = tmp_path / "in.jsonl"

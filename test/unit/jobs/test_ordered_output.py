@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sgl_batch.jobs.line_file import LineFile
 from sgl_batch.jobs.ordered_output import OrderedOutput
 from sgl_batch.jobs.spool import Finished, Spool
+
+# No deadline: a busy machine is no fault of the code.
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def make(directory, memory_bytes=1 << 20):
@@ -36,6 +39,7 @@ def expected(indices):
     return [i for i in sorted(indices) if i % 3], [i for i in sorted(indices) if i % 3 == 0]
 
 
+@QUICK
 @given(order=st.permutations(range(40)), memory_bytes=st.sampled_from([0, 1500, 1 << 20]))
 def test_any_order_of_finishing_gives_the_order_of_the_input(tmp_path_factory, order, memory_bytes):
     directory = tmp_path_factory.mktemp("ordered")
@@ -52,6 +56,7 @@ def test_any_order_of_finishing_gives_the_order_of_the_input(tmp_path_factory, o
     assert all_written(directory) == expected(range(40))
 
 
+@QUICK
 @given(
     indices=st.lists(st.integers(0, 60), unique=True),
     memory_bytes=st.sampled_from([0, 1500, 1 << 20]),

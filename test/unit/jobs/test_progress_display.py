@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from sgl_batch.jobs.progress import Snapshot
-from sgl_batch.jobs.progress_display import BarDisplay, NoDisplay, PlainDisplay, choose_display, details, duration
+from sgl_batch.jobs.progress_display import (
+    BarDisplay,
+    NoDisplay,
+    PlainDisplay,
+    choose_display,
+    details,
+    duration,
+)
 
 START = Snapshot(
     total=2000,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_memory_engine import request
 
 from sgl_batch.jobs.line_reader import RawLine
 from sgl_batch.jobs.request_line import LineRules, RefusedLine, RequestLine, parse_request_line
 from sgl_batch.jobs.seeds import line_seed
+
+# No deadline: a busy machine is no fault of the code.
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 RULES = LineRules(served_model_names=("tiny",), job_seed=11, max_line_bytes=1000)
 
@@ -92,6 +95,7 @@ def test_a_seed_given_in_a_line_stays():
     assert parse(json.dumps(request("a", seed=0)).encode()).body["seed"] == 0
 
 
+@QUICK
 @given(st.binary(max_size=200))
 def test_no_bytes_ever_raise(data):
     assert isinstance(parse(data), RefusedLine)
@@ -104,12 +108,14 @@ JSON = st.recursive(
 )
 
 
+@QUICK
 @given(JSON, st.sampled_from(["custom_id", "method", "url", "body"]))
 def test_no_value_of_a_field_ever_raises(value, field):
     data = json.dumps(request("a") | {field: value}).encode()
     assert isinstance(parse(data), RequestLine | RefusedLine)
 
 
+@QUICK
 @given(JSON, st.sampled_from(["messages", "prompt", "model", "n", "max_tokens", "stream"]))
 def test_no_value_in_a_body_ever_raises(value, field):
     for url in ("/v1/completions", "/v1/chat/completions"):

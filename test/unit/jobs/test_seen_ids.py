@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sgl_batch.jobs.seen_ids import SeenIds
 
+# No deadline: a busy machine is no fault of the code.
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
+
+@QUICK
 @given(st.lists(st.text(max_size=2)))
 def test_a_claim_returns_the_first_line_that_used_the_id(tmp_path_factory, ids):
     seen = SeenIds(tmp_path_factory.mktemp("seen") / "seen.db")

@@ -1,0 +1,98 @@
+"""`python -m sgl_batch.launch_server`: SGLang's HTTP server over our processes, with SGLang's flags and ours."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from sgl_batch import config as batch_config
+from sgl_batch.config import BatchConfig
+from sgl_batch.errors import ConfigError, SglBatchError
+
+_DESCRIPTION = """\
+Serve a mixture-of-experts model over HTTP with SGLang's endpoints, scheduled in groups for whole batches.
+The flags of sgl_batch come first; all other flags are SGLang's own and mean what they mean there.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """SGLang's arguments (a ServerArgs) and ours."""
+
+    server_args: Any
+    config: BatchConfig
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see --help)")
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all flags. Our defaults for SGLang's flags depend on --device, so it looks at `argv`."""
+    from sgl_batch.managers import launch
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--device")
+    first.add_argument("--b-moe-decode", type=int, default=None)
+    known, _ = first.parse_known_args(list(argv))
+    parser = _Parser(
+        prog="python -m sgl_batch.launch_server",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    batch_config.add_cli_flags(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(**launch.default_arguments({"device": known.device}, known.b_moe_decode))
+    return parser
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add SGLang's own flags."""
+    from sgl_batch.sglang_adapter.processes import ServerArgs
+
+    ServerArgs.add_cli_args(parser)
+
+
+def build_arguments(argv: Sequence[str]) -> EngineArguments:
+    """Parse and check all flags. Raises ConfigError for a bad one; --help exits."""
+    from sgl_batch.engine import make_server_args
+    from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file
+
+    parser = build_parser(argv)
+    args = parser.parse_args(merge_config_file(parser, list(argv)))
+    config = batch_config.from_args(args)
+    kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
+    return EngineArguments(server_args=make_server_args(kwargs, config), config=config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until stopped; returns the exit code: 1 for bad usage, 3 when the engine cannot start."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parsed = build_arguments(arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"launch_server: error: {error}\n")
+        return 1
+    level = str(parsed.server_args.log_level).upper()
+    logging.basicConfig(level=level, format="[%(asctime)s] %(message)s", force=True)
+    from sgl_batch.managers import launch
+    from sgl_batch.sglang_adapter.processes import kill_process_tree
+
+    try:
+        launch.serve(parsed.server_args, parsed.config)
+    except SglBatchError as error:
+        sys.stderr.write(f"launch_server: error: {error}\n")
+        return 3
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Owns answering single request lines with the engine of this process. It knows nothing of jobs or files."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.errors import EngineError
+from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
+
+
+class LineAnswers:
+    """Answers OpenAI requests, all under one name of the model, until the engine dies."""
+
+    def __init__(self, tokenizer_manager: Any, template_manager: Any, death: Callable[[], str | None]) -> None:
+        self._manager = tokenizer_manager
+        self._endpoints = OpenAIEndpoints(tokenizer_manager, template_manager)
+        self._death = death
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        return (self._manager.served_model_name,)
+
+    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+        """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request."""
+        status, content = await self._unless_dead(self._endpoints.post(url, body))
+        request_id = str(content.get("id") or f"req_{uuid.uuid4().hex}")
+        return LineResponse(status_code=status, request_id=request_id, body=content)
+
+    async def stats(self) -> EngineStats:
+        """Counters since the engine started. Raises EngineError when the engine is dead."""
+        state = (await self._unless_dead(self._manager.get_internal_state()))[0]["sgl_batch"]
+        return EngineStats(
+            counters=state["counters"], part_s=state["part_s"], tokens_per_expert=state["tokens_per_expert"]
+        )
+
+    async def _unless_dead(self, work: Any) -> Any:
+        """The result of `work`, or EngineError as soon as an engine process is found dead."""
+        task = asyncio.ensure_future(work)
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=1.0)
+                if done:
+                    return task.result()
+                reason = self._death()
+                if reason is not None:
+                    raise EngineError(reason)
+        finally:
+            task.cancel()

@@ -1,0 +1,55 @@
+"""SGLang's OpenAI endpoints, called in this process: a request body in, a status and a response body out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_batch.sglang_adapter import bootstrap
+
+bootstrap.prepare()
+
+from pydantic import ValidationError  # noqa: E402
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest  # noqa: E402
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat  # noqa: E402
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion  # noqa: E402
+
+
+class OpenAIEndpoints:
+    """The handlers of /v1/chat/completions and /v1/completions over a tokenizer manager of this process."""
+
+    def __init__(self, tokenizer_manager: Any, template_manager: Any) -> None:
+        self._routes: dict[str, tuple[Any, Any]] = {
+            "/v1/chat/completions": (
+                ChatCompletionRequest,
+                OpenAIServingChat(tokenizer_manager, template_manager),
+            ),
+            "/v1/completions": (
+                CompletionRequest,
+                OpenAIServingCompletion(tokenizer_manager, template_manager),
+            ),
+        }
+
+    async def post(self, url: str, body: Mapping[str, object]) -> tuple[int, dict[str, Any]]:
+        """Status and body that the online endpoint gives; errors as {"error": {message, type, param, code}}."""
+        request_class, handler = self._routes[url]
+        try:
+            request = request_class.model_validate(dict(body))
+        except ValidationError as error:
+            return 400, {"error": _validation_error(error)}
+        response = await handler.handle_request(request, None)
+        if hasattr(response, "status_code"):
+            content = json.loads(response.body)
+            fault = {name: content.get(name) for name in ("message", "type", "param", "code")}
+            return response.status_code, {"error": fault}
+        return 200, json.loads(response.model_dump_json())
+
+
+def _validation_error(error: ValidationError) -> dict[str, Any]:
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    message = f"{param}: {first['msg']}" if param else first["msg"]
+    if "input" in first and isinstance(first["input"], str | int | float | bool):
+        message += f" (given: {first['input']!r})"
+    return {"message": message, "type": "invalid_request_error", "param": param, "code": "invalid_value"}
