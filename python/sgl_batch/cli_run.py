@@ -61,15 +61,14 @@ PrepareEngine = Callable[[Sequence[str]], StartEngine]
 
 def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
     """Check the engine's flags (ConfigError) and return what starts it."""
-    from sgl_batch.launch_server import build_server_args
+    from sgl_batch.launch_server import build_arguments
 
-    server_args = build_server_args(list(engine_argv))
+    arguments = build_arguments(engine_argv)
 
     def start() -> BatchEngine:
         from sgl_batch.engine import Engine
 
-        engine: BatchEngine = Engine(server_args=server_args)
-        return engine
+        return Engine(server_args=arguments.server_args, batch_config=arguments.config)
 
     return start
 
@@ -138,9 +137,7 @@ class _Run:
                     shutil.copyfileobj(pipe, file)
         return copy
 
-    def _run_on(
-        self, engine: BatchEngine, input_path: Path, scan: InputScan, total: int, directory: Path
-    ) -> int:
+    def _run_on(self, engine: BatchEngine, input_path: Path, scan: InputScan, total: int, directory: Path) -> int:
         options, line_engine = self._options, engine.line_engine()
         manifest = Manifest(options.manifest, self._facts(engine, line_engine, scan))
         with ExitStack() as files:

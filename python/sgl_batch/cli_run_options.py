@@ -114,9 +114,7 @@ def check_paths(options: RunOptions) -> None:
     if options.input != STDIN and not os.access(source, os.R_OK):
         raise ConfigError(f"the input {source} cannot be read: permission denied")
     if str(options.output) == "-":
-        raise ConfigError(
-            "the output cannot be - (standard output): a manifest is written beside it; name a file"
-        )
+        raise ConfigError("the output cannot be - (standard output): a manifest is written beside it; name a file")
     _check_targets(options, source)
     looks_like_path = options.model.startswith(("/", "./", "../", "~")) or options.model.count("/") > 1
     if looks_like_path and not Path(options.model).exists():
@@ -137,13 +135,9 @@ def _check_targets(options: RunOptions, source: Path) -> None:
         if path.exists() and not path.is_file():
             raise ConfigError(f"the {name} {path} exists and is not a regular file; name another")
         if path.exists() and not options.overwrite:
-            raise ConfigError(
-                f"the {name} {path} exists already; name another -o, or give --overwrite to replace it"
-            )
+            raise ConfigError(f"the {name} {path} exists already; name another -o, or give --overwrite to replace it")
     if not options.spool_dir.is_dir() or not os.access(options.spool_dir, os.W_OK):
-        raise ConfigError(
-            f"--spool-dir {options.spool_dir} is not a directory that can be written; name another"
-        )
+        raise ConfigError(f"--spool-dir {options.spool_dir} is not a directory that can be written; name another")
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -159,9 +153,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     _add_run_flags(parser)
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help and exit")
-    parser.add_argument(
-        "--help-all", action=_HelpAll, nargs=0, help="show this help and all flags of SGLang, and exit"
-    )
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show this help and all flags of SGLang, and exit")
     engine = parser.add_argument_group("engine", "every other flag of SGLang is passed on to it too")
     engine.add_argument(
         "--model", "--model-path", required=True, metavar="PATH", help="model directory, or name on the hub"
@@ -185,13 +177,9 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add_count("--limit", None, "run only the first N lines")
     add_count("--seed", 0, "seed of the job; a line without a seed gets one from it (default: %(default)s)")
     add("--progress", choices=MODES, default="auto", text="auto: a bar on a terminal, else plain lines")
-    add_count(
-        "--max-in-flight", DEFAULT_MAX_IN_FLIGHT, "lines handed to the engine ahead (default: %(default)s)"
-    )
+    add_count("--max-in-flight", DEFAULT_MAX_IN_FLIGHT, "lines handed to the engine ahead (default: %(default)s)")
     add_count("--max-line-bytes", DEFAULT_MAX_LINE_BYTES, "a longer line fails (default: %(default)s)")
-    add(
-        "--spool-dir", metavar="DIR", text="where finished lines wait for earlier ones (default: with OUTPUT)"
-    )
+    add("--spool-dir", metavar="DIR", text="where finished lines wait for earlier ones (default: with OUTPUT)")
 
 
 class _Help(argparse.Action):

@@ -16,9 +16,7 @@ class StopSignals:
     A signal that was ignored from the start (SIGHUP under nohup) stays ignored.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, at_once: Callable[[], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, at_once: Callable[[], None]) -> None:
         self._loop = loop
         self._stop = stop
         self._at_once = at_once

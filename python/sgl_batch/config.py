@@ -15,9 +15,7 @@ from sgl_batch.errors import ConfigError
 
 def _flag(default: Any, help_text: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
     """A dataclass field that is also a command line flag, with the range of values it takes."""
-    return dataclasses.field(
-        default=default, metadata={"help": help_text, "minimum": minimum, "maximum": maximum}
-    )
+    return dataclasses.field(default=default, metadata={"help": help_text, "minimum": minimum, "maximum": maximum})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +43,7 @@ class ForwardConfig:
 class ScheduleConfig:
     """Group phases (BatchGen Algorithm 2): when to prefill, decode and refill."""
 
-    boundary_tokens: int = _flag(
-        64, "decode steps between boundaries, where READY sequences are refilled", minimum=1
-    )
+    boundary_tokens: int = _flag(64, "decode steps between boundaries, where READY sequences are refilled", minimum=1)
     refill_watermark: float = _flag(
         0.75,
         "prefill again at a boundary when running and ready sequences are fewer than this share of b_moe_decode",

@@ -13,6 +13,7 @@ from sgl_batch.errors import EngineError
 from sgl_batch.managers import launch
 from sgl_batch.managers.line_answers import LineAnswers
 from sgl_batch.sglang_adapter import processes
+from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 
 
 class Engine(processes.Engine):  # type: ignore[misc]
@@ -64,5 +65,5 @@ class Engine(processes.Engine):  # type: ignore[misc]
 def make_server_args(kwargs: dict[str, Any], config: BatchConfig) -> Any:
     """SGLang's ServerArgs from keyword arguments, with our defaults. Raises ConfigError."""
     arguments = launch.sglang_arguments(kwargs, config)
-    with processes.platform(launch.CPU_PLATFORM if launch.on_cpu(kwargs) else None):
+    with processes.platform(CPU_PLATFORM if launch.on_cpu(kwargs) else None):
         return processes.ServerArgs(**arguments)

@@ -72,7 +72,7 @@ def test_a_good_run_exits_0_and_leaves_output_and_manifest_only(job, capsys):
         "3/3 lines",
         "Done: 3 of 3 lines ok",
         "Where the time went:",
-        "5.0 tokens per call",
+        "5.0 tokens for each expert",
         "Output: ",
     ):
         assert part in err

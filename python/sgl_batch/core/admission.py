@@ -62,9 +62,7 @@ def unit_pages(unit: Admission, ledger: PageLedger) -> int:
     return ledger.shared_pages(unit.leader) + sum(ledger.own_pages(member) for member in unit.members)
 
 
-def select_prefill_group(
-    units: Seq[Admission], ledger: PageLedger, *, b_moe: int, free_slots: int
-) -> list[Admission]:
+def select_prefill_group(units: Seq[Admission], ledger: PageLedger, *, b_moe: int, free_slots: int) -> list[Admission]:
     """Take units from the head while prompt tokens fit `b_moe` and pages and slots suffice.
 
     A prompt longer than `b_moe` makes a group of its own. A head that does not fit now blocks those behind

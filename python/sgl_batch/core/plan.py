@@ -39,9 +39,7 @@ def make_plan(config: BatchConfig, *, page_size: int, max_running: int) -> Plan:
     b_moe_decode = min(forward.b_moe_decode, max_running)
     ahead = math.ceil(schedule.ready_ahead * b_moe_decode)
     return Plan(
-        prefill=PhasePlan(
-            b_attn=min(forward.b_attn_prefill, forward.b_moe_prefill), b_moe=forward.b_moe_prefill
-        ),
+        prefill=PhasePlan(b_attn=min(forward.b_attn_prefill, forward.b_moe_prefill), b_moe=forward.b_moe_prefill),
         decode=PhasePlan(b_attn=min(forward.b_attn_decode, b_moe_decode), b_moe=b_moe_decode),
         page_size=page_size,
         boundary_tokens=schedule.boundary_tokens,

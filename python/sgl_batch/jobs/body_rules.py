@@ -22,9 +22,7 @@ def check_body(url: str, body: Mapping[str, object], served_model_names: Sequenc
     else:
         _check_prompt(body)
     for param in ("max_tokens", "max_completion_tokens"):
-        _check_positive_integer(
-            body, param, code=f"invalid_{param}", default="the model's context is the limit"
-        )
+        _check_positive_integer(body, param, code=f"invalid_{param}", default="the model's context is the limit")
     _check_positive_integer(body, "n", code="invalid_n", default="one choice is made")
     if body.get("stream") not in (None, False):
         refuse(
@@ -113,9 +111,7 @@ def _check_prompt(body: Mapping[str, object]) -> None:
             "prompt",
         )
     if not prompt or (isinstance(prompt, list) and any(one in ("", []) for one in prompt)):
-        refuse(
-            "empty_prompt", f"prompt is {show(prompt)}; give at least one token to continue from", "prompt"
-        )
+        refuse("empty_prompt", f"prompt is {show(prompt)}; give at least one token to continue from", "prompt")
 
 
 def _check_positive_integer(body: Mapping[str, object], param: str, *, code: str, default: str) -> None:
@@ -124,6 +120,4 @@ def _check_positive_integer(body: Mapping[str, object], param: str, *, code: str
         return
     # bool is an int for Python, not for a reader of JSON.
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        refuse(
-            code, f"{param} is {show(value)}, but must be a whole number from 1; without it, {default}", param
-        )
+        refuse(code, f"{param} is {show(value)}, but must be a whole number from 1; without it, {default}", param)

@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.errors import EngineError
-from sgl_batch.jobs.line_engine import EngineStats, LineEngine
+from sgl_batch.jobs.line_engine import LineEngine
 from sgl_batch.jobs.line_reader import RawLine
 from sgl_batch.jobs.ordered_output import OrderedOutput
 from sgl_batch.jobs.progress import ProgressTracker

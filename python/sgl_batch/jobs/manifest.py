@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from sgl_batch.jobs.line_engine import EngineStats
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.jobs.line_reader import InputScan
 from sgl_batch.jobs.model_hash import MODEL_HASH_RULE, model_hash
 from sgl_batch.jobs.run_result import RunResult, RunStatus

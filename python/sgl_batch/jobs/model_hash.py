@@ -26,9 +26,7 @@ MODEL_HASH_RULE = (
 def model_hash(directory: Path) -> str:
     """The hash of a local model by MODEL_HASH_RULE, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
-    files = sorted(
-        path for path in directory.iterdir() if path.suffix in _WEIGHTS + _TEXTS and path.is_file()
-    )
+    files = sorted(path for path in directory.iterdir() if path.suffix in _WEIGHTS + _TEXTS and path.is_file())
     for path in files:
         size = path.stat().st_size
         digest.update(path.name.encode() + b"\0" + struct.pack("<Q", size))

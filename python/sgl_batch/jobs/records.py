@@ -6,8 +6,8 @@ import json
 import math
 from hashlib import blake2b
 
+from sgl_batch.core.answers import LineResponse
 from sgl_batch.errors import RequestError
-from sgl_batch.jobs.line_engine import LineResponse
 
 # JSON allows these raw, but many programs take them for the end of a line.
 _LINE_SEPARATORS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -68,9 +68,7 @@ def error_of(response: LineResponse, line: int) -> dict[str, object]:
     }
 
 
-def _encode(
-    token: str, custom_id: str | None, status_code: int, request_id: str, body: dict[str, object]
-) -> bytes:
+def _encode(token: str, custom_id: str | None, status_code: int, request_id: str, body: dict[str, object]) -> bytes:
     record = {
         "id": f"batch_req_{token}",
         "custom_id": custom_id,

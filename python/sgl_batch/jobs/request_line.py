@@ -115,9 +115,7 @@ def _parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
 def _custom_id(line: dict[str, object]) -> str:
     custom_id = line.get("custom_id")
     if custom_id is None:
-        refuse(
-            "missing_custom_id", 'the line has no "custom_id"; give each line a text of its own', "custom_id"
-        )
+        refuse("missing_custom_id", 'the line has no "custom_id"; give each line a text of its own', "custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         refuse(
             "invalid_custom_id",

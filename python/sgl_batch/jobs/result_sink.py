@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from sgl_batch.jobs.line_engine import LineResponse
+from sgl_batch.core.answers import LineResponse
 from sgl_batch.jobs.ordered_output import OrderedOutput
 from sgl_batch.jobs.progress import ProgressTracker
 from sgl_batch.jobs.records import (

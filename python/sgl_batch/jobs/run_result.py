@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sgl_batch.jobs.line_engine import EngineStats
+from sgl_batch.core.answers import EngineStats
 
 MAX_FAILURE_CODES = 100
 

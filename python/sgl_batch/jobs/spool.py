@@ -29,9 +29,7 @@ class Spool:
     def put(self, finished: Finished) -> None:
         """Keep one record; its index is not yet in the spool."""
         with storage_errors(f"writing the temporary file {self._path}"):
-            self._db().execute(
-                "INSERT INTO spool VALUES (?, ?, ?)", (finished.index, finished.failed, finished.record)
-            )
+            self._db().execute("INSERT INTO spool VALUES (?, ?, ?)", (finished.index, finished.failed, finished.record))
         self.num_records += 1
 
     def take(self, index: int) -> Finished | None:
@@ -51,11 +49,7 @@ class Spool:
 
     def _take_where(self, condition: str, values: tuple[int, ...]) -> Finished | None:
         with storage_errors(f"reading the temporary file {self._path}"):
-            row = (
-                self._db()
-                .execute(f"SELECT line, failed, record FROM spool WHERE {condition}", values)
-                .fetchone()
-            )
+            row = self._db().execute(f"SELECT line, failed, record FROM spool WHERE {condition}", values).fetchone()
             if row is None:
                 return None
             self._db().execute("DELETE FROM spool WHERE line = ?", (row[0],))

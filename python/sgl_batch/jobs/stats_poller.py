@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from sgl_batch.jobs.line_engine import EngineStats, LineEngine
+from sgl_batch.core.answers import EngineStats
+from sgl_batch.jobs.line_engine import LineEngine
 
 
 class StatsPoller:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_batch.jobs.line_engine import EngineStats
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.jobs.progress_display import duration
 from sgl_batch.jobs.run_result import FailureKind, RunResult, RunStatus
 
@@ -69,8 +69,11 @@ def _experts(stats: EngineStats) -> list[str]:
     calls = stats.counters.get("expert_calls", 0)
     if calls <= 0:
         return ["Warning: the engine counted no expert call in this run."]
-    tokens = stats.counters.get("expert_call_tokens", 0)
-    lines = [f"Experts: {calls:,.0f} calls, {tokens / calls:,.1f} tokens per call on average"]
+    rows, gemms = stats.counters.get("expert_rows", 0), stats.counters.get("expert_gemms", 0)
+    lines = [
+        f"Experts: {calls:,.0f} combined calls (one for each layer and group) of {rows / calls:,.1f} routed tokens, "
+        f"{rows / max(gemms, 1):,.1f} tokens for each expert that had any"
+    ]
     return lines + _expert_load(stats.tokens_per_expert)
 
 

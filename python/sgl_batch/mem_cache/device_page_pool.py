@@ -38,20 +38,18 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        super().__init__(
-            size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer
-        )
+        super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         shape = (size // page_size + 1, head_num, page_size, head_dim)
-        self.k_pages = [_lazy_zeros(shape, dtype) for _ in range(layer_num)]
-        self.v_pages = [_lazy_zeros(shape, dtype) for _ in range(layer_num)]
+        self.k_pages: list[torch.Tensor] = [_lazy_zeros(shape, dtype) for _ in range(layer_num)]
+        self.v_pages: list[torch.Tensor] = [_lazy_zeros(shape, dtype) for _ in range(layer_num)]
         self.head_num, self.head_dim, self.v_head_dim = head_num, head_dim, head_dim
         self._finalize_allocation_log(size)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.k_pages[layer_id - self.start_layer]
+        return self.k_pages[int(layer_id - self.start_layer)]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.v_pages[layer_id - self.start_layer]
+        return self.v_pages[int(layer_id - self.start_layer)]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)

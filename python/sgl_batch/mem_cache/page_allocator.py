@@ -32,7 +32,8 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
     def _take(self, num_pages: int) -> torch.Tensor | None:
         if num_pages > len(self.free_pages):
             return None
-        taken, self.free_pages = self.free_pages[:num_pages], self.free_pages[num_pages:]
+        taken: torch.Tensor = self.free_pages[:num_pages]
+        self.free_pages = self.free_pages[num_pages:]
         return taken
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
@@ -41,8 +42,9 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         pages = self._take(need_size // self.page_size)
         if pages is None:
             return None
-        offsets = torch.arange(self.page_size, device=self.device)
-        return (pages[:, None] * self.page_size + offsets).reshape(-1)
+        offsets = torch.arange(self.page_size)
+        slots: torch.Tensor = (pages[:, None] * self.page_size + offsets).reshape(-1)
+        return slots
 
     def alloc_extend(
         self,
@@ -73,7 +75,8 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         in_new_page = page_rank >= 0
         page = (last_loc // size)[owner].clone()
         page[in_new_page] = taken[(first_new[owner] + page_rank)[in_new_page]]
-        return page * size + position % size
+        slots: torch.Tensor = page * size + position % size
+        return slots
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
@@ -83,7 +86,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         taken = self._take(int(opens_page.sum()))
         if taken is None:
             return None
-        slots = last_loc.to(torch.int64) + 1
+        slots: torch.Tensor = last_loc.to(torch.int64) + 1
         slots[opens_page] = taken * self.page_size
         return slots
 

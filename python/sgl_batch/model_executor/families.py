@@ -89,9 +89,7 @@ class Qwen3MoeFamily(Family):
     def finish_layer(
         self, layer: Any, hidden: torch.Tensor, residual: torch.Tensor, batch: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        done: tuple[torch.Tensor, torch.Tensor] = layer.layer_communicator.postprocess_layer(
-            hidden, residual, batch
-        )
+        done: tuple[torch.Tensor, torch.Tensor] = layer.layer_communicator.postprocess_layer(hidden, residual, batch)
         return done
 
 

@@ -51,9 +51,7 @@ class LayerRunner:
             self._plan_attention(sub_batches)
         hidden = self.family.embed(self.model, forward_batch.input_ids)
         hidden = self._run_layers(forward_batch, sub_batches, hidden, phase)
-        return self.model.logits_processor(
-            forward_batch.input_ids, hidden, self.model.lm_head, forward_batch
-        )
+        return self.model.logits_processor(forward_batch.input_ids, hidden, self.model.lm_head, forward_batch)
 
     def _plan_attention(self, sub_batches: list[SubBatch]) -> None:
         for sub in sub_batches:

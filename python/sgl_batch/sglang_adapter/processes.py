@@ -28,22 +28,28 @@ from sglang.srt.utils import kill_process_tree  # noqa: E402
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION  # noqa: E402
 
 __all__ = [
+    "Engine",
     "Launched",
+    "ServerArgs",
     "argument_names",
+    "kill_process_tree",
     "launch_subprocesses",
     "merge_config_file",
-    "serve_http",
-    "Engine",
-    "ServerArgs",
-    "kill_process_tree",
     "platform",
     "run_detokenizer_process",
+    "run_scheduler_process",
     "run_scheduler_with",
+    "serve_http",
 ]
 
 
 def _support_triton(backend: str) -> bool:
     return backend not in ("torch_native", "intel_amx", CPU_ATTENTION)
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's own scheduler process, unchanged."""
+    scheduler_module.run_scheduler_process(*args, **kwargs)
 
 
 def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[], Any], *args: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
@@ -124,5 +123,3 @@ def set_max_new_tokens(request: Any, tokens: int) -> None:
     parameters = request.sampling_params
     parameters.max_new_tokens = tokens
     parameters.min_new_tokens = min(parameters.min_new_tokens, tokens)
-
-

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from sgl_batch.sglang_adapter import bootstrap
-
-bootstrap.prepare()
-
-from sglang.srt.platforms.cpu import CpuSRTPlatform  # noqa: E402
-from sglang.srt.platforms.interface import PlatformEnum  # noqa: E402
+from sgl_batch.sglang_adapter.platform import CpuSRTPlatform, PlatformEnum
 
 
-class StockCpuPlatform(CpuSRTPlatform):
+class StockCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
     """An out-of-tree platform of SGLang's own native operators, pools and allocator.
 
     Without one, SGLang's rotary embedding asks for vLLM's CUDA operators.

@@ -26,7 +26,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
 
 def _run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler process; being here, its module prepared torchvision before SGLang was imported."""
-    processes.scheduler_module.run_scheduler_process(*args, **kwargs)
+    processes.run_scheduler_process(*args, **kwargs)
 
 
 def _run_detokenizer(*args: Any, **kwargs: Any) -> None:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 
+from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.errors import ConfigError, EngineError
-from sgl_batch.jobs.line_engine import EngineStats, LineResponse
 
 Before = Callable[[Mapping[str, object]], Awaitable[LineResponse | None]]
 
@@ -47,7 +47,11 @@ class InMemoryEngine:
 
     async def stats(self) -> EngineStats:
         return EngineStats(
-            counters={"expert_calls": 2 * self.num_answered, "expert_call_tokens": 10 * self.num_answered},
+            counters={
+                "expert_calls": 2 * self.num_answered,
+                "expert_rows": 20 * self.num_answered,
+                "expert_gemms": 4 * self.num_answered,
+            },
             part_s={"attention": 1.0 * self.num_answered, "experts": 3.0 * self.num_answered},
             tokens_per_expert=[self.num_answered, 3 * self.num_answered],
         )

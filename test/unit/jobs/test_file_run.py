@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_memory_engine import InMemoryEngine, answer, refusal, request
 
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.errors import EngineError
 from sgl_batch.jobs import file_run
 from sgl_batch.jobs.file_run import FileRun, RunSettings
-from sgl_batch.jobs.line_engine import EngineStats
 from sgl_batch.jobs.line_file import LineFile
 from sgl_batch.jobs.line_reader import read_lines, scan_input
 from sgl_batch.jobs.ordered_output import OrderedOutput
@@ -182,7 +182,7 @@ def test_outputs_are_the_engines_answers_with_derived_seeds_and_counted_usage(tm
     ]
     assert (result.tokens_in, result.tokens_out, result.exit_code) == (14, 10, 0)
     assert result.stats == EngineStats(
-        counters={"expert_calls": 4, "expert_call_tokens": 20},
+        counters={"expert_calls": 4, "expert_rows": 40, "expert_gemms": 8},
         part_s={"attention": 2.0, "experts": 6.0},
         tokens_per_expert=[2, 6],
     )

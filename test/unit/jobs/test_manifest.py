@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from sgl_batch.jobs.line_engine import EngineStats
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.jobs.line_reader import InputScan
 from sgl_batch.jobs.manifest import Manifest, RunFacts, redacted
 from sgl_batch.jobs.model_hash import model_hash

@@ -8,8 +8,8 @@ import math
 import pytest
 from in_memory_engine import refusal
 
+from sgl_batch.core.answers import LineResponse
 from sgl_batch.errors import RequestError
-from sgl_batch.jobs.line_engine import LineResponse
 from sgl_batch.jobs.records import record_token, refused_record, response_record
 
 

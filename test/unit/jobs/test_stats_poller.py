@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.errors import EngineError
-from sgl_batch.jobs.line_engine import EngineStats
 from sgl_batch.jobs.stats_poller import StatsPoller
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_batch.jobs.line_engine import EngineStats
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.jobs.run_result import Failures, RunResult, RunStatus
 from sgl_batch.jobs.summary import format_summary
 
@@ -38,10 +38,14 @@ def test_it_says_where_the_time_went_the_longest_first():
 
 def test_it_says_tokens_per_expert_call_and_imbalance():
     stats = EngineStats(
-        counters={"expert_calls": 4, "expert_call_tokens": 1000}, tokens_per_expert=[100, 300, 50, 150]
+        counters={"expert_calls": 4, "expert_rows": 1000, "expert_gemms": 8},
+        tokens_per_expert=[100, 300, 50, 150],
     )
     text = format_summary(result(stats=stats))
-    assert "4 calls, 250.0 tokens per call on average" in text
+    assert (
+        "4 combined calls (one for each layer and group) of 250.0 routed tokens, 125.0 tokens for each expert"
+        in text
+    )
     assert "most loaded expert 1 (300 tokens), least loaded expert 2 (50 tokens), imbalance 2.00" in text
 
 

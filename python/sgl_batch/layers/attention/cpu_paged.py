@@ -47,9 +47,7 @@ def page_table(
     used_P = seq_lens_B[owner_P] - rank_P * page_size
     bias_PS = torch.zeros(len(owner_P), page_size)
     bias_PS.masked_fill_(torch.arange(page_size) >= used_P[:, None], float("-inf"))
-    return DecodeMetadata(
-        pages_P=slots_P // page_size, owner_P=owner_P, bias_PS=bias_PS, num_pages_B=num_pages_B
-    )
+    return DecodeMetadata(pages_P=slots_P // page_size, owner_P=owner_P, bias_PS=bias_PS, num_pages_B=num_pages_B)
 
 
 def decode_attention(
@@ -79,9 +77,7 @@ def decode_attention(
     return out_BHGD / sums_BHG[..., None]
 
 
-def prefill_attention(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def prefill_attention(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, scaling: float) -> torch.Tensor:
     """Causal attention of the last `len(q)` tokens of one sequence over all its tokens; returns [T, heads, D].
 
     `k_THD`, `v_THD` may hold more tokens than `q_THD`: those before are the cached prefix.
@@ -195,9 +191,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         assert isinstance(self.forward_metadata, PrefillMetadata), "prefill runs under prefill metadata"
         q_THD = q.view(q.shape[0], layer.tp_q_head_num, layer.qk_head_dim)
         out_THD = torch.empty_like(q_THD)
-        for (start, end), slots in zip(
-            self.forward_metadata.rows, self.forward_metadata.slots, strict=True
-        ):
+        for (start, end), slots in zip(self.forward_metadata.rows, self.forward_metadata.slots, strict=True):
             if slots is None:
                 keys, values = k[start:end], v[start:end]
             else:
