@@ -53,18 +53,14 @@ def positive(text: str) -> int:
 def main() -> int:
     """Reads the arguments and writes the file; 0 if it was written, 1 if the input is wrong."""
     parser = argparse.ArgumentParser(description="Turn GSM8K (openai/grade-school-math) into batch requests.")
-    parser.add_argument(
-        "input", type=Path, metavar="IN.jsonl", help='lines of {"question": ..., "answer": ...}'
-    )
+    parser.add_argument("input", type=Path, metavar="IN.jsonl", help='lines of {"question": ..., "answer": ...}')
     parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="request lines for `sgl-batch run -i`")
     parser.add_argument(
         "--model",
         default="default",
         help="the name that the requests ask for; the engine's --served-model-name",
     )
-    parser.add_argument(
-        "--max-tokens", type=positive, default=512, help="longest answer (default: %(default)s)"
-    )
+    parser.add_argument("--max-tokens", type=positive, default=512, help="longest answer (default: %(default)s)")
     parser.add_argument("--limit", type=positive, help="only so many questions, from the start")
     arguments = parser.parse_args()
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sgl_batch.cli_run_options import STDIN, RunOptions, check_paths, parse_run_options
-from sgl_batch.cli_stop import StopSignals
+from sgl_batch.cli_stop import StopSignals, signals_restored
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.jobs.file_run import FileRun, RunSettings
 from sgl_batch.jobs.line_engine import LineEngine
@@ -67,8 +67,14 @@ def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
 
     def start() -> BatchEngine:
         from sgl_batch.engine import Engine
+        from sgl_batch.sglang_adapter.processes import kill_process_tree
 
-        return Engine(server_args=arguments.server_args, batch_config=arguments.config)
+        try:
+            return Engine(server_args=arguments.server_args, batch_config=arguments.config)
+        except BaseException:
+            # Processes already started would keep this one from ending.
+            kill_process_tree(os.getpid(), include_parent=False)
+            raise
 
     return start
 
@@ -78,7 +84,8 @@ def run_command(argv: Sequence[str], prepare_engine: PrepareEngine = prepare_sgl
     try:
         options = parse_run_options(argv)
         check_paths(options)
-        return _Run(options, argv).run(prepare_engine)
+        with signals_restored():
+            return _Run(options, argv).run(prepare_engine)
     except ConfigError as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
@@ -182,7 +189,7 @@ class _Run:
             return await job.run(stop)
         finally:
             keeper.cancel()
-            signals.remove()
+            signals.ignore()
 
     def _open_output(self, directory: Path) -> OrderedOutput:
         options = self._options

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEEP_EVERY_S = 1.0
+
+
+@contextmanager
+def signals_restored() -> Iterator[None]:
+    """Give the signals back to whoever listened before."""
+    before = {one: signal.getsignal(one) for one in _SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            if handler is not None:  # None: installed by something other than Python
+                signal.signal(one, handler)
 
 
 class StopSignals:
@@ -33,10 +46,11 @@ class StopSignals:
             self.install()
             await asyncio.sleep(_KEEP_EVERY_S)
 
-    def remove(self) -> None:
-        """Listen no longer."""
+    def ignore(self) -> None:
+        """From now on the run is over: a signal must not break the last writing."""
         for one in self._signals:
             self._loop.remove_signal_handler(one)
+            signal.signal(one, signal.SIG_IGN)
 
     def _received(self) -> None:
         if self._stop.is_set():

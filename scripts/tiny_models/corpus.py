@@ -13,9 +13,7 @@ from pydoc_data.topics import topics
 
 Message = dict[str, str]
 
-SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
-)
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"})
 # Written in C, so their documentation is read from the live objects.
 LIVE_MODULES = (
     "builtins array atexit binascii bz2 cmath collections datetime errno fcntl functools gc grp io itertools "
@@ -198,9 +196,7 @@ def _reading(subject: Subject, rng: random.Random) -> tuple[Message, ...]:
     messages = _maybe_system(rng)
     text = subject.text[:2600]
     messages.append({"role": "user", "content": rng.choice(READING_QUESTIONS).replace("{text}", text)})
-    messages.append(
-        {"role": "assistant", "content": f"This is about {subject.name}. {answer_of(subject, 300)}"}
-    )
+    messages.append({"role": "assistant", "content": f"This is about {subject.name}. {answer_of(subject, 300)}"})
     return tuple(messages)
 
 

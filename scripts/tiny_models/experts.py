@@ -8,9 +8,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 NAME = "sorted_by_expert"
 
 
-def sorted_experts_forward(
-    experts: nn.Module, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor
-) -> Tensor:
+def sorted_experts_forward(experts: nn.Module, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Two matmuls per expert over its tokens [rows S]; returns [T, H].
 
     `unbind` keeps the backward pass from filling a whole weight stack for every expert.

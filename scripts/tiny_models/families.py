@@ -66,9 +66,7 @@ def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMo
     )
 
 
-def save_checkpoint(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, family: str, target: Path
-) -> None:
+def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, family: str, target: Path) -> None:
     """Writes a bf16 checkpoint beside `target`, then renames it, so that nobody loads half of one."""
     building = target.with_name(f".{target.name}.building-{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)

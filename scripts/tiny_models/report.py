@@ -27,9 +27,7 @@ class HeldOutMeasures:
     expert_shares_by_layer: list[list[float]]
 
 
-def measure_held_out(
-    model: PreTrainedModel, samples: list[list[int]], row_length: int = 512
-) -> HeldOutMeasures:
+def measure_held_out(model: PreTrainedModel, samples: list[list[int]], row_length: int = 512) -> HeldOutMeasures:
     """Runs the held-out samples, one after the other in rows of `row_length` tokens, at most 32 rows."""
     stream = [token for sample in samples for token in sample]
     num_rows = min(32, len(stream) // row_length)

@@ -40,7 +40,6 @@ def our_files(repo_root: Path) -> list[Path]:
         for path in repo_root.rglob("*")
         if path.is_file()
         and not any(
-            part in _NOT_OURS or part.endswith(("_cache", ".egg-info"))
-            for part in path.relative_to(repo_root).parts
+            part in _NOT_OURS or part.endswith(("_cache", ".egg-info")) for part in path.relative_to(repo_root).parts
         )
     ]

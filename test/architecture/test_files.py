@@ -86,9 +86,7 @@ def test_no_module_is_a_drawer_for_everything(package_trees: dict[str, ast.Modul
 
 def test_no_file_names_a_registry_host_or_a_developers_machine(our_files: list[Path]) -> None:
     faults = {
-        str(path): found
-        for path in our_files
-        if (text := _text(path)) is not None and (found := named_places(text))
+        str(path): found for path in our_files if (text := _text(path)) is not None and (found := named_places(text))
     }
     assert faults == {}
 

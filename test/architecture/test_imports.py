@@ -76,16 +76,12 @@ def impurities(module: str, tree: ast.Module) -> list[str]:
     if not any(_within(module, room) for room in PURE_ROOMS):
         return []
     faults = [
-        f"{module}:{line} imports {name}"
-        for name, line in imported_names(tree)
-        if name.partition(".")[0] in IMPURE
+        f"{module}:{line} imports {name}" for name, line in imported_names(tree) if name.partition(".")[0] in IMPURE
     ]
     faults += [
         f"{module}:{node.lineno} calls {node.func.id}"
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in ("open", "print", "input")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("open", "print", "input")
     ]
     return faults
 

@@ -29,11 +29,7 @@ def foreign_names(module: str, tree: ast.Module, is_package: bool = False) -> se
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             # `import sgl_batch.sglang_adapter` binds `sgl_batch`: writing through it is a fault as well.
-            names |= {
-                alias.asname or alias.name.partition(".")[0]
-                for alias in node.names
-                if _is_foreign(alias.name)
-            }
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names if _is_foreign(alias.name)}
         elif isinstance(node, ast.ImportFrom):
             source = _absolute(module, is_package, node)
             names |= {
@@ -87,9 +83,7 @@ def writes_into_sglang(module: str, tree: ast.Module, is_package: bool = False) 
     for node in ast.walk(tree):
         for target in _targets(node):
             written = isinstance(target, (ast.Attribute, ast.Subscript)) and _root(target) in names
-            replaced = isinstance(target, ast.Subscript) and ast.unparse(target).startswith(
-                "sys.modules['sglang"
-            )
+            replaced = isinstance(target, ast.Subscript) and ast.unparse(target).startswith("sys.modules['sglang")
             if written or replaced:
                 faults.append(f"{module}:{target.lineno} assigns {ast.unparse(target)}")
         if _sets_by_call(node, names):

@@ -24,9 +24,7 @@ def test_sample_holds_24_distinct_chat_requests_beside_their_licence(data_dir: P
     assert "MIT License" in (data_dir / "gsm8k_LICENSE").read_text("utf-8")
 
 
-def test_converter_writes_one_request_for_each_question_up_to_the_limit(
-    repo_root: Path, tmp_path: Path
-) -> None:
+def test_converter_writes_one_request_for_each_question_up_to_the_limit(repo_root: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"question": f"{n}+é?", "answer": str(n)}) + "\n" for n in range(3)))
     result = _convert(repo_root, source, target, "--limit", "2", "--max-tokens", "7", "--model", "m")

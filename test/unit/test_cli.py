@@ -13,9 +13,7 @@ HEAVY = ("torch", "sglang", "transformers", "numpy")
 
 
 def run_cli(*argv):
-    return subprocess.run(
-        [sys.executable, "-m", "sgl_batch.cli", *argv], capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, "-m", "sgl_batch.cli", *argv], capture_output=True, text=True, timeout=60)
 
 
 def test_no_command_is_bad_usage(capsys):
@@ -44,9 +42,7 @@ def test_help_of_run_states_exit_codes_and_an_example():
     assert "--b-attn-decode" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "argv", [["run", "--help"], ["run", "-i", "no.jsonl", "-o", "o.jsonl", "--model", "m"], []]
-)
+@pytest.mark.parametrize("argv", [["run", "--help"], ["run", "-i", "no.jsonl", "-o", "o.jsonl", "--model", "m"], []])
 def test_help_and_mistakes_import_nothing_heavy(argv):
     program = (
         "import sys, contextlib\n"

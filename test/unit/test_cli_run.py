@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 
-from in_memory_engine import prepare_in_memory, request
+from in_memory_engine import InMemoryBatchEngine, InMemoryEngine, prepare_in_memory, request
 
 from sgl_batch.cli_run import run_command
 from sgl_batch.errors import EngineError
@@ -213,6 +214,21 @@ def test_a_signal_writes_what_is_finished_and_exits_130(job, signal_number):
     assert "Interrupted: 4 of 5 lines ok, 0 failed, 1 missing" in err
     assert (job.manifest()["status"], job.manifest()["exit_code"]) == ("interrupted", 130)
     assert job.names == ["in.jsonl", "out.jsonl", "out.manifest.json"]
+
+
+def test_a_signal_after_the_last_line_changes_nothing(job):
+    class LateSignal(InMemoryBatchEngine):
+        def shutdown(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            super().shutdown()
+
+    before = signal.getsignal(signal.SIGINT)
+    job.write("a")
+    engine = LateSignal(InMemoryEngine())
+    assert run_command(job.argv(), lambda argv: lambda: engine) == 0
+    assert job.manifest()["status"] == "completed"
+    assert engine.is_shut_down
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_second_signal_quits_at_once(job):

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_IN_FLIGHT = 2048
 MAX_IN_FLIGHT_BYTES = 64 << 20  # of input lines; their parsed bodies take several times as much
 STATS_WAIT_S = 10.0
+STATS_WAIT_HALTED_S = 3.0  # a person waits, or the engine is broken
 STATS_EVERY_S = 2.0
 CANCEL_WAIT_S = 10.0
 SYNC_EVERY_S = 5.0
@@ -92,9 +93,9 @@ class FileRun:
             watch.cancel()
             await asyncio.wait({watch, tick})
         tick.result()
-        stats = await self._read_stats(STATS_WAIT_S)
-        self._stats.abandon()
         await self._sink.write_rest()
+        stats = await self._read_stats(STATS_WAIT_S if self._halted is None else STATS_WAIT_HALTED_S)
+        self._stats.abandon()
         self._display.close(self._tracker.snapshot())
         return self._result(self._clock() - start_s, stats)
 

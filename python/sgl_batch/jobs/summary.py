@@ -71,8 +71,8 @@ def _experts(stats: EngineStats) -> list[str]:
         return ["Warning: the engine counted no expert call in this run."]
     rows, gemms = stats.counters.get("expert_rows", 0), stats.counters.get("expert_gemms", 0)
     lines = [
-        f"Experts: {calls:,.0f} combined calls (one for each layer and group) of {rows / calls:,.1f} routed tokens, "
-        f"{rows / max(gemms, 1):,.1f} tokens for each expert that had any"
+        f"Experts: {calls:,.0f} combined calls (one for each layer and group) of {rows / calls:,.1f} routed "
+        f"tokens, {rows / max(gemms, 1):,.1f} tokens for each expert that had any"
     ]
     return lines + _expert_load(stats.tokens_per_expert)
 

@@ -178,6 +178,9 @@ class BoundaryExecutor:
         """Yield what was prefilled, and let go of what has finished."""
         changes: list[Transition] = []
         prefilled = batch.forward_mode.is_extend()
+        self._counters.add("output_tokens", len(batch.reqs))
+        if prefilled:
+            self._counters.add("prompt_tokens", batch.extend_num_tokens)
         for request in batch.reqs:
             if not request.finished():
                 if prefilled:

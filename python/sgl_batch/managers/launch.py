@@ -91,6 +91,7 @@ def child_platform(server_args: Any) -> str | None:
 
 def run_scheduler_process(config: BatchConfig, *args: Any, **kwargs: Any) -> None:
     """Body of a scheduler process: ours, in SGLang's process function."""
+    _leave_interrupts_to_the_parent()
     context = RunContext(config=config)
     if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
         from sgl_batch.model_executor import cpu_operators
@@ -101,7 +102,13 @@ def run_scheduler_process(config: BatchConfig, *args: Any, **kwargs: Any) -> Non
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
     """Body of the detokenizer process: SGLang's own, imported through our adapter so that it starts on a CPU."""
+    _leave_interrupts_to_the_parent()
     processes.run_detokenizer_process(*args, **kwargs)
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    """Ctrl-C on a terminal reaches every process of the group; the parent alone decides what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def start_tokenizer_manager(server_args: Any, port_args: Any) -> Any:

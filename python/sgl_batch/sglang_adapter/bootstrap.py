@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import warnings
 from typing import Any
 
 from sgl_batch.errors import ConfigError
@@ -46,10 +47,13 @@ def _torchvision_operators_load() -> bool:
 def prepare() -> None:
     """Check SGLang's version and let torchvision import beside a CPU build of torch. Idempotent.
 
+    Also silences SGLang's warnings, at import, about GPU quantisation kernels that a CPU has no use for.
+
     torchvision's wheel holds operators compiled for CUDA builds, which cannot load beside a CPU torch; its
     Python files only need the schemas of two of them, which nothing on our path ever calls.
     """
     sglang_version()
+    warnings.filterwarnings("ignore", message="Only CUDA.* support|Triton is not supported on current platform")
     if _libraries or _torchvision_operators_load():
         return
     import torch

@@ -114,9 +114,7 @@ def waits(turns):
     max_in_flight=st.integers(1, 20),
     memory_bytes=st.sampled_from([0, 3000, 1 << 20]),
 )
-def test_every_line_gives_exactly_one_record_in_input_order(
-    tmp_path_factory, turns, bad, max_in_flight, memory_bytes
-):
+def test_every_line_gives_exactly_one_record_in_input_order(tmp_path_factory, turns, bad, max_in_flight, memory_bytes):
     lines = [b"{" if i in bad else request(f"id-{i}", str(i)) for i in range(len(turns))]
     engine = waits(turns)
     job = Job(tmp_path_factory.mktemp("job"), lines, engine, max_in_flight, memory_bytes)
@@ -177,9 +175,7 @@ def test_outputs_are_the_engines_answers_with_derived_seeds_and_counted_usage(tm
     job = Job(tmp_path, [request("a"), request("b", seed=8)], InMemoryEngine())
     result = job.run()
     bodies = [request("a", seed=line_seed(3, 0))["body"], request("b", seed=8)["body"]]
-    assert [one["response"]["body"] for one in job.outputs] == [
-        answer("/v1/completions", body).body for body in bodies
-    ]
+    assert [one["response"]["body"] for one in job.outputs] == [answer("/v1/completions", body).body for body in bodies]
     assert (result.tokens_in, result.tokens_out, result.exit_code) == (14, 10, 0)
     assert result.stats == EngineStats(
         counters={"expert_calls": 4, "expert_rows": 40, "expert_gemms": 8},

@@ -30,9 +30,7 @@ START = Snapshot(
     eta_s=None,
     idle_s=0,
 )
-MIDDLE = replace(
-    START, done=500, failed=3, elapsed_s=754, tokens_in_per_s=1234.4, tokens_out_per_s=56.6, eta_s=3723
-)
+MIDDLE = replace(START, done=500, failed=3, elapsed_s=754, tokens_in_per_s=1234.4, tokens_out_per_s=56.6, eta_s=3723)
 
 
 class Terminal(io.StringIO):
@@ -119,8 +117,6 @@ def test_a_stream_that_is_gone_does_not_end_a_run(mode):
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (183845, "2d 03:04:05")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (183845, "2d 03:04:05")])
 def test_durations_read_like_a_clock(seconds, text):
     assert duration(seconds) == text

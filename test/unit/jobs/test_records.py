@@ -55,9 +55,7 @@ def test_a_flat_engine_error_is_nested():
     assert error == {"message": "no", "type": "BadRequest", "param": None, "code": 400, "line": 8}
 
 
-@pytest.mark.parametrize(
-    "text", ["a\u2028b\u2029c\u0085d\r\n\x0b\x0c\x1ee", "日本 😀", "\ud800 alone", "\x00"]
-)
+@pytest.mark.parametrize("text", ["a\u2028b\u2029c\u0085d\r\n\x0b\x0c\x1ee", "日本 😀", "\ud800 alone", "\x00"])
 def test_a_record_is_one_line_whatever_its_text(text):
     response = LineResponse(status_code=200, request_id="r", body={"text": text})
     record = response_record("ab12", text, 1, response)

@@ -17,8 +17,6 @@ from sgl_batch.jobs.run_result import RunResult, RunStatus
     ],
 )
 def test_the_exit_code_tells_how_the_run_ended(status, failed, exit_code):
-    result = RunResult(
-        status=status, message=None, total=10, ok=4, failed=failed, wall_s=1, tokens_in=0, tokens_out=0
-    )
+    result = RunResult(status=status, message=None, total=10, ok=4, failed=failed, wall_s=1, tokens_in=0, tokens_out=0)
     assert result.exit_code == exit_code
     assert result.missing == 6 - failed

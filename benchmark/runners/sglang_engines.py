@@ -1,0 +1,46 @@
+"""Owns how sgl_batch and stock SGLang are started and asked; both have sglang.Engine's interface."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+
+class SglangRunner:
+    """An engine with sglang.Engine's interface, asked for exact numbers of greedy tokens."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        atexit.register(engine.shutdown)
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
+        sampling = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in output_lens]
+        answers = self._engine.generate(input_ids=prompts, sampling_params=sampling)
+        return [answer["output_ids"] for answer in answers]
+
+    def details(self) -> dict[str, Any]:
+        """What the engine counts of itself; stock counts nothing."""
+        read = getattr(self._engine, "batch_stats", None)
+        if read is None:
+            return {}
+        stats = read()
+        return {
+            "part_s": stats["part_s"],
+            "counters": stats["counters"],
+            "plan": stats["plan"],
+            "flags": self._engine.batch_config.flat(),
+        }
+
+
+def start(spec: dict[str, Any]) -> SglangRunner:
+    """The engine that the spec names: sgl_batch, sgl_batch_no_accumulate or stock."""
+    arguments = {"model_path": spec["model"], "dtype": spec["dtype"], "log_level": "error", **spec["arguments"]}
+    if spec["engine"] == "stock":
+        from sgl_batch.sglang_adapter.stock_engine import StockEngine
+
+        return SglangRunner(StockEngine(**arguments))
+    from sgl_batch import Engine
+
+    if spec["engine"] == "sgl_batch_no_accumulate":
+        arguments["accumulate"] = False
+    return SglangRunner(Engine(**arguments))

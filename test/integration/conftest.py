@@ -1,0 +1,145 @@
+"""Engines of both families, one alive at a time, and Hugging Face's answers to the same prompts."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sgl_batch import Engine
+from sgl_batch.sglang_adapter.stock_engine import StockEngine
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FAMILIES = ("tiny-qwen3-moe", "tiny-mixtral")
+PROMPT_LENGTHS = (1, 2, 3, 5, 17, 63, 64, 65, 130, 257, 411, 600)
+OUTPUT_LENGTHS = (24, 1, 40, 7, 24, 33, 2, 24, 15, 28, 9, 24)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids of prompts, and the sampling parameters that make each greedy and of a set length."""
+
+    input_ids: list[list[int]]
+    sampling_params: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def model_path(repo_root: Path) -> Callable[[str], str]:
+    return lambda family: str(repo_root / "test" / "models" / family)
+
+
+@pytest.fixture(scope="session")
+def prompts(repo_root: Path, model_path: Callable[[str], str]) -> Prompts:
+    """Mixed lengths of real questions, cut from the sample that ships with the tests."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path(FAMILIES[0]))
+    lines = (repo_root / "test" / "data" / "gsm8k_sample.jsonl").read_text().splitlines()
+    text = " ".join(json.loads(line)["body"]["messages"][-1]["content"] for line in lines)
+    tokens = tokenizer(text)["input_ids"]
+    starts = range(0, 37 * len(PROMPT_LENGTHS), 37)
+    input_ids = [tokens[s : s + n] for s, n in zip(starts, PROMPT_LENGTHS, strict=True)]
+    assert [len(ids) for ids in input_ids] == list(PROMPT_LENGTHS)
+    parameters = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in OUTPUT_LENGTHS]
+    return Prompts(input_ids, parameters)
+
+
+class EngineShelf:
+    """Keeps the engine asked for last; another one ends it first, so that two never share the machine."""
+
+    def __init__(self) -> None:
+        self._key: str | None = None
+        self._engine: Any = None
+
+    def get(self, kind: type[Any], **kwargs: Any) -> Any:
+        key = f"{kind.__name__} {sorted(kwargs.items())}"
+        if key != self._key:
+            self.close()
+            self._engine, self._key = kind(**kwargs), key
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+        self._engine, self._key = None, None
+        gc.collect()
+
+
+@pytest.fixture(scope="session")
+def shelf() -> Iterator[EngineShelf]:
+    shelf = EngineShelf()
+    yield shelf
+    shelf.close()
+
+
+@pytest.fixture(scope="session")
+def batch_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callable[..., Any]:
+    """Starts our engine with small pages and groups, so that sequences meet chunks, groups and boundaries."""
+
+    def start(family: str, b_attn: int | None = None, **kwargs: Any) -> Any:
+        limits = {"b_attn_prefill": b_attn, "b_attn_decode": b_attn} if b_attn is not None else {}
+        settings = {
+            "dtype": "float32",
+            "page_size": 16,
+            "b_moe_prefill": 700,
+            "b_moe_decode": 8,
+            "boundary_tokens": 8,
+            "max_total_tokens": 16384,
+        }
+        return shelf.get(Engine, model_path=model_path(family), **{**settings, **limits, **kwargs})
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def stock_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callable[..., Any]:
+    def start(family: str, **kwargs: Any) -> Any:
+        settings = {"dtype": "float32", "max_total_tokens": 16384, "disable_radix_cache": True}
+        return shelf.get(StockEngine, model_path=model_path(family), **{**settings, **kwargs})
+
+    return start
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Greedy tokens of Hugging Face transformers, and the gap between its two best logits at each of them."""
+
+    tokens: list[list[int]]
+    gaps: list[list[float]]
+
+
+@pytest.fixture(scope="session")
+def reference(prompts: Prompts, model_path: Callable[[str], str]) -> Callable[[str, str], Reference]:
+    made: dict[tuple[str, str], Reference] = {}
+
+    def make(family: str, dtype: str) -> Reference:
+        if (family, dtype) not in made:
+            made[family, dtype] = greedy_reference(model_path(family), getattr(torch, dtype), prompts)
+        return made[family, dtype]
+
+    return make
+
+
+def greedy_reference(path: str, dtype: torch.dtype, prompts: Prompts) -> Reference:
+    """One prompt at a time, so that nothing is padded."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    tokens, gaps = [], []
+    for ids, parameters in zip(prompts.input_ids, prompts.sampling_params, strict=True):
+        length = parameters["max_new_tokens"]
+        with torch.no_grad():
+            out = model.generate(
+                torch.tensor([ids]),
+                do_sample=False,
+                max_new_tokens=length,
+                min_new_tokens=length,
+                eos_token_id=-1,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        best = [step[0].float().topk(2).values for step in out.logits]
+        tokens.append(out.sequences[0, len(ids) :].tolist())
+        gaps.append([float(top[0] - top[1]) for top in best])
+    return Reference(tokens, gaps)

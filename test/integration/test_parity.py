@@ -1,0 +1,62 @@
+"""Tokens equal Hugging Face's and stock SGLang's, however a group is cut for attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .conftest import FAMILIES, Prompts, Reference
+
+pytestmark = pytest.mark.engine
+
+# In bf16 two logits closer than this may change places between implementations: logits of these models lie below
+# 32 in size, where neighbouring bf16 numbers are 0.125 apart, and each may be off by one step.
+NEAR_TIE = 0.25
+
+
+def generate(engine: Any, prompts: Prompts) -> list[list[int]]:
+    results = engine.generate(input_ids=prompts.input_ids, sampling_params=prompts.sampling_params)
+    return [result["output_ids"] for result in results]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("b_attn", [1, 3, 7, None])
+def test_float32_greedy_tokens_equal_huggingface_for_every_sub_batch_size(
+    family: str,
+    b_attn: int | None,
+    batch_engine: Callable[..., Any],
+    reference: Callable[[str, str], Reference],
+    prompts: Prompts,
+) -> None:
+    assert generate(batch_engine(family, b_attn), prompts) == reference(family, "float32").tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_greedy_tokens_of_stock_sglang_equal_huggingface(
+    family: str,
+    stock_engine: Callable[..., Any],
+    reference: Callable[[str, str], Reference],
+    prompts: Prompts,
+) -> None:
+    assert generate(stock_engine(family), prompts) == reference(family, "float32").tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_greedy_tokens_differ_from_huggingface_only_from_a_near_tie_on(
+    family: str,
+    batch_engine: Callable[..., Any],
+    reference: Callable[[str, str], Reference],
+    prompts: Prompts,
+) -> None:
+    expected = reference(family, "bfloat16")
+    ours = generate(batch_engine(family, 7, dtype="bfloat16"), prompts)
+    compared = 0
+    for tokens, wanted, gaps in zip(ours, expected.tokens, expected.gaps, strict=True):
+        assert len(tokens) == len(wanted)
+        split = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b), None)
+        if split is not None:
+            assert gaps[split] <= NEAR_TIE, f"tokens differ at {split} where the gap is {gaps[split]:.3f}"
+        compared += len(wanted) if split is None else split
+    assert compared >= sum(len(wanted) for wanted in expected.tokens) // 2, "most tokens come before any tie"

@@ -1,0 +1,70 @@
+"""SGLang started without us, in the same environment, is SGLang's own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+PLAIN_SGLANG = """
+import json, sys
+import torch
+library = torch.library.Library("torchvision", "FRAGMENT")
+for name in ("nms(Tensor a, Tensor b, float c) -> Tensor", "qnms(Tensor a, Tensor b, float c) -> Tensor"):
+    try:
+        library.define(name)
+    except RuntimeError:
+        pass
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.platforms import current_platform
+import sglang.srt.managers.scheduler as scheduler
+import sglang.srt.mem_cache.allocation as allocation
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+print(json.dumps({
+    "platform": type(current_platform).__module__,
+    "scheduler": scheduler.Scheduler.__module__,
+    "triton": allocation.support_triton("sgl_batch_cpu"),
+    "function": Engine.run_scheduler_process_func.__module__,
+    "backends": [name for name in ATTENTION_BACKENDS if "batch" in name],
+    "ours": sorted(name for name in sys.modules if name.startswith("sgl_batch")),
+}))
+"""
+
+
+def test_plain_sglang_loads_none_of_our_classes() -> None:
+    done = subprocess.run([sys.executable, "-c", PLAIN_SGLANG], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["platform"].startswith("sglang.")
+    assert seen["scheduler"] == "sglang.srt.managers.scheduler"
+    assert seen["function"] == "sglang.srt.managers.scheduler"
+    assert seen["triton"] is True, "SGLang's own answer for a backend that it does not know"
+    assert seen["backends"] == []
+    allowed = {
+        "sgl_batch",
+        "sgl_batch.sglang_adapter",
+        "sgl_batch.sglang_adapter.names",
+        "sgl_batch.sglang_adapter.platform_entry",
+    }
+    assert set(seen["ours"]) <= allowed, "only the entry points that say no are imported"
+
+
+@pytest.mark.engine
+def test_a_stock_engine_after_ours_in_one_process_runs_sglangs_classes(
+    batch_engine: Callable[..., Any], stock_engine: Callable[..., Any]
+) -> None:
+    request = {"temperature": 0, "max_new_tokens": 4}
+    ours = batch_engine("tiny-qwen3-moe")
+    ours.generate("Return the", request)
+    stock = stock_engine("tiny-qwen3-moe")
+    assert type(stock.tokenizer_manager).__module__.startswith("sglang.")
+    assert all("sgl_batch" not in info for info in stock._scheduler_init_result.scheduler_infos)
+    state = stock.loop.run_until_complete(stock.tokenizer_manager.get_internal_state())[0]
+    assert "sgl_batch" not in state
+    assert state["attention_backend"] == "torch_native"

@@ -1,0 +1,53 @@
+"""Owns short ways to say a sequence and a plan; decides no behaviour."""
+
+from __future__ import annotations
+
+from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.core.sequence import Sequence, Status
+
+
+def sequence(
+    arrival: int = 0,
+    *,
+    prompt: int = 10,
+    new: int = 5,
+    group: str | None = None,
+    choice: int = 0,
+    status: Status = Status.QUEUED,
+) -> Sequence:
+    """A sequence named after its arrival."""
+    return Sequence(
+        sequence_id=f"s{arrival}",
+        arrival=arrival,
+        prompt_tokens=prompt,
+        max_new_tokens=new,
+        prompt_group=group,
+        choice=choice,
+        status=status,
+    )
+
+
+def choices(count: int, *, first: int = 0, group: str = "g", prompt: int = 10, new: int = 5) -> list[Sequence]:
+    """The choices of one request, which arrive together; the first leads."""
+    return [sequence(first + index, prompt=prompt, new=new, group=group, choice=index) for index in range(count)]
+
+
+def plan(
+    *,
+    b_moe_prefill: int = 100,
+    b_moe: int = 8,
+    boundary_tokens: int = 4,
+    refill_watermark: float = 0.75,
+    ready_target: int = 12,
+    page_size: int = 8,
+) -> Plan:
+    """A plan whose attention sub-batches, which no decision looks at, are as large as its groups."""
+    return Plan(
+        prefill=PhasePlan(b_attn=b_moe_prefill, b_moe=b_moe_prefill),
+        decode=PhasePlan(b_attn=b_moe, b_moe=b_moe),
+        page_size=page_size,
+        boundary_tokens=boundary_tokens,
+        refill_watermark=refill_watermark,
+        ready_target=ready_target,
+        accumulate=True,
+    )

@@ -1,0 +1,60 @@
+"""The table of transitions: what is in it happens, whatever else is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from sequence_builders import sequence
+
+from sgl_batch.core.coroutine import TERMINAL, TRANSITIONS, Event, Transition, advance
+from sgl_batch.core.sequence import Status
+
+REFUSED = [pair for pair in product(Status, Event) if pair not in TRANSITIONS]
+
+
+@pytest.mark.parametrize(("status", "event"), list(TRANSITIONS))
+def test_an_event_in_the_table_moves_the_sequence_and_is_recorded(status, event):
+    changed = sequence(3, status=status)
+    change = advance(changed, event, "because")
+    after = TRANSITIONS[status, event]
+    assert change == Transition(sequence_id="s3", before=status, after=after, event=event, why="because")
+    assert changed.status is after
+    assert changed.history == [after]
+
+
+@pytest.mark.parametrize(("status", "event"), REFUSED)
+def test_an_event_that_is_not_in_the_table_is_refused_and_changes_nothing(status, event):
+    unchanged = sequence(3, status=status)
+    with pytest.raises(AssertionError, match=f"s3: no transition for {event.name} in {status.name}"):
+        advance(unchanged, event, "")
+    assert unchanged.status is status
+    assert unchanged.history == []
+
+
+def test_the_two_tests_above_cover_every_pair():
+    assert len(REFUSED) + len(TRANSITIONS) == len(Status) * len(Event)
+
+
+def test_the_whole_life_of_a_sequence_is_its_history():
+    whole = sequence()
+    for event in (Event.COMBINE_PREFILL, Event.YIELD_PREFILLED, Event.COMBINE_DECODE, Event.FINISH):
+        advance(whole, event, "")
+    assert whole.history == [Status.PREFILLING, Status.READY, Status.RUNNING, Status.FINISHED]
+
+
+def test_nothing_leaves_a_terminal_status():
+    assert [pair for pair in TRANSITIONS if pair[0] in TERMINAL] == []
+
+
+def test_every_status_that_is_not_terminal_can_be_aborted():
+    assert {status for status, event in TRANSITIONS if event is Event.ABORT} == set(Status) - TERMINAL
+
+
+def test_every_status_can_be_reached_and_left_unless_terminal():
+    reached, frontier = set(), {Status.QUEUED}
+    while frontier:
+        reached |= frontier
+        frontier = {after for (before, _), after in TRANSITIONS.items() if before in frontier} - reached
+    assert reached == set(Status)
+    assert {status for status, _ in TRANSITIONS} == set(Status) - TERMINAL

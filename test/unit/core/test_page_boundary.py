@@ -1,0 +1,193 @@
+"""What happens next: prefill, refill or decode; single decisions, and whole schedules of virtual sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sequence_builders import choices, plan, sequence
+from virtual_schedule import Request, VirtualSchedule
+
+from sgl_batch.core.admission import Admission
+from sgl_batch.core.order.fifo import FifoOrder
+from sgl_batch.core.page_boundary import (
+    DecodeStep,
+    Idle,
+    PrefillGroup,
+    Refill,
+    State,
+    boundary_due,
+    decide,
+)
+from sgl_batch.core.page_ledger import PageLedger
+
+EMPTY = State(queued=(), ready=(), running=0, steps=0, slots=64, free_slots=64, filling=False)
+PLAN = plan(b_moe=8, boundary_tokens=4, refill_watermark=0.75, ready_target=12)
+
+
+def sequences(count: int, first: int = 0) -> tuple:
+    return tuple(sequence(first + i) for i in range(count))
+
+
+def state(**fields) -> State:
+    return dataclasses.replace(EMPTY, **fields)
+
+
+def action(pages: int = 1000, plan=PLAN, **fields):
+    return decide(state(**fields), plan, PageLedger(pages, 8), FifoOrder())
+
+
+# When a boundary is due.
+
+
+@pytest.mark.parametrize(("steps", "due"), [(0, False), (3, False), (4, True), (5, True)])
+def test_a_boundary_is_due_after_boundary_tokens_steps(steps, due):
+    assert boundary_due(state(running=8, steps=steps), PLAN) is due
+
+
+def test_a_boundary_is_due_when_nobody_runs():
+    assert boundary_due(EMPTY, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("running", "queued", "ready", "due"),
+    [(4, 4, 0, True), (4, 0, 4, True), (4, 2, 2, True), (4, 2, 1, False), (5, 9, 9, False), (1, 0, 0, False)],
+)
+def test_a_boundary_comes_at_once_while_the_waiting_could_double_a_small_group(running, queued, ready, due):
+    waiting = state(running=running, steps=1, queued=sequences(queued), ready=sequences(ready, first=50))
+    assert boundary_due(waiting, PLAN) is due
+
+
+# What is done at a boundary.
+
+
+def test_between_boundaries_the_group_decodes():
+    assert action(running=8, steps=1, queued=sequences(20)) == DecodeStep(at_boundary=False)
+
+
+def test_nothing_to_do_is_idle():
+    assert action() == Idle()
+
+
+def test_a_boundary_with_nothing_to_change_decodes_on():
+    assert action(running=8, steps=4) == DecodeStep(at_boundary=True)
+
+
+def test_a_full_group_takes_nobody_in():
+    assert action(running=8, steps=4, ready=sequences(3)) == DecodeStep(at_boundary=True)
+
+
+def test_a_refill_takes_the_first_that_arrived_up_to_the_room():
+    ready = tuple(reversed(sequences(5)))
+    assert action(running=6, steps=4, ready=ready) == Refill(sequences=(ready[4], ready[3]))
+
+
+@pytest.mark.parametrize(("running", "ready", "prefills"), [(5, 0, True), (4, 1, True), (6, 0, False), (3, 3, False)])
+def test_prefill_begins_when_running_and_ready_fall_below_the_watermark(running, ready, prefills):
+    queued = sequences(3, first=20)
+    done = action(running=running, steps=4, ready=sequences(ready), queued=queued)
+    assert isinstance(done, PrefillGroup) is prefills
+    if prefills:
+        assert [unit.leader for unit in done.units] == list(queued)
+
+
+@pytest.mark.parametrize(("resident", "prefills"), [(6, True), (11, True), (12, False)])
+def test_prefill_once_begun_goes_on_until_enough_are_ready(resident, prefills):
+    done = action(ready=sequences(resident), queued=sequences(3, first=20), filling=True)
+    assert isinstance(done, PrefillGroup) is prefills
+
+
+def test_a_watermark_of_zero_prefills_when_nobody_is_left():
+    never = plan(refill_watermark=0.0)
+    assert isinstance(action(plan=never, queued=sequences(1)), PrefillGroup)
+    assert action(plan=never, queued=sequences(1), running=1, steps=4) == DecodeStep(at_boundary=True)
+
+
+def test_a_head_that_lacks_pages_leaves_the_boundary_to_the_ready():
+    done = action(pages=1, running=1, steps=4, ready=sequences(2), queued=sequences(3, first=20))
+    assert done == Refill(sequences=sequences(2))
+
+
+def test_choices_of_a_request_are_prefilled_as_one_unit():
+    group = choices(3)
+    assert action(queued=group) == PrefillGroup(units=(Admission(leader=group[0], followers=tuple(group[1:])),))
+
+
+def test_a_request_with_more_choices_than_slots_is_cut_to_them():
+    done = action(queued=choices(5), slots=2, free_slots=2)
+    assert [unit.members for unit in done.units] == [tuple(choices(2))]
+
+
+# Whole schedules.
+
+# Each request: decisions since the one before, prompt, most output, share of it that comes in truth, choices.
+requests = st.tuples(
+    st.integers(0, 12),
+    st.one_of(st.integers(1, 40), st.integers(1, 200)),
+    st.integers(1, 40),
+    st.integers(1, 100),
+    st.sampled_from([1, 1, 1, 2, 5]),
+)
+
+
+def build(drawn) -> list[Request]:
+    built, at = [], 0
+    for gap, prompt, most, percent, count in drawn:
+        at += gap
+        output = max(1, most * percent // 100)
+        built.append(Request(at=at, prompt=prompt, max_new=most, output=output, choices=count))
+    return built
+
+
+@st.composite
+def plans(draw):
+    b_moe, ahead = draw(st.integers(1, 12)), draw(st.integers(0, 12))
+    return plan(
+        b_moe_prefill=draw(st.integers(1, 120)),
+        b_moe=b_moe,
+        boundary_tokens=draw(st.integers(1, 16)),
+        refill_watermark=draw(st.sampled_from([0.0, 0.5, 0.75, 1.0])),
+        ready_target=b_moe + ahead,
+        page_size=draw(st.sampled_from([1, 8, 64])),
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    drawn=st.lists(requests, min_size=1, max_size=25),
+    plan=plans(),
+    tokens=st.integers(64, 2000),
+    spare_slots=st.integers(0, 12),
+)
+def test_every_schedule_ends_with_everybody_finished_in_fair_order(drawn, plan, tokens, spare_slots):
+    todo = build(drawn)
+    pages, slots = tokens // plan.page_size, plan.ready_target + spare_slots
+    log = VirtualSchedule(todo, plan, pages=pages, slots=slots).run(most_decisions=5000)
+    everybody = range(sum(request.choices for request in todo))
+    assert sorted(log.finished + log.refused) == list(everybody)
+    assert log.refilled == sorted(log.refilled), "nobody is overtaken on the way into the decode group"
+    assert log.most_running <= plan.decode.b_moe
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=st.lists(requests, min_size=1, max_size=25), plan=plans(), tokens=st.integers(64, 2000))
+def test_requests_of_one_choice_are_prefilled_in_order_of_arrival(drawn, plan, tokens):
+    todo = [dataclasses.replace(request, choices=1) for request in build(drawn)]
+    schedule = VirtualSchedule(todo, plan, pages=tokens // plan.page_size, slots=plan.ready_target)
+    log = schedule.run(most_decisions=5000)
+    assert log.prefilled == [i for i in range(len(todo)) if i not in log.refused]
+
+
+def test_a_long_job_keeps_the_group_full_until_its_tail():
+    todo = [
+        Request(at=0, prompt=20 + i % 30, max_new=40, output=20 + i % 21, choices=1 + (i % 10 == 0))
+        for i in range(1500)
+    ]
+    job_plan = plan(b_moe_prefill=256, b_moe=16, boundary_tokens=8, ready_target=24, page_size=8)
+    log = VirtualSchedule(todo, job_plan, pages=1000, slots=32).run(most_decisions=10_000)
+    generated = sum((request.output - 1) * request.choices for request in todo)
+    assert len(log.finished) == 1650
+    assert log.decisions > 3000
+    assert generated / log.decisions > 0.75 * 16, "decode steps and prefills together use most of the group"

@@ -1,0 +1,172 @@
+"""Owns a schedule without an engine: `decide` drives virtual sequences that generate one token a decode step.
+
+It does to plain lists what the boundary executor does to requests, and checks each action's limits as it goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sgl_batch.core.admission import Admission, refusal, reserve
+from sgl_batch.core.coroutine import Event, advance
+from sgl_batch.core.order.fifo import FifoOrder
+from sgl_batch.core.page_boundary import Action, DecodeStep, Idle, PrefillGroup, Refill, State, decide
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.primitives import combine, yield_
+from sgl_batch.core.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request that arrives at decision `at` and, in truth, generates `output` tokens per choice."""
+
+    at: int
+    prompt: int
+    max_new: int
+    output: int
+    choices: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Log:
+    """What happened, in order; lists hold arrivals of sequences."""
+
+    decisions: int = 0
+    prefilled: list[int] = field(default_factory=list)
+    refilled: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+    most_running: int = 0
+
+
+class VirtualSchedule:
+    """Runs requests to their ends. A fault of the decisions shows as an AssertionError or as `Log` unlike the rule."""
+
+    def __init__(self, requests: list[Request], plan: Plan, *, pages: int, slots: int) -> None:
+        self.plan, self.slots = plan, slots
+        self.ledger = PageLedger(pages, plan.page_size)
+        self.log = Log()
+        self._arriving = sorted(requests, key=lambda request: request.at)
+        self._num_arrived = 0
+        self._left: dict[str, int] = {}  # tokens that a sequence still generates
+        self._queued: list[Sequence] = []
+        self._ready: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._readers: dict[str, set[str]] = {}
+        self._steps = 0
+        self._filling = False
+
+    def run(self, most_decisions: int) -> Log:
+        """Decide and do until every request has finished; more decisions than allowed mean starvation."""
+        while self._arriving or self._queued or self._ready or self._running:
+            assert self.log.decisions < most_decisions, f"no end after {most_decisions} decisions"
+            self._arrive()
+            self._do(self._decide())
+            self.log.decisions += 1
+            assert 0 <= self.ledger.free_pages <= self.ledger.total_pages
+            assert len(self._running) + len(self._ready) <= self.slots
+        assert self.ledger.reserved_pages == 0, "the last to leave gives back the last page"
+        return self.log
+
+    def _arrive(self) -> None:
+        while self._arriving and self._arriving[0].at <= self.log.decisions:
+            request = self._arriving.pop(0)
+            group = f"g{self._num_arrived}" if request.choices > 1 else None
+            for choice in range(request.choices):
+                sequence = Sequence(
+                    sequence_id=f"s{self._num_arrived}",
+                    arrival=self._num_arrived,
+                    prompt_tokens=request.prompt,
+                    max_new_tokens=request.max_new,
+                    prompt_group=group,
+                    choice=choice,
+                )
+                self._num_arrived += 1
+                if refusal(sequence, self.ledger) is not None:
+                    self.log.refused.append(sequence.arrival)
+                    continue
+                self._left[sequence.sequence_id] = request.output
+                self._queued.append(sequence)
+
+    def _decide(self) -> Action:
+        state = State(
+            queued=tuple(self._queued),
+            ready=tuple(self._ready),
+            running=len(self._running),
+            steps=self._steps,
+            slots=self.slots,
+            free_slots=self.slots - len(self._running) - len(self._ready),
+            filling=self._filling,
+        )
+        free_before = self.ledger.free_pages
+        action = decide(state, self.plan, self.ledger, FifoOrder())
+        assert action == decide(state, self.plan, self.ledger, FifoOrder()), "the same state, the same action"
+        assert self.ledger.free_pages == free_before, "a decision reserves nothing"
+        return action
+
+    def _do(self, action: Action) -> None:
+        self._filling = isinstance(action, PrefillGroup)
+        if isinstance(action, PrefillGroup):
+            self._prefill(action.units)
+        elif isinstance(action, Refill):
+            self._refill(action.sequences)
+            self._decode()
+        elif isinstance(action, DecodeStep):
+            if action.at_boundary:
+                self._steps = 0
+            self._decode()
+        else:
+            assert isinstance(action, Idle)
+            waiting = [*self._queued, *self._ready, *self._running]
+            assert waiting == [], "idle while there is work"
+
+    def _prefill(self, units: tuple[Admission, ...]) -> None:
+        assert units, "a prefill group has somebody in it"
+        tokens = sum(unit.leader.prompt_tokens for unit in units)
+        assert tokens <= self.plan.prefill.b_moe or len(units) == 1
+        for unit in units:
+            reserve(unit, self.ledger)
+            if unit.followers:
+                self._readers[unit.leader.prompt_group or ""] = {s.sequence_id for s in unit.members}
+        taken = [member for unit in units for member in unit.members]
+        self._queued = [sequence for sequence in self._queued if sequence not in taken]
+        leaders = [unit.leader for unit in units]
+        followers = [follower for unit in units for follower in unit.followers]
+        for part in (leaders, followers):  # followers begin behind their leader's KV, in a batch of their own
+            combine(part, Event.COMBINE_PREFILL, "")
+            for sequence in part:
+                self.log.prefilled.append(sequence.arrival)
+                self._left[sequence.sequence_id] -= 1
+                finished = self._left[sequence.sequence_id] == 0
+                yield_(sequence, finished=finished, why="")
+                self._leave(sequence) if finished else self._ready.append(sequence)
+
+    def _refill(self, sequences: tuple[Sequence, ...]) -> None:
+        assert sequences, "a refill takes somebody in"
+        combine(sequences, Event.COMBINE_DECODE, "")
+        self._ready = [sequence for sequence in self._ready if sequence.status is Status.READY]
+        self._running += sequences
+        self.log.refilled += [sequence.arrival for sequence in sequences]
+        self._steps = 0
+
+    def _decode(self) -> None:
+        assert 0 < len(self._running) <= self.plan.decode.b_moe
+        assert self._steps < self.plan.boundary_tokens, "a boundary is overdue"
+        self.log.most_running = max(self.log.most_running, len(self._running))
+        self._steps += 1
+        for sequence in list(self._running):
+            self._left[sequence.sequence_id] -= 1
+            if self._left[sequence.sequence_id] == 0:
+                advance(sequence, Event.FINISH, "")
+                self._running.remove(sequence)
+                self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.log.finished.append(sequence.arrival)
+        self.ledger.release(sequence.sequence_id)
+        readers = self._readers.get(sequence.prompt_group or "", set())
+        if sequence.sequence_id in readers:
+            readers.remove(sequence.sequence_id)
+            if not readers:
+                self.ledger.release(sequence.prompt_group or "")
