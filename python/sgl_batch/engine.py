@@ -8,12 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from sgl_batch.config import BatchConfig, split_kwargs
+from sgl_batch.config import BatchConfig, from_mapping, split_kwargs
 from sgl_batch.errors import EngineError
 from sgl_batch.managers import launch
 from sgl_batch.managers.line_answers import LineAnswers
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
+from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
 
 
 class Engine(processes.Engine):  # type: ignore[misc]
@@ -43,6 +44,10 @@ class Engine(processes.Engine):  # type: ignore[misc]
             self.shutdown()
             raise
 
+    def shutdown(self) -> None:
+        """End this engine's processes. Idempotent."""
+        processes.end_processes(self)
+
     def line_engine(self) -> LineAnswers:
         """This engine as a job uses it: one OpenAI request at a time, on `loop`.
 
@@ -55,6 +60,17 @@ class Engine(processes.Engine):  # type: ignore[misc]
     def plan_manifest(self) -> dict[str, Any]:
         """The plan in force and our flags, as they go into a manifest."""
         return {"plan": dict(self.running["plan"]), "flags": self.batch_config.flat()}
+
+    def set_plan(self, **limits: int | float) -> None:
+        """Change numbers of `BatchConfig` (b_attn_decode, boundary_tokens, ...) from the next forward pass on.
+
+        Raises ConfigError for a name or value that cannot work.
+        """
+        flat = {**self.batch_config.flat(), **limits}
+        self.batch_config = from_mapping(flat)
+        request = SetInternalStateReq(server_args=limits)
+        updated = self.loop.run_until_complete(self.tokenizer_manager.set_internal_state(request))
+        assert all(updated), f"the scheduler did not take {limits}"
 
     def batch_stats(self) -> dict[str, Any]:
         """Counters since start: time by part, calls, rows and tokens per expert."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from sgl_batch import Engine
 from sgl_batch.sglang_adapter.stock_engine import StockEngine
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FAMILIES = ("tiny-qwen3-moe", "tiny-mixtral")
 PROMPT_LENGTHS = (1, 2, 3, 5, 17, 63, 64, 65, 130, 257, 411, 600)
@@ -48,24 +48,25 @@ def prompts(repo_root: Path, model_path: Callable[[str], str]) -> Prompts:
 
 
 class EngineShelf:
-    """Keeps the engine asked for last; another one ends it first, so that two never share the machine."""
+    """Keeps the two engines asked for last: starting one takes many seconds, and an idle one costs only memory."""
 
     def __init__(self) -> None:
-        self._key: str | None = None
-        self._engine: Any = None
+        self._engines: dict[str, Any] = {}
 
     def get(self, kind: type[Any], **kwargs: Any) -> Any:
         key = f"{kind.__name__} {sorted(kwargs.items())}"
-        if key != self._key:
-            self.close()
-            self._engine, self._key = kind(**kwargs), key
-        return self._engine
+        engine = self._engines.pop(key, None)
+        if engine is None:
+            for oldest in list(self._engines)[:-1]:
+                self._engines.pop(oldest).shutdown()
+            engine = kind(**kwargs)
+        self._engines[key] = engine
+        return engine
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.shutdown()
-        self._engine, self._key = None, None
-        gc.collect()
+        for engine in self._engines.values():
+            engine.shutdown()
+        self._engines.clear()
 
 
 @pytest.fixture(scope="session")
@@ -77,10 +78,12 @@ def shelf() -> Iterator[EngineShelf]:
 
 @pytest.fixture(scope="session")
 def batch_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callable[..., Any]:
-    """Starts our engine with small pages and groups, so that sequences meet chunks, groups and boundaries."""
+    """Our engine with small pages and groups, so that sequences meet chunks, groups and boundaries.
+
+    Engines that differ only in `b_attn` are one engine whose plan is changed.
+    """
 
     def start(family: str, b_attn: int | None = None, **kwargs: Any) -> Any:
-        limits = {"b_attn_prefill": b_attn, "b_attn_decode": b_attn} if b_attn is not None else {}
         settings = {
             "dtype": "float32",
             "page_size": 16,
@@ -89,7 +92,9 @@ def batch_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callab
             "boundary_tokens": 8,
             "max_total_tokens": 16384,
         }
-        return shelf.get(Engine, model_path=model_path(family), **{**settings, **limits, **kwargs})
+        engine = shelf.get(Engine, model_path=model_path(family), **{**settings, **kwargs})
+        engine.set_plan(b_attn_prefill=b_attn or 2048, b_attn_decode=b_attn or 64)
+        return engine
 
     return start
 
@@ -97,7 +102,7 @@ def batch_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callab
 @pytest.fixture(scope="session")
 def stock_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callable[..., Any]:
     def start(family: str, **kwargs: Any) -> Any:
-        settings = {"dtype": "float32", "max_total_tokens": 16384, "disable_radix_cache": True}
+        settings = {"dtype": "float32", "max_total_tokens": 16384, "disable_radix_cache": True, "sleep_on_idle": True}
         return shelf.get(StockEngine, model_path=model_path(family), **{**settings, **kwargs})
 
     return start

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from sgl_batch import Engine
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers import launch
@@ -38,7 +40,7 @@ def test_streaming_ends_with_the_whole_text(batch_engine: Callable[..., Any]) ->
     chunks = [chunk["text"] for chunk in engine.generate("Return the", REQUEST, stream=True)]
     assert len(chunks) > 1
     assert chunks[-1] == whole
-    assert all(later.startswith(earlier) for earlier, later in zip(chunks, chunks[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(chunks))
 
 
 def test_async_generate_runs_requests_together_and_streams(batch_engine: Callable[..., Any]) -> None:

@@ -27,7 +27,7 @@ class BoundaryExecutor:
     """State of all sequences: their requests by id, the queue's order, the READY ones, and pages reserved."""
 
     def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter) -> None:
-        self._scheduler, self._plan, self._counters, self._trace = scheduler, plan, counters, trace
+        self._scheduler, self.plan, self._counters, self._trace = scheduler, plan, counters, trace
         allocator = scheduler.token_to_kv_pool_allocator
         self.ledger = PageLedger(allocator.size // plan.page_size, plan.page_size)
         self._sharing = PromptSharing(scheduler)
@@ -93,7 +93,7 @@ class BoundaryExecutor:
         """The batch to run next and the decode batch after this decision."""
         if self._forked:
             return self._prefill(self._take_forked(), "its prompt was computed by its leader"), running
-        action = decide(self._state(running), self._plan, self.ledger, self._order)
+        action = decide(self._state(running), self.plan, self.ledger, self._order)
         if isinstance(action, PrefillGroup):
             self._filling = True
             return self._prefill_units(action.units), running
@@ -149,7 +149,7 @@ class BoundaryExecutor:
         return prefill_batch(self._scheduler, requests)
 
     def _take_forked(self) -> list[Any]:
-        taken, self._forked = self._forked[: self._plan.prefill.b_moe], self._forked[self._plan.prefill.b_moe :]
+        taken, self._forked = self._forked[: self.plan.prefill.b_moe], self._forked[self.plan.prefill.b_moe :]
         return taken
 
     def _refill(self, sequences: tuple[Sequence, ...], running: Any) -> Any:

@@ -5,8 +5,11 @@ What runs next is decided in core/ and carried out by `BoundaryExecutor`.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from sgl_batch import config
+from sgl_batch.errors import ConfigError
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.tp_worker import BatchTpWorker
@@ -15,9 +18,12 @@ from sgl_batch.sglang_adapter.scheduling import (
     GetInternalStateReqOutput,
     NextBatchPlan,
     Scheduler,
+    SetInternalStateReqOutput,
     mark_aborted,
     set_max_new_tokens,
 )
+
+logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 1 << 30
 
@@ -28,6 +34,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, context: RunContext, **kwargs: Any) -> None:
         self.context = context
         super().__init__(*args, **kwargs)
+        # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
+        self.max_req_input_len = self.model_config.context_len
         self.executor = BoundaryExecutor(
             self,
             self.tp_worker.model_runner.plan,
@@ -112,6 +120,20 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         return bool(super().is_fully_idle(for_health_check)) and self.executor.is_empty
 
     # Control.
+
+    def set_internal_state(self, recv_req: Any) -> Any:
+        """Change numbers of the plan between two forward passes; other names are SGLang's."""
+        changes = recv_req.server_args
+        if not changes.keys() <= config.field_names():
+            return super().set_internal_state(recv_req)
+        runner = self.tp_worker.model_runner
+        try:
+            runner.batch_config = config.from_mapping({**runner.batch_config.flat(), **changes})
+        except ConfigError as error:
+            logger.warning("the plan stays as it is: %s", error)
+            return SetInternalStateReqOutput(updated=False)
+        self.executor.plan = runner.make_plan()
+        return SetInternalStateReqOutput(updated=True)
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """SGLang's state with our counters and plan under `sgl_batch`."""

@@ -35,9 +35,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def init_attention_backends(self) -> None:
         """Build the attention backends, then the layer runner over them and the loaded model."""
         super().init_attention_backends()
-        self.plan = make_plan(
-            self.batch_config, page_size=self.server_args.page_size, max_running=self.max_running_requests
-        )
+        plan = self.make_plan()
         family = family_of(self.model)
         if family is None:
             known = ", ".join(name for f in FAMILIES for name in f.architectures)
@@ -58,11 +56,20 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             model=self.model,
             family=family,
             attn_backend=self.attn_backend,
-            plan=self.plan,
+            plan=plan,
             counters=self.counters,
             can_reenter=can_reenter,
             expert_part="router" if self.device == "cpu" else "experts",
         )
+
+    def make_plan(self) -> Plan:
+        """Make the plan that the configuration asks for and what the device holds allow; from now on it holds."""
+        self.plan = make_plan(
+            self.batch_config, page_size=self.server_args.page_size, max_running=self.max_running_requests
+        )
+        if self.layer_runner is not None:
+            self.layer_runner.plan = self.plan
+        return self.plan
 
     def _forward_raw(self, forward_batch: Any, pp_proxy_tensors: Any, *args: Any, **kwargs: Any) -> Any:
         mode = forward_batch.forward_mode

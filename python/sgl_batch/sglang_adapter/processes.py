@@ -17,6 +17,7 @@ from sgl_batch.sglang_adapter import bootstrap
 
 bootstrap.prepare()
 
+import psutil  # noqa: E402
 import sglang.srt.managers.scheduler as scheduler_module  # noqa: E402
 import sglang.srt.mem_cache.allocation as allocation_module  # noqa: E402
 import sglang.srt.model_executor.forward_batch_info as forward_batch_module  # noqa: E402
@@ -32,6 +33,7 @@ __all__ = [
     "Launched",
     "ServerArgs",
     "argument_names",
+    "end_processes",
     "kill_process_tree",
     "launch_subprocesses",
     "merge_config_file",
@@ -103,6 +105,20 @@ def serve_http(server_args: Any, launched: Launched) -> None:
         launched.watchdog,
         execute_warmup_func=_execute_server_warmup,
     )
+
+
+def end_processes(engine: Any) -> None:
+    """End an engine's own processes; SGLang's shutdown ends every child of this process, other engines included."""
+    manager = engine.tokenizer_manager
+    if manager is not None and manager._subprocess_watchdog is not None:
+        manager._subprocess_watchdog.stop()
+    if getattr(engine, "send_to_rpc", None) is not None:
+        engine.send_to_rpc.close(linger=0)
+        engine.send_to_rpc = None
+    launched = getattr(engine, "_scheduler_init_result", None)
+    for pid in launched.all_child_pids if launched is not None else ():
+        if psutil.pid_exists(pid):
+            kill_process_tree(pid, include_parent=True, wait_timeout=60)
 
 
 def argument_names() -> tuple[str, ...]:

@@ -9,7 +9,10 @@ from sgl_batch.sglang_adapter import bootstrap
 bootstrap.prepare()
 
 import torch  # noqa: E402
-from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput  # noqa: E402
+from sglang.srt.managers.io_struct import (  # noqa: E402
+    GetInternalStateReqOutput,
+    SetInternalStateReqOutput,
+)
 from sglang.srt.managers.overlap_utils import RelayPayload  # noqa: E402
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
@@ -18,11 +21,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E4
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E402
 
 __all__ = [
-    "AbortReq",
     "GetInternalStateReqOutput",
     "NextBatchPlan",
     "ScheduleBatch",
     "Scheduler",
+    "SetInternalStateReqOutput",
     "decode_batch",
     "give_prefix",
     "mark_aborted",

@@ -44,3 +44,6 @@ class StockEngine(processes.Engine):  # type: ignore[misc]
         kwargs = {"log_level": "error", **(_CPU_DEFAULTS if on_cpu else {}), **kwargs}
         with processes.platform(STOCK_CPU_PLATFORM if on_cpu else None):
             super().__init__(server_args=processes.ServerArgs(**kwargs))
+
+    def shutdown(self) -> None:
+        processes.end_processes(self)

@@ -10,9 +10,17 @@ from sgl_batch.sglang_adapter import bootstrap
 bootstrap.prepare()
 
 from sglang.srt.entrypoints.engine import init_tokenizer_manager  # noqa: E402
+from sglang.srt.managers.io_struct import SetInternalStateReq  # noqa: E402
 from sglang.srt.managers.tokenizer_manager import SignalHandler, TokenizerManager  # noqa: E402
 
-__all__ = ["SignalHandler", "TokenizerManager", "choice_of", "init_tokenizer_manager", "set_seed"]
+__all__ = [
+    "SetInternalStateReq",
+    "SignalHandler",
+    "TokenizerManager",
+    "choice_of",
+    "init_tokenizer_manager",
+    "set_seed",
+]
 
 
 def set_seed(tokenized: Any, seed: int) -> None:

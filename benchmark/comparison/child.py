@@ -1,0 +1,112 @@
+"""Owns one engine process: its start in a session of its own, its peak memory, its time limit, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_SAMPLE_S = 0.2
+_STOP_S = 10.0
+_RUN_ROUND = Path(__file__).resolve().parent.parent / "runners" / "run_round.py"
+_ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildEnd:
+    """How a child ended: `reason` is None when it left a result."""
+
+    reason: str | None
+    peak_rss_bytes: int
+    took_s: float
+
+
+def run_child(python: str, spec: Path, result: Path, log: Path, *, limit_s: float, threads: int | None) -> ChildEnd:
+    """Run one round in a fresh process; what it prints goes to `log`.
+
+    A finished result ends the wait `_STOP_S` after it was written, whether or not the engine has stopped by then:
+    the whole session is killed in any case.
+    """
+    result.unlink(missing_ok=True)
+    began, peak, written = time.monotonic(), 0, None
+    with log.open("wb") as output:
+        command = [python, str(_RUN_ROUND), str(spec), str(result)]
+        child = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(threads)
+        )
+        try:
+            while child.poll() is None and time.monotonic() - began < limit_s:
+                peak = max(peak, tree_rss_bytes(child.pid))
+                if written is None and result.exists():
+                    written = time.monotonic()
+                if written is not None and time.monotonic() - written > _STOP_S:
+                    break
+                time.sleep(_SAMPLE_S)
+        finally:
+            _kill(child)
+    took = time.monotonic() - began
+    reason = None
+    if not result.exists():
+        timed_out = took >= limit_s
+        reason = f"timed out after {limit_s:.0f} s" if timed_out else last_error(log, child.returncode)
+    return ChildEnd(reason=reason, peak_rss_bytes=peak, took_s=took)
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
+def tree_rss_bytes(pid: int) -> int:
+    """Resident memory of a process and all below it; pages that they share count once in each."""
+    total = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+    return total
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End the child and everything that it started; SGLang's and vLLM's processes stay in its session."""
+    below: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(child.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    child.wait()
+
+
+def last_error(log: Path, returncode: int | None) -> str:
+    """Why a child ended without a result: the last error named in its log, or how it exited."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    named = [line for line in lines if _ERROR_LINE.match(line)]
+    if named:
+        return named[-1][:300]
+    how = f"signal {-returncode}" if returncode is not None and returncode < 0 else f"exit code {returncode}"
+    return f"ended with {how} and no result; see {log.name}"
+
+
+def is_installed(python: str, module: str) -> bool:
+    """Whether that interpreter finds that top-level module."""
+    probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode == 0
+
+
+def this_python() -> str:
+    """The interpreter that runs us, which has every engine except, perhaps, vLLM."""
+    return sys.executable

@@ -1,0 +1,66 @@
+"""Owns what a measurement says of the machine and the source it was taken on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+# What decides how fast a CPU multiplies in bf16 and int8.
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
+
+
+def parse_cpuinfo(text: str) -> tuple[str, list[str]]:
+    """Model name of the first processor in /proc/cpuinfo, and those of its flags that matter here."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = set(fields.get("flags", "").split())
+    return fields.get("model name", platform.machine()), [flag for flag in _CPU_FLAGS if flag in flags]
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model, cores this process may use, instruction sets, memory in bytes, and GPUs where there are."""
+    cpuinfo = Path("/proc/cpuinfo")
+    model, flags = parse_cpuinfo(cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu_flags": flags,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": _lines("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"),
+        "system": platform.platform(),
+    }
+
+
+def describe(machine: dict[str, Any]) -> str:
+    """The machine in one line."""
+    flags = machine["cpu_flags"]
+    without = [name for name, prefix in (("AVX512", "avx512f"), ("AMX", "amx")) if not _any(flags, prefix)]
+    parts = [f"{machine['cpu']}, {machine['cores']} cores", " ".join(flags) or "no vector flags known"]
+    parts += [f"no {' and no '.join(without)}"] if without else []
+    parts += [f"{machine['memory_bytes'] / 2**30:.0f} GiB of memory", *machine["gpus"]]
+    return "; ".join(parts)
+
+
+def _any(flags: list[str], prefix: str) -> bool:
+    return any(flag.startswith(prefix) for flag in flags)
+
+
+def source(root: Path) -> dict[str, Any]:
+    """The commit that `root` is at, and whether files differ from it; None outside a git checkout."""
+    commit = _lines("git", "-C", str(root), "rev-parse", "HEAD")
+    changed = _lines("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit[0] if commit else None, "changed_files": len(changed)}
+
+
+def _lines(*command: str) -> list[str]:
+    """The output lines of a program; none if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []

@@ -1,0 +1,242 @@
+#!/usr/bin/env python
+"""Owns the command that compares engines on one offline workload; the arithmetic and the engines are beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from comparison import machine
+from comparison.child import this_python
+from comparison.report import Record, as_json, markdown
+from comparison.rounds import ENGINE_MODULES, EngineRun, Settings, run_rounds
+from comparison.workload import (
+    DEFAULT_OUTPUT_LEN,
+    Workload,
+    check_fits,
+    jsonl_workload,
+    model_config,
+    random_workload,
+)
+
+from sgl_batch.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+DESCRIPTION = """\
+Measure the same offline workload through several engines, each in a fresh process, alternating round by round.
+
+  sgl_batch                sgl_batch.Engine
+  sgl_batch_no_accumulate  the same with accumulate=False: experts called once per attention sub-batch
+  stock                    stock SGLang, on a CPU with the smallest shim that lets it start
+  hf                       Hugging Face transformers, generate() over static batches
+  vllm                     vLLM, where installed (see --vllm-python)
+
+Timed is the answering of all prompts; loading the model and a small warm-up are not. Every engine gets the same
+token ids and must return exactly the number of tokens asked for. Greedy; no token ends an output early.
+"""
+EPILOG = """\
+examples:
+  python benchmark/offline.py --model test/models/tiny-qwen3-moe --dtype float32 --num-prompts 4 --rounds 1
+      a quick look at whether everything runs here, on a tiny model
+  python benchmark/offline.py --make-model models/qwen3moe-1b
+      a random Qwen3-MoE of 1.0e9 parameters (12 layers, 64 experts, top 8; 1.9 GiB), in half a minute
+  python benchmark/offline.py --model models/qwen3moe-1b --num-prompts 32 --input-len 128 --output-len 32
+      the comparison of the README
+  python benchmark/offline.py --model DIR --num-prompts 256 --engines sgl_batch,sgl_batch_no_accumulate \\
+      --engine-arg sgl_batch:b_attn_decode=32
+      what accumulation gains: it can only where there are more sequences than b_attn_decode
+  python benchmark/offline.py --model DIR --jsonl requests.jsonl --chat --engines sgl_batch,vllm \\
+      --vllm-python vllm-env/bin/python
+      request lines of an OpenAI batch instead of random prompts; vLLM in an environment of its own
+
+The tables go to standard output, progress to standard error, the JSON record and a log per run to --out.
+Exit codes: 0 all engines that are installed finished, 1 bad usage, 2 an engine failed, 130 interrupted.
+"""
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--model", type=Path, help="checkpoint directory in Hugging Face format")
+    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="(bfloat16)")
+    what.add_argument("--num-prompts", type=int, help="(32; with --jsonl, all lines)")
+    what.add_argument("--input-len", type=int, default=128, help="tokens of a random prompt (128)")
+    what.add_argument("--input-len-spread", type=int, default=0, help="random lengths lie within INPUT_LEN ± this (0)")
+    what.add_argument(
+        "--output-len", type=int, help=f"tokens to generate ({DEFAULT_OUTPUT_LEN}; with --jsonl, the lines' max_tokens)"
+    )
+    what.add_argument("--seed", type=int, default=0, help="of the random prompts (0)")
+    what.add_argument("--jsonl", type=Path, metavar="FILE", help="OpenAI batch request lines instead of random prompts")
+    what.add_argument("--chat", action="store_true", help="put the prompts of --jsonl through the chat template")
+    how = parser.add_argument_group("how to run it")
+    how.add_argument("--engines", default=",".join(ENGINE_MODULES), help="comma-separated, in this order (all)")
+    how.add_argument("--rounds", type=int, default=3, help="(3)")
+    how.add_argument(
+        "--timeout-s", type=float, default=1800.0, help="limit of one engine's round, start included (1800)"
+    )
+    how.add_argument("--threads", type=int, help="OMP_NUM_THREADS of every engine (each engine's own choice)")
+    how.add_argument("--hf-batch", type=int, default=32, help="prompts in a static batch of hf (32)")
+    how.add_argument(
+        "--vllm-python", default=this_python(), metavar="PATH", help="interpreter that has vLLM (this one)"
+    )
+    how.add_argument(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="ENGINE:NAME=VALUE",
+        help="argument for an engine's constructor; sgl_batch's also go to sgl_batch_no_accumulate; repeatable",
+    )
+    how.add_argument("--out", type=Path, metavar="DIR", help="for record and logs (benchmark/out/DATE-TIME)")
+    make = parser.add_argument_group("a model to measure with")
+    make.add_argument("--make-model", type=Path, metavar="DIR", help="write a random Qwen3-MoE checkpoint, and stop")
+    make.add_argument("--make-model-layers", type=int, default=12, metavar="N", help="(12: 1.0e9 parameters)")
+    return parser.parse_args(argv)
+
+
+def parse_engines(text: str) -> list[str]:
+    """The engines named, in order. Raises ConfigError for an unknown or repeated one."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in ENGINE_MODULES:
+            raise ConfigError(f"--engines names {name!r}; known: {', '.join(ENGINE_MODULES)}")
+        if names.count(name) > 1:
+            raise ConfigError(f"--engines names {name} twice; name each engine once")
+    if not names:
+        raise ConfigError(f"--engines names no engine; known: {', '.join(ENGINE_MODULES)}")
+    return names
+
+
+def parse_engine_arguments(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """Constructor arguments by engine; values are JSON where they parse as such, else text. Raises ConfigError."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in ENGINE_MODULES}
+    for text in texts:
+        engine, colon, setting = text.partition(":")
+        name, equals, value = setting.partition("=")
+        if not (colon and equals and name.isidentifier()) or engine not in found:
+            raise ConfigError(
+                f"--engine-arg is {text!r}; it has the form ENGINE:NAME=VALUE, with one of {', '.join(ENGINE_MODULES)}"
+            )
+        try:
+            found[engine][name] = json.loads(value)
+        except ValueError:
+            found[engine][name] = value
+    found["sgl_batch_no_accumulate"] = {**found["sgl_batch"], **found["sgl_batch_no_accumulate"]}
+    return found
+
+
+def build_workload(args: argparse.Namespace) -> Workload:
+    """The prompts that the arguments ask for. Raises ConfigError."""
+    if args.model is None:
+        raise ConfigError("--model is missing: name a checkpoint directory, or write one with --make-model DIR")
+    config = model_config(args.model)
+    if args.chat and args.jsonl is None:
+        raise ConfigError("--chat is given without --jsonl; random prompts have no messages")
+    for flag, value in (("--num-prompts", args.num_prompts), ("--output-len", args.output_len)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} is {value}; it must be at least 1")
+    if args.jsonl is not None:
+        workload = jsonl_workload(
+            args.jsonl, args.model, chat=args.chat, num_prompts=args.num_prompts, output_len=args.output_len
+        )
+    else:
+        workload = random_workload(
+            num_prompts=args.num_prompts or 32,
+            input_len=args.input_len,
+            spread=args.input_len_spread,
+            output_len=args.output_len or DEFAULT_OUTPUT_LEN,
+            vocabulary=config["vocab_size"],
+            seed=args.seed,
+        )
+    check_fits(workload, config)
+    return workload
+
+
+def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
+    """What holds for every round. Raises ConfigError."""
+    positive = (("--rounds", args.rounds), ("--timeout-s", args.timeout_s), ("--hf-batch", args.hf_batch))
+    for flag, value in (*positive, ("--threads", args.threads)):
+        if value is not None and value <= 0:
+            raise ConfigError(f"{flag} is {value}; it must be more than 0")
+    if not Path(args.vllm_python).is_file():
+        raise ConfigError(f"--vllm-python {args.vllm_python} is not a file; name the python of vLLM's environment")
+    out = args.out or ROOT / "benchmark" / "out" / f"offline-{started:%Y%m%d-%H%M%S}"
+    return Settings(
+        model=args.model.resolve(),
+        dtype=args.dtype,
+        rounds=args.rounds,
+        timeout_s=args.timeout_s,
+        hf_batch=args.hf_batch,
+        threads=args.threads,
+        python_of={name: args.vllm_python if name == "vllm" else this_python() for name in ENGINE_MODULES},
+        arguments_of=parse_engine_arguments(args.engine_arg),
+        out=out.resolve(),
+    )
+
+
+def compare(args: argparse.Namespace, argv: list[str]) -> int:
+    """Run the comparison, print the tables, write the record; returns the exit code."""
+    started = datetime.now().astimezone()
+    workload, settings, engines = build_workload(args), build_settings(args, started), parse_engines(args.engines)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    runs: list[EngineRun] = []
+    say(f"{workload.description}; logs in {settings.out}")
+    interrupted = False
+    try:
+        run_rounds(engines, workload, settings, say, runs)
+    except KeyboardInterrupt:
+        interrupted = True
+        say("interrupted; reporting the rounds that are finished")
+    record = Record(
+        workload=workload,
+        settings=settings,
+        runs=runs,
+        machine=machine.hardware(),
+        source=machine.source(ROOT),
+        command=["python", "benchmark/offline.py", *argv],
+        started=started,
+    )
+    (settings.out / "record.json").write_text(json.dumps(as_json(record), indent=2) + "\n", encoding="utf-8")
+    text = markdown(record)
+    (settings.out / "report.md").write_text(text, encoding="utf-8")
+    print(text, end="")
+    if interrupted:
+        return 130
+    return 2 if any(run.fault and run.fault.startswith("failed") for run in runs) else 0
+
+
+def make_model(args: argparse.Namespace) -> int:
+    """Write the random checkpoint; returns the exit code."""
+    from random_checkpoint import make_checkpoint
+
+    tokenizer_from = ROOT / "test" / "models" / "tiny-qwen3-moe"
+    parameters = make_checkpoint(args.make_model, tokenizer_from, args.make_model_layers, say)
+    print(f"{args.make_model}: random Qwen3-MoE of {parameters:,} parameters, bfloat16")
+    return 0
+
+
+def say(text: str) -> None:
+    """Progress, for a person."""
+    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """The command. User faults end it with one line instead of a traceback."""
+    args = parse_arguments(argv)
+    try:
+        return make_model(args) if args.make_model else compare(args, argv)
+    except ConfigError as error:
+        print(f"offline.py: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"offline.py: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,231 @@
+"""Sampling depends on seed, position and the row alone, and follows the probabilities that the filters leave."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+from sgl_batch.layers.counter_sampler import (
+    CounterSampler,
+    counter_uniform,
+    sample_rows,
+    sample_unfiltered,
+)
+
+DRAWS = 100_000
+
+
+def uniforms(seed: int, count: int = DRAWS, first: int = 0) -> torch.Tensor:
+    return counter_uniform(torch.full((count,), seed), torch.arange(first, first + count))
+
+
+def splitmix(seed: int, position: int) -> float:
+    """The same number by Python's integers."""
+    mask = 2**64 - 1
+    x = seed
+    for addend in (1, position + 1):
+        x = (x + addend * 0x9E3779B97F4A7C15) & mask
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        x ^= x >> 31
+    return (x >> 11) * 2.0**-53
+
+
+def chi_square(observed: list[int], expected: list[float]) -> float:
+    return sum((seen - due) ** 2 / due for seen, due in zip(observed, expected, strict=True))
+
+
+# Uniform numbers.
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**62, 2**63 - 1])
+def test_numbers_lie_in_the_unit_interval_and_fill_it_evenly(seed):
+    drawn = uniforms(seed)
+    assert drawn.dtype == torch.float64
+    assert 0 <= drawn.min() < 0.001
+    assert 0.999 < drawn.max() < 1
+    assert abs(drawn.mean() - 1 / 2) < 0.005
+    assert abs(drawn.var() - 1 / 12) < 0.002
+    bins = torch.histc(drawn, bins=100, min=0, max=1).tolist()
+    assert chi_square(bins, [DRAWS / 100] * 100) < 160, "p < 1e-4 for 99 degrees of freedom"
+
+
+def test_numbers_depend_on_the_seed_and_on_the_position():
+    assert len(set(uniforms(7, 10_000).tolist())) == 10_000
+    assert len(set(counter_uniform(torch.arange(10_000), torch.zeros(10_000)).tolist())) == 10_000
+
+
+@pytest.mark.parametrize(("seeds_apart", "positions_apart"), [(1, 0), (0, 1), (1, -1), (2**32, 0)])
+def test_neighbours_in_seed_or_position_are_uncorrelated(seeds_apart, positions_apart):
+    here, there = uniforms(5), uniforms(5 + seeds_apart, first=positions_apart)
+    assert abs(torch.corrcoef(torch.stack((here, there)))[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("seed", [0, 42, 2**63 - 1])
+@pytest.mark.parametrize("position", [0, 1, 600, 2**31])
+def test_numbers_never_change_between_versions(seed, position):
+    assert counter_uniform(torch.tensor([seed]), torch.tensor([position])).item() == splitmix(seed, position)
+
+
+# Samples by the rule, exactly: weights in 1/65536 and limits between them leave nothing to rounding.
+
+SCALE = 1 << 16
+
+
+def weights_of(chooser: random.Random, vocab_size: int) -> list[int]:
+    """Distinct whole weights that add up to SCALE, in random order."""
+    weights = chooser.sample(range(1, 600), vocab_size)
+    share, rest = divmod(SCALE - sum(weights), vocab_size)
+    weights = [weight + share for weight in weights]
+    weights[weights.index(max(weights))] += rest
+    return weights
+
+
+def by_the_rule(weights: list[int], top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+    """Walk down the tokens in descending order, keep what the filters keep, and invert the distribution."""
+    kept, before = [], 0
+    for rank, token in enumerate(sorted(range(len(weights)), key=lambda t: -weights[t])):
+        if rank < top_k and before <= top_p * SCALE and weights[token] >= min_p * max(weights):
+            kept.append(token)
+        before += weights[token]
+    threshold, total = uniform * sum(weights[token] for token in kept), 0
+    for token in kept:
+        total += weights[token]
+        if total > threshold:
+            return token
+    raise AssertionError("a uniform number is below 1")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sample_respects_top_k_top_p_and_min_p_exactly(seed):
+    chooser = random.Random(seed)
+    rows = []
+    for _ in range(200):
+        rows.append(
+            (
+                weights_of(chooser, 50),
+                chooser.choice([2, 3, 5, 8, 25, 26, 49, 50, 1000, TOP_K_ALL]),
+                chooser.choice([0.0, 1.0, (chooser.randrange(SCALE) + 0.5) / SCALE]),
+                chooser.choice([0.0, 1.0, chooser.randrange(64) / 64]),
+                chooser.choice([0.0, 1 - 2.0**-53, chooser.random()]),
+            )
+        )
+    weights, top_ks, top_ps, min_ps, drawn = zip(*rows, strict=True)
+    tokens = sample_rows(
+        torch.tensor(weights) / SCALE,
+        torch.tensor(top_ks, dtype=torch.int32),
+        torch.tensor(top_ps),
+        torch.tensor(min_ps),
+        torch.tensor(drawn, dtype=torch.float64),
+    )
+    assert tokens.tolist() == [by_the_rule(*row) for row in rows]
+
+
+def test_a_sample_without_filters_inverts_the_distribution_as_it_lies():
+    probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).expand(7, -1)
+    drawn = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999, 1 - 2.0**-53], dtype=torch.float64)
+    assert sample_unfiltered(probs, drawn).tolist() == [1, 1, 3, 3, 4, 4, 4]
+
+
+FILTERS = {
+    "none": (TOP_K_ALL, 1.0, 0.0, 8),
+    "top_k": (3, 1.0, 0.0, 3),
+    "top_p": (TOP_K_ALL, 0.7, 0.0, 4),
+    "min_p": (TOP_K_ALL, 1.0, 0.3, 5),
+    "all": (5, 0.7, 0.5, 3),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_frequencies_follow_the_probabilities_that_the_filters_leave(name):
+    top_k, top_p, min_p, num_kept = FILTERS[name]
+    probs = torch.tensor([0.05, 0.30, 0.02, 0.18, 0.03, 0.20, 0.10, 0.12])
+    count = 20_000
+    tokens = sampled(
+        probs.expand(count, -1),
+        [Row(top_k=top_k, top_p=top_p, min_p=min_p, seed=3, position=position) for position in range(count)],
+    )
+    seen = torch.bincount(tokens, minlength=len(probs))
+    kept = probs.sort(descending=True).indices[:num_kept].sort().values
+    assert seen.nonzero().squeeze(1).tolist() == kept.tolist()
+    expected = probs[kept] / probs[kept].sum() * count
+    # The quantile 0.9999 for 7 degrees of freedom; fewer make it safer.
+    assert chi_square(seen[kept].tolist(), expected.tolist()) < 29.9
+
+
+# Whole batches.
+
+
+class Row(SimpleNamespace):
+    """How one sequence wishes to be sampled; unless told, without filters."""
+
+    def __init__(self, **fields):
+        super().__init__(**{"top_k": TOP_K_ALL, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0, **fields})
+
+
+def sampled(probs: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """What the sampler draws, called as SGLang's forward calls it."""
+    info = SimpleNamespace(
+        sampling_seed=torch.tensor([row.seed for row in rows]),
+        top_ks=torch.tensor([row.top_k for row in rows], dtype=torch.int32),
+        top_ps=torch.tensor([row.top_p for row in rows]),
+        min_ps=torch.tensor([row.min_p for row in rows]),
+    )
+    sampler = CounterSampler.__new__(CounterSampler)  # its constructor wants SGLang's process groups
+    return sampler._sample_from_probs(probs, info, torch.tensor([row.position for row in rows]), False)
+
+
+def mixed_rows(count: int) -> list[Row]:
+    chooser = random.Random(count)
+    return [
+        Row(
+            top_k=chooser.choice([1, 2, 7, 40, 300, 700, TOP_K_ALL, TOP_K_ALL]),
+            top_p=chooser.choice([1.0, 1.0, 0.9, 0.3]),
+            min_p=chooser.choice([0.0, 0.0, 0.1]),
+            seed=chooser.randrange(2**63),
+            position=chooser.randrange(1000),
+        )
+        for _ in range(count)
+    ]
+
+
+def mixed_probs(count: int, *, with_ties: bool) -> torch.Tensor:
+    logits = 3 * torch.randn(count, 1000, generator=torch.Generator().manual_seed(count))
+    return torch.softmax(logits.bfloat16().float() if with_ties else logits, dim=-1)
+
+
+@pytest.mark.parametrize("with_ties", [False, True])
+def test_a_row_draws_the_same_token_alone_and_in_any_batch_at_any_place(with_ties):
+    rows, probs = mixed_rows(60), mixed_probs(60, with_ties=with_ties)
+    together = sampled(probs.clone(), rows)
+    alone = [sampled(probs[i : i + 1].clone(), rows[i : i + 1]).item() for i in range(60)]
+    assert alone == together.tolist()
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 9, 60):
+        some = torch.randperm(60, generator=generator)[:size]
+        assert torch.equal(sampled(probs[some], [rows[i] for i in some.tolist()]), together[some])
+
+
+def test_a_greedy_row_takes_the_most_probable_token_whatever_its_seed():
+    probs = mixed_probs(8, with_ties=False)
+    for seed in range(3):
+        rows = [Row(top_k=1, top_p=0.5, min_p=0.5, seed=seed, position=seed) for _ in range(8)]
+        assert torch.equal(sampled(probs, rows), probs.argmax(-1))
+
+
+def test_other_seeds_and_other_positions_draw_other_tokens():
+    probs = torch.full((1000, 1000), 1e-3)
+    assert len(set(sampled(probs, [Row(seed=seed) for seed in range(1000)]).tolist())) > 500
+    assert len(set(sampled(probs, [Row(position=position) for position in range(1000)]).tolist())) > 500
+
+
+def test_a_batch_without_seeds_is_a_fault_of_the_scheduler():
+    sampler = CounterSampler.__new__(CounterSampler)
+    with pytest.raises(AssertionError, match="gives every row a seed"):
+        sampler._sample_from_probs(
+            mixed_probs(1, with_ties=False), SimpleNamespace(sampling_seed=None), torch.zeros(1), False
+        )

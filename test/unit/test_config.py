@@ -1,0 +1,164 @@
+"""Our configuration: one list of names for keywords and flags, and values checked where they are given."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from sgl_batch.config import (
+    BatchConfig,
+    ForwardConfig,
+    ScheduleConfig,
+    TraceConfig,
+    add_cli_flags,
+    field_names,
+    from_args,
+    from_mapping,
+    split_kwargs,
+)
+from sgl_batch.errors import ConfigError
+
+# A value other than the default for every option.
+OTHER = {
+    "b_attn_prefill": 5,
+    "b_moe_prefill": 50,
+    "b_attn_decode": 3,
+    "b_moe_decode": 30,
+    "accumulate": False,
+    "boundary_tokens": 7,
+    "refill_watermark": 0.5,
+    "ready_ahead": 2.0,
+    "trace_file": "trace.jsonl",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    add_cli_flags(made)
+    return made
+
+
+def flags_of(values) -> list[str]:
+    flags = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+def test_every_option_has_another_value_in_these_tests():
+    assert set(OTHER) == field_names()
+    assert all(BatchConfig().flat()[name] != value for name, value in OTHER.items())
+
+
+def test_no_flags_give_the_defaults():
+    assert from_args(parser().parse_args([])) == BatchConfig() == from_mapping({})
+
+
+def test_every_option_can_be_set_by_its_flag_and_by_its_name():
+    by_flags = from_args(parser().parse_args(flags_of(OTHER)))
+    assert by_flags == from_mapping(OTHER)
+    assert by_flags.flat() == OTHER
+
+
+def test_every_option_reaches_its_owner():
+    assert from_mapping(OTHER) == BatchConfig(
+        forward=ForwardConfig(b_attn_prefill=5, b_moe_prefill=50, b_attn_decode=3, b_moe_decode=30, accumulate=False),
+        schedule=ScheduleConfig(boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0),
+        trace=TraceConfig(trace_file="trace.jsonl"),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(OTHER))
+def test_an_option_alone_leaves_the_others_at_their_defaults(name):
+    if name.startswith("b_moe"):
+        assert OTHER[name] < BatchConfig().flat()[name.replace("b_moe", "b_attn")], "also below a default b_attn"
+    assert from_mapping({name: OTHER[name]}).flat() == {**BatchConfig().flat(), name: OTHER[name]}
+
+
+def test_a_manifest_can_repeat_the_configuration():
+    config = from_mapping(OTHER)
+    assert from_mapping(json.loads(json.dumps(config.flat()))) == config
+
+
+def test_help_shows_every_flag_under_its_owner_with_its_default():
+    text = " ".join(parser().format_help().split())
+    for title in ("sgl_batch: coroutine forward", "sgl_batch: group phases"):
+        assert title in text
+    for name, default in BatchConfig().flat().items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert f"(default: {default})" in text
+
+
+def test_an_unknown_option_is_refused_with_those_that_are_known():
+    with pytest.raises(ConfigError, match=r"unknown option 'b_atn_decode'; known: accumulate, b_attn_decode, .*"):
+        from_mapping({"b_atn_decode": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("b_attn_prefill", 0, "at least 1"),
+        ("b_moe_prefill", -1, "at least 1"),
+        ("b_attn_decode", 0, "at least 1"),
+        ("b_moe_decode", 0, "at least 1"),
+        ("boundary_tokens", 0, "at least 1"),
+        ("refill_watermark", -0.1, "at least 0.0 and at most 1.0"),
+        ("refill_watermark", 1.1, "at least 0.0 and at most 1.0"),
+        ("ready_ahead", float("inf"), "at least 0.0 and at most 16.0"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_range(name, value, limit):
+    with pytest.raises(ConfigError, match=f"^{name} is {value}; it must be {limit}$"):
+        from_mapping({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("b_moe_decode", "8", "int"),
+        ("b_moe_decode", 8.0, "int"),
+        ("b_moe_decode", True, "int"),
+        ("b_moe_decode", None, "int"),
+        ("accumulate", 1, "bool"),
+        ("refill_watermark", "0.5", "float"),
+        ("ready_ahead", True, "float"),
+        ("trace_file", 3, "str"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_the_type(name, value, kind):
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}; it takes a value of type {kind}"):
+        from_mapping({name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("refill_watermark", 1), ("ready_ahead", 0), ("trace_file", None)])
+def test_a_whole_number_is_a_share_and_no_file_is_a_file_name(name, value):
+    assert from_mapping({name: value}).flat()[name] == value
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_sub_batch_larger_than_its_group_is_refused(phase):
+    with pytest.raises(ConfigError, match=f"b_attn_{phase} is 9, more than b_moe_{phase} \\(8\\)"):
+        from_mapping({f"b_attn_{phase}": 9, f"b_moe_{phase}": 8})
+    assert from_mapping({f"b_attn_{phase}": 8, f"b_moe_{phase}": 8})
+
+
+def test_keywords_are_parted_into_ours_and_sglangs():
+    ours, rest = split_kwargs({"model_path": "m", "b_moe_decode": 30, "tp_size": 1, "accumulate": False})
+    assert ours == from_mapping({"b_moe_decode": 30, "accumulate": False})
+    assert rest == {"model_path": "m", "tp_size": 1}
+
+
+def test_arguments_of_a_parser_without_our_flags_give_the_defaults():
+    assert from_args(argparse.Namespace(model_path="m")) == BatchConfig()
+
+
+def test_a_configuration_does_not_change_under_its_readers():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BatchConfig().forward.b_moe_decode = 3
