@@ -138,14 +138,23 @@ def merge_config_file(parser: Any, argv: list[str]) -> list[str]:
 
 @contextmanager
 def platform(name: str | None) -> Iterator[None]:
-    """Start child processes inside this block with SGLang's platform `name`; the parent's choice is restored."""
-    before = os.environ.get("SGLANG_PLATFORM")
-    if name is not None:
-        os.environ["SGLANG_PLATFORM"] = name
+    """Start child processes inside this block with SGLang's platform `name` (None: as the environment stands).
+
+    On a CPU they also wait for their threads without spinning, unless OMP_WAIT_POLICY says otherwise: the engine's
+    other processes share the cores, and threads that spin while one of them is off its core lose most of the time.
+    The parent's environment is restored.
+    """
+    if name is None:
+        yield
+        return
+    before = dict(os.environ)
+    os.environ["SGLANG_PLATFORM"] = name
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         yield
     finally:
-        if name is not None and before is None:
-            del os.environ["SGLANG_PLATFORM"]
-        elif before is not None:
-            os.environ["SGLANG_PLATFORM"] = before
+        for key in ("SGLANG_PLATFORM", "OMP_WAIT_POLICY"):
+            if key in before:
+                os.environ[key] = before[key]
+            else:
+                os.environ.pop(key, None)

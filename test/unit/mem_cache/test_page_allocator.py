@@ -1,0 +1,174 @@
+"""Pages have one owner at a time, tokens lie where their position says, and what does not fit takes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from sgl_batch.mem_cache.page_allocator import PageAllocator
+
+NUM_PAGES = 12
+
+
+def make(page_size: int, num_pages: int = NUM_PAGES) -> PageAllocator:
+    return PageAllocator(num_pages * page_size, page_size, torch.float32, "cpu", None, False)
+
+
+def extend(allocator: PageAllocator, held: list[list[int]], news: list[int]) -> torch.Tensor | None:
+    """alloc_extend as SGLang calls it, for sequences whose tokens lie at `held` and which get `news` more."""
+    prefixes = torch.tensor([len(slots) for slots in held])
+    lengths = prefixes + torch.tensor(news)
+    last = torch.tensor([slots[-1] if slots else -1 for slots in held])
+    return allocator.alloc_extend(prefixes, prefixes, lengths, lengths, last, sum(news))
+
+
+def decode(allocator: PageAllocator, held: list[list[int]]) -> torch.Tensor | None:
+    """alloc_decode as SGLang calls it, for the next token of each sequence."""
+    lengths = torch.tensor([len(slots) + 1 for slots in held])
+    return allocator.alloc_decode(lengths, lengths, torch.tensor([slots[-1] for slots in held]))
+
+
+class AllocatorAgainstSets(RuleBasedStateMachine):
+    """Random operations beside a model that knows each sequence's slots and nothing of free lists."""
+
+    @initialize(page_size=st.sampled_from([1, 4, 64]))
+    def begin(self, page_size):
+        self.page_size = page_size
+        self.allocator = make(page_size)
+        self.sequences: list[list[int]] = []
+
+    def pages(self, slots: list[int]) -> set[int]:
+        return {slot // self.page_size for slot in slots}
+
+    def num_free(self) -> int:
+        return NUM_PAGES - sum(len(self.pages(slots)) for slots in self.sequences)
+
+    def check(self, result: torch.Tensor | None, wanted_pages: int) -> bool:
+        """Whether something was given: exactly when enough pages were free."""
+        if wanted_pages > self.num_free():
+            assert result is None
+            return False
+        assert result is not None
+        assert result.dtype == torch.int64
+        return True
+
+    @rule(data=st.data())
+    def extend_some_and_begin_others(self, data):
+        size = self.page_size
+        old = data.draw(
+            st.lists(st.sampled_from(range(len(self.sequences))), unique=True) if self.sequences else st.just([])
+        )
+        chosen = [self.sequences[i] for i in old] + [[] for _ in range(data.draw(st.integers(0, 2)))]
+        assume(chosen)
+        news = [data.draw(st.integers(1, 3 * size)) for _ in chosen]
+        wanted = sum(
+            -(-(len(slots) + new) // size) - -(-len(slots) // size) for slots, new in zip(chosen, news, strict=True)
+        )
+        result = extend(self.allocator, chosen, news)
+        if self.check(result, wanted):
+            for slots, new in zip(chosen, result.split(news), strict=True):
+                if not slots:
+                    self.sequences.append(slots)
+                slots += new.tolist()
+
+    @rule(data=st.data())
+    def decode_some(self, data):
+        chosen = [slots for slots in self.sequences if data.draw(st.booleans())]
+        assume(chosen)
+        result = decode(self.allocator, chosen)
+        if self.check(result, sum(len(slots) % self.page_size == 0 for slots in chosen)):
+            for slots, slot in zip(chosen, result.tolist(), strict=True):
+                slots.append(slot)
+
+    @rule(num_pages=st.integers(0, 4))
+    def take_whole_pages(self, num_pages):
+        result = self.allocator.alloc(num_pages * self.page_size)
+        if self.check(result, num_pages) and num_pages:
+            self.sequences.append(result.tolist())
+
+    @rule(data=st.data(), in_group=st.booleans())
+    def free_some(self, data, in_group):
+        leaving = [slots for slots in self.sequences if data.draw(st.booleans())]
+        if in_group:
+            self.allocator.free_group_begin()
+            before = self.allocator.available_size()
+        for slots in leaving:
+            self.allocator.free(torch.tensor(slots))
+        if in_group:
+            assert self.allocator.available_size() == before, "a group is freed at its end"
+            self.allocator.free_group_end()
+        self.sequences = [slots for slots in self.sequences if not any(slots is gone for gone in leaving)]
+
+    @invariant()
+    def every_page_has_one_owner_and_free_and_used_make_the_total(self):
+        used = [page for slots in self.sequences for page in self.pages(slots)]
+        assert len(used) == len(set(used)), "no page is handed out twice"
+        free = self.allocator.free_pages.tolist()
+        assert sorted(used + free) == list(range(1, NUM_PAGES + 1)), "page 0 stays out of it"
+        assert self.allocator.available_size() == len(free) * self.page_size
+
+    @invariant()
+    def tokens_lie_in_their_page_where_their_position_says(self):
+        size = self.page_size
+        for slots in self.sequences:
+            assert [slot % size for slot in slots] == [position % size for position in range(len(slots))]
+            assert len(self.pages(slots)) == -(-len(slots) // size), "a page is filled before the next is opened"
+            for start in range(0, len(slots), size):
+                assert len(self.pages(slots[start : start + size])) == 1
+
+
+AllocatorAgainstSets.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPagesHaveOneOwnerAndTokensTheirPlace = AllocatorAgainstSets.TestCase
+
+
+def test_an_extension_fills_the_open_page_before_it_opens_another():
+    allocator = make(4)
+    first = extend(allocator, [[]], [3]).tolist()
+    (more,) = [extend(allocator, [first], [2]).tolist()]
+    assert more[0] == first[-1] + 1
+    assert more[1] // 4 != first[0] // 4
+    assert more[1] % 4 == 0
+
+
+@pytest.mark.parametrize(("length", "opens"), [(1, False), (3, False), (4, True), (5, False), (8, True)])
+def test_a_decode_step_opens_a_page_exactly_at_a_page_edge(length, opens):
+    allocator = make(4)
+    held = extend(allocator, [[]], [length]).tolist()
+    before = allocator.available_size()
+    (slot,) = decode(allocator, [held]).tolist()
+    assert before - allocator.available_size() == (4 if opens else 0)
+    assert (slot % 4 == 0) if opens else (slot == held[-1] + 1)
+
+
+def test_an_exhausted_pool_gives_nothing_and_takes_nothing_not_even_for_those_who_would_fit():
+    allocator = make(4, num_pages=3)
+    held = extend(allocator, [[], []], [4, 4]).tolist()
+    sequences = [held[:4], held[4:]]
+    free = allocator.free_pages.clone()
+    assert allocator.alloc(8) is None
+    assert extend(allocator, [[], []], [4, 1]) is None
+    assert decode(allocator, sequences) is None
+    assert torch.equal(allocator.free_pages, free)
+    assert decode(allocator, sequences[:1]) is not None
+
+
+def test_clear_gives_every_page_back():
+    allocator = make(4)
+    allocator.alloc(4 * NUM_PAGES)
+    allocator.clear()
+    assert allocator.available_size() == 4 * NUM_PAGES
+    assert sorted(allocator.alloc(4 * NUM_PAGES).tolist()) == list(range(4, 4 * NUM_PAGES + 4))
+
+
+def test_part_of_a_page_cannot_be_taken_as_whole_pages():
+    with pytest.raises(AssertionError, match="6 tokens are no whole number of pages"):
+        make(4).alloc(6)
+
+
+def test_to_free_nothing_changes_nothing():
+    allocator = make(4)
+    allocator.free(torch.empty(0, dtype=torch.int64))
+    assert allocator.available_size() == 4 * NUM_PAGES

@@ -1,0 +1,101 @@
+"""Each family's halves call its layer's own modules in the order of its own forward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_batch.model_executor.families import FAMILIES, MixtralFamily, Qwen3MoeFamily, family_of
+
+
+class Notes:
+    """Modules that answer with what they were asked, as text: name(arguments)."""
+
+    def one(self, name: str):
+        return lambda *args, **kwargs: f"{name}({', '.join([*map(str, args), *map(str, kwargs.values())])})"
+
+    def two(self, name: str):
+        return lambda *args: (f"{name}({', '.join(map(str, args))})", f"{name}.residual")
+
+    def norm(self, name: str):
+        """SGLang's norm: of one argument the normed, of two the normed sum and the sum."""
+        return lambda *args: self.one(name)(*args) if len(args) == 1 else self.two(name)(*args)
+
+
+NOTES = Notes()
+
+
+def mixtral_layer() -> SimpleNamespace:
+    return SimpleNamespace(
+        input_layernorm=NOTES.norm("norm_1"),
+        self_attn=NOTES.one("attention"),
+        post_attention_layernorm=NOTES.norm("norm_2"),
+        block_sparse_moe=NOTES.one("moe"),
+    )
+
+
+def qwen3_layer() -> SimpleNamespace:
+    return SimpleNamespace(
+        layer_communicator=SimpleNamespace(
+            prepare_attn=NOTES.two("before_attention"),
+            prepare_mlp=NOTES.two("before_mlp"),
+            postprocess_layer=NOTES.two("after_layer"),
+        ),
+        self_attn=NOTES.one("attention"),
+        mlp=NOTES.one("moe"),
+    )
+
+
+def test_mixtrals_first_layer_begins_the_residual_with_the_embedding():
+    hidden, residual = MixtralFamily().attention_half(mixtral_layer(), "positions", "hidden", None, "batch")
+    assert hidden == "norm_2(attention(positions, norm_1(hidden), batch), hidden)"
+    assert residual == "norm_2.residual"
+
+
+def test_mixtrals_other_layers_add_to_the_residual():
+    hidden, _ = MixtralFamily().attention_half(mixtral_layer(), "positions", "hidden", "residual", "batch")
+    assert hidden == "norm_2(attention(positions, norm_1(hidden, residual), batch), norm_1.residual)"
+
+
+def test_mixtrals_experts_leave_the_residual_to_the_next_norm():
+    family, layer = MixtralFamily(), mixtral_layer()
+    assert family.expert_half(layer, "hidden", "batch") == "moe(hidden)"
+    assert family.finish_layer(layer, "hidden", "residual", "batch") == ("hidden", "residual")
+
+
+@pytest.mark.parametrize("residual", [None, "residual"])
+def test_qwen3s_halves_go_through_the_layer_communicator(residual):
+    family, layer = Qwen3MoeFamily(), qwen3_layer()
+    hidden, out = family.attention_half(layer, "positions", "hidden", residual, "batch")
+    attention = f"attention(positions, before_attention(hidden, {residual}, batch), batch)"
+    assert hidden == f"before_mlp({attention}, before_attention.residual, batch)"
+    assert out == "before_mlp.residual"
+    assert family.expert_half(layer, "hidden", "batch") == "moe(hidden, batch)"
+    assert family.finish_layer(layer, "h", "r", "batch") == ("after_layer(h, r, batch)", "after_layer.residual")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architectures[0])
+def test_a_model_is_known_by_the_name_of_its_class(family):
+    for name in family.architectures:
+        assert family_of(type(name, (), {})()) is family
+
+
+def test_an_unknown_model_has_no_family():
+    assert family_of(SimpleNamespace()) is None
+
+
+def test_no_architecture_belongs_to_two_families():
+    names = [name for family in FAMILIES for name in family.architectures]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architectures[0])
+def test_a_process_runs_the_layers_that_it_holds_between_embedding_and_last_norm(family):
+    body = SimpleNamespace(
+        layers="abcdef", start_layer=1, end_layer=4, embed_tokens=NOTES.one("embed"), norm=NOTES.norm("norm")
+    )
+    model = SimpleNamespace(model=body)
+    assert list(family.layers(model)) == ["b", "c", "d"]
+    assert family.embed(model, "ids") == "embed(ids)"
+    assert family.final_norm(model, "hidden", "residual") == "norm(hidden, residual)"

@@ -1,0 +1,73 @@
+"""An SGLang that we do not know is refused before it is imported, and torchvision loads beside a CPU torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter import bootstrap
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that another SGLang, or none, is installed."""
+
+    def pretend(version: str | None) -> None:
+        def answer(package: str) -> str:
+            assert package == "sglang"
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(package)
+            return version
+
+        monkeypatch.setattr(importlib.metadata, "version", answer)
+
+    return pretend
+
+
+@pytest.mark.parametrize("version", bootstrap.KNOWN_SGLANG_VERSIONS)
+def test_a_known_version_is_taken(installed, version):
+    installed(version)
+    assert bootstrap.sglang_version() == version
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.16rc1", "0.5.16.post1", "0.5.160", "1.0"])
+def test_an_unknown_version_is_refused_with_those_that_are_known(installed, version):
+    installed(version)
+    known = bootstrap.KNOWN_SGLANG_VERSIONS
+    with pytest.raises(ConfigError) as refused:
+        bootstrap.prepare()
+    message = str(refused.value)
+    assert f"sglang {version} is installed" in message
+    assert f"knows only {', '.join(known)}," in message
+    assert f"install sglang=={known[-1]}" in message
+
+
+def test_without_sglang_the_error_says_how_to_install_it(installed):
+    installed(None)
+    with pytest.raises(ConfigError, match=r"sglang is not installed; install sglang==.*scripts/install"):
+        bootstrap.sglang_version()
+
+
+def test_the_version_that_a_gpu_machine_installs_is_one_that_is_known(repo_root):
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["optional-dependencies"]["cuda"] == [f"sglang=={bootstrap.KNOWN_SGLANG_VERSIONS[-1]}"]
+
+
+def test_the_adapter_alone_imports_no_sglang_and_torchvision_loads_once_it_has_prepared():
+    program = (
+        "import sys\n"
+        "from sgl_batch.sglang_adapter import bootstrap\n"
+        "assert not {'sglang', 'torch'} & set(sys.modules), 'imported too early'\n"
+        "bootstrap.prepare()\n"
+        "bootstrap.prepare()\n"
+        "assert 'sglang' not in sys.modules, 'imported by prepare'\n"
+        "import torchvision\n"
+        "print('loaded')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr
