@@ -186,6 +186,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     workload, settings, engines = build_workload(args), build_settings(args, started), parse_engines(args.engines)
     settings.out.mkdir(parents=True, exist_ok=True)
     runs: list[EngineRun] = []
+    source = machine.source(ROOT)
     say(f"{workload.description}; logs in {settings.out}")
     interrupted = False
     try:
@@ -198,7 +199,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
         settings=settings,
         runs=runs,
         machine=machine.hardware(),
-        source=machine.source(ROOT),
+        source=source,
         command=["python", "benchmark/offline.py", *argv],
         started=started,
     )

@@ -1,4 +1,4 @@
-"""Owns one engine process: its start in a session of its own, its peak memory, its time limit, its end."""
+"""Owns one engine process: its start in a session of its own, what it uses, its time limit, its end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildEnd:
-    """How a child ended: `reason` is None when it left a result."""
+    """How a child ended: `reason` is None when it left a result.
+
+    `cpus_of_others` is how many cores other programs kept busy meanwhile, on average: on a shared machine the
+    first thing to ask of a measurement.
+    """
 
     reason: str | None
     peak_rss_bytes: int
     took_s: float
+    cpus_of_others: float
 
 
 def run_child(python: str, spec: Path, result: Path, log: Path, *, limit_s: float, threads: int | None) -> ChildEnd:
@@ -36,7 +41,8 @@ def run_child(python: str, spec: Path, result: Path, log: Path, *, limit_s: floa
     the whole session is killed in any case.
     """
     result.unlink(missing_ok=True)
-    began, peak, written = time.monotonic(), 0, None
+    began, busy, written = time.monotonic(), _busy_s(), None
+    usage = TreeUsage()
     with log.open("wb") as output:
         command = [python, str(_RUN_ROUND), str(spec), str(result)]
         child = subprocess.Popen(
@@ -44,7 +50,7 @@ def run_child(python: str, spec: Path, result: Path, log: Path, *, limit_s: floa
         )
         try:
             while child.poll() is None and time.monotonic() - began < limit_s:
-                peak = max(peak, tree_rss_bytes(child.pid))
+                usage.sample(child.pid)
                 if written is None and result.exists():
                     written = time.monotonic()
                 if written is not None and time.monotonic() - written > _STOP_S:
@@ -53,11 +59,12 @@ def run_child(python: str, spec: Path, result: Path, log: Path, *, limit_s: floa
         finally:
             _kill(child)
     took = time.monotonic() - began
+    others_s = max(0.0, _busy_s() - busy - usage.cpu_s)
     reason = None
     if not result.exists():
         timed_out = took >= limit_s
         reason = f"timed out after {limit_s:.0f} s" if timed_out else last_error(log, child.returncode)
-    return ChildEnd(reason=reason, peak_rss_bytes=peak, took_s=took)
+    return ChildEnd(reason=reason, peak_rss_bytes=usage.peak_rss_bytes, took_s=took, cpus_of_others=others_s / took)
 
 
 def _environment(threads: int | None) -> dict[str, str]:
@@ -67,15 +74,37 @@ def _environment(threads: int | None) -> dict[str, str]:
     return environment
 
 
-def tree_rss_bytes(pid: int) -> int:
-    """Resident memory of a process and all below it; pages that they share count once in each."""
-    total = 0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in [root, *root.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-    return total
+class TreeUsage:
+    """What a process and all below it use, sampled: peak resident memory, and processor time so far.
+
+    Pages that several processes share count once in each.
+    """
+
+    def __init__(self) -> None:
+        self.peak_rss_bytes = 0
+        self._cpu_s: dict[int, float] = {}
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(self._cpu_s.values())
+
+    def sample(self, pid: int) -> None:
+        """Read the tree under `pid` once."""
+        resident = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            for process in [root, *root.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    resident += process.memory_info().rss
+                    times = process.cpu_times()
+                    self._cpu_s[process.pid] = times.user + times.system
+        self.peak_rss_bytes = max(self.peak_rss_bytes, resident)
+
+
+def _busy_s() -> float:
+    """Processor seconds that this machine has worked since it started."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

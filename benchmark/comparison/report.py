@@ -90,13 +90,13 @@ def markdown(record: Record) -> str:
     """The report as it is printed: what was measured, where, and three tables."""
     found = summaries(record)
     names = [run.name for run in record.runs]
-    loads = [done.load_average for run in record.runs for done in run.rounds]
-    load = f"load average {min(loads):.1f} to {max(loads):.1f} when the rounds began" if loads else "no round ended"
+    others = spread(done.cpus_of_others for run in record.runs for done in run.rounds)
+    load = f"other programs kept {others.text(1)} cores busy meanwhile" if others else "no round ended"
     source = record.source["commit"] or "no git commit"
     changed = f" with {record.source['changed_files']} changed files" if record.source["changed_files"] else ""
     sections = [
         f"{record.workload.description}; {record.settings.model.name}, {record.settings.dtype}; "
-        f"{record.settings.rounds} rounds, alternating, a fresh process each.",
+        f"rounds: {record.settings.rounds}, alternating, a fresh process each.",
         f"{machine.describe(record.machine)}; {load}.",
         f"{record.started:%Y-%m-%d}, {source[:12]}{changed}: `{shlex.join(record.command)}`",
         _engine_table(found),
@@ -111,11 +111,11 @@ def _cell(value: Spread | None, digits: int) -> str:
 
 
 def _engine_table(found: dict[str, Any]) -> str:
-    rows = []
+    rows, faults = [], []
     reference = next((name for name, engine in found.items() if engine["wall_s"] is not None), None)
     for name, engine in found.items():
         memory = engine["peak_rss_bytes"]
-        same = engine["same_greedy_tokens"]
+        same, fault = engine["same_greedy_tokens"], engine["fault"]
         rows.append(
             [
                 name,
@@ -125,16 +125,20 @@ def _engine_table(found: dict[str, Any]) -> str:
                 "" if memory is None else f"{memory.median / 2**30:.1f}",
                 "" if engine["start_s"] is None else f"{engine['start_s'].median:.0f}",
                 "reference" if name == reference else same.text() if same else "",
-                engine["fault"] or "ok",
+                "ok" if fault is None else fault.partition(":")[0],
             ]
         )
+        if fault is not None:
+            faults.append(f"- {name}: {fault}")
     headings = ["engine", "seconds", "tokens/s", "output tokens/s", "peak GiB", "start s"]
     note = (
         "Median (smallest-largest) of the rounds. Tokens are prompt and output together; peak is the resident memory "
         "of the process tree; starting is not in the seconds. Same tokens: greedy outputs identical to the "
         "reference's (tokens before the first difference)."
     )
-    return table([*headings, "same tokens", "status"], rows) + "\n\n" + note
+    return "\n\n".join(
+        [table([*headings, "same tokens", "status"], rows), note, *(["\n".join(faults)] if faults else [])]
+    )
 
 
 def _ratio_table(found: dict[str, Any], names: list[str]) -> str:

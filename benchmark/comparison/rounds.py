@@ -52,6 +52,7 @@ class RoundResult:
     wall_s: float
     peak_rss_bytes: int
     load_average: float
+    cpus_of_others: float
     outputs: list[list[int]]
     details_before: dict[str, Any]
     details_after: dict[str, Any]
@@ -118,7 +119,15 @@ def _run_one(run: EngineRun, number: int, workload: Workload, settings: Settings
         done = json.loads(result.read_text(encoding="utf-8"))
         run.fault = length_fault(done["outputs"], workload.output_lens)
         if run.fault is None:
-            run.rounds.append(RoundResult(number=number, peak_rss_bytes=end.peak_rss_bytes, load_average=load, **done))
+            run.rounds.append(
+                RoundResult(
+                    number=number,
+                    peak_rss_bytes=end.peak_rss_bytes,
+                    load_average=load,
+                    cpus_of_others=end.cpus_of_others,
+                    **done,
+                )
+            )
     else:
         run.fault = end.reason
     if run.fault is not None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
+from sgl_batch.sglang_adapter import bootstrap
+
+bootstrap.prepare()  # transformers imports torchvision, whose wheel does not load beside a CPU torch
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 
 class HuggingFaceRunner:

@@ -109,7 +109,7 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ConfigError(f"{field.name} is {value!r}; it takes a value of type {kinds[0].__name__}")
     low, high = field.metadata["minimum"], field.metadata["maximum"]
-    if (low is not None and value < low) or (high is not None and value > high):
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
         upper = "" if high is None else f" and at most {high}"
         raise ConfigError(f"{field.name} is {value}; it must be at least {low}{upper}")
 

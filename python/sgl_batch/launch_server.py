@@ -61,6 +61,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def build_arguments(argv: Sequence[str]) -> EngineArguments:
     """Parse and check all flags. Raises ConfigError for a bad one; --help exits."""
+    ours = _Parser(add_help=False, allow_abbrev=False)
+    batch_config.add_cli_flags(ours)
+    batch_config.from_args(
+        ours.parse_known_args(list(argv))[0]
+    )  # our mistakes are answered before SGLang's slow import
     from sgl_batch.engine import make_server_args
     from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file
 

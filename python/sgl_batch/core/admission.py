@@ -67,13 +67,13 @@ def select_prefill_group(units: Seq[Admission], ledger: PageLedger, *, b_moe: in
 
     A prompt longer than `b_moe` makes a group of its own. A head that does not fit now blocks those behind
     it, so that nobody starves. A unit too large to fit even an empty device is taken without its followers,
-    who then queue for themselves.
+    who then queue for themselves, next.
     """
     chosen: list[Admission] = []
     tokens, pages, slots = 0, ledger.free_pages, free_slots
-    for unit in units:
-        if unit_pages(unit, ledger) > ledger.total_pages:
-            unit = Admission(leader=unit.leader)
+    for whole in units:
+        cut = unit_pages(whole, ledger) > ledger.total_pages
+        unit = Admission(leader=whole.leader) if cut else whole
         need = unit_pages(unit, ledger)
         full = chosen and tokens + unit.leader.prompt_tokens > b_moe
         if full or need > pages or len(unit.members) > slots:
@@ -82,6 +82,8 @@ def select_prefill_group(units: Seq[Admission], ledger: PageLedger, *, b_moe: in
         tokens += unit.leader.prompt_tokens
         pages -= need
         slots -= len(unit.members)
+        if cut:
+            break
     return chosen
 
 

@@ -19,6 +19,7 @@ from sgl_batch.core.sequence import Sequence
 class State:
     """What the decision is made from. `steps` counts decode steps since the last boundary.
 
+    `changed`: whether somebody arrived, was prefilled or finished since the last boundary.
     `slots` is how many sequences the device can hold, `free_slots` how many more it can take now.
     """
 
@@ -29,6 +30,7 @@ class State:
     slots: int
     free_slots: int
     filling: bool
+    changed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +66,13 @@ def boundary_due(state: State, plan: Plan) -> bool:
     """A boundary comes every `boundary_tokens` steps, or at once when the waiting could double the runners.
 
     The second rule keeps the ramp at the start of a job short: sequences that arrive during the first page
-    need not wait for its end while the group is small.
+    need not wait for its end while the group is small. It asks only when something has changed: where pages keep the
+    group small, each step would be a boundary otherwise.
     """
     if state.running == 0 or state.steps >= plan.boundary_tokens:
         return True
     waiting = len(state.ready) + len(state.queued)
-    return state.running * 2 <= plan.decode.b_moe and waiting >= state.running
+    return state.changed and state.running * 2 <= plan.decode.b_moe and waiting >= state.running
 
 
 def decide(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> Action:

@@ -33,7 +33,6 @@ class Sequence:
     choice: int = 0
     status: Status = Status.QUEUED
     generated_tokens: int = 0
-    reserved_pages: int = 0
     history: list[Status] = field(default_factory=list)
 
     @property

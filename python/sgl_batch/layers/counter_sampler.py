@@ -50,7 +50,7 @@ def sample_rows(
     """Sample one token per row by inverse transform; int64 [B].
 
     `probs`: [B, vocab] float32 after softmax. Filters keep, in descending order of probability, the first
-    `top_ks` tokens, those before which less than `top_ps` has been kept, and those of at least `min_ps` times
+    `top_ks` tokens, those before which at most `top_ps` has been kept, and those of at least `min_ps` times
     the largest. Rows are grouped by how much of them must be sorted; the group does not change a row's result.
     """
     vocab_size = probs.shape[-1]

@@ -5,7 +5,6 @@ It decides nothing itself, and runs no forward pass; it hands batches to the sch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from sgl_batch.core.admission import Admission, refusal, reserve
@@ -41,6 +40,8 @@ class BoundaryExecutor:
         self._arrivals = 0
         self._steps = 0
         self._filling = False
+        self._changes = 0
+        self._changes_at_boundary = -1
 
     # Intake.
 
@@ -54,6 +55,7 @@ class BoundaryExecutor:
         self._sequences[sequence.sequence_id] = self._queued[sequence.sequence_id] = sequence
         self._requests[sequence.sequence_id] = request
         self._arrivals += 1
+        self._changes += 1
 
     def _sequence_of(self, request: Any) -> Sequence:
         tag = prompt_groups.decode(request.extra_key)
@@ -105,6 +107,7 @@ class BoundaryExecutor:
         if isinstance(action, Refill) or (isinstance(action, DecodeStep) and action.at_boundary):
             self._counters.add("boundaries")
             self._steps = 0
+            self._changes_at_boundary = self._changes
         running.prepare_for_decode()
         self._steps += 1
         self._counters.add("decode_steps")
@@ -122,6 +125,7 @@ class BoundaryExecutor:
             slots=pool.size,
             free_slots=pool.available_size() - promised,
             filling=self._filling,
+            changed=self._changes != self._changes_at_boundary,
         )
 
     def _groups_awaiting_grammar(self) -> set[str]:
@@ -210,5 +214,6 @@ class BoundaryExecutor:
         if group is not None and self._sharing.leave(group, sequence.sequence_id):
             self.ledger.release(group)
 
-    def _record(self, changes: Iterable[Transition]) -> None:
+    def _record(self, changes: list[Transition]) -> None:
+        self._changes += len(changes)
         self._trace.write(changes)

@@ -1,6 +1,7 @@
 """Owns the tag by which choices of one request (n > 1) find each other on their way to the scheduler.
 
-The tag travels in the request's prefix-cache key, which nothing else reads here: we run without a radix cache.
+The tag travels in the request's prefix-cache key, which nothing else reads here: we run without a radix cache. The
+tokenizer manager drops keys that users give, so that nobody can forge a tag.
 """
 
 from __future__ import annotations
@@ -26,5 +27,7 @@ def decode(extra_key: str | None) -> ChoiceTag | None:
     """The tag in a request's key, or None for a request of one choice."""
     if extra_key is None or not extra_key.startswith(_MARK + ":"):
         return None
-    _, index, count, group = extra_key.split(":", 3)
-    return ChoiceTag(group=group, index=int(index), count=int(count))
+    parts = extra_key.split(":", 3)
+    if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
+        return None
+    return ChoiceTag(group=parts[3], index=int(parts[1]), count=int(parts[2]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.seeds import choice_seed
-from sgl_batch.sglang_adapter.tokenizing import SignalHandler, TokenizerManager, choice_of, set_seed
+from sgl_batch.sglang_adapter.tokenizing import SignalHandler, TokenizerManager, choice_of, prepare_request
 
 
 class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
@@ -36,18 +36,19 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.child_death: str | None = None
 
     def _send_one_request(self, tokenized_obj: Any) -> None:
-        self._seed(tokenized_obj)
+        self._prepare(tokenized_obj)
         super()._send_one_request(tokenized_obj)
 
     def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
         for tokenized in tokenized_objs:
-            self._seed(tokenized)
+            self._prepare(tokenized)
         super()._send_batch_request(tokenized_objs)
 
-    def _seed(self, tokenized: Any) -> None:
+    def _prepare(self, tokenized: Any) -> None:
+        """Give a generation request its seed, and take its prefix-cache key away: that is where our tags travel."""
         parameters = getattr(tokenized, "sampling_params", None)
         if parameters is not None and hasattr(parameters, "sampling_seed"):
-            set_seed(tokenized, choice_seed(parameters.sampling_seed, 0))
+            prepare_request(tokenized, extra_key=None, seed=choice_seed(parameters.sampling_seed, 0))
 
     async def _handle_batch_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         count = getattr(obj, "parallel_sample_num", 1)
@@ -80,7 +81,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
                     state.prompt_token_ids = list(tokenized.input_ids)
                 choices.append(choice_tokenized)
                 waiters.append((choice.rid, self._wait_one_response(choice, request)))
-            self._send_batch_request(choices)
+            super()._send_batch_request(choices)
             self.rid_to_state.pop(prompt.rid).time_stats.set_finished_time()
         return waiters
 

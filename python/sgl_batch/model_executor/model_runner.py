@@ -9,6 +9,7 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan import Plan, make_plan
+from sgl_batch.layers import cpu_gemm
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.families import FAMILIES, family_of
 from sgl_batch.model_executor.layer_runner import LayerRunner
@@ -19,6 +20,7 @@ from sgl_batch.sglang_adapter.forward import (
     ModelRunnerOutput,
     forward_context,
 )
+from sgl_batch.sglang_adapter.layers import put_linear_under
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """Build the attention backends, then the layer runner over them and the loaded model."""
         super().init_attention_backends()
         plan = self.make_plan()
+        if self.device == "cpu":
+            put_linear_under(self.model, cpu_gemm.linear)
         family = family_of(self.model)
         if family is None:
             known = ", ".join(name for f in FAMILIES for name in f.architectures)

@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput  # noqa: E402
 from sglang.srt.layers.moe.topk import TopK  # noqa: E402
-from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod  # noqa: E402
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod  # noqa: E402
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend  # noqa: E402
 from sglang.srt.layers.utils.multi_platform import MultiPlatformOp  # noqa: E402
 from sglang.srt.sampling.sampling_params import TOP_K_ALL  # noqa: E402
@@ -29,11 +29,25 @@ __all__ = [
     "UnquantizedFusedMoEMethod",
     "XGrammarGrammar",
     "XGrammarGrammarBackend",
+    "put_linear_under",
     "register_attention_backend",
     "register_forward",
     "register_grammar_backend",
     "register_sampler_backend",
 ]
+
+
+def put_linear_under(model: Any, linear: Callable[..., Any]) -> int:
+    """Let every unquantised linear layer of a loaded model compute with `linear(x, weight, bias)`; how many."""
+
+    class LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
+        def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            return linear(x, layer.weight, bias)
+
+    changed = [m for m in model.modules() if type(getattr(m, "quant_method", None)) is UnquantizedLinearMethod]
+    for module in changed:
+        module.quant_method = LinearMethod()
+    return len(changed)
 
 
 def register_forward(op_class: Any, forward: Callable[..., Any], dispatch_key: str) -> None:

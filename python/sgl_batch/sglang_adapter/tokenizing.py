@@ -19,12 +19,13 @@ __all__ = [
     "TokenizerManager",
     "choice_of",
     "init_tokenizer_manager",
-    "set_seed",
+    "prepare_request",
 ]
 
 
-def set_seed(tokenized: Any, seed: int) -> None:
-    """Set the sampling seed of a tokenized request; its parameters become its own."""
+def prepare_request(tokenized: Any, *, extra_key: str | None, seed: int) -> None:
+    """Set the prefix-cache key and the sampling seed of a tokenized request; its parameters become its own."""
+    tokenized.extra_key = extra_key
     tokenized.sampling_params = copy.copy(tokenized.sampling_params)
     tokenized.sampling_params.sampling_seed = seed
 
@@ -33,6 +34,5 @@ def choice_of(request: Any, tokenized: Any, *, extra_key: str, seed: int) -> tup
     """Copies of a request and its tokenized form for one choice, under a request id of its own."""
     request, tokenized = copy.copy(request), copy.copy(tokenized)
     tokenized.rid = request.regenerate_rid()
-    tokenized.extra_key = extra_key
-    set_seed(tokenized, seed)
+    prepare_request(tokenized, extra_key=extra_key, seed=seed)
     return request, tokenized

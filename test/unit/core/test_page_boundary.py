@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sequence_builders import choices, plan, sequence
 from virtual_schedule import Request, VirtualSchedule
 
-from sgl_batch.core.admission import Admission
+from sgl_batch.core.admission import Admission, unit_pages
 from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import (
     DecodeStep,
@@ -141,6 +141,12 @@ def build(drawn) -> list[Request]:
     return built
 
 
+def fits_at_once(request: Request, ledger: PageLedger) -> bool:
+    """Whether an empty device holds all choices of the request; otherwise they are parted on their way."""
+    leader, *followers = choices(request.choices, prompt=request.prompt, new=request.max_new)
+    return unit_pages(Admission(leader=leader, followers=tuple(followers)), ledger) <= ledger.total_pages
+
+
 @st.composite
 def plans(draw):
     b_moe, ahead = draw(st.integers(1, 12)), draw(st.integers(0, 12))
@@ -167,8 +173,9 @@ def test_every_schedule_ends_with_everybody_finished_in_fair_order(drawn, plan, 
     log = VirtualSchedule(todo, plan, pages=pages, slots=slots).run(most_decisions=5000)
     everybody = range(sum(request.choices for request in todo))
     assert sorted(log.finished + log.refused) == list(everybody)
-    assert log.refilled == sorted(log.refilled), "nobody is overtaken on the way into the decode group"
     assert log.most_running <= plan.decode.b_moe
+    if all(fits_at_once(request, PageLedger(pages, plan.page_size)) for request in todo):
+        assert log.refilled == sorted(log.refilled), "nobody is overtaken on the way into the decode group"
 
 
 @settings(max_examples=60, deadline=None)

@@ -28,6 +28,7 @@ class Run:
         b_moe: int = NO_LIMIT,
         accumulate: bool = True,
         can_reenter: bool = True,
+        num_layers: int = LAYERS,
     ) -> None:
         phase, other = PhasePlan(b_attn=b_attn, b_moe=b_moe), PhasePlan(b_attn=1, b_moe=1)
         is_decode = batch.forward_mode.is_decode()
@@ -40,7 +41,7 @@ class Run:
             ready_target=8,
             accumulate=accumulate,
         )
-        self.model, self.backend, self.counters = ToyModel(LAYERS), ToyBackend(), Counters()
+        self.model, self.backend, self.counters = ToyModel(num_layers), ToyBackend(), Counters()
         self.family = ToyFamily(self.backend)
         runner = LayerRunner(
             model=self.model,
@@ -110,8 +111,8 @@ def test_a_group_and_its_rows_are_counted_by_phase(phase):
 def test_without_accumulation_the_experts_are_called_once_for_each_sub_batch(phase, b_attn, rows):
     batch = group(phase, 8)
     run = Run(batch, b_attn=b_attn, accumulate=False)
-    assert run.family.expert_rows == {layer: rows for layer in range(LAYERS)}
-    assert run.family.attention_rows == {layer: rows for layer in range(LAYERS)}
+    assert run.family.expert_rows == dict.fromkeys(range(LAYERS), rows)
+    assert run.family.attention_rows == dict.fromkeys(range(LAYERS), rows)
     assert torch.equal(run.logits, by_hand(run.model, batch))
 
 
@@ -119,7 +120,7 @@ def test_without_accumulation_the_experts_are_called_once_for_each_sub_batch(pha
 def test_a_lone_prompt_longer_than_a_group_is_cut_for_the_experts(b_moe, rows):
     batch = extend_batch([0], [100])
     run = Run(batch, b_attn=30, b_moe=b_moe)
-    assert run.family.expert_rows == {layer: rows for layer in range(LAYERS)}
+    assert run.family.expert_rows == dict.fromkeys(range(LAYERS), rows)
     assert run.family.attention_rows[0] == [30, 30, 30, 10]
     assert torch.equal(run.logits, by_hand(run.model, batch))
 
@@ -152,25 +153,5 @@ def test_time_is_counted_to_attention_and_to_the_part_of_the_experts(monkeypatch
 
 
 def test_a_model_without_layers_is_a_fault():
-    model_of_none = ToyModel(0)
-    backend = ToyBackend()
-    plan = Plan(
-        prefill=PhasePlan(b_attn=8, b_moe=8),
-        decode=PhasePlan(b_attn=8, b_moe=8),
-        page_size=8,
-        boundary_tokens=8,
-        refill_watermark=0.5,
-        ready_target=8,
-        accumulate=True,
-    )
-    runner = LayerRunner(
-        model=model_of_none,
-        family=ToyFamily(backend),
-        attn_backend=backend,
-        plan=plan,
-        counters=Counters(),
-        can_reenter=True,
-        expert_part="experts",
-    )
     with pytest.raises(AssertionError, match="at least one layer"):
-        runner.forward(decode_batch([3]))
+        Run(decode_batch([3]), num_layers=0)

@@ -144,13 +144,22 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             start += length
         self.forward_metadata = PrefillMetadata(rows=tuple(rows), slots=tuple(slots))
 
-    def _check(self, layer: Any) -> None:
-        window = layer.sliding_window_size is not None and layer.sliding_window_size > 0
-        if layer.logit_cap or window or layer.is_cross_attention:
+    def _check(self, layer: Any, asked: dict[str, Any]) -> None:
+        """Refuse what is not computed here, by name: never wrong tokens in silence (invariant 3)."""
+        features = {
+            "logit_cap": bool(layer.logit_cap),
+            "sliding_window_size": layer.sliding_window_size is not None and layer.sliding_window_size > 0,
+            "is_cross_attention": layer.is_cross_attention,
+            f"attn_type {layer.attn_type.value}": layer.attn_type.value != "decoder",
+            "xai_temperature_len": layer.xai_temperature_len > 0,
+            "k_scale": layer.k_scale is not None,
+            **{name: value is not None for name, value in asked.items()},
+        }
+        present = [name for name, there in features.items() if there]
+        if present:
             raise ConfigError(
-                "the CPU attention backend covers causal attention over the whole context; this model asks for "
-                f"logit_cap={layer.logit_cap}, sliding_window_size={layer.sliding_window_size}, "
-                f"is_cross_attention={layer.is_cross_attention}"
+                "the CPU attention backend covers causal attention over the whole context; "
+                f"this model asks for {', '.join(present)}"
             )
 
     def _save(self, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -166,7 +175,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        self._check(layer)
+        self._check(layer, kwargs)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         assert isinstance(self.forward_metadata, DecodeMetadata), "decode runs under decode metadata"
@@ -185,7 +194,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        self._check(layer)
+        self._check(layer, kwargs)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         assert isinstance(self.forward_metadata, PrefillMetadata), "prefill runs under prefill metadata"

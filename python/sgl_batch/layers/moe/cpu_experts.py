@@ -6,28 +6,18 @@ Shape suffixes: T tokens, K experts per token, R = T * K routed rows, E experts,
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 
-# Rows of one expert from which converting its weights to float32 pays, on a CPU without bf16 instructions.
-_UPCAST_ROWS = 32
-
-
-@cache
-def _bf16_is_native() -> bool:
-    """Whether this CPU multiplies bf16 itself (AVX512-BF16 or AMX); otherwise float32 is quicker."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+from sgl_batch.layers.cpu_gemm import compute_dtype
 
 
 def _expert(rows_RM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """Gate and up projection [2I, M], SiLU-and-multiply, down projection [M, I], for one expert's rows."""
-    if rows_RM.dtype == torch.bfloat16 and len(rows_RM) >= _UPCAST_ROWS and not _bf16_is_native():
-        rows_RM, w13, w2 = rows_RM.float(), w13.float(), w2.float()
-    gate_up = F.linear(rows_RM, w13)
+    dtype = compute_dtype(rows_RM.dtype, len(rows_RM))
+    gate_up = F.linear(rows_RM.to(dtype), w13.to(dtype))
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, w2)
+    return F.linear(F.silu(gate) * up, w2.to(dtype))
 
 
 def combined_experts(

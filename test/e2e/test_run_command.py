@@ -1,0 +1,183 @@
+"""`sgl-batch run` as a user meets it: every line answered once, mistakes named, runs that can be repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .conftest import MODEL, RunFiles, chat_line, collect, read_lines, run_argv
+
+pytestmark = pytest.mark.engine
+
+GOOD = [
+    chat_line("greedy", "What does os.path.join do?", temperature=0),
+    chat_line("sampled", "Return the", temperature=0.9),
+    chat_line("choices", "Return the", temperature=0.9, n=3, seed=11),
+    chat_line("logprobs", "Return the", temperature=0, logprobs=True, top_logprobs=2),
+    chat_line("stopped", "Return the", temperature=0, stop=["e"]),
+    {
+        "custom_id": "completion",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": MODEL, "prompt": "Return the", "max_tokens": 8, "temperature": 0},
+    },
+]
+BAD: list[tuple[str, str]] = [
+    ('{"custom_id": "cut", "method"', "invalid_json_line"),
+    (json.dumps({**chat_line("no-body", "x"), "body": None}), "missing_body"),
+    (json.dumps(chat_line("other-model", "x", model="gpt-none")), "model_mismatch"),
+    (json.dumps(chat_line("empty", "x", messages=[])), "empty_messages"),
+    (json.dumps(chat_line("negative", "x", max_tokens=-4)), "invalid_max_tokens"),
+    (json.dumps(chat_line("greedy", "a second line of this name")), "duplicate_custom_id"),
+    (json.dumps(chat_line("too-long", "word " * 6000)), ""),
+]
+
+
+@pytest.fixture(scope="module")
+def mixed_input(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Good and bad lines by turns."""
+    path = tmp_path_factory.mktemp("mixed") / "in.jsonl"
+    lines = [json.dumps(line) for line in GOOD]
+    for place, (line, _) in enumerate(BAD):
+        lines.insert(1 + 2 * place, line)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def first_run(mixed_input: Path, run_command: Callable[..., RunFiles]) -> RunFiles:
+    return run_command(mixed_input, mixed_input.with_name("first.jsonl"), "--seed", "7")
+
+
+def test_good_lines_are_answered_in_order_beside_bad_ones(first_run: RunFiles) -> None:
+    assert first_run.exit_code == 2, first_run.stderr
+    assert [line["custom_id"] for line in first_run.output] == [line["custom_id"] for line in GOOD]
+    for line in first_run.output:
+        assert line["error"] is None
+        assert line["id"].startswith("batch_req_")
+        assert line["response"]["status_code"] == 200
+        assert line["response"]["body"]["model"] == MODEL
+        assert line["response"]["body"]["usage"]["completion_tokens"] > 0
+    by_id = {line["custom_id"]: line["response"]["body"] for line in first_run.output}
+    assert len(by_id["choices"]["choices"]) == 3
+    assert len(by_id["logprobs"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+    assert by_id["completion"]["object"] == "text_completion"
+
+
+def test_each_bad_line_has_its_own_clear_error(first_run: RunFiles) -> None:
+    assert len(first_run.errors) == len(BAD)
+    for line, (_, code) in zip(first_run.errors, BAD, strict=True):
+        error = line["response"]["body"]["error"]
+        assert line["response"]["status_code"] == 400
+        assert error["message"]
+        if code:
+            assert error["code"] == code
+    assert "4096" in first_run.errors[-1]["response"]["body"]["error"]["message"], "the limit stands in the message"
+    messages = [line["response"]["body"]["error"]["message"] for line in first_run.errors]
+    assert len(set(messages)) == len(messages)
+
+
+def test_the_summary_says_where_the_time_went(first_run: RunFiles) -> None:
+    for words in ("experts", "attention", "router", "sampling", "tokens out", "imbalance"):
+        assert words in first_run.stderr
+    assert "Traceback" not in first_run.stderr
+
+
+def test_a_run_is_repeated_from_its_manifest_whatever_the_sub_batches(
+    first_run: RunFiles, mixed_input: Path, run_command: Callable[..., RunFiles]
+) -> None:
+    manifest = first_run.manifest
+    assert manifest["status"] == "completed"
+    assert manifest["seeds"]["job_seed"] == 7
+    sub_batches = ("--b-attn-decode", "3", "--b-attn-prefill", "5")
+    again = run_command(mixed_input, mixed_input.with_name("again.jsonl"), "--seed", "7", *sub_batches)
+    assert [answer(line) for line in again.output] == [answer(line) for line in first_run.output]
+
+
+def answer(line: dict[str, Any]) -> list[Any]:
+    choices = line["response"]["body"]["choices"]
+    return [choice.get("message", {}).get("content", choice.get("text")) for choice in choices]
+
+
+@pytest.fixture
+def long_run(repo_root: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run that goes on for minutes unless something stops it; short lines finish early."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [chat_line(f"line-{i}", "Return the", max_tokens=4 + 400 * (i > 40), ignore_eos=True) for i in range(600)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    process = subprocess.Popen(
+        run_argv(repo_root, source, output, "--progress", "plain", "--b-moe-decode", "16"),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process, output
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for_output(process: subprocess.Popen[str], output: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not output.exists() or len(output.read_bytes().splitlines()) < 20:
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < deadline, "no line was finished in time"
+        time.sleep(0.2)
+
+
+def test_ctrl_c_writes_what_is_finished_and_names_what_is_missing(
+    long_run: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, output = long_run
+    wait_for_output(process, output)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    files = collect(process.returncode, stderr, output)
+    assert files.exit_code == 130, stderr
+    assert files.manifest["status"] == "interrupted"
+    ids = [int(line["custom_id"].split("-")[1]) for line in files.output]
+    assert ids == sorted(set(ids))
+    assert 20 <= len(ids) < 600
+    assert f"{600 - len(ids)} of 600 lines have neither an output nor an error" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_killed_scheduler_ends_the_run_with_finished_lines_kept(
+    long_run: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, output = long_run
+    wait_for_output(process, output)
+    scheduler = next(p for p in psutil.Process(process.pid).children(recursive=True) if "scheduler" in p.name())
+    scheduler.kill()
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 3, stderr
+    assert len(read_lines(output)) >= 20
+    assert "a process of the engine died" in stderr
+    assert not psutil.pid_exists(scheduler.pid)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--b-moe-decode", "0"], "b_moe_decode is 0; it must be at least 1"),
+        (["--no-such-flag", "1"], "no-such-flag"),
+        (["--page-size", "1"], "pages of at least 2 tokens"),
+    ],
+)
+def test_bad_flags_end_with_1_before_anything_starts(
+    flags: list[str], message: str, mixed_input: Path, tmp_path: Path, run_command: Callable[..., RunFiles]
+) -> None:
+    files = run_command(mixed_input, tmp_path / "never.jsonl", *flags)
+    assert files.exit_code == 1
+    assert message in files.stderr
+    assert "Traceback" not in files.stderr
+    assert not (tmp_path / "never.jsonl").exists()

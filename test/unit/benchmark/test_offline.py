@@ -1,0 +1,95 @@
+"""The command: bad arguments end it with one line, random checkpoints have released models' key names."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import random_checkpoint
+from comparison.child import last_error, run_child
+from offline import main, parse_engine_arguments, parse_engines
+from safetensors import safe_open
+
+from sgl_batch.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "--model is missing"),
+        (["--model", "nowhere"], "--model nowhere is not a checkpoint directory"),
+        (["--model", "MODEL", "--chat"], "--chat is given without --jsonl"),
+        (["--model", "MODEL", "--jsonl", "nowhere.jsonl"], "--jsonl nowhere.jsonl is not a file"),
+        (["--model", "MODEL", "--num-prompts", "0"], "--num-prompts is 0"),
+        (["--model", "MODEL", "--rounds", "0"], "--rounds is 0"),
+        (["--model", "MODEL", "--input-len", "9999"], "more than the model's context of 4096"),
+        (["--model", "MODEL", "--vllm-python", "nowhere"], "--vllm-python nowhere is not a file"),
+        (["--model", "MODEL", "--engines", "stock,mystery"], "--engines names 'mystery'"),
+        (["--model", "MODEL", "--engine-arg", "stock=1"], "--engine-arg is 'stock=1'"),
+        (["--make-model", "MODEL"], "already holds files"),
+        (["--make-model", "new-model", "--make-model-layers", "0"], "--make-model-layers is 0"),
+    ],
+)
+def test_a_bad_argument_ends_the_command_with_one_line(argv, said, repo_root, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = str(repo_root / "test" / "models" / "tiny-qwen3-moe")
+    code = main([model if word == "MODEL" else word for word in argv])
+    message = capsys.readouterr().err
+    assert code == 1
+    assert said in message
+    assert message.count("\n") == 1
+
+
+def test_engines_keep_the_order_given_and_come_once():
+    assert parse_engines("vllm, sgl_batch") == ["vllm", "sgl_batch"]
+    with pytest.raises(ConfigError, match="hf twice"):
+        parse_engines("hf,stock,hf")
+
+
+def test_arguments_of_sgl_batch_also_go_to_its_comparison_without_accumulation():
+    found = parse_engine_arguments(["sgl_batch:b_attn_decode=8", "stock:attention_backend=triton"])
+    assert found["sgl_batch"] == found["sgl_batch_no_accumulate"] == {"b_attn_decode": 8}
+    assert found["stock"] == {"attention_backend": "triton"}
+
+
+def test_a_child_that_fails_says_its_last_error_and_leaves_no_result(tmp_path):
+    spec, result, log = tmp_path / "spec.json", tmp_path / "result.json", tmp_path / "child.log"
+    spec.write_text(json.dumps({"engine": "no such engine"}))
+    end = run_child(sys.executable, spec, result, log, limit_s=60.0, threads=1)
+    assert end.reason == "KeyError: 'no such engine'"
+    assert not result.exists()
+
+
+def test_a_child_past_its_limit_is_ended_and_said_to_be(tmp_path):
+    spec = tmp_path / "spec.json"
+    spec.write_text("{}")
+    end = run_child(sys.executable, spec, tmp_path / "result.json", tmp_path / "log", limit_s=0.0, threads=1)
+    assert end.reason == "timed out after 0 s"
+
+
+def test_a_child_ended_by_a_signal_without_a_message_says_which(tmp_path):
+    log = tmp_path / "child.log"
+    log.write_text("loading\n")
+    assert last_error(log, -9) == "ended with signal 9 and no result; see child.log"
+
+
+def test_a_random_checkpoint_has_the_key_names_of_released_ones(tmp_path, repo_root, monkeypatch):
+    for name, size in {"HIDDEN": 32, "EXPERTS": 4, "EXPERT_WIDTH": 16, "VOCABULARY": 200}.items():
+        monkeypatch.setattr(random_checkpoint, name, size)
+    tiny = repo_root / "test" / "models" / "tiny-qwen3-moe"
+    parameters = random_checkpoint.make_checkpoint(tmp_path / "made", tiny, 2, lambda _: None)
+    index = json.loads((tmp_path / "made" / "model.safetensors.index.json").read_text())
+    with safe_open(tiny / "model.safetensors", "pt") as trained:
+        kept = [key for key in trained.keys() if ".layers." not in key or _layer(key) < 2]  # noqa: SIM118
+    assert set(index["weight_map"]) == {key for key in kept if ".experts." not in key or _expert(key) < 4}
+    assert index["metadata"]["total_size"] == 2 * parameters
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["num_hidden_layers"] == 2
+
+
+def _layer(key):
+    return int(key.split(".")[2])
+
+
+def _expert(key):
+    return int(key.split(".")[5])

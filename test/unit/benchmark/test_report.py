@@ -1,0 +1,127 @@
+"""What a comparison looks like: the tables, the record, and that no engine is dropped."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from comparison.machine import describe, parse_cpuinfo
+from comparison.report import Record, as_json, markdown, phase_counts, table
+from comparison.rounds import EngineRun, RoundResult, Settings
+from comparison.workload import random_workload
+
+MACHINE = {"cpu": "Some CPU", "cores": 2, "cpu_flags": ["avx2", "avx512f"], "memory_bytes": 24 * 2**30, "gpus": []}
+
+
+def finished(number, wall_s, *, tokens=(1, 2), before=None, after=None):
+    return RoundResult(
+        number=number,
+        start_s=20.0,
+        warm_up_s=1.0,
+        wall_s=wall_s,
+        peak_rss_bytes=3 * 2**30,
+        load_average=0.5,
+        cpus_of_others=0.25,
+        outputs=[list(tokens)],
+        details_before=before or {},
+        details_after=after or {},
+        versions={"python": "3"},
+    )
+
+
+def stats(attention_s, experts_s, rows, gemms):
+    return {
+        "part_s": {"attention": attention_s, "experts": experts_s},
+        "counters": {"expert_rows": rows, "expert_gemms": gemms},
+    }
+
+
+@pytest.fixture
+def record(tmp_path):
+    ours = [
+        finished(1, 2.0, before=stats(1.0, 1.0, 10, 10), after=stats(1.5, 2.25, 110, 30)),
+        finished(2, 4.0, before=stats(1.0, 1.0, 10, 10), after=stats(1.5, 2.25, 110, 30)),
+    ]
+    runs = [
+        EngineRun(name="sgl_batch", rounds=ours),
+        EngineRun(
+            name="stock", rounds=[finished(1, 10.0, tokens=(1, 3))], fault="failed in round 2: timed out after 9 s"
+        ),
+        EngineRun(name="vllm", fault="not installed (no module vllm)"),
+    ]
+    settings = Settings(
+        model=Path("some-model"),
+        dtype="bfloat16",
+        rounds=2,
+        timeout_s=9.0,
+        hf_batch=32,
+        threads=None,
+        python_of={},
+        arguments_of={},
+        out=tmp_path,
+    )
+    return Record(
+        workload=random_workload(num_prompts=1, input_len=18, spread=0, output_len=2, vocabulary=3072, seed=0),
+        settings=settings,
+        runs=runs,
+        machine=MACHINE,
+        source={"commit": "0123456789abcdef", "changed_files": 0},
+        command=["python", "benchmark/offline.py", "--model", "some model"],
+        started=datetime(2026, 1, 2, tzinfo=UTC),
+    )
+
+
+def row_of(text, first_cell):
+    """The cells of the first table row that starts with `first_cell`."""
+    row = next(line for line in text.splitlines() if line.startswith(f"| {first_cell} "))
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_a_table_aligns_its_columns():
+    text = table(["a", "long heading"], [["name", "1"]])
+    assert text.splitlines() == ["| a    | long heading |", "| ---- | -----------: |", "| name |            1 |"]
+
+
+def test_an_engine_row_gives_median_range_speed_and_memory(record):
+    cells = row_of(markdown(record), "sgl_batch")
+    assert cells[1:7] == ["3.0 (2.0-4.0)", "8 (5-10)", "0.8 (0.5-1.0)", "3.0", "20", "reference"]
+
+
+def test_an_engine_that_failed_keeps_its_rounds_and_its_reason(record):
+    text = markdown(record)
+    assert row_of(text, "stock")[1:] == ["10.0", "2", "0.2", "3.0", "20", "0/1 (50 %)", "failed in round 2"]
+    assert "- stock: failed in round 2: timed out after 9 s" in text
+
+
+def test_an_engine_that_is_not_installed_is_listed(record):
+    assert row_of(markdown(record), "vllm")[-1] == "not installed (no module vllm)"
+
+
+def test_a_ratio_above_one_says_that_the_row_is_faster(record):
+    section = markdown(record).split("Times as fast as")[1]
+    assert row_of(section, "sgl_batch")[1:] == ["", "5.00"]
+    assert row_of(section, "stock")[1:] == ["0.20", ""]
+
+
+def test_parts_and_rows_count_the_timed_region_alone(record):
+    found = phase_counts(record.runs[0].rounds[0])
+    assert found["part_s"] == {"attention": 0.5, "experts": 1.25}
+    assert found["mean_rows_per_expert_gemm"] == 5.0
+    assert phase_counts(record.runs[1].rounds[0]) == {}
+
+
+def test_the_record_is_json_with_raw_times_command_and_machine(record):
+    found = json.loads(json.dumps(as_json(record)))
+    assert [done["wall_s"] for done in found["engines"]["sgl_batch"]] == [2.0, 4.0]
+    assert found["summaries"]["sgl_batch"]["times_as_fast_as"]["stock"]["median"] == 5.0
+    assert found["summaries"]["vllm"]["fault"] == "not installed (no module vllm)"
+    assert found["command"][-1] == "some model"
+    assert found["machine"] == MACHINE
+
+
+def test_the_machine_line_says_which_vector_units_are_missing():
+    assert describe(MACHINE) == "Some CPU, 2 cores; avx2 avx512f; no AMX; 24 GiB of memory"
+    model, flags = parse_cpuinfo("model name\t: A CPU\nflags\t\t: fpu avx2 amx_tile amx_bf16\n\nmodel name\t: B\n")
+    assert (model, flags) == ("A CPU", ["avx2", "amx_tile", "amx_bf16"])
