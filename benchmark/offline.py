@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -189,6 +190,8 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     source = machine.source(ROOT)
     say(f"{workload.description}; logs in {settings.out}")
     interrupted = False
+    # Asked to end, report as after Ctrl-C: the engine's process is in a session of its own and would stay behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_rounds(engines, workload, settings, say, runs)
     except KeyboardInterrupt:

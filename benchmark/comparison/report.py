@@ -73,7 +73,7 @@ def summaries(record: Record) -> dict[str, Any]:
         walls = run.by_round(lambda done: done.wall_s)
         others = {other.name: other.by_round(lambda done: done.wall_s) for other in record.runs if other is not run}
         found[run.name] = {
-            "fault": run.fault,
+            "fault": run.fault or _shortfall(run, record.settings.rounds),
             "wall_s": spread(walls.values()),
             "total_tokens_per_s": spread(_speed_of(both, run).values()),
             "output_tokens_per_s": spread(_speed_of(workload.output_tokens, run).values()),
@@ -104,6 +104,11 @@ def markdown(record: Record) -> str:
         _part_table(record.runs),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _shortfall(run: EngineRun, rounds: int) -> str | None:
+    """What an interruption left undone; None if every round is there."""
+    return None if len(run.rounds) == rounds else f"interrupted after {len(run.rounds)} of {rounds} rounds"
 
 
 def _cell(value: Spread | None, digits: int) -> str:

@@ -45,7 +45,8 @@ def model_config(model: Path) -> dict[str, Any]:
             "`--make-model DIR` writes a random one"
         )
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config.get("text_config", config)
+    inner: dict[str, Any] = config.get("text_config", config)
+    return inner
 
 
 def check_fits(workload: Workload, config: dict[str, Any]) -> None:
@@ -105,7 +106,7 @@ def jsonl_workload(path: Path, model: Path, *, chat: bool, num_prompts: int | No
 def _read_bodies(path: Path, num_prompts: int | None) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"--jsonl {path} is not a file")
-    bodies = []
+    bodies: list[dict[str, Any]] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if num_prompts is not None and len(bodies) == num_prompts:

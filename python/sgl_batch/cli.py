@@ -14,6 +14,7 @@ Batch inference for mixture-of-experts models on SGLang's own processes.
 commands:
   run     run a JSONL file of OpenAI batch requests: sgl-batch run -i in.jsonl -o out.jsonl --model PATH
   serve   serve the model over HTTP; takes SGLang's flags and ours, as python -m sgl_batch.launch_server does
+  trace   print how one sequence went through the engine: sgl-batch trace trace.jsonl ID
 
 `sgl-batch COMMAND --help` explains a command. `sgl-batch --version` prints the version.
 """
@@ -30,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_batch.launch_server import main as serve
 
         return int(serve(rest) or 0)
+    if command == "trace":
+        from sgl_batch.cli_trace import trace_command
+
+        return trace_command(rest)
     if command in ("-h", "--help", "help"):
         sys.stdout.write(_USAGE)
         return 0

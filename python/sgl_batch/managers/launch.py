@@ -96,7 +96,9 @@ def run_scheduler_process(config: BatchConfig, *args: Any, **kwargs: Any) -> Non
     if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
         from sgl_batch.model_executor import cpu_operators
 
-        cpu_operators.register(context.counters)
+        gemm = cpu_operators.make_gemm()
+        context = RunContext(config=config, gemm=gemm)
+        cpu_operators.register(context.counters, gemm)
     processes.run_scheduler_with(partial(BatchScheduler, context=context), CounterSampler, *args, **kwargs)
 
 

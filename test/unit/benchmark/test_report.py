@@ -99,6 +99,11 @@ def test_an_engine_that_is_not_installed_is_listed(record):
     assert row_of(markdown(record), "vllm")[-1] == "not installed (no module vllm)"
 
 
+def test_an_engine_that_was_interrupted_says_how_far_it_came(record):
+    record.runs.append(EngineRun(name="hf"))
+    assert row_of(markdown(record), "hf")[-1] == "interrupted after 0 of 2 rounds"
+
+
 def test_a_ratio_above_one_says_that_the_row_is_faster(record):
     section = markdown(record).split("Times as fast as")[1]
     assert row_of(section, "sgl_batch")[1:] == ["", "5.00"]

@@ -125,6 +125,13 @@ def test_a_sample_respects_top_k_top_p_and_min_p_exactly(seed):
     assert tokens.tolist() == [by_the_rule(*row) for row in rows]
 
 
+def test_a_number_at_the_edge_between_two_tokens_draws_the_later_one():
+    probs = torch.tensor([[0.25, 0.5, 0.125, 0.125]]).expand(5, -1)
+    drawn = torch.tensor([0.0, 0.4999, 0.5, 0.75, 0.9999], dtype=torch.float64)
+    top_ks, ones = torch.full((5,), TOP_K_ALL), torch.ones(5)
+    assert sample_rows(probs, top_ks, ones, 0 * ones, drawn).tolist() == [1, 1, 0, 2, 3]
+
+
 def test_a_sample_without_filters_inverts_the_distribution_as_it_lies():
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).expand(7, -1)
     drawn = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999, 1 - 2.0**-53], dtype=torch.float64)
@@ -215,6 +222,13 @@ def test_a_greedy_row_takes_the_most_probable_token_whatever_its_seed():
     for seed in range(3):
         rows = [Row(top_k=1, top_p=0.5, min_p=0.5, seed=seed, position=seed) for _ in range(8)]
         assert torch.equal(sampled(probs, rows), probs.argmax(-1))
+
+
+def test_a_greedy_row_takes_the_first_of_equally_probable_tokens():
+    probs = torch.full((2, 300), 1e-3)
+    probs[0, [7, 8, 250]] = 0.2
+    probs[1, [299, 130]] = 0.3
+    assert sampled(probs, [Row(top_k=1), Row(top_k=1)]).tolist() == [7, 130]
 
 
 def test_other_seeds_and_other_positions_draw_other_tokens():

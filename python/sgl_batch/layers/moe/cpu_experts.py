@@ -9,15 +9,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sgl_batch.layers.cpu_gemm import compute_dtype
+from sgl_batch.layers.cpu_gemm import CpuGemm
 
 
-def _expert(rows_RM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def _expert(gemm: CpuGemm, rows_RM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """Gate and up projection [2I, M], SiLU-and-multiply, down projection [M, I], for one expert's rows."""
-    dtype = compute_dtype(rows_RM.dtype, len(rows_RM))
-    gate_up = F.linear(rows_RM.to(dtype), w13.to(dtype))
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, w2.to(dtype))
+    gate, up = gemm.linear(rows_RM, w13).chunk(2, dim=-1)
+    return gemm.linear(F.silu(gate) * up, w2)
 
 
 def combined_experts(
@@ -26,6 +24,7 @@ def combined_experts(
     w2: torch.Tensor,
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
+    gemm: CpuGemm,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
@@ -43,7 +42,7 @@ def combined_experts(
     for expert, count in enumerate(rows_per_expert.tolist()):
         if count:
             rows = slice(start, start + count)
-            out_RM[rows] = _expert(sorted_RM[rows], w13[expert], w2[expert])
+            out_RM[rows] = _expert(gemm, sorted_RM[rows], w13[expert], w2[expert])
             start += count
     by_token_RM = torch.empty_like(out_RM)
     by_token_RM[order_R] = out_RM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_batch.layers.moe import cpu_experts
+from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.moe.cpu_experts import combined_experts
 
 EXPERTS, HIDDEN, INTERMEDIATE = 6, 16, 24
@@ -50,7 +50,7 @@ def token_by_token(x_TM, w13, w2, weights_TK, ids_TK) -> torch.Tensor:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_combined_experts_equal_a_loop_over_tokens(routing, dtype, tolerance, bf16_is_native, monkeypatch):
-    monkeypatch.setattr(cpu_experts, "_bf16_is_native", lambda: bf16_is_native)
+    monkeypatch.setattr(cpu_gemm, "bf16_is_native", lambda: bf16_is_native)
     ids_TK = torch.tensor(ROUTINGS[routing], dtype=torch.int32)
     x_TM, w13, w2, weights_TK = inputs(len(ids_TK), dtype, ids_TK.shape[1])
     out_TM, rows_per_expert = combined_experts(x_TM, w13, w2, weights_TK, ids_TK)

@@ -1,0 +1,60 @@
+"""`sgl-batch trace`: prints how one sequence went through the engine, from a file written with --trace-file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_DESCRIPTION = """\
+Print the events of one sequence: when it changed its state, from what to what, and why.
+
+  sgl-batch run -i in.jsonl -o out.jsonl --model PATH --trace-file trace.jsonl
+  sgl-batch trace trace.jsonl ID
+
+ID is the "id" of an answer's body in out.jsonl (of the first choice, where n > 1), or the beginning of one. Without ID,
+every sequence is listed with its path.
+"""
+
+
+def trace_command(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit code: 1 when the file or the sequence is not there."""
+    parser = argparse.ArgumentParser(
+        prog="sgl-batch trace", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a file written with --trace-file")
+    parser.add_argument("sequence", nargs="?", default="", metavar="ID", help="a sequence's id, or its beginning")
+    args = parser.parse_args(argv)
+    if not args.file.is_file():
+        sys.stderr.write(
+            f"sgl-batch trace: error: {args.file} is not a file; run with --trace-file {args.file} first\n"
+        )
+        return 1
+    events = [json.loads(line) for line in args.file.read_text(encoding="utf-8").splitlines()]
+    chosen = [event for event in events if event["sequence"].startswith(args.sequence)]
+    if not chosen:
+        sys.stderr.write(
+            f"sgl-batch trace: error: no sequence in {args.file} begins with {args.sequence!r}; "
+            f"it holds {len({event['sequence'] for event in events})} sequences\n"
+        )
+        return 1
+    sys.stdout.write(_paths(chosen) if not args.sequence else _events(chosen))
+    return 0
+
+
+def _paths(events: list[dict[str, str]]) -> str:
+    paths: dict[str, list[str]] = {}
+    for event in events:
+        paths.setdefault(event["sequence"], [event["from"]]).append(event["to"])
+    return "".join(f"{name}  {' > '.join(path)}\n" for name, path in paths.items())
+
+
+def _events(events: list[dict[str, str]]) -> str:
+    start = float(events[0]["t"])
+    return "".join(
+        f"{event['sequence'][:12]}  +{float(event['t']) - start:9.3f} s  {event['from']:>10} > {event['to']:<10}  "
+        f"{event['why']}\n"
+        for event in events
+    )

@@ -1,0 +1,48 @@
+"""The trace command prints one sequence's events in order, and names what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_batch.cli import main
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    steps = [("QUEUED", "PREFILLING"), ("PREFILLING", "READY"), ("READY", "RUNNING"), ("RUNNING", "FINISHED")]
+    lines = [
+        {"t": 100.0 + i, "sequence": name, "from": before, "to": after, "why": f"why {i}"}
+        for i, (before, after) in enumerate(steps)
+        for name in ("aaa1", "bbb2")
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_events_of_one_sequence_come_in_order(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(trace_file), "aaa"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(" s ")[1].split("why")[0].split() for line in printed] == [
+        ["QUEUED", ">", "PREFILLING"],
+        ["PREFILLING", ">", "READY"],
+        ["READY", ">", "RUNNING"],
+        ["RUNNING", ">", "FINISHED"],
+    ]
+
+
+def test_without_an_id_every_sequence_is_listed_with_its_path(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(trace_file)]) == 0
+    assert "bbb2  QUEUED > PREFILLING > READY > RUNNING > FINISHED" in capsys.readouterr().out
+
+
+def test_an_unknown_sequence_or_file_is_named(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(trace_file), "zzz"]) == 1
+    assert "'zzz'; it holds 2 sequences" in capsys.readouterr().err
+    assert main(["trace", str(trace_file.with_name("none")), "zzz"]) == 1
+    assert "is not a file" in capsys.readouterr().err
