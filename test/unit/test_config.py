@@ -112,6 +112,8 @@ def test_an_unknown_option_is_refused_with_those_that_are_known():
         ("refill_watermark", -0.1, "at least 0.0 and at most 1.0"),
         ("refill_watermark", 1.1, "at least 0.0 and at most 1.0"),
         ("ready_ahead", float("inf"), "at least 0.0 and at most 16.0"),
+        ("refill_watermark", float("nan"), "at least 0.0 and at most 1.0"),
+        ("ready_ahead", float("nan"), "at least 0.0 and at most 16.0"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_range(name, value, limit):

@@ -44,6 +44,10 @@ class CpuGemm:
         self._packed.clear()
         self._left_bytes = self._budget_bytes
 
+    def rows_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The number type in which to keep rows of `dtype` between products: the one that products are made in."""
+        return compute_dtype(dtype) if self._budget_bytes > 0 else dtype
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [..., in] times a weight [out, in], plus a bias [out]; the result has x's number type."""
         packed = self._pack(weight)

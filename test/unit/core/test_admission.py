@@ -90,6 +90,12 @@ def test_a_unit_too_large_for_an_empty_device_goes_without_its_followers():
     assert select([unit], pages=10) == [list(range(8))]
 
 
+def test_nobody_overtakes_the_followers_of_a_unit_that_was_cut():
+    group = choices(8, prompt=17, new=8)
+    units = [Admission(leader=group[0], followers=tuple(group[1:])), Admission(leader=sequence(9))]
+    assert select(units, pages=9) == [[0]]
+
+
 @QUICK
 @given(
     prompts=st.lists(st.integers(1, 150), max_size=20),

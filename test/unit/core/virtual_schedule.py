@@ -56,6 +56,7 @@ class VirtualSchedule:
         self._readers: dict[str, set[str]] = {}
         self._steps = 0
         self._filling = False
+        self._changed = True
 
     def run(self, most_decisions: int) -> Log:
         """Decide and do until every request has finished; more decisions than allowed mean starvation."""
@@ -72,6 +73,7 @@ class VirtualSchedule:
     def _arrive(self) -> None:
         while self._arriving and self._arriving[0].at <= self.log.decisions:
             request = self._arriving.pop(0)
+            self._changed = True
             group = f"g{self._num_arrived}" if request.choices > 1 else None
             for choice in range(request.choices):
                 sequence = Sequence(
@@ -98,6 +100,7 @@ class VirtualSchedule:
             slots=self.slots,
             free_slots=self.slots - len(self._running) - len(self._ready),
             filling=self._filling,
+            changed=self._changed,
         )
         free_before = self.ledger.free_pages
         action = decide(state, self.plan, self.ledger, FifoOrder())
@@ -109,12 +112,14 @@ class VirtualSchedule:
         self._filling = isinstance(action, PrefillGroup)
         if isinstance(action, PrefillGroup):
             self._prefill(action.units)
+            self._changed = True
         elif isinstance(action, Refill):
             self._refill(action.sequences)
             self._decode()
         elif isinstance(action, DecodeStep):
             if action.at_boundary:
                 self._steps = 0
+                self._changed = False
             self._decode()
         else:
             assert isinstance(action, Idle)
@@ -149,6 +154,7 @@ class VirtualSchedule:
         self._running += sequences
         self.log.refilled += [sequence.arrival for sequence in sequences]
         self._steps = 0
+        self._changed = False
 
     def _decode(self) -> None:
         assert 0 < len(self._running) <= self.plan.decode.b_moe
@@ -164,6 +170,7 @@ class VirtualSchedule:
 
     def _leave(self, sequence: Sequence) -> None:
         self.log.finished.append(sequence.arrival)
+        self._changed = True
         self.ledger.release(sequence.sequence_id)
         readers = self._readers.get(sequence.prompt_group or "", set())
         if sequence.sequence_id in readers:

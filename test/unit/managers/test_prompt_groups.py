@@ -24,3 +24,8 @@ def test_a_tag_comes_back_as_it_was_sent(group, index, count):
 )
 def test_any_other_key_is_a_request_of_one_choice(key):
     assert decode(key) is None
+
+
+@pytest.mark.parametrize("rest", ["", "x", "0:1", "a:b:c", "0:x:g", "-1:2:g", ":1:g"])
+def test_a_key_that_only_begins_like_a_tag_is_a_request_of_one_choice(rest):
+    assert decode(f"sgl_batch.choice:{rest}") is None

@@ -36,7 +36,8 @@ def combined_experts(
     ids_R = topk_ids_TK.reshape(-1).to(torch.int64)
     order_R = torch.argsort(ids_R, stable=True)
     rows_per_expert = torch.bincount(ids_R, minlength=w13.shape[0])
-    sorted_RM = x_TM[order_R // top_k]
+    # Converted once for all experts, so that no product converts its rows again.
+    sorted_RM = x_TM.to(gemm.rows_dtype(x_TM.dtype))[order_R // top_k]
     out_RM = torch.empty_like(sorted_RM)
     start = 0
     for expert, count in enumerate(rows_per_expert.tolist()):
@@ -44,7 +45,8 @@ def combined_experts(
             rows = slice(start, start + count)
             out_RM[rows] = _expert(gemm, sorted_RM[rows], w13[expert], w2[expert])
             start += count
-    by_token_RM = torch.empty_like(out_RM)
-    by_token_RM[order_R] = out_RM
-    weighted = by_token_RM.view(num_tokens, top_k, -1).float() * topk_weights_TK.float()[..., None]
-    return weighted.sum(1).to(x_TM.dtype), rows_per_expert
+    out_RM *= topk_weights_TK.reshape(-1)[order_R, None].to(out_RM.dtype)
+    place_R = torch.empty_like(order_R)
+    place_R[order_R] = torch.arange(len(order_R))
+    by_token_TKM = out_RM[place_R].view(num_tokens, top_k, -1)
+    return by_token_TKM.sum(1, dtype=torch.float32).to(x_TM.dtype), rows_per_expert

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from paged_sequences import HEAD_DIM, SCALING, PagedSequences, dense_attention
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_batch.errors import ConfigError
@@ -186,15 +186,35 @@ def test_kv_is_written_at_the_batchs_slots_only_and_only_when_asked(mode, save):
 
 
 @pytest.mark.parametrize(
-    "field", [{"logit_cap": 30.0}, {"sliding_window_size": 128}, {"is_cross_attention": True}], ids=str
+    ("fields", "named"),
+    [
+        ({"logit_cap": 30.0}, "logit_cap"),
+        ({"sliding_window_size": 128}, "sliding_window_size"),
+        ({"is_cross_attention": True}, "is_cross_attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type encoder_only"),
+        ({"logit_cap": 30.0, "sliding_window_size": 128}, "logit_cap, sliding_window_size"),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("mode", [DECODE, EXTEND], ids=["decode", "extend"])
-def test_attention_of_another_kind_is_refused_by_name(mode, field):
+def test_attention_of_another_kind_is_refused_by_name(mode, fields, named):
     paged = PagedSequences([4])
-    paged.layer = RadixAttention(4, HEAD_DIM, SCALING, 2, layer_id=1, **field)
-    ((name, value),) = field.items()
-    with pytest.raises(ConfigError, match=f"{name}={value}"):
+    paged.layer = RadixAttention(4, HEAD_DIM, SCALING, 2, layer_id=1, **fields)
+    with pytest.raises(ConfigError, match=f"this model asks for {named}$"):
         paged.attend(mode, {0: (3, 4)})
+
+
+@pytest.mark.parametrize("mode", [DECODE, EXTEND], ids=["decode", "extend"])
+def test_an_argument_that_we_do_not_know_is_refused_unless_it_is_none(mode):
+    paged = PagedSequences([4])
+    paged.write([3])
+    spans = {0: (3, 4)}
+    batch = paged.batch(mode, spans)
+    paged.backend.init_forward_metadata(batch)
+    forward = paged.backend.forward_decode if mode.is_decode() else paged.backend.forward_extend
+    assert close(forward(*paged.rows(spans), paged.layer, batch, sinks=None), paged.expected(spans))
+    with pytest.raises(ConfigError, match=r"this model asks for sinks$"):
+        forward(*paged.rows(spans), paged.layer, batch, sinks=torch.zeros(4))
 
 
 def test_a_pool_of_another_layout_is_refused_by_its_type():
