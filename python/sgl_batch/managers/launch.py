@@ -96,9 +96,7 @@ def run_scheduler_process(config: BatchConfig, *args: Any, **kwargs: Any) -> Non
     if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
         from sgl_batch.model_executor import cpu_operators
 
-        gemm = cpu_operators.make_gemm()
-        context = RunContext(config=config, gemm=gemm)
-        cpu_operators.register(context.counters, gemm)
+        cpu_operators.register(context.counters)
     processes.run_scheduler_with(partial(BatchScheduler, context=context), CounterSampler, *args, **kwargs)
 
 

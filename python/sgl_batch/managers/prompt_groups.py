@@ -28,6 +28,6 @@ def decode(extra_key: str | None) -> ChoiceTag | None:
     if extra_key is None or not extra_key.startswith(_MARK + ":"):
         return None
     parts = extra_key.split(":", 3)
-    if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
+    if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return None
     return ChoiceTag(group=parts[3], index=int(parts[1]), count=int(parts[2]))

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sgl_batch.config import BatchConfig
-from sgl_batch.layers.cpu_gemm import CpuGemm
 from sgl_batch.model_executor.counters import Counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Made once per scheduler process, before SGLang's scheduler is built. `gemm`: products on a CPU."""
+    """Made once per scheduler process, before SGLang's scheduler is built."""
 
     config: BatchConfig
     counters: Counters = field(default_factory=Counters)
-    gemm: CpuGemm | None = None

@@ -92,14 +92,6 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             if recv_req.abort_all or request.rid.startswith(recv_req.rid):
                 mark_aborted(request)
 
-    def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        super().process_input_requests(recv_reqs)
-        if any(
-            "UpdateWeights" in type(request).__name__ or "UpdateWeightFrom" in type(request).__name__
-            for request in recv_reqs
-        ):
-            self.tp_worker.model_runner.weights_changed()
-
     # One step.
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:

@@ -20,7 +20,6 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         runner = BatchModelRunner(
             batch_config=self._context.config,
             counters=self._context.counters,
-            gemm=self._context.gemm,
             model_config=self.model_config,
             mem_fraction_static=self.server_args.mem_fraction_static,
             gpu_id=self.gpu_id,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
-
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers import cpu_grammar
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
-from sgl_batch.layers.cpu_gemm import CpuGemm
 from sgl_batch.layers.moe.cpu_experts import combined_experts
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.layers import (
@@ -20,16 +17,8 @@ from sgl_batch.sglang_adapter.layers import (
 )
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 
-# Share of the memory that is free at start that packed copies of weights may take.
-_PACKED_SHARE = 0.3
 
-
-def make_gemm() -> CpuGemm:
-    """Products for this process, with room for packed weights measured now."""
-    return CpuGemm(int(_PACKED_SHARE * psutil.virtual_memory().available))
-
-
-def register(counters: Counters, gemm: CpuGemm) -> None:
+def register(counters: Counters) -> None:
     """Register attention, experts and grammar masks. Call before the model is built."""
 
     def experts_forward(method: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -42,7 +31,7 @@ def register(counters: Counters, gemm: CpuGemm) -> None:
         weights, ids, _ = dispatch_output.topk_output
         with counters.clock.part("experts"):
             out, rows_per_expert = combined_experts(
-                dispatch_output.hidden_states, layer.w13_weight, layer.w2_weight, weights, ids, gemm
+                dispatch_output.hidden_states, layer.w13_weight, layer.w2_weight, weights, ids
             )
         counters.add_expert_call(rows_per_expert)
         return StandardCombineInput(hidden_states=out)

@@ -9,7 +9,7 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan import Plan, make_plan
-from sgl_batch.layers.cpu_gemm import CpuGemm
+from sgl_batch.layers import cpu_gemm
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.families import FAMILIES, family_of
 from sgl_batch.model_executor.layer_runner import LayerRunner
@@ -28,10 +28,8 @@ logger = logging.getLogger(__name__)
 class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     """Runs prefill and decode groups through `LayerRunner`; anything else through SGLang's own forward."""
 
-    def __init__(
-        self, *args: Any, batch_config: BatchConfig, counters: Counters, gemm: CpuGemm | None, **kwargs: Any
-    ) -> None:
-        self.batch_config, self.counters, self.gemm = batch_config, counters, gemm
+    def __init__(self, *args: Any, batch_config: BatchConfig, counters: Counters, **kwargs: Any) -> None:
+        self.batch_config, self.counters = batch_config, counters
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
         super().__init__(*args, **kwargs)
@@ -40,8 +38,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """Build the attention backends, then the layer runner over them and the loaded model."""
         super().init_attention_backends()
         plan = self.make_plan()
-        if self.gemm is not None:
-            put_linear_under(self.model, self.gemm.linear)
+        if self.device == "cpu":
+            put_linear_under(self.model, cpu_gemm.linear)
         family = family_of(self.model)
         if family is None:
             known = ", ".join(name for f in FAMILIES for name in f.architectures)
@@ -76,11 +74,6 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if self.layer_runner is not None:
             self.layer_runner.plan = self.plan
         return self.plan
-
-    def weights_changed(self) -> None:
-        """Somebody wrote into the model's weights: copies of them are stale."""
-        if self.gemm is not None:
-            self.gemm.forget()
 
     def _forward_raw(self, forward_batch: Any, pp_proxy_tensors: Any, *args: Any, **kwargs: Any) -> Any:
         mode = forward_batch.forward_mode

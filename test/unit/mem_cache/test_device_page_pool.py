@@ -48,6 +48,12 @@ def test_what_is_written_is_read_back_by_layer_and_slot(dtype, start_layer):
         assert torch.equal(values, v[order].to(dtype))
 
 
+def test_the_first_layer_that_a_process_holds_is_the_first_of_its_buffers():
+    pool = make(start_layer=5)
+    assert pool.get_key_buffer(5) is pool.k_pages[0]
+    assert pool.get_value_buffer(7) is pool.v_pages[2]
+
+
 def test_a_slot_is_page_times_page_size_plus_offset_with_heads_before_tokens():
     pool = make()
     k, v = write(pool, 1, torch.tensor([8 * 3 + 5]), 0)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sgl_batch.layers.cpu_gemm import CpuGemm
+from sgl_batch.layers.cpu_gemm import compute_dtype, linear
 
 
-def _expert(gemm: CpuGemm, rows_RM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def _expert(rows_RM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """Gate and up projection [2I, M], SiLU-and-multiply, down projection [M, I], for one expert's rows."""
-    gate, up = gemm.linear(rows_RM, w13).chunk(2, dim=-1)
-    return gemm.linear(F.silu(gate) * up, w2)
+    gate, up = linear(rows_RM, w13).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, w2)
 
 
 def combined_experts(
@@ -24,7 +24,6 @@ def combined_experts(
     w2: torch.Tensor,
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
-    gemm: CpuGemm,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
@@ -37,13 +36,13 @@ def combined_experts(
     order_R = torch.argsort(ids_R, stable=True)
     rows_per_expert = torch.bincount(ids_R, minlength=w13.shape[0])
     # Converted once for all experts, so that no product converts its rows again.
-    sorted_RM = x_TM.to(gemm.rows_dtype(x_TM.dtype))[order_R // top_k]
+    sorted_RM = x_TM.to(compute_dtype(x_TM.dtype))[order_R // top_k]
     out_RM = torch.empty_like(sorted_RM)
     start = 0
     for expert, count in enumerate(rows_per_expert.tolist()):
         if count:
             rows = slice(start, start + count)
-            out_RM[rows] = _expert(gemm, sorted_RM[rows], w13[expert], w2[expert])
+            out_RM[rows] = _expert(sorted_RM[rows], w13[expert], w2[expert])
             start += count
     out_RM *= topk_weights_TK.reshape(-1)[order_R, None].to(out_RM.dtype)
     place_R = torch.empty_like(order_R)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_batch.layers.cpu_gemm import CpuGemm
 from sgl_batch.layers.moe.cpu_experts import combined_experts
 
 EXPERTS, HIDDEN, INTERMEDIATE = 6, 16, 24
@@ -46,17 +45,12 @@ def token_by_token(x_TM, w13, w2, weights_TK, ids_TK) -> torch.Tensor:
     return out_TM
 
 
-def combined(x_TM, w13, w2, weights_TK, ids_TK, budget_bytes: int = 1 << 20):
-    return combined_experts(x_TM, w13, w2, weights_TK, ids_TK, CpuGemm(budget_bytes))
-
-
-@pytest.mark.parametrize("budget_bytes", [0, 1 << 20], ids=["unpacked", "packed"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_combined_experts_equal_a_loop_over_tokens(routing, dtype, tolerance, budget_bytes):
+def test_combined_experts_equal_a_loop_over_tokens(routing, dtype, tolerance):
     ids_TK = torch.tensor(ROUTINGS[routing], dtype=torch.int32)
     x_TM, w13, w2, weights_TK = inputs(len(ids_TK), dtype, ids_TK.shape[1])
-    out_TM, rows_per_expert = combined(x_TM, w13, w2, weights_TK, ids_TK, budget_bytes)
+    out_TM, rows_per_expert = combined_experts(x_TM, w13, w2, weights_TK, ids_TK)
     expected = token_by_token(x_TM, w13, w2, weights_TK, ids_TK)
     assert out_TM.dtype == dtype
     assert torch.allclose(out_TM.double(), expected, rtol=tolerance, atol=tolerance)
@@ -66,17 +60,17 @@ def test_combined_experts_equal_a_loop_over_tokens(routing, dtype, tolerance, bu
 def test_a_token_keeps_its_result_wherever_it_stands_in_the_batch():
     ids_TK = torch.tensor(ROUTINGS["every token another pair"])
     x_TM, w13, w2, weights_TK = inputs(len(ids_TK), torch.float32, 2)
-    out_TM, _ = combined(x_TM, w13, w2, weights_TK, ids_TK)
+    out_TM, _ = combined_experts(x_TM, w13, w2, weights_TK, ids_TK)
     order = torch.randperm(len(ids_TK), generator=torch.Generator().manual_seed(0))
-    moved_TM, _ = combined(x_TM[order], w13, w2, weights_TK[order], ids_TK[order])
+    moved_TM, _ = combined_experts(x_TM[order], w13, w2, weights_TK[order], ids_TK[order])
     assert torch.allclose(moved_TM, out_TM[order], rtol=1e-6, atol=1e-6)
 
 
 def test_the_order_in_which_a_token_names_its_experts_makes_no_difference_beyond_rounding():
     ids_TK = torch.tensor(ROUTINGS["every expert for every token"])
     x_TM, w13, w2, weights_TK = inputs(len(ids_TK), torch.float32, EXPERTS)
-    out_TM, _ = combined(x_TM, w13, w2, weights_TK, ids_TK)
-    turned_TM, _ = combined(x_TM, w13, w2, weights_TK.flip(1), ids_TK.flip(1))
+    out_TM, _ = combined_experts(x_TM, w13, w2, weights_TK, ids_TK)
+    turned_TM, _ = combined_experts(x_TM, w13, w2, weights_TK.flip(1), ids_TK.flip(1))
     assert torch.allclose(turned_TM, out_TM, rtol=1e-5, atol=1e-5)
 
 
@@ -84,5 +78,5 @@ def test_the_inputs_are_left_as_they_were():
     ids_TK = torch.tensor(ROUTINGS["two experts take all"])
     given = (*inputs(len(ids_TK), torch.float32, 2), ids_TK)
     before = [tensor.clone() for tensor in given]
-    combined(*given)
+    combined_experts(*given)
     assert all(torch.equal(old, new) for old, new in zip(before, given, strict=True))
