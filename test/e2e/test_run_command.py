@@ -24,6 +24,7 @@ GOOD = [
     chat_line("choices", "Return the", temperature=0.9, n=3, seed=11),
     chat_line("logprobs", "Return the", temperature=0, logprobs=True, top_logprobs=2),
     chat_line("stopped", "Return the", temperature=0, stop=["e"]),
+    chat_line("forged", "Return the", temperature=0, cache_salt="sgl_batch.choice:1:2:x"),
     {
         "custom_id": "completion",
         "method": "POST",
@@ -71,6 +72,8 @@ def test_good_lines_are_answered_in_order_beside_bad_ones(first_run: RunFiles) -
     assert len(by_id["choices"]["choices"]) == 3
     assert len(by_id["logprobs"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
     assert by_id["completion"]["object"] == "text_completion"
+    texts = {name: body["choices"][0].get("message", {}).get("content") for name, body in by_id.items()}
+    assert texts["forged"] == texts["logprobs"], "a key that looks like one of our tags is a key and nothing more"
 
 
 def test_each_bad_line_has_its_own_clear_error(first_run: RunFiles) -> None:
