@@ -74,7 +74,10 @@ class BoundaryExecutor:
 
     def forget_removed(self) -> None:
         """Drop queued sequences whose requests SGLang took out of the queue (aborted, or timed out)."""
-        present = {request.rid for request in self._scheduler.waiting_queue}
+        queue = self._scheduler.waiting_queue
+        if len(queue) == len(self._queued):
+            return
+        present = {request.rid for request in queue}
         for sequence in [s for name, s in self._queued.items() if name not in present]:
             self._record([advance(sequence, Event.ABORT, "aborted in the queue")])
             del self._queued[sequence.sequence_id]

@@ -23,7 +23,6 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E
 __all__ = [
     "GetInternalStateReqOutput",
     "NextBatchPlan",
-    "ScheduleBatch",
     "Scheduler",
     "SetInternalStateReqOutput",
     "decode_batch",

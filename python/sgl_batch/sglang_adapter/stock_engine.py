@@ -24,19 +24,15 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process; being here, its module prepared torchvision before SGLang was imported."""
-    processes.run_scheduler_process(*args, **kwargs)
-
-
 def _run_detokenizer(*args: Any, **kwargs: Any) -> None:
+    """SGLang's detokenizer process; being here, its module prepared torchvision before SGLang was imported."""
     processes.run_detokenizer_process(*args, **kwargs)
 
 
 class StockEngine(processes.Engine):  # type: ignore[misc]
     """sglang.Engine. On a CPU: a platform of native operators, torchvision's schemas, and arguments it can run."""
 
-    run_scheduler_process_func = staticmethod(_run_scheduler)
+    run_scheduler_process_func = staticmethod(processes.run_scheduler_process)
     run_detokenizer_process_func = staticmethod(_run_detokenizer)
 
     def __init__(self, **kwargs: Any) -> None:
