@@ -1,0 +1,50 @@
+"""Owns which implementation a dispatcher's name stands for, and what it needs; does not decide which one to use."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe.token_dispatcher.all_to_all import AllToAllDispatcher
+from sgl_batch.layers.moe.token_dispatcher.base import TokenDispatcher
+from sgl_batch.layers.moe.token_dispatcher.deepep import DeepEPDispatcher
+from sgl_batch.layers.moe.token_dispatcher.local import LocalDispatcher
+
+NAMES = ("local", "gloo", "nccl", "deepep")
+
+
+def create_token_dispatcher(
+    name: str, group: dist.ProcessGroup | None, *, num_experts: int, hidden_size: int
+) -> TokenDispatcher:
+    """The dispatcher `name` of this process's rank in `group` (None for `local`).
+
+    `num_experts` counts the experts of all ranks. Every rank of the group must call this (deepep allocates its buffers
+    together). Raises ConfigError where the name, the group or the machine cannot serve.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"the token dispatcher {name!r} is unknown; known: {', '.join(NAMES)}")
+    if name == "local":
+        if group is not None and group.size() > 1:
+            raise ConfigError(f"the token dispatcher local serves one rank, not {group.size()}; choose gloo or nccl")
+        return LocalDispatcher(num_experts=num_experts, hidden_size=hidden_size)
+    if group is None:
+        raise ConfigError(f"the token dispatcher {name} needs a process group; choose local for a single rank")
+    if name == "deepep":
+        return DeepEPDispatcher(group, num_experts=num_experts, hidden_size=hidden_size)
+    device = _device_of(name)
+    backends = dist.get_backend_config(group)
+    if f"{device.type}:{name}" not in backends.split(","):
+        raise ConfigError(
+            f"the token dispatcher {name} needs a process group with the backend {name} for tensors on "
+            f"{device.type}; this one has {backends}"
+        )
+    return AllToAllDispatcher(group, device=device, num_experts=num_experts, hidden_size=hidden_size)
+
+
+def _device_of(name: str) -> torch.device:
+    if name == "gloo":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"the token dispatcher {name} needs a GPU, and torch sees none; choose gloo")
+    return torch.device("cuda", torch.cuda.current_device())

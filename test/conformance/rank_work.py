@@ -1,0 +1,152 @@
+"""Owns what a rank does for the dispatcher tests, inside its own process; the tests judge what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from dispatch_cases import Case
+from dispatch_reference import expert_sum
+
+from sgl_batch.layers.moe.token_dispatcher import Received, TokenDispatcher, create_token_dispatcher
+
+# One dispatcher for all cases of the same sizes, so that its buffers hold the rows of cases before.
+_dispatchers: dict[tuple[object, ...], TokenDispatcher] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """What one rank received and what its tokens got, on the CPU."""
+
+    x_RM: torch.Tensor
+    ids_RK: torch.Tensor
+    weights_RK: torch.Tensor
+    out_TM: torch.Tensor
+    exact: bool
+
+
+def _dispatcher(group: dist.ProcessGroup | None, name: str, case: Case) -> TokenDispatcher:
+    key = (group, name, case.num_experts, case.hidden_size)
+    if key not in _dispatchers:
+        _dispatchers[key] = create_token_dispatcher(
+            name, group, num_experts=case.num_experts, hidden_size=case.hidden_size
+        )
+    return _dispatchers[key]
+
+
+def _shard(dispatcher: TokenDispatcher, name: str, case: Case) -> list[torch.Tensor]:
+    device = "cuda" if name in ("nccl", "deepep") else "cpu"
+    return [part.to(device) for part in case.shard(dispatcher.rank, dispatcher.world_size)]
+
+
+def _partial(dispatcher: TokenDispatcher, received: Received) -> torch.Tensor:
+    num_local = dispatcher.num_local_experts
+    return expert_sum(received.x_RM, received.ids_RK, received.weights_RK, dispatcher.rank * num_local, num_local)
+
+
+def exchange(group: dist.ProcessGroup | None, name: str, case: Case) -> Exchanged:
+    """Dispatch this rank's tokens, multiply, combine."""
+    dispatcher = _dispatcher(group, name, case)
+    received = dispatcher.dispatch(*_shard(dispatcher, name, case))
+    got = [part.cpu().clone() for part in (received.x_RM, received.ids_RK, received.weights_RK)]
+    out_TM = dispatcher.combine(_partial(dispatcher, received), received)
+    return Exchanged(x_RM=got[0], ids_RK=got[1], weights_RK=got[2], out_TM=out_TM.cpu(), exact=dispatcher.exact_order)
+
+
+def _num_collectives(group: dist.ProcessGroup | None) -> int:
+    """How many collectives the group has run."""
+    return 0 if group is None else group._get_sequence_number_for_group()
+
+
+def count_collectives(group: dist.ProcessGroup | None, name: str, case: Case) -> tuple[int, int]:
+    """How many collectives a dispatch and a combine of this case take."""
+    dispatcher = _dispatcher(group, name, case)
+    shard = _shard(dispatcher, name, case)
+    begun = _num_collectives(group)
+    received = dispatcher.dispatch(*shard)
+    dispatched = _num_collectives(group)
+    dispatcher.combine(_partial(dispatcher, received), received)
+    return dispatched - begun, _num_collectives(group) - dispatched
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def dispatch_spoilt(group: dist.ProcessGroup | None, name: str, case: Case, fault: str) -> tuple[str, int]:
+    """What dispatch says to arguments with this fault, and how many collectives it took to say it."""
+    dispatcher = _dispatcher(group, name, case)
+    x_TM, ids_TK, weights_TK = _shard(dispatcher, name, case)
+    spoilt = {
+        "x too narrow": (x_TM[:, 1:], ids_TK, weights_TK),
+        "x of integers": (x_TM.to(torch.int32), ids_TK, weights_TK),
+        "x one token short": (x_TM[1:], ids_TK, weights_TK),
+        "ids of one dimension": (x_TM, ids_TK[:, 0], weights_TK),
+        "no choices": (x_TM, ids_TK[:, :0], weights_TK[:, :0]),
+        "ids of floats": (x_TM, ids_TK.to(torch.float32), weights_TK),
+        "weights for fewer choices": (x_TM, ids_TK, weights_TK[:, 1:]),
+        "weights in bfloat16": (x_TM, ids_TK, weights_TK.to(torch.bfloat16)),
+        "weights elsewhere": (x_TM, ids_TK, weights_TK.to("meta")),
+        "expert too high": (x_TM, ids_TK + case.num_experts, weights_TK),
+        "expert below -1": (x_TM, ids_TK - case.num_experts - 2, weights_TK),
+    }[fault]
+    begun = _num_collectives(group)
+    refusal = _refusal(lambda: dispatcher.dispatch(*spoilt))
+    return refusal, _num_collectives(group) - begun
+
+
+def combine_spoilt(group: dist.ProcessGroup | None, name: str, case: Case, fault: str) -> tuple[str, int]:
+    """What combine says to arguments with this fault, and how many collectives it took; then ends the exchange."""
+    dispatcher = _dispatcher(group, name, case)
+    received = dispatcher.dispatch(*_shard(dispatcher, name, case))
+    partial_RM = _partial(dispatcher, received)
+    spoilt = {
+        "one row more": (torch.cat((partial_RM, partial_RM[:1].new_zeros(1, case.hidden_size))), received),
+        "too narrow": (partial_RM[:, 1:], received),
+        "in bfloat16": (partial_RM.to(torch.bfloat16), received),
+        "elsewhere": (partial_RM.to("meta"), received),
+        "another exchange's": (partial_RM, replace(received)),
+    }[fault]
+    begun = _num_collectives(group)
+    refusal = _refusal(lambda: dispatcher.combine(*spoilt))
+    taken = _num_collectives(group) - begun
+    dispatcher.combine(partial_RM, received)
+    return refusal, taken
+
+
+def dispatch_twice(group: dist.ProcessGroup | None, name: str, case: Case) -> tuple[str, int]:
+    """What a second dispatch without a combine says, and how many collectives it took; then ends the exchange."""
+    dispatcher = _dispatcher(group, name, case)
+    shard = _shard(dispatcher, name, case)
+    received = dispatcher.dispatch(*shard)
+    begun = _num_collectives(group)
+    refusal = _refusal(lambda: dispatcher.dispatch(*shard))
+    taken = _num_collectives(group) - begun
+    dispatcher.combine(_partial(dispatcher, received), received)
+    return refusal, taken
+
+
+def dispatch_at_odds(group: dist.ProcessGroup, name: str, case: Case, first_ranks: Case) -> str:
+    """What dispatch says where the first rank exchanges tokens of another case than the others."""
+    dispatcher = _dispatcher(group, name, first_ranks if group.rank() == 0 else case)
+    shard = _shard(dispatcher, name, first_ranks if group.rank() == 0 else case)
+    return _refusal(lambda: dispatcher.dispatch(*shard))
+
+
+def exchange_in_both_modes(group: dist.ProcessGroup | None, name: str, cases: tuple[Case, ...]) -> list[torch.Tensor]:
+    """The outputs of cases, the first in torch's inference mode and the others outside of it, with one dispatcher."""
+    dispatcher = create_token_dispatcher(
+        name, group, num_experts=cases[0].num_experts, hidden_size=cases[0].hidden_size
+    )
+    outputs = []
+    for number, case in enumerate(cases):
+        with torch.inference_mode(number == 0):
+            received = dispatcher.dispatch(*_shard(dispatcher, name, case))
+            outputs.append(dispatcher.combine(_partial(dispatcher, received), received).cpu())
+    return outputs
