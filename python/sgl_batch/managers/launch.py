@@ -18,6 +18,8 @@ from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.scheduler import BatchScheduler
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
@@ -92,11 +94,11 @@ def child_platform(server_args: Any) -> str | None:
 def run_scheduler_process(config: BatchConfig, *args: Any, **kwargs: Any) -> None:
     """Body of a scheduler process: ours, in SGLang's process function."""
     _leave_interrupts_to_the_parent()
-    context = RunContext(config=config)
+    counters, operators = Counters(), None
     if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
-        from sgl_batch.model_executor import cpu_operators
-
-        cpu_operators.register(context.counters)
+        operators = CpuOperators(counters)
+        operators.register()
+    context = RunContext(config=config, counters=counters, cpu_operators=operators)
     processes.run_scheduler_with(partial(BatchScheduler, context=context), CounterSampler, *args, **kwargs)
 
 

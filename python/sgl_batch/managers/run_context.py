@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.cpu_operators import CpuOperators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Made once per scheduler process, before SGLang's scheduler is built."""
+    """Made once per scheduler process, before SGLang's scheduler is built. `cpu_operators` are None beside a GPU."""
 
     config: BatchConfig
     counters: Counters = field(default_factory=Counters)
+    cpu_operators: CpuOperators | None = None

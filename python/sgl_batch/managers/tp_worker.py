@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from sgl_batch.managers.run_context import RunContext
@@ -20,6 +21,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         runner = BatchModelRunner(
             batch_config=self._context.config,
             counters=self._context.counters,
+            cpu_operators=self._context.cpu_operators,
             model_config=self.model_config,
             mem_fraction_static=self.server_args.mem_fraction_static,
             gpu_id=self.gpu_id,
@@ -33,3 +35,29 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
             draft_model_idx=None,
         )
         set_model_runner(self, runner)
+
+    # Weights are read and written in their plain order, whatever order the kernels keep them in.
+
+    def update_weights_from_disk(self, recv_req: Any) -> Any:
+        with self._plain_weights():
+            return super().update_weights_from_disk(recv_req)
+
+    def update_weights_from_distributed(self, recv_req: Any) -> Any:
+        with self._plain_weights():
+            return super().update_weights_from_distributed(recv_req)
+
+    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        with self._plain_weights():
+            return super().update_weights_from_tensor(recv_req)
+
+    def update_weights_from_ipc(self, recv_req: Any) -> Any:
+        with self._plain_weights():
+            return super().update_weights_from_ipc(recv_req)
+
+    def get_weights_by_name(self, recv_req: Any) -> Any:
+        with self._plain_weights():
+            return super().get_weights_by_name(recv_req)
+
+    def _plain_weights(self) -> AbstractContextManager[None]:
+        operators = self._context.cpu_operators
+        return nullcontext() if operators is None else operators.plain_weights()

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.mem_cache.page_layout import page_layout
 from sgl_batch.sglang_adapter.memory import KVCache, unwrap_write_loc
 
 
@@ -18,11 +20,11 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class DevicePagePool(KVCache):  # type: ignore[misc]
-    """Keys and values by page: per layer [num_pages, num_kv_heads, page_size, head_dim].
+    """Keys and values by page: per layer [num_pages, ...], in the order of `layout`.
 
-    Heads stand before the tokens of a page, so that a page of one head is one contiguous matrix and decode
-    attention multiplies pages as they lie. A slot is page * page_size + offset, as everywhere in SGLang; page 0
-    is kept for padding. Memory is claimed by the kernel when a page is first written.
+    Heads stand before the tokens of a page, so that attention multiplies pages of one head as they lie. A slot is
+    page * page_size + offset, as everywhere in SGLang; page 0 is kept for padding. Memory is claimed by the kernel
+    when a page is first written.
     """
 
     def __init__(
@@ -39,9 +41,17 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
         end_layer: int | None = None,
     ) -> None:
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
-        shape = (size // page_size + 1, head_num, page_size, head_dim)
-        self.k_pages: list[torch.Tensor] = [_lazy_zeros(shape, dtype) for _ in range(layer_num)]
-        self.v_pages: list[torch.Tensor] = [_lazy_zeros(shape, dtype) for _ in range(layer_num)]
+        num_pages = size // page_size + 1
+        self.layout = page_layout(
+            heads=head_num,
+            page_size=page_size,
+            head_dim=head_dim,
+            dtype=dtype,
+            native=native_kernels() is not None,
+        )
+        keys, values = (num_pages, *self.layout.key_shape), (num_pages, *self.layout.value_shape)
+        self.k_pages: list[torch.Tensor] = [_lazy_zeros(keys, dtype) for _ in range(layer_num)]
+        self.v_pages: list[torch.Tensor] = [_lazy_zeros(values, dtype) for _ in range(layer_num)]
         self.head_num, self.head_dim, self.v_head_dim = head_num, head_dim, head_dim
         self._finalize_allocation_log(size)
 
@@ -60,20 +70,19 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
     def set_kv_buffer(self, layer: Any, loc: Any, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
         """Write the keys and values [tokens, num_kv_heads, head_dim] of one layer at slots `loc` [tokens]."""
         slots, _, _ = unwrap_write_loc(loc)
-        pages, offsets = slots // self.page_size, slots % self.page_size
-        keys, values = self.get_kv_buffer(layer.layer_id)
-        keys[pages, :, offsets] = cache_k.to(self.dtype)
-        values[pages, :, offsets] = cache_v.to(self.dtype)
+        keys, values = cache_k.to(self.dtype), cache_v.to(self.dtype)
+        self.layout.write(self.get_kv_buffer(layer.layer_id), self._places(slots), keys, values)
 
     def read_slots(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, num_kv_heads, head_dim] at `slots` [tokens]: a copy."""
-        pages, offsets = slots // self.page_size, slots % self.page_size
-        keys, values = self.get_kv_buffer(layer_id)
-        return keys[pages, :, offsets], values[pages, :, offsets]
+        return self.layout.read(self.get_kv_buffer(layer_id), self._places(slots))
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy the slots `src_loc` to `tgt_loc` in every layer; source and target must not overlap."""
-        size = self.page_size
-        source, target = (src_loc // size, src_loc % size), (tgt_loc // size, tgt_loc % size)
-        for pages in (*self.k_pages, *self.v_pages):
-            pages[target[0], :, target[1]] = pages[source[0], :, source[1]]
+        source, target = self._places(src_loc), self._places(tgt_loc)
+        for pools in zip(self.k_pages, self.v_pages, strict=True):
+            self.layout.write(pools, target, *self.layout.read(pools, source))
+
+    def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and offset of each slot."""
+        return slots // self.page_size, slots % self.page_size

@@ -2,40 +2,68 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.layers import cpu_grammar
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
-from sgl_batch.layers.moe.cpu_experts import combined_experts
+from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.layers import (
     StandardCombineInput,
     UnquantizedFusedMoEMethod,
+    expert_layers,
+    put_linear_under,
     register_attention_backend,
     register_forward,
 )
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 
 
-def register(counters: Counters) -> None:
-    """Register attention, experts and grammar masks. Call before the model is built."""
+class CpuOperators:
+    """The operators of one scheduler process: `register` before the model is built, `adopt` after it is loaded."""
 
-    def experts_forward(method: Any, layer: Any, dispatch_output: Any) -> Any:
-        config = method.moe_runner_config
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._kernels = native_kernels()
+        self._weights = PackedWeights(self._kernels)
+
+    def register(self) -> None:
+        """Register attention, experts, row operators and grammar masks with SGLang."""
+
+        # SGLang binds it to its expert method as a plain function, which a bound method is not.
+        def experts_forward(method: Any, layer: Any, dispatch_output: Any) -> Any:
+            return self._experts(method.moe_runner_config, layer, dispatch_output)
+
+        register_attention_backend(CPU_ATTENTION)(CpuPagedAttention)
+        register_forward(UnquantizedFusedMoEMethod, experts_forward, CPU_DISPATCH_KEY)
+        if self._kernels is not None:
+            cpu_row_operators.register(self._kernels, CPU_DISPATCH_KEY)
+        cpu_grammar.register()
+
+    def adopt(self, model: Any) -> None:
+        """Pack the weights of a loaded model for the native kernels, and compute its linear layers with them."""
+        for module in put_linear_under(model, self._weights.linear):
+            self._weights.add_linear(module.weight)
+        for layer in expert_layers(model):
+            self._weights.add_experts(layer.w13_weight, layer.w2_weight)
+
+    def plain_weights(self) -> AbstractContextManager[None]:
+        """For whoever reads or writes weights: inside, they lie in their plain order."""
+        return self._weights.plain()
+
+    def _experts(self, config: Any, layer: Any, dispatch_output: Any) -> Any:
         if config.activation != "silu" or config.apply_router_weight_on_input:
             raise ConfigError(
                 f"experts on a CPU use SiLU and weight their output; this model asks for activation="
                 f"{config.activation!r}, apply_router_weight_on_input={config.apply_router_weight_on_input}"
             )
         weights, ids, _ = dispatch_output.topk_output
-        with counters.clock.part("experts"):
-            out, rows_per_expert = combined_experts(
+        with self._counters.clock.part("experts"):
+            out, rows_per_expert = self._weights.experts(
                 dispatch_output.hidden_states, layer.w13_weight, layer.w2_weight, weights, ids
             )
-        counters.add_expert_call(rows_per_expert)
+        self._counters.add_expert_call(rows_per_expert)
         return StandardCombineInput(hidden_states=out)
-
-    register_attention_backend(CPU_ATTENTION)(CpuPagedAttention)
-    register_forward(UnquantizedFusedMoEMethod, experts_forward, CPU_DISPATCH_KEY)
-    cpu_grammar.register()

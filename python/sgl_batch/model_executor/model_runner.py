@@ -9,8 +9,8 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan import Plan, make_plan
-from sgl_batch.layers import cpu_gemm
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.families import FAMILIES, family_of
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.sglang_adapter.forward import (
@@ -20,7 +20,6 @@ from sgl_batch.sglang_adapter.forward import (
     ModelRunnerOutput,
     forward_context,
 )
-from sgl_batch.sglang_adapter.layers import put_linear_under
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +27,15 @@ logger = logging.getLogger(__name__)
 class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     """Runs prefill and decode groups through `LayerRunner`; anything else through SGLang's own forward."""
 
-    def __init__(self, *args: Any, batch_config: BatchConfig, counters: Counters, **kwargs: Any) -> None:
-        self.batch_config, self.counters = batch_config, counters
+    def __init__(
+        self,
+        *args: Any,
+        batch_config: BatchConfig,
+        counters: Counters,
+        cpu_operators: CpuOperators | None,
+        **kwargs: Any,
+    ) -> None:
+        self.batch_config, self.counters, self.cpu_operators = batch_config, counters, cpu_operators
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
         super().__init__(*args, **kwargs)
@@ -38,8 +44,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """Build the attention backends, then the layer runner over them and the loaded model."""
         super().init_attention_backends()
         plan = self.make_plan()
-        if self.device == "cpu":
-            put_linear_under(self.model, cpu_gemm.linear)
+        if self.cpu_operators is not None:
+            self.cpu_operators.adopt(self.model)
         family = family_of(self.model)
         if family is None:
             known = ", ".join(name for f in FAMILIES for name in f.architectures)

@@ -13,9 +13,11 @@ from sglang.srt.constrained.base_grammar_backend import register_grammar_backend
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend  # noqa: E402
 from sglang.srt.layers.attention.attention_registry import register_attention_backend  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend  # noqa: E402
+from sglang.srt.layers.layernorm import RMSNorm  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput  # noqa: E402
 from sglang.srt.layers.moe.topk import TopK  # noqa: E402
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod  # noqa: E402
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend  # noqa: E402
 from sglang.srt.layers.utils.multi_platform import MultiPlatformOp  # noqa: E402
 from sglang.srt.sampling.sampling_params import TOP_K_ALL  # noqa: E402
@@ -23,12 +25,15 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL  # noqa: E402
 __all__ = [
     "TOP_K_ALL",
     "AttentionBackend",
+    "RMSNorm",
+    "RotaryEmbedding",
     "Sampler",
     "StandardCombineInput",
     "TopK",
     "UnquantizedFusedMoEMethod",
     "XGrammarGrammar",
     "XGrammarGrammarBackend",
+    "expert_layers",
     "put_linear_under",
     "register_attention_backend",
     "register_forward",
@@ -37,8 +42,8 @@ __all__ = [
 ]
 
 
-def put_linear_under(model: Any, linear: Callable[..., Any]) -> int:
-    """Let every unquantised linear layer of a loaded model compute with `linear(x, weight, bias)`; how many."""
+def put_linear_under(model: Any, linear: Callable[..., Any]) -> list[Any]:
+    """Let every unquantised linear layer of a loaded model compute with `linear(x, weight, bias)`; which those are."""
 
     class LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
@@ -47,7 +52,12 @@ def put_linear_under(model: Any, linear: Callable[..., Any]) -> int:
     changed = [m for m in model.modules() if type(getattr(m, "quant_method", None)) is UnquantizedLinearMethod]
     for module in changed:
         module.quant_method = LinearMethod()
-    return len(changed)
+    return changed
+
+
+def expert_layers(model: Any) -> list[Any]:
+    """The layers of a loaded model that hold unquantised experts (`w13_weight`, `w2_weight`)."""
+    return [m for m in model.modules() if type(getattr(m, "quant_method", None)) is UnquantizedFusedMoEMethod]
 
 
 def register_forward(op_class: Any, forward: Callable[..., Any], dispatch_key: str) -> None:

@@ -54,7 +54,8 @@ def test_the_first_layer_that_a_process_holds_is_the_first_of_its_buffers():
     assert pool.get_value_buffer(7) is pool.v_pages[2]
 
 
-def test_a_slot_is_page_times_page_size_plus_offset_with_heads_before_tokens():
+def test_a_slot_is_page_times_page_size_plus_offset_with_heads_before_tokens(monkeypatch):
+    monkeypatch.setattr("sgl_batch.mem_cache.device_page_pool.native_kernels", lambda: None)
     pool = make()
     k, v = write(pool, 1, torch.tensor([8 * 3 + 5]), 0)
     assert pool.get_key_buffer(1).shape == (11, HEADS, 8, DIM)

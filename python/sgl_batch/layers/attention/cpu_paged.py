@@ -1,6 +1,7 @@
 """Owns attention over device pages on a CPU: ragged prefill with a cached prefix, and decode over flat pages.
 
-It decides neither sub-batches nor pages; both come with the forward batch.
+It decides neither sub-batches nor pages; both come with the forward batch. The native kernel computes where pages
+have its layout, torch operators otherwise.
 Shape suffixes: B sequences, P pages of all sequences, T tokens, S slots of a page, H KV heads, G query heads
 per KV head, D head dimension.
 """
@@ -14,7 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.attention import native_paged
+from sgl_batch.layers.attention.native_paged import PieceMetadata
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
+from sgl_batch.mem_cache.page_layout import PanelLayout
 from sgl_batch.sglang_adapter.layers import AttentionBackend
 
 
@@ -113,7 +118,8 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         self.pool = self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
-        self.forward_metadata: DecodeMetadata | PrefillMetadata | None = None
+        self.forward_metadata: DecodeMetadata | PrefillMetadata | PieceMetadata | None = None
+        self._kernels = native_kernels() if isinstance(pool.layout, PanelLayout) else None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -122,6 +128,9 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         return False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        if self._kernels is not None:
+            self.forward_metadata = native_paged.pieces_of(forward_batch, self.req_to_token, self.pool.page_size)
+            return
         if forward_batch.forward_mode.is_decode():
             self.forward_metadata = page_table(
                 self.req_to_token,
@@ -165,6 +174,19 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
     def _save(self, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
         self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
 
+    def _attend(self, q: torch.Tensor, layer: Any, pieces: PieceMetadata) -> torch.Tensor:
+        assert self._kernels is not None, "pieces are made for the native kernels"
+        rows = q.reshape(q.shape[0], -1)
+        return native_paged.attend(
+            self._kernels,
+            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            self.pool.get_kv_buffer(layer.layer_id),
+            pieces,
+            page_size=self.pool.page_size,
+            head_dim=layer.qk_head_dim,
+            scaling=layer.scaling,
+        )
+
     def forward_decode(
         self,
         q: torch.Tensor,
@@ -178,6 +200,8 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         self._check(layer, kwargs)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
+        if isinstance(self.forward_metadata, PieceMetadata):
+            return self._attend(q, layer, self.forward_metadata)
         assert isinstance(self.forward_metadata, DecodeMetadata), "decode runs under decode metadata"
         q_BHGD = q.view(q.shape[0], layer.tp_k_head_num, -1, layer.qk_head_dim)
         k_pages, v_pages = self.pool.get_kv_buffer(layer.layer_id)
@@ -197,6 +221,8 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         self._check(layer, kwargs)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
+        if isinstance(self.forward_metadata, PieceMetadata):
+            return self._attend(q, layer, self.forward_metadata)
         assert isinstance(self.forward_metadata, PrefillMetadata), "prefill runs under prefill metadata"
         q_THD = q.view(q.shape[0], layer.tp_q_head_num, layer.qk_head_dim)
         out_THD = torch.empty_like(q_THD)

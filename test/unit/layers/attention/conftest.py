@@ -1,8 +1,22 @@
-"""Makes the paged sequences importable for the tests of this directory."""
+"""Makes the paged sequences importable for the tests of this directory, and runs these with each kind of operators."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
+from sgl_batch.kernel_loader import native_kernels
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def operators(request, monkeypatch):
+    """Who computes attention: the native kernels, or torch operators as where those are not installed."""
+    if request.param == "torch":
+        monkeypatch.setattr("sgl_batch.mem_cache.device_page_pool.native_kernels", lambda: None)
+    else:
+        assert native_kernels() is not None, "the native kernels are installed where tests run"
+    return request.param

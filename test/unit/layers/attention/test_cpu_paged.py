@@ -17,8 +17,11 @@ from sgl_batch.layers.attention.cpu_paged import (
     page_table,
     prefill_attention,
 )
+from sgl_batch.mem_cache.page_layout import PanelLayout, PlainLayout
 
 DECODE, EXTEND = ForwardMode.DECODE, ForwardMode.EXTEND
+native_only = pytest.mark.parametrize("operators", ["native"], indirect=True)
+torch_only = pytest.mark.parametrize("operators", ["torch"], indirect=True)
 
 
 def lengths_around(page_size: int) -> list[int]:
@@ -42,9 +45,15 @@ def decoded(paged: PagedSequences, rows: list[int]) -> torch.Tensor:
     return decode_attention(q_BHGD, k_pages, v_pages, metadata, SCALING).flatten(1, 2)
 
 
+def last_tokens(paged: PagedSequences, rows: list[int]) -> torch.Tensor:
+    """Decode attention of the last token of some sequences through the backend; [B, heads * dim]."""
+    return paged.attend(DECODE, {row: (paged.lengths[row] - 1, paged.lengths[row]) for row in rows})
+
+
 # Decode.
 
 
+@torch_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [8, 64])
@@ -63,11 +72,11 @@ def test_a_decode_row_has_the_same_bits_whatever_the_other_rows_are(page_size):
     lengths = lengths_around(page_size)
     paged = PagedSequences(lengths, page_size=page_size)
     paged.write(lengths)
-    together = decoded(paged, list(range(len(lengths))))
+    together = last_tokens(paged, list(range(len(lengths))))
     generator = torch.Generator().manual_seed(1)
     some = [torch.randperm(len(lengths), generator=generator)[: size + 1].tolist() for size in range(len(lengths))]
     for rows in [[row] for row in range(len(lengths))] + some:
-        assert torch.equal(decoded(paged, rows), together[rows]), f"rows {rows}"
+        assert torch.equal(last_tokens(paged, rows), together[rows]), f"rows {rows}"
 
 
 def test_a_decode_row_has_the_same_bits_in_whichever_pages_it_lies():
@@ -76,9 +85,31 @@ def test_a_decode_row_has_the_same_bits_in_whichever_pages_it_lies():
     for page_seed in range(3):
         paged = PagedSequences(lengths, page_seed=page_seed, spare_pages=5 * page_seed)
         paged.write(lengths)
-        results.append(decoded(paged, [0, 1, 2, 3, 4]))
+        results.append(last_tokens(paged, [0, 1, 2, 3, 4]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@native_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_a_row_has_the_same_bits_however_its_prompt_is_chunked(page_size, dtype):
+    total = 150
+    paged = PagedSequences([total, 3], page_size=page_size, dtype=dtype)
+    whole = paged.attend(EXTEND, {0: (0, total)})
+    for size in (1, 7, 64, 149):
+        cuts = [(start, min(start + size, total)) for start in range(0, total, size)]
+        parts = [paged.attend(DECODE if end - start == 1 else EXTEND, {0: (start, end)}) for start, end in cuts]
+        assert torch.equal(torch.cat(parts), whole), f"chunks of {size}"
+
+
+@native_only
+@pytest.mark.parametrize("page_size", [6, 7])
+def test_pages_that_the_kernels_cannot_take_go_through_torch_operators(page_size):
+    paged = PagedSequences([40], page_size=page_size, dtype=torch.bfloat16)
+    paged.write([39])
+    assert isinstance(paged.pool.layout, PanelLayout if page_size == 6 else PlainLayout)
+    assert close(last_tokens(paged, [0]), paged.expected({0: (39, 40)}), 0.01)
 
 
 def test_the_page_table_lists_pages_by_sequence_and_masks_what_no_token_has_filled():
@@ -223,6 +254,7 @@ def test_a_pool_of_another_layout_is_refused_by_its_type():
         CpuPagedAttention(runner)
 
 
+@torch_only
 @pytest.mark.parametrize(("planned", "run"), [(DECODE, EXTEND), (EXTEND, DECODE)], ids=["decode", "extend"])
 def test_a_phase_does_not_run_under_the_plan_of_the_other(planned, run):
     paged = PagedSequences([4])

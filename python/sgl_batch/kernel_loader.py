@@ -1,0 +1,40 @@
+"""Owns whether the native kernels are there: the only importer of `sgl_batch_kernel`. It decides no use of them."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from types import ModuleType
+
+from sgl_batch.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def native_kernels() -> ModuleType | None:
+    """The compiled module, or None, with a warning that says why, where it cannot be loaded.
+
+    Raises ConfigError when SGL_BATCH_ISA names an instruction set that this machine lacks.
+    """
+    try:
+        import sgl_batch_kernel
+    except (ImportError, OSError, StopIteration) as error:
+        logger.warning(
+            "the native kernels cannot be loaded (%s: %s): experts and linear layers run as torch operators, several "
+            "times slower; scripts/install builds them",
+            type(error).__name__,
+            error,
+        )
+        return None
+    try:
+        sgl_batch_kernel.isa()
+    except RuntimeError as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    return sgl_batch_kernel
+
+
+def kernels_in_use() -> str:
+    """What computes experts and linear layers on a CPU: the native kernels' instruction set, or "torch"."""
+    kernels = native_kernels()
+    return "torch" if kernels is None else str(kernels.isa())

@@ -1,0 +1,117 @@
+"""Owns the order of keys and values within a page of one layer. Which pages there are is the pool's.
+
+Shape suffixes: P pages, N tokens, H KV heads, S slots of a page, D head dimension; W and C below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+PANEL = 32  # columns of a packed panel, as the native kernels have it
+
+
+class PageLayout(Protocol):
+    """How a page keeps its tokens. Pages are numbered, slots of a page are offsets; both are int64 [N]."""
+
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+
+    def write(
+        self,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        at: tuple[torch.Tensor, torch.Tensor],
+        keys_NHD: torch.Tensor,
+        values_NHD: torch.Tensor,
+    ) -> None:
+        """Put keys and values at (pages, offsets) of the two pools [P, *shape]."""
+        ...
+
+    def read(
+        self, pools: tuple[torch.Tensor, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values [N, H, D] at (pages, offsets)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLayout:
+    """[H, S, D]: a page of one head is one contiguous matrix, for torch operators."""
+
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+
+    def write(
+        self,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        at: tuple[torch.Tensor, torch.Tensor],
+        keys_NHD: torch.Tensor,
+        values_NHD: torch.Tensor,
+    ) -> None:
+        pages, offsets = at
+        pools[0][pages, :, offsets] = keys_NHD
+        pools[1][pages, :, offsets] = values_NHD
+
+    def read(
+        self, pools: tuple[torch.Tensor, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pages, offsets = at
+        return pools[0][pages, :, offsets], pools[1][pages, :, offsets]
+
+
+@dataclass(frozen=True, slots=True)
+class PanelLayout:
+    """Keys [H, S/W, D/C, W, C] and values [H, D/W, S/C, W, C]: packed for the native kernels.
+
+    W is at most `PANEL` columns, tokens for keys and channels for values; C is 2 for bf16, whose pairs the kernels
+    multiply together, and 1 for float32.
+    """
+
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+
+    def write(
+        self,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        at: tuple[torch.Tensor, torch.Tensor],
+        keys_NHD: torch.Tensor,
+        values_NHD: torch.Tensor,
+    ) -> None:
+        (key_panel, key_column), (pair, half) = self._places(at[1])
+        pages = at[0]
+        pools[0][pages, :, key_panel, :, key_column] = keys_NHD.unflatten(2, (-1, self.key_shape[4]))
+        pools[1][pages, :, :, pair, :, half] = values_NHD.unflatten(2, (-1, self.value_shape[3]))
+
+    def read(
+        self, pools: tuple[torch.Tensor, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (key_panel, key_column), (pair, half) = self._places(at[1])
+        pages = at[0]
+        return (
+            pools[0][pages, :, key_panel, :, key_column].flatten(2),
+            pools[1][pages, :, :, pair, :, half].flatten(2),
+        )
+
+    def _places(
+        self, offsets: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        width, step = self.key_shape[3], self.value_shape[4]
+        return (offsets // width, offsets % width), (offsets // step, offsets % step)
+
+
+def page_layout(
+    *, heads: int, page_size: int, head_dim: int, dtype: torch.dtype, native: bool
+) -> PlainLayout | PanelLayout:
+    """The kernels' layout where they are there and its panels fit the sizes, otherwise the plain one."""
+    step = 2 if dtype == torch.bfloat16 else 1
+    fits = all(size % step == 0 and (size < PANEL or size % PANEL == 0) for size in (page_size, head_dim))
+    if not (native and fits and dtype in (torch.bfloat16, torch.float32)):
+        shape = (heads, page_size, head_dim)
+        return PlainLayout(shape, shape)
+    tokens, channels = min(page_size, PANEL), min(head_dim, PANEL)
+    return PanelLayout(
+        (heads, page_size // tokens, head_dim // step, tokens, step),
+        (heads, head_dim // channels, page_size // step, channels, step),
+    )

@@ -1,0 +1,196 @@
+// Owns the operators as torch sees them: shapes and number types are checked here, nothing is computed.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "attention.h"
+#include "experts.h"
+#include "linear.h"
+#include "norm_rope.h"
+#include "packing.h"
+#include "tasks.h"
+
+namespace sgl_batch {
+namespace {
+
+DType dtype_of(const at::Tensor& tensor, const char* name) {
+  if (tensor.scalar_type() == at::kBFloat16) return DType::kBf16;
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat, name, " is ", tensor.scalar_type(), "; use bfloat16 or float32");
+  return DType::kF32;
+}
+
+void check(const at::Tensor& tensor, int64_t dim, const char* name) {
+  TORCH_CHECK(tensor.dim() == dim, name, " has ", tensor.dim(), " dimensions, not ", dim);
+  TORCH_CHECK(tensor.is_contiguous(), name, " is not contiguous");
+}
+
+template <typename Each>
+void each_matrix(at::Tensor& weight, const Each& each) {
+  check(weight, 3, "weight");
+  const DType dtype = dtype_of(weight, "weight");
+  const int64_t n = weight.size(1), k = weight.size(2);
+  TORCH_CHECK(dtype == DType::kF32 || k % 2 == 0, "a bfloat16 weight has ", k, " inputs; packing needs an even number");
+  const auto scratch = at::empty({num_threads(), kPanel * k}, weight.options());
+  auto* base = static_cast<char*>(weight.data_ptr());
+  run_tasks(weight.size(0), [&](int64_t index, int thread) {
+    each(base + index * n * k * size_of(dtype), n, k, dtype,
+         static_cast<char*>(scratch.data_ptr()) + thread * kPanel * k * size_of(dtype));
+  });
+}
+
+void pack(at::Tensor weight) { each_matrix(weight, pack_matrix); }
+void unpack(at::Tensor weight) { each_matrix(weight, unpack_matrix); }
+
+std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
+                                           const at::Tensor& topk_weights, const at::Tensor& topk_ids,
+                                           bool f32_output) {
+  check(x, 2, "x");
+  check(w13, 3, "w13");
+  check(w2, 3, "w2");
+  check(topk_weights, 2, "topk_weights");
+  check(topk_ids, 2, "topk_ids");
+  const int64_t tokens = x.size(0), hidden = x.size(1), num_experts = w13.size(0), inter = w2.size(2);
+  TORCH_CHECK(w13.size(1) == 2 * inter && w13.size(2) == hidden, "w13 is ", w13.sizes(), ", not [", num_experts, ", ",
+              2 * inter, ", ", hidden, "]");
+  TORCH_CHECK(w2.size(0) == num_experts && w2.size(1) == hidden, "w2 is ", w2.sizes(), ", not [", num_experts, ", ",
+              hidden, ", ", inter, "]");
+  TORCH_CHECK(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
+  TORCH_CHECK(topk_ids.sizes() == topk_weights.sizes() && topk_ids.size(0) == tokens, "topk_ids is ", topk_ids.sizes(),
+              " and topk_weights ", topk_weights.sizes(), " for ", tokens, " tokens");
+  TORCH_CHECK(topk_ids.scalar_type() == at::kInt, "topk_ids is ", topk_ids.scalar_type(), "; use int32");
+  TORCH_CHECK(topk_weights.scalar_type() == at::kFloat, "topk_weights is ", topk_weights.scalar_type(), "; use float32");
+  auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
+  auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
+  run_experts({tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), dtype_of(x, "x"), w13.data_ptr(),
+               w2.data_ptr(), dtype_of(w13, "w13"), topk_weights.data_ptr<float>(), topk_ids.data_ptr<int32_t>(),
+               out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>()});
+  return {out, rows_per_expert};
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  check(x, 2, "x");
+  check(weight, 2, "weight");
+  const int64_t n = weight.size(0), k = weight.size(1);
+  TORCH_CHECK(x.size(1) == k, "x is ", x.sizes(), " and the weight ", weight.sizes());
+  at::Tensor bias_f32;
+  if (bias.has_value()) {
+    TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n, "bias is ", bias->sizes(), " for ", n, " outputs");
+    bias_f32 = bias->to(at::kFloat).contiguous();
+  }
+  auto out = at::empty({x.size(0), n}, x.options());
+  run_linear({x.size(0), n, k, x.data_ptr(), dtype_of(x, "x"), weight.data_ptr(), dtype_of(weight, "weight"),
+              bias.has_value() ? bias_f32.data_ptr<float>() : nullptr, out.data_ptr()});
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual,
+                                            const at::Tensor& weight, double eps) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
+  check(weight, 1, "weight");
+  TORCH_CHECK(weight.size(0) == x.size(1), "weight is ", weight.sizes(), " for rows of ", x.size(1));
+  auto out = at::empty(x.sizes(), x.options());
+  at::Tensor summed;
+  if (residual.has_value()) {
+    check(*residual, 2, "residual");
+    TORCH_CHECK(residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type(), "residual is ",
+                residual->scalar_type(), residual->sizes(), " beside x of ", x.scalar_type(), x.sizes());
+    summed = at::empty(x.sizes(), x.options());
+  }
+  run_rms_norm({x.size(0), x.size(1), x.data_ptr(), x.stride(0), residual.has_value() ? residual->data_ptr() : nullptr,
+                residual.has_value() ? summed.data_ptr() : nullptr, weight.data_ptr(), dtype_of(weight, "weight"),
+                static_cast<float>(eps), out.data_ptr(), dtype_of(x, "x")});
+  return {out, residual.has_value() ? summed : out};
+}
+
+void rotary(at::Tensor x, const at::Tensor& positions, const at::Tensor& cos_sin, int64_t head_dim, bool neox) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) % head_dim == 0, "x is ", x.sizes(), " with strides ",
+              x.strides(), " for heads of ", head_dim);
+  check(positions, 1, "positions");
+  check(cos_sin, 2, "cos_sin");
+  TORCH_CHECK(positions.size(0) == x.size(0) && positions.scalar_type() == at::kLong, "positions are ",
+              positions.scalar_type(), positions.sizes(), " for ", x.size(0), " rows; use int64");
+  TORCH_CHECK(cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= head_dim, "cos_sin is ", cos_sin.sizes(),
+              "; use [positions, an even number up to ", head_dim, "]");
+  if (x.size(0) == 0) return;
+  TORCH_CHECK(positions.min().item<int64_t>() >= 0 && positions.max().item<int64_t>() < cos_sin.size(0),
+              "a position lies outside of the ", cos_sin.size(0), " positions of cos_sin");
+  run_rotary({x.size(0), x.size(1) / head_dim, head_dim, cos_sin.size(1), positions.data_ptr<int64_t>(),
+              cos_sin.data_ptr(), dtype_of(cos_sin, "cos_sin"), neox, x.data_ptr(), x.stride(0), dtype_of(x, "x")});
+}
+
+void check_index(const at::Tensor& tensor, const char* name) {
+  check(tensor, 1, name);
+  TORCH_CHECK(tensor.scalar_type() == at::kLong, name, " is ", tensor.scalar_type(), "; use int64");
+}
+
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, const at::Tensor& starts,
+                     const at::Tensor& lengths, const at::Tensor& table_starts, const at::Tensor& tables, int64_t page,
+                     int64_t dim, double scaling) {
+  TORCH_CHECK(q.dim() == 2 && q.stride(1) == 1 && q.size(1) % dim == 0, "q is ", q.sizes(), " with strides ",
+              q.strides(), " for heads of ", dim);
+  TORCH_CHECK(k_pages.is_contiguous() && v_pages.is_contiguous() && k_pages.numel() == v_pages.numel(),
+              "pages of keys are ", k_pages.sizes(), " and of values ", v_pages.sizes());
+  TORCH_CHECK(k_pages.scalar_type() == q.scalar_type() && v_pages.scalar_type() == q.scalar_type(), "q is ",
+              q.scalar_type(), " and pages are ", k_pages.scalar_type());
+  TORCH_CHECK(q.scalar_type() == at::kFloat || (page % 2 == 0 && dim % 2 == 0), "bfloat16 pages of ", page,
+              " tokens and heads of ", dim, ": both must be even");
+  const int64_t q_heads = q.size(1) / dim, kv_heads = k_pages.size(1), pieces = lengths.size(0);
+  TORCH_CHECK(k_pages.numel() == k_pages.size(0) * kv_heads * page * dim && q_heads % kv_heads == 0, "pages are ",
+              k_pages.sizes(), " for ", q_heads, " query heads of ", dim, " and pages of ", page, " tokens");
+  check_index(starts, "starts");
+  check_index(lengths, "lengths");
+  check_index(table_starts, "table_starts");
+  check_index(tables, "tables");
+  TORCH_CHECK(starts.size(0) == pieces + 1 && table_starts.size(0) == pieces, "starts are ", starts.sizes(),
+              " and table_starts ", table_starts.sizes(), " for ", pieces, " pieces");
+  const auto *from = starts.data_ptr<int64_t>(), *table = table_starts.data_ptr<int64_t>();
+  const auto *length = lengths.data_ptr<int64_t>(), *number = tables.data_ptr<int64_t>();
+  for (int64_t i = 0; i < pieces; ++i) {
+    const int64_t rows = from[i + 1] - from[i], pages = (length[i] + page - 1) / page;
+    TORCH_CHECK(from[i] >= 0 && rows >= 0 && from[i + 1] <= q.size(0) && length[i] >= rows, "piece ", i, " is rows ", from[i],
+                " to ", from[i + 1], " of ", q.size(0), " and ", length[i], " tokens");
+    TORCH_CHECK(table[i] >= 0 && table[i] + pages <= tables.size(0), "piece ", i, " has ", pages, " pages from ", table[i],
+                " on, but the tables end at ", tables.size(0));
+    for (int64_t p = table[i]; p < table[i] + pages; ++p)
+      TORCH_CHECK(number[p] >= 0 && number[p] < k_pages.size(0), "page ", number[p], " of ", k_pages.size(0));
+  }
+  auto out = at::empty({q.size(0), q.size(1)}, q.options());
+  run_attention({pieces, q_heads, kv_heads, dim, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(), v_pages.data_ptr(),
+                 dtype_of(q, "q"), from, length, table, number, static_cast<float>(scaling), out.data_ptr()});
+  return out;
+}
+
+std::string isa_name() { return isa().name; }
+std::string isa_names() { return runnable_isas(); }
+
+}  // namespace
+}  // namespace sgl_batch
+
+TORCH_LIBRARY(sgl_batch_kernel, library) {
+  library.def("pack_(Tensor(a!) weight) -> ()");
+  library.def("unpack_(Tensor(a!) weight) -> ()");
+  library.def(
+      "experts(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, bool f32_output) -> (Tensor, "
+      "Tensor)");
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
+  library.def("rotary(Tensor(a!) x, Tensor positions, Tensor cos_sin, int head_dim, bool neox) -> ()");
+  library.def(
+      "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor starts, Tensor lengths, Tensor table_starts, Tensor "
+      "tables, int page, int dim, float scaling) -> Tensor");
+  library.def("isa() -> str", sgl_batch::isa_name);
+  library.def("runnable_isas() -> str", sgl_batch::isa_names);
+}
+
+TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
+  library.impl("pack_", sgl_batch::pack);
+  library.impl("unpack_", sgl_batch::unpack);
+  library.impl("experts", sgl_batch::experts);
+  library.impl("linear", sgl_batch::linear);
+  library.impl("rms_norm", sgl_batch::rms_norm);
+  library.impl("rotary", sgl_batch::rotary);
+  library.impl("attention", sgl_batch::attention);
+}

@@ -1,0 +1,34 @@
+// Owns expert compute over a combined batch: which rows meet which expert, in which tasks, added up in which order.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm.h"
+
+namespace sgl_batch {
+
+// T tokens of `hidden` numbers, each with `top_k` choices among `experts` experts of `inter` intermediate channels.
+// w13: per expert the packed gate matrix [inter, hidden], then the packed up matrix; w2: packed [hidden, inter].
+// A choice with a negative id belongs to nobody here and counts as nothing.
+struct ExpertsCall {
+  int64_t tokens, top_k, hidden, inter, experts;
+  const void* x;
+  DType x_dtype;
+  const void* w13;
+  const void* w2;
+  DType w_dtype;
+  const float* topk_weights;  // [T, top_k]
+  const int32_t* topk_ids;    // [T, top_k]
+  void* out;                  // [T, hidden]
+  DType out_dtype;
+  int64_t* rows_per_expert;  // [experts]
+};
+
+// out[t] = sum over choices of weight * down(silu(gate(x[t])) * up(x[t])).
+//
+// The choices of a token are added up in f32 in the order of a binary tree over expert ids that halves [0, experts)
+// recursively. So the sum depends on nothing but the token's own choices; and where experts lie on a power-of-two
+// number of ranks in equal contiguous shards, the ranks' sums added up in the same tree are the same bits.
+void run_experts(const ExpertsCall& call);
+
+}  // namespace sgl_batch

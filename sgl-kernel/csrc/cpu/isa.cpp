@@ -1,0 +1,55 @@
+// Owns the choice of an instruction set: the best that the machine has, or what SGL_BATCH_ISA names.
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "gemm.h"
+
+namespace sgl_batch {
+namespace {
+
+// Best first.
+std::vector<const Isa*> runnable() {
+  std::vector<const Isa*> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&kAvx512Bf16);
+  if (avx512) found.push_back(&kAvx512);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2);
+#endif
+  found.push_back(&kPortable);
+  return found;
+}
+
+const std::string& names() {
+  static const std::string joined = [] {
+    std::string text;
+    for (const Isa* candidate : runnable()) text += (text.empty() ? "" : ",") + std::string(candidate->name);
+    return text;
+  }();
+  return joined;
+}
+
+const Isa& choose() {
+  const auto candidates = runnable();
+  const char* wanted = std::getenv("SGL_BATCH_ISA");
+  if (wanted == nullptr || *wanted == '\0') return *candidates.front();
+  for (const Isa* candidate : candidates)
+    if (std::string(wanted) == candidate->name) return *candidate;
+  throw std::runtime_error("SGL_BATCH_ISA is '" + std::string(wanted) + "'; this machine runs " + names() +
+                           ": name one of these, or unset it");
+}
+
+}  // namespace
+
+const Isa& isa() {
+  static const Isa& chosen = choose();
+  return chosen;
+}
+
+const char* runnable_isas() { return names().c_str(); }
+
+}  // namespace sgl_batch

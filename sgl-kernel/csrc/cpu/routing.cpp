@@ -1,0 +1,79 @@
+#include "routing.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "rows.h"
+
+namespace sgl_batch {
+namespace {
+
+constexpr int kMostChoices = 255;
+
+// How many halvings of [0, experts) leave a and b together; a <= b.
+int shared_depth(int64_t a, int64_t b, int64_t experts) {
+  int64_t low = 0, high = experts;
+  int depth = 0;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (a < middle && b >= middle) return depth;
+    (b < middle ? high : low) = middle;
+    ++depth;
+  }
+  return depth;
+}
+
+}  // namespace
+
+Routing route(const int32_t* ids, const float* weights, int64_t tokens, int64_t top_k, int64_t experts) {
+  if (top_k > kMostChoices) throw std::invalid_argument("a token has " + std::to_string(top_k) + " choices; at most 255");
+  Routing routing;
+  routing.offsets.assign(experts + 1, 0);
+  routing.choices.assign(tokens, 0);
+  routing.merges.assign(tokens * top_k, 0);
+  for (int64_t i = 0; i < tokens * top_k; ++i) {
+    if (ids[i] >= experts)
+      throw std::invalid_argument("expert id " + std::to_string(ids[i]) + " with " + std::to_string(experts) + " experts");
+    if (ids[i] >= 0) ++routing.offsets[ids[i] + 1];
+  }
+  for (int64_t expert = 0; expert < experts; ++expert) routing.offsets[expert + 1] += routing.offsets[expert];
+  routing.rows.resize(routing.offsets[experts]);
+  std::vector<int64_t> next(routing.offsets.begin(), routing.offsets.end() - 1);
+  std::vector<int32_t> order(top_k);
+  std::vector<int> open;  // depths at which the sums on the stack part from the next one
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int32_t* own = ids + token * top_k;
+    int count = 0;
+    for (int32_t k = 0; k < top_k; ++k)
+      if (own[k] >= 0) order[count++] = k;
+    std::stable_sort(order.begin(), order.begin() + count, [own](int32_t a, int32_t b) { return own[a] < own[b]; });
+    routing.choices[token] = count;
+    open.clear();
+    for (int i = 0; i < count; ++i) {
+      const int64_t place = token * top_k + i;
+      routing.rows[next[own[order[i]]]++] = {token, place, weights[token * top_k + order[i]]};
+      const int depth = i + 1 < count ? shared_depth(own[order[i]], own[order[i + 1]], experts) : -1;
+      while (!open.empty() && open.back() >= depth) {
+        ++routing.merges[place];
+        open.pop_back();
+      }
+      open.push_back(depth);
+    }
+  }
+  return routing;
+}
+
+void tree_sum(float* rows, int64_t stride, int64_t count, int choices, const uint8_t* merges) {
+  int64_t stack[kMostChoices];
+  int top = 0;
+  for (int i = 0; i < choices; ++i) {
+    stack[top++] = i;
+    for (int merge = 0; merge < merges[i]; ++merge) {
+      --top;
+      add_row(rows + stack[top - 1] * stride, rows + stack[top] * stride, count);
+    }
+  }
+}
+
+}  // namespace sgl_batch

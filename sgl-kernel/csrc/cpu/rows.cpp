@@ -1,0 +1,35 @@
+#include "rows.h"
+
+#include <cstring>
+
+#include "clones.h"
+
+namespace sgl_batch {
+
+SGL_BATCH_CLONES void add_row(float* __restrict to, const float* __restrict from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+}
+
+SGL_BATCH_CLONES void scale_row(float* to, const float* from, float factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = factor * from[i];
+}
+
+SGL_BATCH_CLONES void read_row(float* to, const void* from, DType dtype, int64_t count) {
+  if (dtype == DType::kF32) {
+    std::memcpy(to, from, static_cast<size_t>(count) * 4);
+    return;
+  }
+  const auto* in = static_cast<const uint16_t*>(from);
+  for (int64_t i = 0; i < count; ++i) to[i] = bf16_to_f32(in[i]);
+}
+
+SGL_BATCH_CLONES void write_row(void* to, DType dtype, const float* from, int64_t count) {
+  if (dtype == DType::kF32) {
+    std::memcpy(to, from, static_cast<size_t>(count) * 4);
+    return;
+  }
+  auto* out = static_cast<uint16_t*>(to);
+  for (int64_t i = 0; i < count; ++i) out[i] = f32_to_bf16(from[i]);
+}
+
+}  // namespace sgl_batch

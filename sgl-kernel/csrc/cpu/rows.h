@@ -1,0 +1,16 @@
+// Owns what is done to single rows of f32 between products. Element by element, one rounding each: the same bits on
+// every instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm.h"
+
+namespace sgl_batch {
+
+void add_row(float* to, const float* from, int64_t count);                   // to += from
+void scale_row(float* to, const float* from, float factor, int64_t count);   // to = factor * from; they may be one
+void read_row(float* to, const void* from, DType dtype, int64_t count);      // to = from
+void write_row(void* to, DType dtype, const float* from, int64_t count);     // to = from, rounded to dtype
+
+}  // namespace sgl_batch

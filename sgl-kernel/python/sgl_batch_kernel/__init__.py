@@ -1,0 +1,102 @@
+"""The operators of sgl_batch's native library, typed. They compute; who calls them decides what.
+
+Importing it loads the library into torch (`torch.ops.sgl_batch_kernel`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
+_ops = torch.ops.sgl_batch_kernel
+
+
+def isa() -> str:
+    """The instruction set in use: the machine's best, or what SGL_BATCH_ISA names (RuntimeError if it lacks that)."""
+    name: str = _ops.isa()
+    return name
+
+
+def runnable_isas() -> list[str]:
+    """The instruction sets that this machine can run, best first."""
+    names: str = _ops.runnable_isas()
+    return names.split(",")
+
+
+def pack_(weight: torch.Tensor) -> None:
+    """Pack plain matrices [B, N, K], bf16 (K even) or f32, in place for `experts` and `linear`."""
+    _ops.pack_(weight)
+
+
+def unpack_(weight: torch.Tensor) -> None:
+    """Undo `pack_`."""
+    _ops.unpack_(weight)
+
+
+def experts(
+    x_TM: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    *,
+    f32_output: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run every token through its experts; returns the output [T, M] and rows per expert [E].
+
+    `w13`: [E, 2I, M], of which the gate half [E, 0:I, M] and the up half are packed each by itself; `w2`: packed
+    [E, M, I]. `topk_ids_TK`: int32, negative for a choice that belongs to nobody here; `topk_weights_TK`: f32.
+    The output has x's number type, or f32 where `f32_output`. A token's result depends on that token alone.
+    """
+    out: tuple[torch.Tensor, torch.Tensor] = _ops.experts(x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output)
+    return out
+
+
+def linear(x_TK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows [T, K] times a packed weight [N, K], plus a bias [N]; the result has x's number type."""
+    out: torch.Tensor = _ops.linear(x_TK, weight, bias)
+    return out
+
+
+def rms_norm(
+    x_TM: torch.Tensor, residual_TM: torch.Tensor | None, weight_M: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """h = x (+ residual); returns (h / sqrt(mean(h^2) + eps) * weight, h), the latter None without a residual."""
+    out_TM, summed_TM = _ops.rms_norm(x_TM, residual_TM, weight_M, eps)
+    return out_TM, None if residual_TM is None else summed_TM
+
+
+def rotary(x_T: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor, *, head_dim: int, neox: bool) -> None:
+    """Rotate every head of x [T, heads * head_dim] in place; `cos_sin`: [positions, rotary_dim], cosines first."""
+    _ops.rotary(x_T, positions_T, cos_sin, head_dim, neox)
+
+
+PANEL = 32
+"""Columns of a packed panel: of a page's keys, tokens; of its values, channels."""
+
+
+def attention(
+    q_TD: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    *,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    table_starts: torch.Tensor,
+    tables: torch.Tensor,
+    page_size: int,
+    head_dim: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention of pieces of sequences over pages; returns [T, query heads * head_dim].
+
+    Piece i is rows [starts[i], starts[i + 1]) of q: the last tokens of a sequence of lengths[i] tokens, which lie in
+    the pages tables[table_starts[i]] and on. `k_pages`: [pages, KV heads, ...] of which the rest is a packed matrix
+    [page_size, head_dim]; `v_pages` likewise, [head_dim, page_size]. A row's result depends on its sequence alone.
+    """
+    out: torch.Tensor = _ops.attention(
+        q_TD, k_pages, v_pages, starts, lengths, table_starts, tables, page_size, head_dim, scaling
+    )
+    return out

@@ -1,0 +1,50 @@
+"""The native kernels against float64, on every instruction set of this machine; a row's bits are its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sgl_batch_kernel
+
+CASES = Path(__file__).with_name("kernel_cases.py")
+
+
+@pytest.mark.parametrize("isa", sgl_batch_kernel.runnable_isas())
+def test_every_kernel_agrees_with_float64_on_each_instruction_set(isa):
+    """Each instruction set in a process of its own: the choice is made once."""
+    done = subprocess.run(
+        [sys.executable, str(CASES)],
+        env={**os.environ, "SGL_BATCH_ISA": isa, "OMP_WAIT_POLICY": "PASSIVE"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["isa"] == isa
+    assert report["checked"] > 100
+    assert report["failures"] == []
+
+
+def test_an_instruction_set_that_the_machine_lacks_is_named_with_those_it_has():
+    program = (
+        "from sgl_batch.kernel_loader import kernels_in_use\n"
+        "from sgl_batch.errors import ConfigError\n"
+        "try:\n    kernels_in_use()\nexcept ConfigError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "SGL_BATCH_ISA": "mmx"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert "SGL_BATCH_ISA is 'mmx'; this machine runs " in done.stdout
+    assert "portable" in done.stdout

@@ -1,0 +1,90 @@
+"""Packed weights compute what plain ones compute, and lie in their plain order whenever somebody writes to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers import cpu_gemm
+from sgl_batch.layers.moe.cpu_experts import combined_experts
+from sgl_batch.layers.packed_weights import PackedWeights
+
+EXPERTS, HIDDEN, INTER, TOP_K = 4, 48, 34, 2
+
+
+@pytest.fixture(params=["native", "torch"])
+def packed(request):
+    """Weights with the native kernels, and where these are not installed."""
+    return PackedWeights(native_kernels() if request.param == "native" else None)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = 1e-5 if found.dtype == torch.float32 else 0.03
+    return found.dtype == expected.dtype and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_equals_the_plain_product(packed, dtype, shape, has_bias):
+    weight, bias = draw(16, HIDDEN, dtype=dtype), draw(16, dtype=dtype) if has_bias else None
+    plain, x = weight.clone(), draw(*shape, HIDDEN, dtype=dtype)
+    packed.add_linear(weight)
+    assert close(packed.linear(x, weight, bias), cpu_gemm.linear(x, plain, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_equal_the_plain_ones(packed, dtype):
+    w13, w2 = draw(EXPERTS, 2 * INTER, HIDDEN, dtype=dtype) / 7, draw(EXPERTS, HIDDEN, INTER, dtype=dtype) / 6
+    plain = w13.clone(), w2.clone()
+    x, weights = draw(20, HIDDEN, dtype=dtype), torch.rand(20, TOP_K)
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(20)])
+    packed.add_experts(w13, w2)
+    out, rows = packed.experts(x, w13, w2, weights, ids)
+    expected, expected_rows = combined_experts(x, *plain, weights, ids)
+    assert close(out, expected)
+    assert rows.tolist() == expected_rows.tolist()
+
+
+def test_a_weight_is_plain_where_it_is_written_and_packed_again_afterwards(packed):
+    weight, x = draw(16, HIDDEN), draw(3, HIDDEN)
+    plain = weight.clone()
+    packed.add_linear(weight)
+    with packed.plain():
+        assert torch.equal(weight, plain)
+        weight.mul_(2)
+    assert close(packed.linear(x, weight), cpu_gemm.linear(x, 2 * plain))
+
+
+def test_a_weight_is_packed_again_although_writing_it_failed(packed):
+    weight, x = draw(16, HIDDEN), draw(3, HIDDEN)
+    plain = weight.clone()
+    packed.add_linear(weight)
+    with pytest.raises(RuntimeError, match="the file ended"), packed.plain():
+        raise RuntimeError("the file ended")
+    assert close(packed.linear(x, weight), cpu_gemm.linear(x, plain))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.ones(8, 5, dtype=torch.bfloat16), torch.ones(8, 6, dtype=torch.float64), torch.ones(6, 8).t()],
+    ids=["odd bf16", "float64", "transposed"],
+)
+def test_what_the_kernels_cannot_take_stays_plain(weight):
+    packed = PackedWeights(native_kernels())
+    assert not packed.add_linear(weight)
+    assert len(packed) == 0
+    x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
+    assert (packed.linear(x, weight) == weight.shape[1]).all()
+
+
+def test_without_kernels_nothing_is_packed():
+    packed = PackedWeights(None)
+    assert not packed.add_linear(torch.ones(8, 8))
+    assert not packed.add_experts(torch.ones(2, 8, 4), torch.ones(2, 4, 4))
+    assert len(packed) == 0
