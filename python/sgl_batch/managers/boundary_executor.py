@@ -5,6 +5,7 @@ It decides nothing itself, and runs no forward pass; it hands batches to the sch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sgl_batch.core.admission import Admission, refusal, reserve
@@ -19,7 +20,7 @@ from sgl_batch.managers import prompt_groups
 from sgl_batch.managers.prompt_sharing import PromptSharing
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
-from sgl_batch.sglang_adapter.scheduling import decode_batch, merge_into, prefill_batch
+from sgl_batch.sglang_adapter.scheduling import decode_batch, end_aborted, mark_aborted, merge_into, prefill_batch
 
 
 class BoundaryExecutor:
@@ -80,13 +81,24 @@ class BoundaryExecutor:
         present = {request.rid for request in queue}
         for sequence in [s for name, s in self._queued.items() if name not in present]:
             self._record([advance(sequence, Event.ABORT, "aborted in the queue")])
+            self._counters.add("sequences_aborted")
             del self._queued[sequence.sequence_id]
             self._drop(sequence)
 
-    def waiting_requests(self) -> list[Any]:
-        """Requests that hold or await KV outside the running batch: READY ones, and forks of a prompt."""
-        ready = [self._requests[name] for name in self._ready]
-        return ready + [r for forks in self._forks.values() for r in forks] + self._forked
+    def abort_outside_batches(self, is_meant: Callable[[str], bool]) -> None:
+        """Abort the sequences in question that hold or await KV outside the running batch.
+
+        READY ones end here: until the decode group has room for them, they would keep their pages and their answer.
+        Choices that wait for their leader's prompt end with the next step, which is their prefill.
+        """
+        for name in [name for name in self._ready if is_meant(name)]:
+            del self._ready[name]
+            request = self._requests[name]
+            end_aborted(self._scheduler, request)
+            self._record([self._finish(request)])
+        for request in [r for forks in self._forks.values() for r in forks] + self._forked:
+            if is_meant(request.rid):
+                mark_aborted(request)
 
     @property
     def is_empty(self) -> bool:

@@ -19,7 +19,6 @@ from sgl_batch.sglang_adapter.scheduling import (
     NextBatchPlan,
     Scheduler,
     SetInternalStateReqOutput,
-    mark_aborted,
     set_max_new_tokens,
 )
 
@@ -88,9 +87,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def abort_request(self, recv_req: Any) -> None:
         super().abort_request(recv_req)
         self.executor.forget_removed()
-        for request in self.executor.waiting_requests():
-            if recv_req.abort_all or request.rid.startswith(recv_req.rid):
-                mark_aborted(request)
+        self.executor.abort_outside_batches(lambda rid: recv_req.abort_all or rid.startswith(recv_req.rid))
 
     # One step.
 

@@ -9,7 +9,13 @@ from typing import Any
 
 from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.seeds import choice_seed
-from sgl_batch.sglang_adapter.tokenizing import SignalHandler, TokenizerManager, choice_of, prepare_request
+from sgl_batch.sglang_adapter.tokenizing import (
+    SignalHandler,
+    TokenizerManager,
+    choice_of,
+    name_choices,
+    prepare_request,
+)
 
 
 class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
@@ -64,16 +70,24 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             yield out
 
     async def _send_choices(self, obj: Any, request: Any, count: int) -> list[tuple[str, Any]]:
-        """Send `count` choices of each prompt of `obj`; all of one prompt in one message, so that they share it."""
+        """Send `count` choices of each prompt of `obj`; all of one prompt in one message, so that they share it.
+
+        Each is known by an id of `obj`, by which whoever gives up on `obj` aborts it.
+        """
         prompts = [obj[i] for i in range(obj.batch_size)]
         tokenized_prompts = await asyncio.gather(*(self._tokenize_one_request(prompt) for prompt in prompts))
+        for rid in obj.rid:  # SGLang waits for an answer to each state, also when it is asked to stop
+            self.rid_to_state.pop(rid).time_stats.set_finished_time()
+        rids = iter(name_choices(obj, count))
         waiters: list[tuple[str, Any]] = []
         for prompt, tokenized in zip(prompts, tokenized_prompts, strict=True):
             group, choices = uuid.uuid4().hex, []
             for index in range(count):
                 tag = ChoiceTag(group=group, index=index, count=count)
                 seed = choice_seed(tokenized.sampling_params.sampling_seed, index)
-                choice, choice_tokenized = choice_of(prompt, tokenized, extra_key=tag.encode(), seed=seed)
+                choice, choice_tokenized = choice_of(
+                    prompt, tokenized, rid=next(rids), extra_key=tag.encode(), seed=seed
+                )
                 self._init_req_state(choice)
                 state = self.rid_to_state[choice.rid]
                 choice_tokenized.time_stats = state.time_stats
@@ -82,7 +96,6 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 choices.append(choice_tokenized)
                 waiters.append((choice.rid, self._wait_one_response(choice, request)))
             super()._send_batch_request(choices)
-            self.rid_to_state.pop(prompt.rid).time_stats.set_finished_time()
         return waiters
 
 

@@ -17,6 +17,7 @@ from sglang.srt.managers.overlap_utils import RelayPayload  # noqa: E402
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats, QueueCount  # noqa: E402
+from sglang.srt.mem_cache.common import release_kv_cache  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E402
 
@@ -26,6 +27,7 @@ __all__ = [
     "Scheduler",
     "SetInternalStateReqOutput",
     "decode_batch",
+    "end_aborted",
     "give_prefix",
     "mark_aborted",
     "merge_into",
@@ -118,6 +120,15 @@ def mark_aborted(request: Any) -> None:
     """Let a request that holds KV finish as aborted after its next step, which frees what it holds."""
     if not request.finished():
         request.to_finish = FINISH_ABORT()
+
+
+def end_aborted(scheduler: Any, request: Any) -> None:
+    """End a request that holds KV outside any batch: free what it holds, and answer it with what it has generated."""
+    mark_aborted(request)
+    request.update_finish_state()
+    release_kv_cache(request, scheduler.tree_cache)
+    request.time_stats.set_completion_time()
+    scheduler.output_streamer.stream_output([request], request.return_logprob)
 
 
 def set_max_new_tokens(request: Any, tokens: int) -> None:

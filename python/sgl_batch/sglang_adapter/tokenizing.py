@@ -19,6 +19,7 @@ __all__ = [
     "TokenizerManager",
     "choice_of",
     "init_tokenizer_manager",
+    "name_choices",
     "prepare_request",
 ]
 
@@ -30,9 +31,21 @@ def prepare_request(tokenized: Any, *, extra_key: str | None, seed: int) -> None
     tokenized.sampling_params.sampling_seed = seed
 
 
-def choice_of(request: Any, tokenized: Any, *, extra_key: str, seed: int) -> tuple[Any, Any]:
-    """Copies of a request and its tokenized form for one choice, under a request id of its own."""
+def name_choices(request: Any, count: int) -> list[str]:
+    """Give `count` choices of each prompt of `request` their ids, prompt by prompt; from now on they are its ids.
+
+    SGLang has made as many where the user gave one id or none: ID_0, ID_1, ... Where the user gave one for each
+    prompt, the choices of each are called likewise.
+    """
+    if len(request.rid) == request.batch_size:
+        request.rid = [f"{rid}_{index}" for rid in request.rid for index in range(count)]
+    assert len(request.rid) == request.batch_size * count, f"{len(request.rid)} request ids"
+    return list(request.rid)
+
+
+def choice_of(request: Any, tokenized: Any, *, rid: str, extra_key: str, seed: int) -> tuple[Any, Any]:
+    """Copies of a request and its tokenized form for one choice, under the request id `rid`."""
     request, tokenized = copy.copy(request), copy.copy(tokenized)
-    tokenized.rid = request.regenerate_rid()
+    request.rid = tokenized.rid = rid
     prepare_request(tokenized, extra_key=extra_key, seed=seed)
     return request, tokenized
