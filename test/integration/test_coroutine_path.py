@@ -65,6 +65,7 @@ def test_every_sequence_takes_the_documented_path_and_waits_for_boundaries(
     trace = tmp_path / "trace.jsonl"
     engine = batch_engine("tiny-qwen3-moe", 7, trace_file=str(trace))
     results = engine.generate(input_ids=prompts.input_ids, sampling_params=prompts.sampling_params)
+    stats = engine.batch_stats()  # answered after the last step is wholly done, its trace written
     paths: dict[str, list[str]] = {}
     for line in trace.read_text().splitlines():
         event = json.loads(line)
@@ -77,6 +78,5 @@ def test_every_sequence_takes_the_documented_path_and_waits_for_boundaries(
         one_token = ["QUEUED", "PREFILLING", "FINISHED"]
         expected = one_token if parameters["max_new_tokens"] == 1 else whole
         assert paths[result["meta_info"]["id"]] == expected
-    stats = engine.batch_stats()
     assert stats["free_pages"] == stats["total_pages"], "every page is given back"
     assert stats["counters"]["boundaries"] > 1
