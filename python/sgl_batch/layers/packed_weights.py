@@ -76,16 +76,22 @@ class PackedWeights:
         w2: torch.Tensor,
         topk_weights_TK: torch.Tensor,
         topk_ids_TK: torch.Tensor,
+        *,
+        f32_output: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run every token through its experts; returns the output [T, M] and rows per expert [E]."""
+        """Run every token through its experts; returns the output [T, M] and rows per expert [E].
+
+        A choice with a negative id counts as nothing. The output has x's number type, or float32.
+        """
         if self._kernels is None or w13.data_ptr() not in self._matrices:
-            return cpu_experts.combined_experts(x_TM, w13, w2, topk_weights_TK, topk_ids_TK)
+            return cpu_experts.combined_experts(x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output=f32_output)
         done: tuple[torch.Tensor, torch.Tensor] = self._kernels.experts(
-            x_TM.contiguous(),
+            x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous(),
             w13,
             w2,
             topk_weights_TK.to(torch.float32).contiguous(),
             topk_ids_TK.to(torch.int32).contiguous(),
+            f32_output=f32_output,
         )
         return done
 

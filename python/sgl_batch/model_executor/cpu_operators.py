@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
@@ -54,12 +56,20 @@ class CpuOperators:
         """For whoever reads or writes weights: inside, they lie in their plain order."""
         return self._weights.plain()
 
-    def _experts(self, config: Any, layer: Any, dispatch_output: Any) -> Any:
-        if config.activation != "silu" or config.apply_router_weight_on_input:
-            raise ConfigError(
-                f"experts on a CPU use SiLU and weight their output; this model asks for activation="
-                f"{config.activation!r}, apply_router_weight_on_input={config.apply_router_weight_on_input}"
+    def expert_sums(
+        self, experts: Any, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+    ) -> torch.Tensor:
+        """What the experts of a layer on this rank add to each row, in float32 [R, M]; ids are local, -1 is none."""
+        _check(experts.quant_method.moe_runner_config)
+        with self._counters.clock.part("experts"):
+            out_RM, rows_per_expert = self._weights.experts(
+                x_RM, experts.w13_weight, experts.w2_weight, topk_weights_RK, topk_ids_RK, f32_output=True
             )
+        self._counters.add_expert_call(rows_per_expert)
+        return out_RM
+
+    def _experts(self, config: Any, layer: Any, dispatch_output: Any) -> Any:
+        _check(config)
         weights, ids, _ = dispatch_output.topk_output
         with self._counters.clock.part("experts"):
             out, rows_per_expert = self._weights.experts(
@@ -67,3 +77,12 @@ class CpuOperators:
             )
         self._counters.add_expert_call(rows_per_expert)
         return StandardCombineInput(hidden_states=out)
+
+
+def _check(config: Any) -> None:
+    """Refuse what is not computed here, by name (invariant 3)."""
+    if config.activation != "silu" or config.apply_router_weight_on_input:
+        raise ConfigError(
+            f"experts on a CPU use SiLU and weight their output; this model asks for activation="
+            f"{config.activation!r}, apply_router_weight_on_input={config.apply_router_weight_on_input}"
+        )

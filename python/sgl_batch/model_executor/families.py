@@ -8,9 +8,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBlock:
+    """SGLang's modules of one layer: router weights, choice of experts, and the experts."""
+
+    gate: Any
+    topk: Any
+    experts: Any
+
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, float32, and global ids, int32, of each row's experts: [rows, top_k] both."""
+        if not len(hidden):
+            shape = (0, self.experts.top_k)
+            device = hidden.device
+            return torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+        logits, _ = self.gate(hidden)
+        chosen = self.topk(hidden, logits)
+        return chosen.topk_weights.to(torch.float32), chosen.topk_ids.to(torch.int32)
 
 
 class Family(ABC):
@@ -36,6 +56,10 @@ class Family(ABC):
     @abstractmethod
     def expert_half(self, layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
         """Router and experts over the combined rows."""
+
+    @abstractmethod
+    def expert_block(self, layer: Any) -> ExpertBlock | None:
+        """What routes a layer's rows and computes them, for the exchange between ranks; None for a dense layer."""
 
     def finish_layer(
         self, layer: Any, hidden: torch.Tensor, residual: torch.Tensor, batch: Any
@@ -68,6 +92,10 @@ class MixtralFamily(Family):
         out: torch.Tensor = layer.block_sparse_moe(hidden)
         return out
 
+    def expert_block(self, layer: Any) -> ExpertBlock | None:
+        block = layer.block_sparse_moe
+        return ExpertBlock(gate=block.gate, topk=block.topk, experts=block.experts)
+
 
 class Qwen3MoeFamily(Family):
     """Qwen3-MoE: SGLang's layer communicator holds the norms and what tensor parallelism adds around them."""
@@ -85,6 +113,12 @@ class Qwen3MoeFamily(Family):
     def expert_half(self, layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
         out: torch.Tensor = layer.mlp(hidden, batch)
         return out
+
+    def expert_block(self, layer: Any) -> ExpertBlock | None:
+        block = layer.mlp
+        if not hasattr(block, "experts"):
+            return None
+        return ExpertBlock(gate=block.gate, topk=block.topk, experts=block.experts)
 
     def finish_layer(
         self, layer: Any, hidden: torch.Tensor, residual: torch.Tensor, batch: Any

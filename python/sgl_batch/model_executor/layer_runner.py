@@ -1,6 +1,6 @@
-"""Owns the loop over layers (BatchGen Algorithm 1): attention by sub-batch, experts by group.
+"""Owns the loop over layers (BatchGen Algorithm 1): attention by sub-batch, experts by group (of all ranks).
 
-It decides no sizes; those are the plan's. It works for any family with an adapter in `families`.
+It decides no sizes; those are the plan's, and the ranks' agreement on how many expert calls a layer takes. It works for any family with an adapter in `families`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from sgl_batch.core.plan import PhasePlan, Plan, row_spans
 from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer
 from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family
 
 
@@ -21,6 +22,8 @@ class LayerRunner:
 
     `can_reenter`: whether that plan may be swapped between sub-batches; otherwise a group is one sub-batch.
     `expert_part`: the part of the clock that an expert call counts to, beside what kernels count themselves.
+    `exchange`: where experts lie on several ranks, the way to them; then `expert_calls` says how many calls each layer
+    takes on every rank in the coming forward passes.
     """
 
     def __init__(
@@ -33,10 +36,12 @@ class LayerRunner:
         counters: Counters,
         can_reenter: bool,
         expert_part: str,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         self.model, self.family, self.attn_backend = model, family, attn_backend
         self.plan, self.counters, self.can_reenter = plan, counters, can_reenter
-        self.expert_part = expert_part
+        self.expert_part, self.exchange = expert_part, exchange
+        self.expert_calls = 1
 
     def forward(self, forward_batch: Any) -> Any:
         """Logits for a prefill group or a decode group, as the model's own forward gives them."""
@@ -52,6 +57,25 @@ class LayerRunner:
         hidden = self.family.embed(self.model, forward_batch.input_ids)
         hidden = self._run_layers(forward_batch, sub_batches, hidden, phase)
         return self.model.logits_processor(forward_batch.input_ids, hidden, self.model.lm_head, forward_batch)
+
+    def forward_without_rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Take part in the exchanges of a forward pass in which this rank has no rows of its own."""
+        assert self.exchange is not None, "a lone rank without rows has nothing to do"
+        nothing = torch.empty(0, hidden_size, dtype=dtype, device=device)
+        self.counters.add("forwards_without_rows")
+        for layer in self.family.layers(self.model):
+            with self.counters.clock.part(self.expert_part):
+                for _ in range(self.expert_calls):
+                    self.exchange.run(self.family, layer, nothing, None)
+
+    def num_expert_calls(self, num_rows: int, *, is_decode: bool) -> int:
+        """How many expert calls a layer takes for this many rows of one rank."""
+        return max(
+            1, len(row_spans(num_rows, self._expert_limit(self.plan.decode if is_decode else self.plan.prefill)))
+        )
+
+    def _expert_limit(self, phase: PhasePlan) -> int:
+        return phase.b_moe if self.plan.accumulate else phase.b_attn
 
     def _plan_attention(self, sub_batches: list[SubBatch]) -> None:
         for sub in sub_batches:
@@ -94,10 +118,17 @@ class LayerRunner:
 
     def _experts(self, layer: Any, forward_batch: Any, hidden: torch.Tensor, phase: PhasePlan) -> torch.Tensor:
         """The expert coroutine: one call over the group, or one per `b_moe` rows where a lone prompt is longer."""
-        limit = phase.b_moe if self.plan.accumulate else phase.b_attn
-        spans = row_spans(len(hidden), limit)
+        spans = row_spans(len(hidden), self._expert_limit(phase))
         with self.counters.clock.part(self.expert_part):
-            if len(spans) == 1:
-                return self.family.expert_half(layer, hidden, forward_batch)
-            parts = [self.family.expert_half(layer, hidden[start:end], forward_batch) for start, end in spans]
-            return torch.cat(parts)
+            if self.exchange is not None:
+                assert len(spans) <= self.expert_calls, (
+                    f"{len(spans)} expert calls where {self.expert_calls} are agreed"
+                )
+                spans += [(len(hidden), len(hidden))] * (self.expert_calls - len(spans))
+            parts = [self._expert_call(layer, hidden[start:end], forward_batch) for start, end in spans]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _expert_call(self, layer: Any, hidden: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        if self.exchange is None:
+            return self.family.expert_half(layer, hidden, forward_batch)
+        return self.exchange.run(self.family, layer, hidden, forward_batch)

@@ -47,7 +47,7 @@ void unpack(at::Tensor weight) { each_matrix(weight, unpack_matrix); }
 std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
                                            const at::Tensor& topk_weights, const at::Tensor& topk_ids,
                                            bool f32_output) {
-  check(x, 2, "x");
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
   check(w13, 3, "w13");
   check(w2, 3, "w2");
   check(topk_weights, 2, "topk_weights");
@@ -64,7 +64,7 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   TORCH_CHECK(topk_weights.scalar_type() == at::kFloat, "topk_weights is ", topk_weights.scalar_type(), "; use float32");
   auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
-  run_experts({tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), dtype_of(x, "x"), w13.data_ptr(),
+  run_experts({tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"), w13.data_ptr(),
                w2.data_ptr(), dtype_of(w13, "w13"), topk_weights.data_ptr<float>(), topk_ids.data_ptr<int32_t>(),
                out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>()});
   return {out, rows_per_expert};

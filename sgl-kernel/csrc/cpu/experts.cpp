@@ -116,7 +116,7 @@ class Experts {
   }
 
   void pack_block(const Block& block, char* tiles) const {
-    const size_t row_bytes = static_cast<size_t>(c_.hidden) * size_of(c_.x_dtype);
+    const size_t row_bytes = static_cast<size_t>(c_.x_stride) * size_of(c_.x_dtype);
     for (int64_t row = block.begin; row < block.end; row += isa_.max_rows) {
       const int m = rows_of_tile(row, block.end);
       const void* rows[kMaxRows];

@@ -13,6 +13,7 @@ namespace sgl_batch {
 struct ExpertsCall {
   int64_t tokens, top_k, hidden, inter, experts;
   const void* x;
+  int64_t x_stride;  // elements from row to row
   DType x_dtype;
   const void* w13;
   const void* w2;
@@ -27,7 +28,7 @@ struct ExpertsCall {
 // out[t] = sum over choices of weight * down(silu(gate(x[t])) * up(x[t])).
 //
 // The choices of a token are added up in f32 in the order of a binary tree over expert ids that halves [0, experts)
-// recursively. So the sum depends on nothing but the token's own choices; and where experts lie on a power-of-two
+// recursively (the middle one of an odd number belongs to the first half). So the sum depends on nothing but the token's own choices; and where experts lie on a power-of-two
 // number of ranks in equal contiguous shards, the ranks' sums added up in the same tree are the same bits.
 void run_experts(const ExpertsCall& call);
 

@@ -16,7 +16,7 @@ int shared_depth(int64_t a, int64_t b, int64_t experts) {
   int64_t low = 0, high = experts;
   int depth = 0;
   while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
+    const int64_t middle = low + (high - low + 1) / 2;
     if (a < middle && b >= middle) return depth;
     (b < middle ? high : low) = middle;
     ++depth;

@@ -120,6 +120,9 @@ class ToyFamily(Family):
         self.order.append(f"experts {layer.index}")
         return torch.where(hidden > 0, hidden * 0.5, hidden + layer.index)
 
+    def expert_block(self, layer: ToyLayer) -> None:
+        return None
+
     def finish_layer(
         self, layer: ToyLayer, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,28 +24,33 @@ def combined_experts(
     w2: torch.Tensor,
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
+    *,
+    f32_output: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
-    `w13`: [E, 2I, M], gate above up; `w2`: [E, M, I]. Rows are sorted by expert, so each expert sees all its
-    rows of the combined batch at once, and are added up per token in order of K in float32: the result does
-    not depend on the order in which experts run.
+    `w13`: [E, 2I, M], gate above up; `w2`: [E, M, I]. A choice with a negative id counts as nothing. Rows are sorted
+    by expert, so each expert sees all its rows of the combined batch at once, and are added up per token in order of K
+    in float32: the result does not depend on the order in which experts run. It has x's number type, or float32.
     """
     num_tokens, top_k = topk_ids_TK.shape
     ids_R = topk_ids_TK.reshape(-1).to(torch.int64)
     order_R = torch.argsort(ids_R, stable=True)
-    rows_per_expert = torch.bincount(ids_R, minlength=w13.shape[0])
+    num_absent = int((ids_R < 0).sum())
+    rows_per_expert = torch.bincount(ids_R[order_R[num_absent:]], minlength=w13.shape[0])
     # Converted once for all experts, so that no product converts its rows again.
     sorted_RM = x_TM.to(compute_dtype(x_TM.dtype))[order_R // top_k]
     out_RM = torch.empty_like(sorted_RM)
-    start = 0
+    out_RM[:num_absent] = 0
+    start = num_absent
     for expert, count in enumerate(rows_per_expert.tolist()):
         if count:
             rows = slice(start, start + count)
             out_RM[rows] = _expert(sorted_RM[rows], w13[expert], w2[expert])
             start += count
-    out_RM *= topk_weights_TK.reshape(-1)[order_R, None].to(out_RM.dtype)
+    out_RM[num_absent:] *= topk_weights_TK.reshape(-1)[order_R[num_absent:], None].to(out_RM.dtype)
     place_R = torch.empty_like(order_R)
     place_R[order_R] = torch.arange(len(order_R))
     by_token_TKM = out_RM[place_R].view(num_tokens, top_k, -1)
-    return by_token_TKM.sum(1, dtype=torch.float32).to(x_TM.dtype), rows_per_expert
+    out_TM = by_token_TKM.sum(1, dtype=torch.float32)
+    return out_TM if f32_output else out_TM.to(x_TM.dtype), rows_per_expert

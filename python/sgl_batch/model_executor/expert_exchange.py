@@ -1,0 +1,46 @@
+"""Owns the expert half of a layer where experts lie on several ranks: route here, compute there, add up here.
+
+Every rank takes part in every exchange, with zero rows where it has none. How often is agreed by whoever plans the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from sgl_batch.layers.moe.token_dispatcher import TokenDispatcher
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.families import ExpertBlock, Family
+
+
+class ExpertSums(Protocol):
+    """Computes what this rank's experts add to each row, in float32; ids are local, -1 is none."""
+
+    def __call__(
+        self, experts: Any, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class ExpertExchange:
+    """One dispatch, one combined expert call and one combine for the rows of all ranks."""
+
+    def __init__(self, dispatcher: TokenDispatcher, expert_sums: ExpertSums, counters: Counters) -> None:
+        self._dispatcher, self._expert_sums, self._counters = dispatcher, expert_sums, counters
+
+    def run(self, family: Family, layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        """The expert half of `layer` for this rank's rows; a layer without experts needs no exchange."""
+        block = family.expert_block(layer)
+        if block is None:
+            return family.expert_half(layer, hidden, batch) if len(hidden) else hidden
+        return self._routed(block, hidden)
+
+    def _routed(self, block: ExpertBlock, hidden: torch.Tensor) -> torch.Tensor:
+        weights_TK, ids_TK = block.route(hidden)
+        clock = self._counters.clock
+        with clock.part("exchange"):
+            received = self._dispatcher.dispatch(hidden, ids_TK, weights_TK)
+        sums_RM = self._expert_sums(block.experts, received.x_RM, received.weights_RK, received.ids_RK)
+        with clock.part("exchange"):
+            out_TM = self._dispatcher.combine(sums_RM, received)
+        return out_TM.to(hidden.dtype)
