@@ -1,6 +1,6 @@
 """Owns the expert half of a layer where experts lie on several ranks: route here, compute there, add up here.
 
-Every rank takes part in every exchange, with zero rows where it has none. How often is agreed by whoever plans the step.
+Every rank takes part in every exchange, with zero rows where it has none. Whoever plans the step agrees how often.
 """
 
 from __future__ import annotations

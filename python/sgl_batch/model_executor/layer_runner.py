@@ -1,6 +1,7 @@
 """Owns the loop over layers (BatchGen Algorithm 1): attention by sub-batch, experts by group (of all ranks).
 
-It decides no sizes; those are the plan's, and the ranks' agreement on how many expert calls a layer takes. It works for any family with an adapter in `families`.
+It decides no sizes: those are the plan's, and the ranks' agreement on how many expert calls a layer takes. It works for
+any family with an adapter in `families`.
 """
 
 from __future__ import annotations
