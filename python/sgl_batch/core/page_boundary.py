@@ -77,9 +77,12 @@ def boundary_due(state: State, plan: Plan) -> bool:
 
 def decide(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> Action:
     """The next action. Pure: the same state gives the same action."""
-    if not boundary_due(state, plan):
-        return DecodeStep()
-    group = _prefill_group(state, plan, ledger, order)
+    return decide_at_boundary(state, plan, ledger, order) if boundary_due(state, plan) else DecodeStep()
+
+
+def decide_at_boundary(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> Action:
+    """The action at a boundary, however it came about."""
+    group = prefill_units(state, plan, ledger, order)
     if group:
         return PrefillGroup(units=tuple(group))
     room = plan.decode.b_moe - state.running
@@ -89,7 +92,7 @@ def decide(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> 
     return DecodeStep(at_boundary=True) if state.running else Idle()
 
 
-def _prefill_group(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> list[Admission]:
+def prefill_units(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> list[Admission]:
     """Queued units to prefill now: once begun (`filling`), prefill goes on until enough are ready."""
     resident = state.running + len(state.ready)
     target = plan.ready_target if state.filling else plan.refill_watermark * plan.decode.b_moe

@@ -55,6 +55,12 @@ def row_spans(num_rows: int, limit: int) -> list[tuple[int, int]]:
     return [(start, min(start + limit, num_rows)) for start in range(0, num_rows, limit)]
 
 
+def num_expert_calls(num_rows: int, phase: PhasePlan, plan: Plan) -> int:
+    """How many expert calls a layer takes for the rows of one rank; at least one."""
+    limit = phase.b_moe if plan.accumulate else phase.b_attn
+    return max(1, len(row_spans(num_rows, limit)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """Part of one sequence in an attention sub-batch: rows [start, end) of that sequence's new tokens."""

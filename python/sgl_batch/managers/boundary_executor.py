@@ -11,7 +11,7 @@ from typing import Any
 from sgl_batch.core.admission import Admission, refusal, reserve
 from sgl_batch.core.coroutine import Event, Transition, advance
 from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import DecodeStep, Idle, PrefillGroup, Refill, State, decide
+from sgl_batch.core.page_boundary import Idle, PrefillGroup, Refill, State, decide
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine, yield_
@@ -108,27 +108,57 @@ class BoundaryExecutor:
 
     def next_batch(self, running: Any) -> tuple[Any | None, Any]:
         """The batch to run next and the decode batch after this decision."""
-        if self._forked:
-            return self._prefill(self._take_forked(), "its prompt was computed by its leader"), running
-        action = decide(self._state(running), self.plan, self.ledger, self._order)
-        if isinstance(action, PrefillGroup):
-            self._filling = True
-            return self._prefill_units(action.units), running
-        self._filling = False
+        if self.num_forked:
+            return self.fork_batch(), running
+        action = decide(self.state(running), self.plan, self.ledger, self._order)
         if isinstance(action, Idle):
+            self._filling = False
             return None, running
+        if isinstance(action, PrefillGroup):
+            return self.prefill(action), running
         if isinstance(action, Refill):
-            running = self._refill(action.sequences, running)
-        if isinstance(action, Refill) or (isinstance(action, DecodeStep) and action.at_boundary):
-            self._counters.add("boundaries")
-            self._steps = 0
-            self._changes_at_boundary = self._changes
+            running = self.refill(action.sequences, running)
+        if isinstance(action, Refill) or action.at_boundary:
+            self.begin_page()
+        return self.decode_step(running), running
+
+    @property
+    def num_forked(self) -> int:
+        """Choices whose prompt has just been computed by their leader."""
+        return len(self._forked)
+
+    def fork_batch(self) -> Any:
+        """The prefill of forked choices: their prompts' last tokens."""
+        limit = self.plan.prefill.b_moe
+        taken, self._forked = self._forked[:limit], self._forked[limit:]
+        return self._prefill(taken, "its prompt was computed by its leader")
+
+    def prefill(self, action: PrefillGroup) -> Any:
+        """The batch of a prefill group; from now on prefill goes on until enough are ready."""
+        self._filling = True
+        return self._prefill_units(action.units)
+
+    def begin_page(self) -> None:
+        """A boundary is past: count steps from here."""
+        self._counters.add("boundaries")
+        self._filling = False
+        self._steps = 0
+        self._changes_at_boundary = self._changes
+
+    def decode_step(self, running: Any) -> Any:
+        """The decode batch, made ready for its next step."""
         running.prepare_for_decode()
+        self.count_step()
+        return running
+
+    def count_step(self) -> None:
+        """A decode step was decided, whether or not this rank has rows in it."""
+        self._filling = False
         self._steps += 1
         self._counters.add("decode_steps")
-        return running, running
 
-    def _state(self, running: Any) -> State:
+    def state(self, running: Any) -> State:
+        """What decisions are made from."""
         pool = self._scheduler.req_to_token_pool
         promised = sum(len(forks) for forks in self._forks.values()) + len(self._forked)
         incomplete = self._groups_awaiting_grammar()
@@ -167,11 +197,8 @@ class BoundaryExecutor:
         self._record(combine(sequences, Event.COMBINE_PREFILL, why))
         return prefill_batch(self._scheduler, requests)
 
-    def _take_forked(self) -> list[Any]:
-        taken, self._forked = self._forked[: self.plan.prefill.b_moe], self._forked[self.plan.prefill.b_moe :]
-        return taken
-
-    def _refill(self, sequences: tuple[Sequence, ...], running: Any) -> Any:
+    def refill(self, sequences: tuple[Sequence, ...], running: Any) -> Any:
+        """The decode batch with these READY sequences combined into it."""
         self._record(combine(sequences, Event.COMBINE_DECODE, f"refill at a boundary after {self._steps} steps"))
         requests = [self._requests[sequence.sequence_id] for sequence in sequences]
         for sequence in sequences:

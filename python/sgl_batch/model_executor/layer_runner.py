@@ -69,15 +69,6 @@ class LayerRunner:
                 for _ in range(self.expert_calls):
                     self.exchange.run(self.family, layer, nothing, None)
 
-    def num_expert_calls(self, num_rows: int, *, is_decode: bool) -> int:
-        """How many expert calls a layer takes for this many rows of one rank."""
-        return max(
-            1, len(row_spans(num_rows, self._expert_limit(self.plan.decode if is_decode else self.plan.prefill)))
-        )
-
-    def _expert_limit(self, phase: PhasePlan) -> int:
-        return phase.b_moe if self.plan.accumulate else phase.b_attn
-
     def _plan_attention(self, sub_batches: list[SubBatch]) -> None:
         for sub in sub_batches:
             self.attn_backend.init_forward_metadata(sub.forward_batch)
@@ -119,7 +110,7 @@ class LayerRunner:
 
     def _experts(self, layer: Any, forward_batch: Any, hidden: torch.Tensor, phase: PhasePlan) -> torch.Tensor:
         """The expert coroutine: one call over the group, or one per `b_moe` rows where a lone prompt is longer."""
-        spans = row_spans(len(hidden), self._expert_limit(phase))
+        spans = row_spans(len(hidden), phase.b_moe if self.plan.accumulate else phase.b_attn)
         with self.counters.clock.part(self.expert_part):
             if self.exchange is not None:
                 assert len(spans) <= self.expert_calls, (

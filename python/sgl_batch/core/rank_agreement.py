@@ -1,0 +1,282 @@
+"""Decides for a group of ranks: the phase that all run next, each rank's part in it, and which sequences move.
+
+Pure, as the decisions for one rank in `page_boundary`, of which these are made: the ranks run their steps together, so
+that they never stand in different exchanges. Who gathers the states and hands out the orders is not decided here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from sgl_batch.core.order import OrderPolicy
+from sgl_batch.core.page_boundary import (
+    Action,
+    DecodeStep,
+    Idle,
+    PrefillGroup,
+    Refill,
+    State,
+    decide_at_boundary,
+    prefill_units,
+)
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.plan import Plan, num_expert_calls
+from sgl_batch.core.sequence import Sequence
+
+
+class StepKind(enum.Enum):
+    """What all ranks do next. FORKS: prefill the choices whose leader has just computed their prompt."""
+
+    IDLE = "idle"
+    DECODE = "decode"
+    BOUNDARY = "boundary"
+    FORKS = "forks"
+
+
+class Migration(enum.Enum):
+    """Which sequences change their rank at a boundary. ALWAYS moves everything that can: for tests."""
+
+    EVEN = "even"
+    NEVER = "never"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHeader:
+    """What a rank says of itself before each step: sequences that run, that wait, and that wait as forks.
+
+    `due`: whether this rank alone would have a boundary now.
+    """
+
+    running: int
+    waiting: int
+    forked: int
+    due: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of the group, and how many expert calls a layer takes in it on every rank."""
+
+    kind: StepKind
+    expert_calls: int = 1
+
+
+def next_step(headers: Seq[RankHeader], plan: Plan) -> Step:
+    """The step that all ranks take. A rank that waits while nobody runs makes a boundary, due or not."""
+    forked = max(header.forked for header in headers)
+    if forked:
+        rows = min(forked, plan.prefill.b_moe)
+        return Step(kind=StepKind.FORKS, expert_calls=num_expert_calls(rows, plan.prefill, plan))
+    running = max(header.running for header in headers)
+    waiting = any(header.waiting for header in headers)
+    if any(header.due for header in headers) or (waiting and not running):
+        return Step(kind=StepKind.BOUNDARY)
+    if running:
+        return Step(kind=StepKind.DECODE, expert_calls=num_expert_calls(running, plan.decode, plan))
+    return Step(kind=StepKind.IDLE)
+
+
+def rank_is_due(state: State, plan: Plan) -> bool:
+    """Whether a rank would have a boundary now. Unlike a lone rank, one without runners may wait for the others."""
+    if state.steps >= plan.boundary_tokens:
+        return state.running > 0
+    waiting = len(state.ready) + len(state.queued)
+    if not (state.changed and waiting):
+        return False
+    return state.running * 2 <= plan.decode.b_moe and waiting >= state.running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movable:
+    """A sequence that may change its rank: READY or RUNNING, with `tokens` of KV and `pages` reserved for it."""
+
+    sequence: Sequence
+    tokens: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """A rank at a boundary: its own state and account of pages, and what may leave it."""
+
+    state: State
+    total_pages: int
+    free_pages: int
+    ready: Seq[Movable] = ()
+    running: Seq[Movable] = ()
+
+    def ledger(self, page_size: int) -> PageLedger:
+        """The account as `page_boundary` wants it: what is reserved has one nameless owner."""
+        ledger = PageLedger(self.total_pages, page_size)
+        if self.free_pages < self.total_pages:
+            ledger.reserve("reserved", self.total_pages - self.free_pages)
+        return ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A sequence goes from rank `source` to rank `target`."""
+
+    sequence_id: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDecision:
+    """The moves come first; then each rank carries out its action. `busy`: whether any rank has rows."""
+
+    actions: tuple[Action, ...]
+    moves: tuple[Move, ...]
+    busy: bool
+    prefill: bool
+    expert_calls: int
+
+
+def decide_group(ranks: Seq[RankState], plan: Plan, order: OrderPolicy, migration: Migration) -> GroupDecision:
+    """What every rank does at a boundary. All prefill or all decode: a rank without a part takes part with no rows."""
+    actions = [_at_boundary(rank, plan, order) for rank in ranks]
+    if any(isinstance(action, PrefillGroup) for action in actions):
+        return _prefill_phase(ranks, actions, plan, order)
+    moves = plan_moves(ranks, plan, migration)
+    moved = _after(ranks, moves)
+    actions = [_decode_action(rank, _at_boundary(rank, plan, order)) for rank in moved]
+    rows = max(_decode_rows(rank, action) for rank, action in zip(moved, actions, strict=True))
+    calls = num_expert_calls(rows, plan.decode, plan)
+    return GroupDecision(actions=tuple(actions), moves=moves, busy=rows > 0, prefill=False, expert_calls=calls)
+
+
+def _at_boundary(rank: RankState, plan: Plan, order: OrderPolicy) -> Action:
+    return decide_at_boundary(rank.state, plan, rank.ledger(plan.page_size), order)
+
+
+def _decode_action(rank: RankState, action: Action) -> Action:
+    """With room that a move has made a rank might prefill; that waits for the next boundary's decision."""
+    if not isinstance(action, PrefillGroup):
+        return action
+    return DecodeStep(at_boundary=True) if rank.state.running else Idle()
+
+
+def _decode_rows(rank: RankState, action: Action) -> int:
+    return rank.state.running + (len(action.sequences) if isinstance(action, Refill) else 0)
+
+
+def _prefill_phase(ranks: Seq[RankState], actions: list[Action], plan: Plan, order: OrderPolicy) -> GroupDecision:
+    """Ranks that could decode on prefill along where they have room, rather than wait for those that must."""
+    parts: list[Action] = []
+    for rank, action in zip(ranks, actions, strict=True):
+        units = action.units if isinstance(action, PrefillGroup) else ()
+        if not units:
+            filling = replace(rank.state, filling=True)
+            units = tuple(prefill_units(filling, plan, rank.ledger(plan.page_size), order))
+        parts.append(PrefillGroup(units=units) if units else Idle())
+    rows = max(_prefill_rows(part) for part in parts)
+    calls = num_expert_calls(rows, plan.prefill, plan)
+    return GroupDecision(actions=tuple(parts), moves=(), busy=True, prefill=True, expert_calls=calls)
+
+
+def _prefill_rows(action: Action) -> int:
+    return sum(unit.leader.prompt_tokens for unit in action.units) if isinstance(action, PrefillGroup) else 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Load:
+    """What a rank has while moves are planned: sequences of every kind, and room for more."""
+
+    total: int
+    movable: list[Movable]
+    free_pages: int
+    free_slots: int
+
+    def fits(self, item: Movable) -> bool:
+        return self.free_slots > 0 and item.pages <= self.free_pages
+
+
+def plan_moves(ranks: Seq[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
+    """Moves that even out how many sequences the ranks have: READY ones first, then those with the least KV."""
+    if migration is Migration.NEVER or len(ranks) < 2:
+        return ()
+    loads = [_load_of(rank) for rank in ranks]
+    if migration is Migration.ALWAYS:
+        return _move_all(loads)
+    moves: list[Move] = []
+    while True:
+        source = max(range(len(loads)), key=lambda rank: loads[rank].total)
+        target = min(range(len(loads)), key=lambda rank: loads[rank].total)
+        if loads[source].total - loads[target].total < 2:
+            return tuple(moves)
+        item = next((item for item in loads[source].movable if loads[target].fits(item)), None)
+        if item is None or _occupied(loads[target], ranks[target]) >= plan.decode.b_moe:
+            return tuple(moves)
+        moves.append(_move(loads, item, source, target))
+
+
+def _occupied(load: _Load, rank: RankState) -> int:
+    """Sequences on a rank that run or are ready to."""
+    return load.total - len(rank.state.queued)
+
+
+def _load_of(rank: RankState) -> _Load:
+    movable = [*rank.ready, *sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))]
+    return _Load(
+        total=rank.state.running + len(rank.state.ready) + len(rank.state.queued),
+        movable=movable,
+        free_pages=rank.free_pages,
+        free_slots=rank.state.free_slots,
+    )
+
+
+def _move(loads: list[_Load], item: Movable, source: int, target: int) -> Move:
+    loads[source].movable.remove(item)
+    loads[source].total -= 1
+    loads[target].total += 1
+    loads[target].free_pages -= item.pages
+    loads[target].free_slots -= 1
+    return Move(sequence_id=item.sequence.sequence_id, source=source, target=target)
+
+
+def _move_all(loads: list[_Load]) -> tuple[Move, ...]:
+    """Everything that fits goes to the next rank; what leaves makes no room before the next boundary."""
+    moves = []
+    for source, load in enumerate(loads):
+        target = (source + 1) % len(loads)
+        for item in list(load.movable):
+            if loads[target].fits(item):
+                moves.append(_move(loads, item, source, target))
+    return tuple(moves)
+
+
+def _after(ranks: Seq[RankState], moves: Seq[Move]) -> list[RankState]:
+    """The ranks' states as they are when the moves have been made."""
+    after = list(ranks)
+    for move in moves:
+        source, target = after[move.source], after[move.target]
+        ready = next((item for item in source.ready if item.sequence.sequence_id == move.sequence_id), None)
+        item = ready or next(item for item in source.running if item.sequence.sequence_id == move.sequence_id)
+        after[move.source] = _without(source, item, was_ready=ready is not None)
+        after[move.target] = replace(
+            target,
+            state=replace(
+                target.state, ready=[*target.state.ready, item.sequence], free_slots=target.state.free_slots - 1
+            ),
+            free_pages=target.free_pages - item.pages,
+        )
+    return after
+
+
+def _without(rank: RankState, item: Movable, *, was_ready: bool) -> RankState:
+    state = rank.state
+    if was_ready:
+        ready = [sequence for sequence in state.ready if sequence is not item.sequence]
+        state = replace(state, ready=ready, free_slots=state.free_slots + 1)
+    else:
+        state = replace(state, running=state.running - 1, free_slots=state.free_slots + 1)
+    return replace(rank, state=state, free_pages=rank.free_pages + item.pages)
+
+
+def busy_action(action: Action) -> bool:
+    """Whether a rank with this action has rows of its own."""
+    return isinstance(action, PrefillGroup | Refill | DecodeStep)
