@@ -67,14 +67,8 @@ def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
 
     def start() -> BatchEngine:
         from sgl_batch.engine import Engine
-        from sgl_batch.sglang_adapter.processes import kill_process_tree
 
-        try:
-            return Engine(server_args=arguments.server_args, batch_config=arguments.config)
-        except BaseException:
-            # Processes already started would keep this one from ending.
-            kill_process_tree(os.getpid(), include_parent=False)
-            raise
+        return Engine(server_args=arguments.server_args, batch_config=arguments.config)
 
     return start
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sgl_batch import Engine
-from sgl_batch.errors import ConfigError
+from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.managers import launch
 
 from .conftest import Prompts
@@ -69,6 +72,20 @@ def test_requests_beyond_the_pool_are_refused_with_numbers_and_others_go_on(
         engine.generate(input_ids=prompts.input_ids[-1], sampling_params={"temperature": 0, "max_new_tokens": 8})
     result = engine.generate(input_ids=[prompts.input_ids[5]] * 20, sampling_params=REQUEST)
     assert [r["meta_info"]["completion_tokens"] for r in result] == [12] * 20
+
+
+def test_an_engine_that_does_not_start_leaves_another_of_the_process_at_work(
+    batch_engine: Callable[..., Any], model_path: Callable[[str], str], tmp_path: Path
+) -> None:
+    engine = batch_engine("tiny-qwen3-moe")
+    before = engine.generate("Return the", REQUEST)["output_ids"]
+    without_weights = shutil.ignore_patterns("*.safetensors")
+    broken = shutil.copytree(model_path("tiny-qwen3-moe"), tmp_path / "broken", ignore=without_weights)
+    children = set(psutil.Process().children(recursive=True))
+    with pytest.raises(EngineError, match="the engine did not start"):
+        Engine(model_path=str(broken), dtype="float32")
+    assert set(psutil.Process().children(recursive=True)) <= children
+    assert engine.generate("Return the", REQUEST)["output_ids"] == before
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -52,6 +53,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "disable_cuda_graph": True,
     "mem_fraction_static": 0.5,
 }
+_END_WITHIN_S = 60.0
 _FIXED = ("chunked_prefill_size", "disable_overlap_schedule", "disable_radix_cache")
 
 
@@ -126,12 +128,22 @@ def start_tokenizer_manager(server_args: Any, port_args: Any) -> Any:
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """Turn SGLang's errors of starting its process tree into EngineError, and end what has started."""
+    """Turn SGLang's errors of starting its process tree into EngineError; whatever ends the start ends its children.
+
+    Another engine of this process keeps its own, and the handler by which it learns of their death.
+    """
+    before, handler = set(multiprocessing.active_children()), signal.getsignal(signal.SIGQUIT)
     try:
         yield
-    except RuntimeError as error:
-        processes.kill_process_tree(os.getpid(), include_parent=False)
-        raise EngineError(f"the engine did not start: {error}") from error
+    except BaseException as error:
+        for child in set(multiprocessing.active_children()) - before:
+            processes.kill_process_tree(child.pid, wait_timeout=_END_WITHIN_S)
+            child.join()
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGQUIT, handler)
+        if isinstance(error, RuntimeError):
+            raise EngineError(f"the engine did not start: {error}") from error
+        raise
 
 
 def serve(server_args: Any, config: BatchConfig) -> None:

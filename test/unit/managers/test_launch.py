@@ -1,0 +1,82 @@
+"""A start that fails ends what it has started, and nothing else of the process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+from sgl_batch.errors import EngineError
+from sgl_batch.managers.launch import start_errors
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def start_child() -> Iterator[Callable[[], BaseProcess]]:
+    """Starts child processes that live until somebody ends them, as an engine's do."""
+    children: list[BaseProcess] = []
+
+    def start() -> BaseProcess:
+        child = SPAWN.Process(target=time.sleep, args=(600,))
+        child.start()
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.parametrize(
+    ("error", "becomes"),
+    [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt), (OSError(), OSError)],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_a_start_that_fails_ends_its_own_children_and_no_others(error, becomes, start_child):
+    another = start_child()
+    own = []
+
+    def start_engine():
+        with start_errors():
+            own.append(start_child())
+            raise error
+
+    with pytest.raises(becomes):
+        start_engine()
+    assert not own[0].is_alive()
+    assert another.is_alive()
+
+
+def test_a_start_that_succeeds_ends_nobody(start_child):
+    with start_errors():
+        child = start_child()
+    assert child.is_alive()
+
+
+def test_the_error_says_that_the_engine_did_not_start_and_why():
+    with pytest.raises(EngineError, match="the engine did not start: no memory"), start_errors():
+        raise RuntimeError("no memory")
+
+
+def test_a_start_that_fails_gives_back_the_handler_by_which_another_engine_learns_of_a_childs_death():
+    def handler(*_: object) -> None:
+        """Another engine's."""
+
+    def start_engine() -> None:
+        with start_errors():
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+            raise RuntimeError("no memory")
+
+    before = signal.signal(signal.SIGQUIT, handler)
+    try:
+        with pytest.raises(EngineError):
+            start_engine()
+        assert signal.getsignal(signal.SIGQUIT) is handler
+    finally:
+        signal.signal(signal.SIGQUIT, before)
