@@ -53,5 +53,4 @@ def advance(sequence: Sequence, event: Event, why: str) -> Transition:
     after = TRANSITIONS.get((before, event))
     assert after is not None, f"sequence {sequence.sequence_id}: no transition for {event.name} in {before.name}"
     sequence.status = after
-    sequence.history.append(after)
     return Transition(sequence_id=sequence.sequence_id, before=before, after=after, event=event, why=why)

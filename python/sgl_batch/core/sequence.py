@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class Status(enum.Enum):
@@ -33,7 +33,6 @@ class Sequence:
     choice: int = 0
     status: Status = Status.QUEUED
     generated_tokens: int = 0
-    history: list[Status] = field(default_factory=list)
 
     @property
     def is_leader(self) -> bool:

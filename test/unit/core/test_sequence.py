@@ -22,6 +22,6 @@ def test_a_sequence_alone_leads_nobody():
     assert not sequence(choice=0).is_leader
 
 
-def test_a_new_sequence_is_queued_without_history():
+def test_a_new_sequence_is_queued_and_has_generated_nothing():
     new = sequence()
-    assert (new.status, new.history, new.generated_tokens) == (Status.QUEUED, [], 0)
+    assert (new.status, new.generated_tokens) == (Status.QUEUED, 0)
