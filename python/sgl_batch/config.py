@@ -13,9 +13,17 @@ from typing import Any
 from sgl_batch.errors import ConfigError
 
 
-def _flag(default: Any, help_text: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+def _flag(
+    default: Any,
+    help_text: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
     """A dataclass field that is also a command line flag, with the range of values it takes."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "minimum": minimum, "maximum": maximum})
+    metadata = {"help": help_text, "minimum": minimum, "maximum": maximum, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +63,23 @@ class ScheduleConfig:
     )
 
 
+MIGRATIONS = ("even", "never", "always")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig:
+    """Several ranks (--tp N --dp N --enable-dp-attention --ep N): how they share sequences and watch each other."""
+
+    migration: str = _flag(
+        "even",
+        "which sequences change their rank at a boundary: even (to even out counts), never, or always (for tests)",
+        choices=MIGRATIONS,
+    )
+    rank_timeout_s: float = _flag(
+        10.0, "seconds without a sign of life after which a rank counts as hung and the engine stops", minimum=1.0
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
     """Where the events of sequences go."""
@@ -70,6 +95,7 @@ class BatchConfig:
 
     forward: ForwardConfig = dataclasses.field(default_factory=ForwardConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    ranks: RankConfig = dataclasses.field(default_factory=RankConfig)
     trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
@@ -93,7 +119,12 @@ class BatchConfig:
         return {f.name: getattr(owner, f.name) for owner in self._owners() for f in dataclasses.fields(owner)}
 
 
-_SECTIONS: dict[str, type[Any]] = {"forward": ForwardConfig, "schedule": ScheduleConfig, "trace": TraceConfig}
+_SECTIONS: dict[str, type[Any]] = {
+    "forward": ForwardConfig,
+    "schedule": ScheduleConfig,
+    "ranks": RankConfig,
+    "trace": TraceConfig,
+}
 
 
 def _default_of(section: str, name: str) -> Any:
@@ -108,6 +139,9 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         kinds = (float, int)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ConfigError(f"{field.name} is {value!r}; it takes a value of type {kinds[0].__name__}")
+    choices = field.metadata["choices"]
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{field.name} is {value!r}; it must be one of {', '.join(choices)}")
     low, high = field.metadata["minimum"], field.metadata["maximum"]
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         upper = "" if high is None else f" and at most {high}"

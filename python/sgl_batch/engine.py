@@ -5,19 +5,19 @@ It knows sequences and requests, never jobs.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from sgl_batch.config import BatchConfig, from_mapping, split_kwargs
 from sgl_batch.errors import EngineError
 from sgl_batch.managers import launch
 from sgl_batch.managers.line_answers import LineAnswers
+from sgl_batch.managers.rank_stats import merged_stats
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
 
 
-class Engine(processes.Engine):  # type: ignore[misc]
+class Engine(processes.RankedEngine):
     """A drop-in for sglang.Engine: the same arguments, and those of `sgl_batch.config.BatchConfig`.
 
     Raises ConfigError for arguments that cannot work, and EngineError when the engine does not start or our
@@ -34,10 +34,10 @@ class Engine(processes.Engine):  # type: ignore[misc]
             self.batch_config, rest = split_kwargs(kwargs)
             rest.setdefault("log_level", "error")
             server_args = make_server_args(rest, self.batch_config)
-        self.run_scheduler_process_func = partial(launch.run_scheduler_process, self.batch_config)
+        self._run = self.run_scheduler_process_func = launch.EngineRun.begin(self.batch_config)
         with processes.platform(launch.child_platform(server_args)), launch.start_errors():
             super().__init__(server_args=server_args)
-        infos = self._scheduler_init_result.scheduler_infos
+        infos = self._run.infos(self._scheduler_init_result.scheduler_infos)
         try:
             self.running = launch.verify(infos, self.tokenizer_manager, cpu=server_args.device == "cpu")
         except EngineError:
@@ -47,6 +47,7 @@ class Engine(processes.Engine):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End this engine's processes. Idempotent."""
         processes.end_processes(self)
+        self._run.end()
 
     def line_engine(self) -> LineAnswers:
         """This engine as a job uses it: one OpenAI request at a time, on `loop`.
@@ -55,7 +56,12 @@ class Engine(processes.Engine):  # type: ignore[misc]
         """
         manager = self.tokenizer_manager
         manager.outlives_children = True
-        return LineAnswers(manager, self.template_manager, lambda: manager.child_death)
+        return LineAnswers(manager, self.template_manager, self._death)
+
+    def _death(self) -> str | None:
+        """Why this engine cannot answer any more: a rank's own words where there are any."""
+        death = self.tokenizer_manager.child_death
+        return death and (self._run.failure or death)
 
     def plan_manifest(self) -> dict[str, Any]:
         """The plan in force and our flags, as they go into a manifest."""
@@ -73,9 +79,12 @@ class Engine(processes.Engine):  # type: ignore[misc]
         assert all(updated), f"the scheduler did not take {limits}"
 
     def batch_stats(self) -> dict[str, Any]:
-        """Counters since start: time by part, calls, rows and tokens per expert."""
-        state = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
-        return dict(state[0]["sgl_batch"])
+        """Counters since start: time by part, calls, rows and tokens per expert. Of several ranks, the sums.
+
+        Then `ranks` has each rank's own; tokens per expert are in the order of the experts.
+        """
+        states = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
+        return merged_stats([state["sgl_batch"] for state in states])
 
 
 def make_server_args(kwargs: dict[str, Any], config: BatchConfig) -> Any:

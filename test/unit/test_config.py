@@ -11,6 +11,7 @@ import pytest
 from sgl_batch.config import (
     BatchConfig,
     ForwardConfig,
+    RankConfig,
     ScheduleConfig,
     TraceConfig,
     add_cli_flags,
@@ -32,6 +33,8 @@ OTHER = {
     "refill_watermark": 0.5,
     "ready_ahead": 2.0,
     "trace_file": "trace.jsonl",
+    "migration": "never",
+    "rank_timeout_s": 30.0,
 }
 
 
@@ -71,6 +74,7 @@ def test_every_option_reaches_its_owner():
     assert from_mapping(OTHER) == BatchConfig(
         forward=ForwardConfig(b_attn_prefill=5, b_moe_prefill=50, b_attn_decode=3, b_moe_decode=30, accumulate=False),
         schedule=ScheduleConfig(boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0),
+        ranks=RankConfig(migration="never", rank_timeout_s=30.0),
         trace=TraceConfig(trace_file="trace.jsonl"),
     )
 
@@ -132,6 +136,7 @@ def test_a_value_out_of_range_is_refused_with_the_range(name, value, limit):
         ("refill_watermark", "0.5", "float"),
         ("ready_ahead", True, "float"),
         ("trace_file", 3, "str"),
+        ("migration", 3, "str"),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_the_type(name, value, kind):

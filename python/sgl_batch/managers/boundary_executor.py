@@ -19,7 +19,7 @@ from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers import prompt_groups
 from sgl_batch.managers.prompt_sharing import PromptSharing
 from sgl_batch.managers.trace import TraceWriter
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.counters import Counters, PartClock
 from sgl_batch.sglang_adapter.scheduling import decode_batch, end_aborted, mark_aborted, merge_into, prefill_batch
 
 
@@ -121,6 +121,19 @@ class BoundaryExecutor:
         if isinstance(action, Refill) or action.at_boundary:
             self.begin_page()
         return self.decode_step(running), running
+
+    @property
+    def clock(self) -> PartClock:
+        """Where this rank's time goes."""
+        return self._counters.clock
+
+    def queued_named(self, names: list[str]) -> list[Sequence]:
+        """Queued sequences by id."""
+        return [self._queued[name] for name in names]
+
+    def ready_named(self, names: list[str]) -> tuple[Sequence, ...]:
+        """READY sequences by id."""
+        return tuple(self._ready[name] for name in names)
 
     @property
     def num_forked(self) -> int:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.layers.counter_sampler import CounterSampler
+from sgl_batch.managers.rank_controller import run_rank_controller
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.scheduler import BatchScheduler
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
@@ -80,12 +88,33 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
             )
     if merged["page_size"] < 2:
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
-    for name in ("tp_size", "dp_size", "pp_size"):
-        if on_cpu(kwargs) and merged.get(name, 1) != 1:
-            raise ConfigError(f"{name} is {merged[name]}; on a CPU this release runs one rank: use {name}=1")
+    if merged.get("pp_size", 1) != 1:
+        raise ConfigError(f"pp_size is {merged['pp_size']}; this release has no pipeline parallelism: use pp_size=1")
+    merged.update(_rank_arguments(merged))
     if merged.get("speculative_algorithm"):
         raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
     return merged
+
+
+def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's arguments for several ranks: each a scheduler of its own, with attention and KV for its own sequences.
+
+    To SGLang they are plain data-parallel ranks without tensor parallelism, so that nothing but the experts is cut,
+    in any model; the exchange between them is ours.
+    """
+    sizes = {name: merged.get(name) or 1 for name in ("tp_size", "dp_size", "ep_size")}
+    ranks = max(sizes.values())
+    if ranks == 1:
+        return {}
+    if set(sizes.values()) != {ranks} or not merged.get("enable_dp_attention"):
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"{given}, enable_dp_attention={bool(merged.get('enable_dp_attention'))}: several ranks have data-parallel "
+            f"attention and expert-parallel experts; give --tp {ranks} --dp {ranks} --ep {ranks} --enable-dp-attention"
+        )
+    fraction = merged.get("mem_fraction_static")
+    shared = {"mem_fraction_static": fraction / ranks} if fraction and on_cpu(merged) else {}
+    return {"tp_size": 1, "ep_size": 1, "enable_dp_attention": False, "load_balance_method": "round_robin", **shared}
 
 
 def child_platform(server_args: Any) -> str | None:
@@ -93,15 +122,72 @@ def child_platform(server_args: Any) -> str | None:
     return CPU_PLATFORM if server_args.device == "cpu" else None
 
 
-def run_scheduler_process(config: BatchConfig, *args: Any, **kwargs: Any) -> None:
-    """Body of a scheduler process: ours, in SGLang's process function."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """What the processes of one engine are started with. `directory`: where its ranks find each other.
+
+    It is SGLang's scheduler process function, and has its controller's beside it.
+    """
+
+    config: BatchConfig
+    directory: Path
+
+    @classmethod
+    def begin(cls, config: BatchConfig) -> EngineRun:
+        """A run with a new directory."""
+        return cls(config=config, directory=Path(tempfile.mkdtemp(prefix="sgl-batch-")))
+
+    def end(self) -> None:
+        """The processes have ended."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def failure(self) -> str | None:
+        """Why its ranks could not go on, if they have said so."""
+        return Rendezvous(self.directory).failure
+
+    def infos(self, scheduler_infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What each scheduler says of itself: several have left it in the directory, one tells SGLang."""
+        told = Rendezvous(self.directory).published("info")
+        return [json.loads(told[rank]) for rank in sorted(told)] or [info["sgl_batch"] for info in scheduler_infos]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        run_scheduler_process(self.config, self.directory, *args, **kwargs)
+
+    def controller(self, **kwargs: Any) -> None:
+        """Body of the process that starts the ranks."""
+        run_rank_controller(self.directory, **kwargs)
+
+
+def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kwargs: Any) -> None:
+    """Body of a scheduler process: ours, in SGLang's process function. `directory`: the engine's rendezvous."""
     _leave_interrupts_to_the_parent()
+    place = _place(directory, args)
     counters, operators = Counters(), None
     if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
         operators = CpuOperators(counters)
         operators.register()
-    context = RunContext(config=config, counters=counters, cpu_operators=operators)
+    context = RunContext(config=config, counters=counters, cpu_operators=operators, place=place)
     processes.run_scheduler_with(partial(BatchScheduler, context=context), CounterSampler, *args, **kwargs)
+
+
+# SGLang's positional arguments of a scheduler process.
+_SERVER_ARGS, _DP_RANK = 0, 8
+
+
+def _place(directory: Path, args: tuple[Any, ...]) -> RankPlace | None:
+    """This process's rank, where there are several; on a CPU it takes its share of the cores."""
+    server_args, rank = args[_SERVER_ARGS], args[_DP_RANK]
+    if server_args.dp_size == 1:
+        return None
+    place = RankPlace(rank=rank, world_size=server_args.dp_size, directory=directory)
+    place.rendezvous.publish("pid", rank, str(os.getpid()))
+    if server_args.device == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        first, last = (len(cores) * index // place.world_size for index in (rank, rank + 1))
+        os.sched_setaffinity(0, cores[first : max(last, first + 1)])
+        torch.set_num_threads(max(1, last - first))
+    return place
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
@@ -148,25 +234,30 @@ def start_errors() -> Iterator[None]:
 
 def serve(server_args: Any, config: BatchConfig) -> None:
     """Start the process tree, verify it, and serve HTTP until stopped."""
-    with processes.platform(child_platform(server_args)), start_errors():
-        launched = processes.launch_subprocesses(
-            server_args,
-            init_tokenizer_manager_func=start_tokenizer_manager,
-            run_scheduler_process_func=partial(run_scheduler_process, config),
-            run_detokenizer_process_func=run_detokenizer_process,
-        )
-    verify(launched.scheduler_infos, launched.tokenizer_manager, cpu=server_args.device == "cpu")
-    processes.serve_http(server_args, launched)
+    run = EngineRun.begin(config)
+    try:
+        with processes.platform(child_platform(server_args)), start_errors():
+            launched = processes.launch_subprocesses(
+                server_args,
+                init_tokenizer_manager_func=start_tokenizer_manager,
+                run_scheduler_process_func=run,
+                run_detokenizer_process_func=run_detokenizer_process,
+            )
+        cpu = server_args.device == "cpu"
+        verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, cpu=cpu)
+        processes.serve_http(server_args, launched)
+    finally:
+        run.end()
 
 
 def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: Any, *, cpu: bool) -> dict[str, Any]:
-    """Check that our classes are the ones running; returns what the first scheduler says of itself.
+    """Check that our classes are the ones running in every scheduler; returns what the first says of itself.
 
     Raises EngineError naming what runs instead: SGLang logs a failed plugin and goes on without it.
     """
     expected = {**EXPECTED_CLASSES, **(EXPECTED_CPU_CLASSES if cpu else {})}
     for info in scheduler_infos:
-        running = info.get("sgl_batch", {}).get("classes", {})
+        running = info["classes"]
         for role, name in expected.items():
             if running.get(role) != name:
                 raise EngineError(
@@ -179,5 +270,4 @@ def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: Any, *, cpu
             f"the tokenizer manager is {type(tokenizer_manager).__name__}, not BatchTokenizerManager; "
             "leave tokenizer_worker_num at 1"
         )
-    first: dict[str, Any] = scheduler_infos[0]["sgl_batch"]
-    return first
+    return scheduler_infos[0]

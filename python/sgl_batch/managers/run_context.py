@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Made once per scheduler process, before SGLang's scheduler is built. `cpu_operators` are None beside a GPU."""
+    """Made once per scheduler process, before SGLang's scheduler is built.
+
+    `cpu_operators` are None beside a GPU, `place` is None where there is one rank.
+    """
 
     config: BatchConfig
     counters: Counters = field(default_factory=Counters)
     cpu_operators: CpuOperators | None = None
+    place: RankPlace | None = None

@@ -5,12 +5,20 @@ What runs next is decided in core/ and carried out by `BoundaryExecutor`.
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 from sgl_batch import config
+from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import kernels_in_use
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.rank_group import RankGroup
+from sgl_batch.managers.rank_heartbeat import RankHeartbeat
+from sgl_batch.managers.rank_messages import Message
+from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
@@ -19,12 +27,17 @@ from sgl_batch.sglang_adapter.scheduling import (
     NextBatchPlan,
     Scheduler,
     SetInternalStateReqOutput,
+    await_input,
     set_max_new_tokens,
 )
 
 logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 1 << 30
+# How long an idle rank waits for input before it asks the others again.
+_IDLE_MS = 20
+# A wait for another rank's word ends with its heartbeat; this is the last resort.
+_STEP_TIMEOUT_S = 1800.0
 
 
 class BatchScheduler(Scheduler):  # type: ignore[misc]
@@ -32,6 +45,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, context: RunContext, **kwargs: Any) -> None:
         self.context = context
+        self._group_idles = True
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
@@ -41,6 +55,19 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             context.counters,
             TraceWriter(context.config.trace.trace_file),
         )
+        self.rank_steps = None if context.place is None else self._join(context.place)
+
+    def _join(self, place: RankPlace) -> RankSteps:
+        """Meet the other ranks. From now on a rank that dies or hangs ends all."""
+        ranks = self.context.config.ranks
+        group = RankGroup(
+            place.channel("steps", Message),
+            place.world_size,
+            migration=Migration(ranks.migration),
+            timeout_s=_STEP_TIMEOUT_S,
+        )
+        RankHeartbeat(place, ranks.rank_timeout_s).start()
+        return RankSteps(self.executor, group)
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = BatchTpWorker(
@@ -68,7 +95,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "classes": {role: type(part).__name__ for role, part in classes.items()},
             "coroutine_forward": runner.layer_runner is not None,
             "plan": runner.plan.as_dict(),
+            "kernels": kernels_in_use() if runner.cpu_operators is not None else "sglang",
         }
+        if self.context.place is not None:
+            self.context.place.rendezvous.publish("info", self.context.place.rank, json.dumps(info["sgl_batch"]))
         return info
 
     # Intake.
@@ -100,8 +130,19 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.executor.forget_removed()
         if not running_batch.is_empty():
             running_batch.filter_batch()
+        if self.rank_steps is not None:
+            return self._next_part(self.rank_steps.next_part(running_batch))
         batch, running_batch = self.executor.next_batch(running_batch)
         return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
+
+    def _next_part(self, part: Part) -> Any:
+        """This rank's batch of the group's step; without one it takes part in the exchanges here and now."""
+        runner = self.tp_worker.model_runner
+        self._group_idles = not part.takes_part
+        runner.set_expert_calls(part.expert_calls)
+        if part.takes_part and part.batch is None:
+            runner.forward_without_rows()
+        return NextBatchPlan(batch_to_run=part.batch, running_batch=part.running)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_extend():
@@ -111,7 +152,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def on_idle(self) -> None:
         with self.context.counters.clock.part("waiting"):
-            super().on_idle()
+            if self.rank_steps is None:
+                super().on_idle()
+            elif self._group_idles:
+                await_input(self, _IDLE_MS)
 
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         return bool(super().is_fully_idle(for_health_check)) and self.executor.is_empty
@@ -140,5 +184,6 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "plan": self.tp_worker.model_runner.plan.as_dict(),
             "free_pages": self.executor.ledger.free_pages,
             "total_pages": self.executor.ledger.total_pages,
+            "rank": 0 if self.context.place is None else self.context.place.rank,
         }
         return GetInternalStateReqOutput(internal_state=state)

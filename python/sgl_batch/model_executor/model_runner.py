@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan import Plan, make_plan
+from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
-from sgl_batch.model_executor.families import FAMILIES, family_of
+from sgl_batch.model_executor.expert_exchange import ExpertExchange
+from sgl_batch.model_executor.families import FAMILIES, Family, family_of
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.sglang_adapter.forward import (
     REENTRANT_BACKENDS,
@@ -20,6 +25,8 @@ from sgl_batch.sglang_adapter.forward import (
     ModelRunnerOutput,
     forward_context,
 )
+from sgl_batch.sglang_adapter.layers import sglang_expert_sums
+from sgl_batch.sglang_adapter.ranks import expert_shard
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +40,20 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         batch_config: BatchConfig,
         counters: Counters,
         cpu_operators: CpuOperators | None,
+        place: RankPlace | None,
         **kwargs: Any,
     ) -> None:
         self.batch_config, self.counters, self.cpu_operators = batch_config, counters, cpu_operators
+        self.place = place
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
         super().__init__(*args, **kwargs)
+
+    def load_model(self) -> None:
+        """Load the model; of several ranks, each its share of the experts."""
+        place = self.place
+        with nullcontext() if place is None else expert_shard(place.rank, place.world_size):
+            super().load_model()
 
     def init_attention_backends(self) -> None:
         """Build the attention backends, then the layer runner over them and the loaded model."""
@@ -47,6 +62,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if self.cpu_operators is not None:
             self.cpu_operators.adopt(self.model)
         family = family_of(self.model)
+        if family is None and self.place is not None:
+            raise ConfigError(
+                f"{type(self.model).__name__} has no family adapter, so its experts cannot lie on "
+                f"{self.place.world_size} ranks: leave out --tp, --dp and --ep"
+            )
         if family is None:
             known = ", ".join(name for f in FAMILIES for name in f.architectures)
             logger.warning(
@@ -70,7 +90,37 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             counters=self.counters,
             can_reenter=can_reenter,
             expert_part="router" if self.device == "cpu" else "experts",
+            exchange=None if self.place is None else self._exchange(self.place, family),
         )
+
+    def _exchange(self, place: RankPlace, family: Family) -> ExpertExchange:
+        """The way to the other ranks' experts. Every rank makes its own at this point."""
+        blocks = (family.expert_block(layer) for layer in family.layers(self.model))
+        block = next((block for block in blocks if block is not None), None)
+        if block is None:
+            raise ConfigError("this model has no experts to share out: leave out --tp, --dp and --ep")
+        backend = "gloo" if self.device == "cpu" else "nccl"
+        dispatcher = create_token_dispatcher(
+            backend,
+            place.process_group("experts", backend),
+            num_experts=block.experts.num_experts,
+            hidden_size=self.model_config.hidden_size,
+        )
+        sums = sglang_expert_sums if self.cpu_operators is None else self.cpu_operators.expert_sums
+        return ExpertExchange(dispatcher, sums, self.counters)
+
+    def set_expert_calls(self, calls: int) -> None:
+        """How many expert calls a layer takes on every rank in the next forward pass."""
+        assert self.layer_runner is not None, "several ranks run the coroutine forward"
+        self.layer_runner.expert_calls = calls
+
+    def forward_without_rows(self) -> None:
+        """Take part in a forward pass of the other ranks."""
+        assert self.layer_runner is not None, "several ranks run the coroutine forward"
+        with torch.no_grad():
+            self.layer_runner.forward_without_rows(
+                self.model_config.hidden_size, self.model_config.dtype, torch.device(self.device)
+            )
 
     def make_plan(self) -> Plan:
         """Make the plan that the configuration asks for and what the device holds allow; from now on it holds."""

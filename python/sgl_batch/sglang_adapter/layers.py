@@ -14,8 +14,8 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGra
 from sglang.srt.layers.attention.attention_registry import register_attention_backend  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend  # noqa: E402
 from sglang.srt.layers.layernorm import RMSNorm  # noqa: E402
-from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput  # noqa: E402
-from sglang.srt.layers.moe.topk import TopK  # noqa: E402
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput  # noqa: E402
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK  # noqa: E402
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod  # noqa: E402
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend  # noqa: E402
@@ -39,6 +39,7 @@ __all__ = [
     "register_forward",
     "register_grammar_backend",
     "register_sampler_backend",
+    "sglang_expert_sums",
 ]
 
 
@@ -58,6 +59,16 @@ def put_linear_under(model: Any, linear: Callable[..., Any]) -> list[Any]:
 def expert_layers(model: Any) -> list[Any]:
     """The layers of a loaded model that hold unquantised experts (`w13_weight`, `w2_weight`)."""
     return [m for m in model.modules() if type(getattr(m, "quant_method", None)) is UnquantizedFusedMoEMethod]
+
+
+def sglang_expert_sums(experts: Any, x_RM: Any, topk_weights_RK: Any, topk_ids_RK: Any) -> Any:
+    """What the experts of a layer on this rank add to each row by SGLang's own expert runner, in float32 [R, M].
+
+    Ids are local, -1 is none. For GPUs; not yet run.
+    """
+    topk = StandardTopKOutput(topk_weights=topk_weights_RK, topk_ids=topk_ids_RK, router_logits=None)
+    given = StandardDispatchOutput(hidden_states=x_RM.contiguous(), hidden_states_scale=None, topk_output=topk)
+    return experts.run_moe_core(given).hidden_states.float()
 
 
 def register_forward(op_class: Any, forward: Callable[..., Any], dispatch_key: str) -> None:

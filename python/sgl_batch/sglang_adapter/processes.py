@@ -1,7 +1,8 @@
 """SGLang's processes: its engine, HTTP server and process functions, and the one substitution we make in them.
 
 SGLang names its Scheduler class in place, so a scheduler process of ours puts its own class under that name
-before it runs SGLang's process function. Nothing is substituted in the parent process.
+before it runs SGLang's process function. In the parent process only the body of the controller of several ranks is
+put in SGLang's place, while it is started.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sgl_batch.sglang_adapter import bootstrap
 bootstrap.prepare()
 
 import psutil  # noqa: E402
+import sglang.srt.entrypoints.engine as engine_module  # noqa: E402
 import sglang.srt.managers.scheduler as scheduler_module  # noqa: E402
 import sglang.srt.mem_cache.allocation as allocation_module  # noqa: E402
 import sglang.srt.model_executor.forward_batch_info as forward_batch_module  # noqa: E402
@@ -31,6 +33,7 @@ from sgl_batch.sglang_adapter.names import CPU_ATTENTION  # noqa: E402
 __all__ = [
     "Engine",
     "Launched",
+    "RankedEngine",
     "ServerArgs",
     "argument_names",
     "end_processes",
@@ -43,6 +46,16 @@ __all__ = [
     "run_scheduler_with",
     "serve_http",
 ]
+
+_CPU_ENVIRONMENT = {
+    # Threads wait without spinning: the engine's other processes share the cores, and threads that spin while one of
+    # them is off its core lose most of the time.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # oneDNN compiles a kernel for every number of rows that a product ever has, and both it and torch keep the last
+    # 1,024: half a gigabyte, once a long run has met them. A decode step needs a few dozen.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    "LRU_CACHE_CAPACITY": "256",
+}
 
 
 def _support_triton(backend: str) -> bool:
@@ -69,6 +82,25 @@ def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[]
     scheduler_module.run_scheduler_process(*args)
 
 
+class RankedEngine(Engine):  # type: ignore[misc]
+    """SGLang's engine, whose several ranks are started by the `controller` of the scheduler process function.
+
+    SGLang's own controller never rests and waits for ever for a rank that ends while it starts.
+    """
+
+    @classmethod
+    def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, run_scheduler_process_func: Any) -> Any:
+        controller = getattr(run_scheduler_process_func, "controller", None)
+        if controller is None:
+            return super()._launch_scheduler_processes(server_args, port_args, run_scheduler_process_func)
+        own = engine_module.run_data_parallel_controller_process
+        engine_module.run_data_parallel_controller_process = controller
+        try:
+            return super()._launch_scheduler_processes(server_args, port_args, run_scheduler_process_func)
+        finally:
+            engine_module.run_data_parallel_controller_process = own
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """What SGLang returns from starting its process tree."""
@@ -82,7 +114,7 @@ class Launched:
 
 def launch_subprocesses(server_args: Any, **functions: Callable[..., Any]) -> Launched:
     """Start SGLang's process tree with our process functions; waits until the model is loaded."""
-    tokenizer, template, ports, schedulers, watchdog = Engine._launch_subprocesses(server_args, **functions)
+    tokenizer, template, ports, schedulers, watchdog = RankedEngine._launch_subprocesses(server_args, **functions)
     return Launched(
         tokenizer_manager=tokenizer,
         template_manager=template,
@@ -140,20 +172,20 @@ def merge_config_file(parser: Any, argv: list[str]) -> list[str]:
 def platform(name: str | None) -> Iterator[None]:
     """Start child processes inside this block with SGLang's platform `name` (None: as the environment stands).
 
-    On a CPU they also wait for their threads without spinning, unless OMP_WAIT_POLICY says otherwise: the engine's
-    other processes share the cores, and threads that spin while one of them is off its core lose most of the time.
-    The parent's environment is restored.
+    With a name they also get what suits a CPU, where the environment does not say otherwise. The parent's environment
+    is restored.
     """
     if name is None:
         yield
         return
     before = dict(os.environ)
     os.environ["SGLANG_PLATFORM"] = name
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for key, value in _CPU_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
     try:
         yield
     finally:
-        for key in ("SGLANG_PLATFORM", "OMP_WAIT_POLICY"):
+        for key in ("SGLANG_PLATFORM", *_CPU_ENVIRONMENT):
             if key in before:
                 os.environ[key] = before[key]
             else:

@@ -26,6 +26,7 @@ __all__ = [
     "NextBatchPlan",
     "Scheduler",
     "SetInternalStateReqOutput",
+    "await_input",
     "decode_batch",
     "end_aborted",
     "give_prefix",
@@ -129,6 +130,11 @@ def end_aborted(scheduler: Any, request: Any) -> None:
     release_kv_cache(request, scheduler.tree_cache)
     request.time_stats.set_completion_time()
     scheduler.output_streamer.stream_output([request], request.return_logprob)
+
+
+def await_input(scheduler: Any, milliseconds: int) -> None:
+    """Wait until a message for the scheduler has come, at most this long."""
+    scheduler.idle_sleeper.poller.poll(milliseconds)
 
 
 def set_max_new_tokens(request: Any, tokens: int) -> None:

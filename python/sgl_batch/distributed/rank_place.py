@@ -1,0 +1,58 @@
+"""Owns one rank's place in its group: who it is, and how it reaches the others. What they say is decided by others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+
+from sgl_batch.distributed.rendezvous import Rendezvous
+from sgl_batch.distributed.zmq_channel import ZmqChannel
+from sgl_batch.sglang_adapter.ranks import new_process_group
+
+# Ranks that start together may be far apart in time: on a busy machine, imports and loading take minutes.
+_START_TIMEOUT_S = 900.0
+# A collective waits this long for a rank that computes; one that hangs is found by its heartbeat long before.
+_COLLECTIVE_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """`directory`: where the ranks of this engine leave their addresses; it names the engine as well."""
+
+    rank: int
+    world_size: int
+    directory: Path
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """Where the ranks leave what the others need."""
+        return Rendezvous(self.directory)
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def process_group(self, name: str, backend: str) -> Any:
+        """A process group of its own for `name`; every rank calls this, in the same order."""
+        store = FileStore(str(self.directory / f"store-{name}"), self.world_size)
+        return new_process_group(
+            backend,
+            PrefixStore(name, store),
+            rank=self.rank,
+            world_size=self.world_size,
+            name=name,
+            timeout_s=_COLLECTIVE_TIMEOUT_S,
+        )
+
+    def channel(self, name: str, messages: Any) -> ZmqChannel[Any]:
+        """A channel to all other ranks, connected; every rank calls this."""
+        channel: ZmqChannel[Any] = ZmqChannel(
+            rank=self.rank, messages=messages, run_id=f"{self.directory.name}-{name}", send_timeout_s=_START_TIMEOUT_S
+        )
+        self.rendezvous.publish(f"{name}-endpoint", self.rank, channel.endpoint)
+        channel.connect(self.rendezvous.await_all(f"{name}-endpoint", range(self.world_size), _START_TIMEOUT_S))
+        return channel

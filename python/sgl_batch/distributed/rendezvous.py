@@ -1,0 +1,70 @@
+"""Owns where the ranks of one engine on one machine find each other: small files in a directory made for that.
+
+What is written there, and what a rank's failure means, is decided by others.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from sgl_batch.distributed.rank_errors import PeerTimeout
+
+_POLL_S = 0.01
+
+
+class Rendezvous:
+    """Facts by name and rank, each written once and whole."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def publish(self, name: str, rank: int, text: str) -> None:
+        """Let every rank know `text` of this one."""
+        self._write(self.directory / f"{name}.{rank}", text)
+
+    def await_all(self, name: str, ranks: Iterable[int], timeout_s: float) -> dict[int, str]:
+        """What all `ranks` have published under `name`; PeerTimeout names those that have not."""
+        deadline = time.monotonic() + timeout_s
+        missing = set(ranks)
+        found: dict[int, str] = {}
+        while True:
+            for rank in sorted(missing):
+                path = self.directory / f"{name}.{rank}"
+                if path.exists():
+                    found[rank] = path.read_text()
+            missing -= found.keys()
+            if not missing:
+                return found
+            if time.monotonic() > deadline:
+                raise PeerTimeout(missing, awaiting=f"its {name}", seconds=timeout_s)
+            time.sleep(_POLL_S)
+
+    def published(self, name: str) -> dict[int, str]:
+        """What has been published under `name` so far, by rank."""
+        return {int(path.suffix[1:]): path.read_text() for path in self.directory.glob(f"{name}.[0-9]*")}
+
+    def report_failure(self, text: str) -> None:
+        """Say why the group cannot go on. The first to say so is heard."""
+        path = self.directory / "failure"
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(text)
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            pass
+        finally:
+            own.unlink()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the group could not go on, if somebody has said so."""
+        path = self.directory / "failure"
+        return path.read_text() if path.exists() else None
+
+    def _write(self, path: Path, text: str) -> None:
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text)
+        draft.rename(path)

@@ -1,0 +1,86 @@
+"""Owns how the ranks of a group agree: rank 0 hears what each says, decides with core/, and tells all.
+
+Every step is one round trip to rank 0, and a boundary a second. No rank enters a collective before it has its answer,
+so that all enter the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from sgl_batch.core.order import OrderPolicy
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.rank_agreement import Migration, RankHeader, Step, StepKind, decide_group, next_step
+from sgl_batch.distributed.channel import Channel
+from sgl_batch.errors import EngineError
+from sgl_batch.managers.rank_messages import (
+    HeaderMessage,
+    Message,
+    OrdersMessage,
+    StateMessage,
+    StepMessage,
+    orders_for,
+    state_of,
+)
+
+_DECIDES = 0
+M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, OrdersMessage)
+
+
+class RankGroup:
+    """One rank's end of the agreement. `timeout_s` bounds every wait for another rank."""
+
+    def __init__(self, channel: Channel[Message], world_size: int, *, migration: Migration, timeout_s: float) -> None:
+        self._channel, self.rank, self.world_size = channel, channel.rank, world_size
+        self._migration, self._timeout_s = migration, timeout_s
+        self._others = [rank for rank in range(world_size) if rank != _DECIDES]
+
+    def agree(self, header: RankHeader, plan: Plan) -> Step:
+        """The step that all ranks take, given what this one says of itself."""
+        own = HeaderMessage(header.running, header.waiting, header.forked, header.due)
+        if self.rank != _DECIDES:
+            self._channel.send(_DECIDES, own)
+            answer = self._receive([_DECIDES], StepMessage, "the next step")[1]
+            return Step(kind=StepKind(answer.kind), expert_calls=answer.expert_calls)
+        headers = self._gather(own, HeaderMessage, "what it has to do next")
+        step = next_step([_header_of(header) for header in headers], plan)
+        for peer in self._others:
+            self._channel.send(peer, StepMessage(step.kind.value, step.expert_calls))
+        return step
+
+    def decide(self, state: StateMessage, plan: Plan, order: OrderPolicy) -> OrdersMessage:
+        """This rank's orders at a boundary, decided from the states of all."""
+        if self.rank != _DECIDES:
+            self._channel.send(_DECIDES, state)
+            return self._receive([_DECIDES], OrdersMessage, "its orders at a boundary")[1]
+        states = self._gather(state, StateMessage, "its state at a boundary")
+        decision = decide_group([state_of(message) for message in states], plan, order, self._migration)
+        for peer in self._others:
+            self._channel.send(peer, orders_for(decision, peer))
+        return orders_for(decision, self.rank)
+
+    def _gather(self, own: M, kind: type[M], awaiting: str) -> list[M]:
+        """One message of each rank, by rank."""
+        found = {self.rank: own}
+        while len(found) < self.world_size:
+            missing = [rank for rank in range(self.world_size) if rank not in found]
+            peer, message = self._receive(missing, kind, awaiting)
+            found[peer] = message
+        return [found[rank] for rank in range(self.world_size)]
+
+    def _receive(self, peers: list[int], kind: type[M], awaiting: str) -> tuple[int, M]:
+        while True:
+            received = self._channel.recv(peers, timeout_s=self._timeout_s, awaiting=awaiting)
+            if received is None:
+                continue
+            peer, message = received
+            if not isinstance(message, kind):
+                raise EngineError(
+                    f"rank {peer} sent {type(message).__name__} where rank {self.rank} awaited {awaiting}: "
+                    "the ranks run different steps"
+                )
+            return peer, message
+
+
+def _header_of(message: HeaderMessage) -> RankHeader:
+    return RankHeader(running=message.running, waiting=message.waiting, forked=message.forked, due=message.due)

@@ -1,0 +1,74 @@
+"""Owns noticing that another rank has died or hangs, in a thread of its own, and ending this engine then, by name.
+
+The main thread may stand in a collective that would never end; nothing can be saved in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import msgspec
+
+from sgl_batch.distributed.rank_errors import BadMessage, PeerLost, PeerTimeout, RankError
+from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.zmq_channel import ZmqChannel
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 1.0
+
+
+class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
+    """The sender's process runs."""
+
+
+class RankHeartbeat:
+    """Beats to every other rank each second. A rank unheard of for `timeout_s` hangs."""
+
+    def __init__(self, place: RankPlace, timeout_s: float) -> None:
+        self._place, self._timeout_s = place, timeout_s
+        self._channel: ZmqChannel[Beat] = place.channel("heartbeat", Beat)
+        self._thread = threading.Thread(target=self._run, name="rank heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin; from now on a failing rank ends this process."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._beat()
+        except RankError as error:
+            self._end(error)
+
+    def _beat(self) -> None:
+        heard = dict.fromkeys(self._place.others, time.monotonic())
+        next_beat = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + _BEAT_S
+                for peer in heard:
+                    self._channel.send(peer, Beat())
+            silent = [peer for peer, since in heard.items() if now - since > self._timeout_s]
+            if silent:
+                raise PeerTimeout(silent, awaiting="a sign of life", seconds=self._timeout_s)
+            try:
+                received = self._channel.recv(list(heard), timeout_s=_BEAT_S / 2, awaiting="a sign of life")
+            except PeerTimeout:
+                continue
+            if received is not None:
+                heard[received[0]] = time.monotonic()
+
+    def _end(self, error: RankError) -> None:
+        kind = "hangs" if isinstance(error, PeerTimeout) else "died" if isinstance(error, PeerLost) else "failed"
+        assert not isinstance(error, BadMessage) or error.rank is not None, str(error)
+        self._place.rendezvous.report_failure(f"rank {error.rank} of the engine {kind}: {error}")
+        logger.error("rank %d ends because %s", self._place.rank, error)
+        # The controller is this process's parent: when it ends, all ranks end with it, and the engine's own process
+        # learns of it at once.
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)

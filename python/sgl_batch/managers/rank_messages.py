@@ -1,0 +1,153 @@
+"""Owns the messages by which ranks agree on a step, and their conversion to and from what core/ decides over."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sgl_batch.core.page_boundary import Action, DecodeStep, Idle, PrefillGroup, Refill, State
+from sgl_batch.core.rank_agreement import GroupDecision, Movable, RankState
+from sgl_batch.core.sequence import Sequence, Status
+
+# What a rank tells of its queue at a boundary: enough for any prefill group, and bounded for a queue of millions.
+MOST_QUEUED = 2048
+
+
+class HeaderMessage(msgspec.Struct, tag="header", array_like=True, frozen=True):
+    """Before each step, to the deciding rank. `limits`: rows of an expert call in prefill and in decode."""
+
+    running: int
+    waiting: int
+    forked: int
+    due: bool
+
+
+class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
+    """The step that all take."""
+
+    kind: str
+    expert_calls: int
+
+
+class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence as decisions see it; tokens of KV and pages reserved where it could move, else -1."""
+
+    sequence_id: str
+    arrival: int
+    prompt_tokens: int
+    max_new_tokens: int
+    prompt_group: str | None
+    choice: int
+    tokens: int
+    pages: int
+
+
+class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
+    """A rank's state at a boundary."""
+
+    queued: list[SequenceRow]
+    ready: list[SequenceRow]
+    running_movable: list[SequenceRow]
+    running: int
+    steps: int
+    slots: int
+    free_slots: int
+    filling: bool
+    total_pages: int
+    free_pages: int
+
+
+class MoveRow(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence that changes its rank."""
+
+    sequence_id: str
+    source: int
+    target: int
+
+
+class OrdersMessage(msgspec.Struct, tag="orders", array_like=True, frozen=True):
+    """What one rank does at a boundary. All get the same but `units` and `refill`, which are this rank's own part.
+
+    `units`: sequence ids of each prefill unit, its leader first. `decode`: whether this rank decodes, refilled or not.
+    """
+
+    prefill: bool
+    busy: bool
+    expert_calls: int
+    moves: list[MoveRow]
+    units: list[list[str]]
+    refill: list[str]
+    decode: bool
+
+
+Message = HeaderMessage | StepMessage | StateMessage | OrdersMessage
+
+
+def row_of(sequence: Sequence, *, tokens: int = -1, pages: int = -1) -> SequenceRow:
+    """A sequence as a row of a message."""
+    return SequenceRow(
+        sequence.sequence_id,
+        sequence.arrival,
+        sequence.prompt_tokens,
+        sequence.max_new_tokens,
+        sequence.prompt_group,
+        sequence.choice,
+        tokens,
+        pages,
+    )
+
+
+def _sequence_of(row: SequenceRow, status: Status) -> Sequence:
+    return Sequence(
+        sequence_id=row.sequence_id,
+        arrival=row.arrival,
+        prompt_tokens=row.prompt_tokens,
+        max_new_tokens=row.max_new_tokens,
+        prompt_group=row.prompt_group,
+        choice=row.choice,
+        status=status,
+    )
+
+
+def state_of(message: StateMessage) -> RankState:
+    """The state that a rank has told, as core/ decides over it. A state that is told at all has changed."""
+    ready = [_sequence_of(row, Status.READY) for row in message.ready]
+    movable = [
+        Movable(sequence=sequence, tokens=row.tokens, pages=row.pages)
+        for row, sequence in zip(message.ready, ready, strict=True)
+        if row.pages >= 0
+    ]
+    running = [
+        Movable(sequence=_sequence_of(row, Status.RUNNING), tokens=row.tokens, pages=row.pages)
+        for row in message.running_movable
+    ]
+    state = State(
+        queued=[_sequence_of(row, Status.QUEUED) for row in message.queued],
+        ready=ready,
+        running=message.running,
+        steps=message.steps,
+        slots=message.slots,
+        free_slots=message.free_slots,
+        filling=message.filling,
+    )
+    return RankState(
+        state=state,
+        total_pages=message.total_pages,
+        free_pages=message.free_pages,
+        ready=movable,
+        running=running,
+    )
+
+
+def orders_for(decision: GroupDecision, rank: int) -> OrdersMessage:
+    """The part of `rank` in a decision."""
+    action: Action = decision.actions[rank]
+    units = action.units if isinstance(action, PrefillGroup) else ()
+    return OrdersMessage(
+        prefill=decision.prefill,
+        busy=decision.busy,
+        expert_calls=decision.expert_calls,
+        moves=[MoveRow(move.sequence_id, move.source, move.target) for move in decision.moves],
+        units=[[member.sequence_id for member in unit.members] for unit in units],
+        refill=[sequence.sequence_id for sequence in action.sequences] if isinstance(action, Refill) else [],
+        decode=isinstance(action, Refill | DecodeStep) and not isinstance(action, Idle),
+    )

@@ -1,0 +1,33 @@
+"""Owns the statistics of several ranks as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+# What all ranks count alike, because they take every step together; the rest is each rank's own.
+_COMMON = ("boundaries", "decode_steps")
+
+
+def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' statistics as one: sums, but for steps that they take together, and times, which are means."""
+    if len(ranks) == 1:
+        return dict(ranks[0])
+    ordered = sorted(ranks, key=lambda rank: rank["rank"])
+    counters: Counter[str] = Counter()
+    for rank in ordered:
+        counters.update(rank["counters"])
+    for name in _COMMON:
+        if name in counters:
+            counters[name] = max(rank["counters"].get(name, 0) for rank in ordered)
+    parts = ordered[0]["part_s"]
+    return {
+        **ordered[0],
+        "counters": dict(counters),
+        "part_s": {part: sum(rank["part_s"][part] for rank in ordered) / len(ordered) for part in parts},
+        "tokens_per_expert": [tokens for rank in ordered for tokens in rank["tokens_per_expert"]],
+        "free_pages": sum(rank["free_pages"] for rank in ordered),
+        "total_pages": sum(rank["total_pages"] for rank in ordered),
+        "ranks": ordered,
+    }

@@ -1,0 +1,101 @@
+"""Owns one rank's part in the steps of its group: what was agreed, carried out by the boundary executor.
+
+It decides nothing: `rank_group` has the agreement, core/ the decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_batch.core.admission import Admission
+from sgl_batch.core.order.fifo import FifoOrder
+from sgl_batch.core.page_boundary import PrefillGroup
+from sgl_batch.core.rank_agreement import RankHeader, StepKind, rank_is_due
+from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.rank_group import RankGroup
+from sgl_batch.managers.rank_messages import MOST_QUEUED, OrdersMessage, StateMessage, row_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A rank's part in a step: its batch, if it has rows; `takes_part` in the exchanges either way, unless all idle."""
+
+    batch: Any | None
+    running: Any
+    takes_part: bool
+    expert_calls: int = 1
+
+
+class RankSteps:
+    """Takes the place of the executor's own `next_batch` where there are several ranks."""
+
+    def __init__(self, executor: BoundaryExecutor, group: RankGroup) -> None:
+        self._executor, self._group = executor, group
+        self._order = FifoOrder()
+
+    def next_part(self, running: Any) -> Part:
+        """Agree with the other ranks and make this rank's batch of the step."""
+        executor = self._executor
+        state = executor.state(running)
+        header = RankHeader(
+            running=state.running,
+            waiting=len(state.ready) + len(state.queued),
+            forked=executor.num_forked,
+            due=rank_is_due(state, executor.plan),
+        )
+        with executor.clock.part("waiting"):
+            step = self._group.agree(header, executor.plan)
+        if step.kind is StepKind.IDLE:
+            return Part(batch=None, running=running, takes_part=False)
+        if step.kind is StepKind.BOUNDARY:
+            return self._boundary(running)
+        batch = None
+        if step.kind is StepKind.FORKS:
+            batch = executor.fork_batch() if executor.num_forked else None
+        else:
+            batch = self._decode(running)
+        return Part(batch=batch, running=running, takes_part=True, expert_calls=step.expert_calls)
+
+    def _decode(self, running: Any) -> Any | None:
+        if running.is_empty():
+            self._executor.count_step()
+            return None
+        return self._executor.decode_step(running)
+
+    def _boundary(self, running: Any) -> Part:
+        executor = self._executor
+        with executor.clock.part("waiting"):
+            orders = self._group.decide(self._told(running), executor.plan, self._order)
+        batch = None
+        if orders.prefill:
+            if orders.units:
+                batch = executor.prefill(PrefillGroup(units=self._units(orders)))
+            return Part(batch=batch, running=running, takes_part=True, expert_calls=orders.expert_calls)
+        if orders.refill:
+            running = executor.refill(executor.ready_named(orders.refill), running)
+        executor.begin_page()
+        if orders.busy:
+            batch = self._decode(running)
+        return Part(batch=batch, running=running, takes_part=orders.busy, expert_calls=orders.expert_calls)
+
+    def _told(self, running: Any) -> StateMessage:
+        """This rank's state for whoever decides."""
+        executor = self._executor
+        state = executor.state(running)
+        return StateMessage(
+            queued=[row_of(sequence) for sequence in state.queued[:MOST_QUEUED]],
+            ready=[row_of(sequence) for sequence in state.ready],
+            running_movable=[],
+            running=state.running,
+            steps=state.steps,
+            slots=state.slots,
+            free_slots=state.free_slots,
+            filling=state.filling,
+            total_pages=executor.ledger.total_pages,
+            free_pages=executor.ledger.free_pages,
+        )
+
+    def _units(self, orders: OrdersMessage) -> tuple[Admission, ...]:
+        units = [self._executor.queued_named(names) for names in orders.units]
+        return tuple(Admission(leader=leader, followers=tuple(followers)) for leader, *followers in units)
