@@ -98,4 +98,6 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
             self.free_group.append(free_index)
             return
         pages = torch.unique(free_index.to(torch.int64) // self.page_size)
-        self.free_pages = torch.cat((self.free_pages, pages))
+        # In front: the next to be taken were written before. The kernel gives a page its memory at its first write, so
+        # the pool holds what was once in use together, and not, after a long run, all of it.
+        self.free_pages = torch.cat((pages, self.free_pages))

@@ -163,6 +163,19 @@ def test_clear_gives_every_page_back():
     assert sorted(allocator.alloc(4 * NUM_PAGES).tolist()) == list(range(4, 4 * NUM_PAGES + 4))
 
 
+def test_pages_that_were_used_before_are_given_again_before_any_fresh_one():
+    """The kernel gives a page its memory at the first write: a long run must not touch the whole pool by and by."""
+    allocator = make(4)
+    touched: set[int] = set()
+    held: list[torch.Tensor] = []
+    for num_pages in (3, 1, 2, 3, 1, 2, 2) * 3:
+        while sum(len(slots) for slots in held) // 4 + num_pages > 5:
+            allocator.free(held.pop(0))
+        held.append(allocator.alloc(4 * num_pages))
+        touched |= set((held[-1] // 4).tolist())
+    assert len(touched) == 5, "five pages were held at once, and never more"
+
+
 def test_part_of_a_page_cannot_be_taken_as_whole_pages():
     with pytest.raises(AssertionError, match="6 tokens are no whole number of pages"):
         make(4).alloc(6)
