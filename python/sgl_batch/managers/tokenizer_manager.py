@@ -40,6 +40,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.signal_handler_class = BatchSignalHandler
         self.outlives_children = False
         self.child_death: str | None = None
+        self._next_rank = 0
 
     def _send_one_request(self, tokenized_obj: Any) -> None:
         self._prepare(tokenized_obj)
@@ -72,7 +73,8 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     async def _send_choices(self, obj: Any, request: Any, count: int) -> list[tuple[str, Any]]:
         """Send `count` choices of each prompt of `obj`; all of one prompt in one message, so that they share it.
 
-        Each is known by an id of `obj`, by which whoever gives up on `obj` aborts it.
+        Of several ranks, one computes all choices of a prompt. Each is known by an id of `obj`, by which whoever gives
+        up on `obj` aborts it.
         """
         prompts = [obj[i] for i in range(obj.batch_size)]
         tokenized_prompts = await asyncio.gather(*(self._tokenize_one_request(prompt) for prompt in prompts))
@@ -82,11 +84,12 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         waiters: list[tuple[str, Any]] = []
         for prompt, tokenized in zip(prompts, tokenized_prompts, strict=True):
             group, choices = uuid.uuid4().hex, []
+            rank, self._next_rank = self._next_rank, (self._next_rank + 1) % self.server_args.dp_size
             for index in range(count):
                 tag = ChoiceTag(group=group, index=index, count=count)
                 seed = choice_seed(tokenized.sampling_params.sampling_seed, index)
                 choice, choice_tokenized = choice_of(
-                    prompt, tokenized, rid=next(rids), extra_key=tag.encode(), seed=seed
+                    prompt, tokenized, rid=next(rids), extra_key=tag.encode(), seed=seed, rank=rank
                 )
                 self._init_req_state(choice)
                 state = self.rid_to_state[choice.rid]

@@ -58,6 +58,14 @@ def run_controller_with(
             except (EOFError, KeyError, TypeError) as error:
                 on_start_failure(rank, f"{type(error).__name__}: {error}")
 
+        def dispatch_batch_generate(self, batch_req: Any) -> None:
+            """Requests that name one rank stay one message, so that they are scheduled together."""
+            named = {request.routed_dp_rank for request in batch_req}
+            if len(named) == 1 and None not in named:
+                controller_module.sock_send(self.workers[named.pop()], batch_req)
+            else:
+                super().dispatch_batch_generate(batch_req)
+
         def event_loop(self) -> None:
             while True:
                 self.soft_watchdog.feed()
