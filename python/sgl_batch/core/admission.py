@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ def refusal(sequence: Sequence, ledger: PageLedger) -> str | None:
     )
 
 
-def group_by_prompt(queued: Seq[Sequence], order: OrderPolicy, *, most_members: int) -> list[Admission]:
+def group_by_prompt(queued: Seq[Sequence], order: OrderPolicy, *, most_members: int) -> Iterator[Admission]:
     """Units of the queue in the chosen order: the choices of one request go together, leader first.
 
     A follower whose leader is not queued, or that is past `most_members`, computes its prompt itself.
@@ -43,16 +44,14 @@ def group_by_prompt(queued: Seq[Sequence], order: OrderPolicy, *, most_members: 
     for sequence in queued:
         if sequence.prompt_group is not None:
             by_group.setdefault(sequence.prompt_group, []).append(sequence)
-    units = []
     for sequence in sorted(queued, key=order.key):
         group = by_group.get(sequence.prompt_group or "", [])
         leader = next((s for s in group if s.is_leader), None)
         if leader is None:
-            units.append(Admission(leader=sequence))
+            yield Admission(leader=sequence)
         elif sequence is leader:
             followers = tuple(s for s in sorted(group, key=order.key) if s is not leader)
-            units.append(Admission(leader=leader, followers=followers[: most_members - 1]))
-    return units
+            yield Admission(leader=leader, followers=followers[: most_members - 1])
 
 
 def unit_pages(unit: Admission, ledger: PageLedger) -> int:
@@ -62,7 +61,9 @@ def unit_pages(unit: Admission, ledger: PageLedger) -> int:
     return ledger.shared_pages(unit.leader) + sum(ledger.own_pages(member) for member in unit.members)
 
 
-def select_prefill_group(units: Seq[Admission], ledger: PageLedger, *, b_moe: int, free_slots: int) -> list[Admission]:
+def select_prefill_group(
+    units: Iterable[Admission], ledger: PageLedger, *, b_moe: int, free_slots: int
+) -> list[Admission]:
     """Take units from the head while prompt tokens fit `b_moe` and pages and slots suffice.
 
     A prompt longer than `b_moe` makes a group of its own. A head that does not fit now blocks those behind

@@ -19,6 +19,8 @@ from sgl_batch.core.sequence import Sequence
 class State:
     """What the decision is made from. `steps` counts decode steps since the last boundary.
 
+    `queued` and `ready` may be views: a state is good until the next change of what they look at. Only a boundary
+    looks at more than their lengths.
     `changed`: whether somebody arrived, was prefilled or finished since the last boundary.
     `slots` is how many sequences the device can hold, `free_slots` how many more it can take now.
     """

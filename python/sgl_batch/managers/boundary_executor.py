@@ -18,6 +18,7 @@ from sgl_batch.core.primitives import combine, yield_
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers import prompt_groups
 from sgl_batch.managers.prompt_sharing import PromptSharing
+from sgl_batch.managers.sequence_queue import SequenceQueue, SequencesView
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters, PartClock
 from sgl_batch.sglang_adapter.scheduling import decode_batch, end_aborted, mark_aborted, merge_into, prefill_batch
@@ -34,7 +35,7 @@ class BoundaryExecutor:
         self._order = FifoOrder()
         self._sequences: dict[str, Sequence] = {}
         self._requests: dict[str, Any] = {}
-        self._queued: dict[str, Sequence] = {}
+        self._queued = SequenceQueue()
         self._ready: dict[str, Sequence] = {}
         self._forks: dict[str, list[Any]] = {}
         self._forked: list[Any] = []
@@ -53,7 +54,8 @@ class BoundaryExecutor:
             request.set_finish_with_abort(error)
         sequence = self._sequence_of(request)
         assert sequence.sequence_id not in self._sequences, f"request id {sequence.sequence_id} is in use"
-        self._sequences[sequence.sequence_id] = self._queued[sequence.sequence_id] = sequence
+        self._sequences[sequence.sequence_id] = sequence
+        self._queued.add(sequence)
         self._requests[sequence.sequence_id] = request
         self._arrivals += 1
         self._changes += 1
@@ -79,10 +81,10 @@ class BoundaryExecutor:
         if len(queue) == len(self._queued):
             return
         present = {request.rid for request in queue}
-        for sequence in [s for name, s in self._queued.items() if name not in present]:
+        for sequence in [s for s in self._queued.view() if s.sequence_id not in present]:
             self._record([advance(sequence, Event.ABORT, "aborted in the queue")])
             self._counters.add("sequences_aborted")
-            del self._queued[sequence.sequence_id]
+            self._queued.remove(sequence.sequence_id)
             self._drop(sequence)
 
     def abort_outside_batches(self, is_meant: Callable[[str], bool]) -> None:
@@ -171,13 +173,12 @@ class BoundaryExecutor:
         self._counters.add("decode_steps")
 
     def state(self, running: Any) -> State:
-        """What decisions are made from."""
+        """What decisions are made from: views, so that a step between boundaries costs the same under any queue."""
         pool = self._scheduler.req_to_token_pool
         promised = sum(len(forks) for forks in self._forks.values()) + len(self._forked)
-        incomplete = self._groups_awaiting_grammar()
         return State(
-            queued=[s for s in self._queued.values() if s.prompt_group not in incomplete],
-            ready=list(self._ready.values()),
+            queued=self._queued.view(without=self._groups_awaiting_grammar()),
+            ready=SequencesView(self._ready),
             running=len(running.reqs),
             steps=self._steps,
             slots=pool.size,
@@ -201,7 +202,7 @@ class BoundaryExecutor:
         queue = self._scheduler.waiting_queue
         queue[:] = [request for request in queue if request.rid not in taken]
         for name in taken:
-            del self._queued[name]
+            self._queued.remove(name)
         leaders = [self._requests[unit.leader.sequence_id] for unit in units]
         return self._prefill(leaders, f"prefill group of {len(leaders)}")
 
