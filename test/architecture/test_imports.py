@@ -138,6 +138,7 @@ def test_pickling_check_sees_a_violation() -> None:
         ("engine.py", "import sglang", "Only sglang_adapter imports sglang"),
         ("core/sequence.py", "import torch", "Decisions know no device"),
         ("jobs/lines.py", "import sgl_batch.engine", "Jobs know no engine's libraries"),
+        ("engine.py", "import zmq.asyncio", "Only the control channel imports zmq"),
     ],
 )
 def test_import_contracts_break_on_a_violation(

@@ -1,0 +1,1 @@
+"""Between ranks: the control channel and the transport of tensors. Knows no sequences."""

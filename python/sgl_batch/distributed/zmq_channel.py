@@ -1,0 +1,259 @@
+"""Owns the control channel over ZeroMQ. What the messages mean, and who has which address, is decided by others.
+
+Every rank binds one PULL socket and connects one PUSH socket to each peer, so that a pair of ranks has one TCP
+connection in each direction. A message is two frames of MessagePack: who sends it (run, rank, running number) and the
+message itself, decoded into the types given at construction and into nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from sgl_batch.distributed.rank_errors import BadMessage, PeerLost, PeerTimeout
+from sgl_batch.errors import ConfigError
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+# A peer's last messages and the end of its other connection are read by ZeroMQ's thread in any order: what is still
+# in the kernel's buffers when the end is seen gets this long to be read.
+_DRAIN_S = 0.05
+_LINGER_MS = 2000
+_EVERY_ADDRESS = ("0.0.0.0", "*", "::", "")
+# CLOSED: nobody listens at the peer's address.
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    run_id: str
+    source: int
+    number: int
+
+
+class ZmqChannel(Generic[M]):
+    """A `Channel` over TCP (see channel.py for the contract).
+
+    `messages` is the union of tagged msgspec structs that may travel; `run_id` keeps two runs on one machine apart.
+    The caller hands `endpoint` to the other ranks and their endpoints to `connect`. Death is taken from the kernel,
+    which closes a dead process's connections; a process that is merely stopped keeps them, and only times out.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        messages: Any,
+        run_id: str,
+        host: str = "127.0.0.1",
+        send_timeout_s: float = 10.0,
+        max_message_bytes: int = 256 << 20,
+    ) -> None:
+        if host in _EVERY_ADDRESS:
+            raise ConfigError(f"host {host!r} is every address of this machine; name one that the other ranks reach")
+        self.rank = rank
+        self._run_id, self._send_timeout_s, self._max_message_bytes = run_id, send_timeout_s, max_message_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(messages)
+        self._envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+        self._context = zmq.Context()
+        self._inlet = self._new_socket(zmq.PULL)
+        try:
+            self._inlet.bind(f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"no port can be bound on host {host!r} ({error}); name one of this machine") from error
+        self._outlets: dict[int, zmq.Socket[bytes]] = {}
+        self._monitors: dict[int, zmq.Socket[bytes]] = {}
+        self._sent: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
+        self._inbox: dict[int, deque[M | BadMessage]] = {}
+        self._gone_since: dict[int, float] = {}
+        self._shut_out: set[int] = set()
+        self._waker, self._wakened = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wakened.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inlet, zmq.POLLIN)
+        self._poller.register(self._wakened, zmq.POLLIN)
+
+    def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
+        new = self._context.socket(kind)
+        new.setsockopt(zmq.LINGER, _LINGER_MS)
+        new.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        # The kernel answers keepalives for a stopped process as well: only a machine that is gone fails them.
+        new.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        new.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+        new.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+        new.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+        return new
+
+    @property
+    def endpoint(self) -> str:
+        """The address for the other ranks' `connect`."""
+        return self._inlet.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, endpoints: Mapping[int, str]) -> None:
+        """Connect to every rank of `endpoints` but this one. All of them have bound theirs by then."""
+        for peer in sorted(set(endpoints) - {self.rank}):
+            assert peer not in self._outlets, f"rank {self.rank} is connected to rank {peer} already"
+            outlet = self._new_socket(zmq.PUSH)
+            outlet.setsockopt(zmq.IMMEDIATE, 1)  # a message waits for a connection here, never in a queue for nobody
+            outlet.setsockopt(zmq.RECONNECT_IVL, -1)  # who was gone may have missed messages: it stays gone
+            self._monitors[peer] = outlet.get_monitor_socket(_GONE)
+            self._poller.register(self._monitors[peer], zmq.POLLIN)
+            outlet.connect(endpoints[peer])
+            self._outlets[peer] = outlet
+            self._sent[peer] = self._taken[peer] = 0
+            self._inbox[peer] = deque()
+
+    def send(self, peer: int, message: M) -> None:
+        """See Channel.send. Waits for the connection, or for room in the queue, up to `send_timeout_s`."""
+        self._check_peers([peer])
+        what = f"it to take in {type(message).__name__}"
+        body = self._encoder.encode(message)
+        assert len(body) <= self._max_message_bytes, (
+            f"{type(message).__name__} for rank {peer} has {len(body)} bytes, limit {self._max_message_bytes}; "
+            "send less at once or raise max_message_bytes"
+        )
+        begun = time.monotonic()
+        self._watch()
+        while peer not in self._gone_since:
+            left = begun + self._send_timeout_s - time.monotonic()
+            if self._writable(peer, max(left, 0)) and self._hand_over(peer, body):
+                return
+            if left <= 0:
+                raise PeerTimeout([peer], awaiting=what, seconds=self._send_timeout_s)
+            self._watch()
+        raise PeerLost(peer, awaiting=what, seconds=time.monotonic() - begun)
+
+    def _hand_over(self, peer: int, body: bytes) -> bool:
+        """Whether the socket took the message: it does not if the connection has ended since it was writable."""
+        envelope = _Envelope(self._run_id, self.rank, self._sent[peer])
+        try:
+            self._outlets[peer].send_multipart([self._encoder.encode(envelope), body], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._sent[peer] += 1
+        return True
+
+    def _writable(self, peer: int, timeout_s: float) -> bool:
+        outlet = self._outlets[peer]
+        poller = zmq.Poller()
+        poller.register(outlet, zmq.POLLOUT)
+        poller.register(self._monitors[peer], zmq.POLLIN)
+        return outlet in dict(poller.poll(int(timeout_s * 1000)))
+
+    def recv(self, peers: Collection[int], *, timeout_s: float, awaiting: str) -> tuple[int, M] | None:
+        """See Channel.recv."""
+        self._check_peers(peers)
+        begun = time.monotonic()
+        while True:
+            self._watch()
+            self._take_in()
+            for peer in sorted(peers):
+                if self._inbox[peer]:
+                    message = self._inbox[peer].popleft()
+                    if isinstance(message, BadMessage):
+                        raise message
+                    return peer, message
+            now = time.monotonic()
+            wait = begun + timeout_s - now
+            for peer in sorted(self._gone_since.keys() & set(peers)):
+                drained = self._gone_since[peer] + _DRAIN_S - now
+                if drained <= 0:
+                    self._shut_out.add(peer)
+                    raise PeerLost(peer, awaiting=awaiting, seconds=now - begun)
+                wait = min(wait, drained)
+            if self._was_woken():
+                return None
+            if now >= begun + timeout_s:
+                raise PeerTimeout(peers, awaiting=awaiting, seconds=timeout_s)
+            self._poller.poll(int(max(wait, 0) * 1000) + 1)
+
+    def wake(self) -> None:
+        """See Channel.wake."""
+        with contextlib.suppress(BlockingIOError):  # so many wakes wait already that one more says nothing new
+            self._waker.send(b"\0")
+
+    def _was_woken(self) -> bool:
+        try:
+            return bool(self._wakened.recv(4096))
+        except BlockingIOError:
+            return False
+
+    def _watch(self) -> None:
+        """Note the peers whose connection has ended."""
+        for peer, monitor in self._monitors.items():
+            while monitor.poll(0):
+                recv_monitor_message(monitor)
+                self._gone_since.setdefault(peer, time.monotonic())
+
+    def _take_in(self) -> None:
+        """Put all that has arrived into the inboxes; raises BadMessage for what no known peer can have sent."""
+        while self._inlet.poll(0):
+            frames = self._inlet.recv_multipart()
+            envelope = self._envelope_of(frames)
+            if envelope.source not in self._shut_out:
+                self._inbox[envelope.source].append(self._decoded(envelope, frames[1]))
+
+    def _decoded(self, envelope: _Envelope, body: bytes) -> M | BadMessage:
+        source, number = envelope.source, envelope.number
+        expected, self._taken[source] = self._taken[source], number + 1
+        if number != expected:
+            return BadMessage(source, f"rank {source} sent message number {number} where {expected} was next")
+        try:
+            message: M = self._decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return BadMessage(source, f"message number {number} of rank {source} ({len(body)} bytes): {error}")
+        return message
+
+    def _envelope_of(self, frames: list[bytes]) -> _Envelope:
+        """Who sent these frames; raises BadMessage when that is none of the peers."""
+        if len(frames) != 2:
+            raise BadMessage(None, f"a message of {len(frames)} frames came in, of nobody known; 2 are expected")
+        try:
+            envelope = self._envelope_decoder.decode(frames[0])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadMessage(None, f"a message came in that does not say who sent it: {error}") from error
+        if envelope.run_id != self._run_id or envelope.source not in self._inbox:
+            raise BadMessage(
+                None,
+                f"a message came in of rank {envelope.source} of run {envelope.run_id!r}; this is rank {self.rank} of "
+                f"run {self._run_id!r}, connected to ranks {sorted(self._inbox)}: the ranks' endpoints are mixed up",
+            )
+        return envelope
+
+    def _check_peers(self, peers: Collection[int]) -> None:
+        assert not self._context.closed, f"the channel of rank {self.rank} is closed"
+        unknown = sorted(set(peers) - self._outlets.keys())
+        assert peers, "no rank is named to receive from"
+        assert not unknown, f"rank {self.rank} is not connected to ranks {unknown}"
+
+    def close(self) -> None:
+        """Give what was sent two more seconds to leave, then end. Peers see PeerLost. May be called again."""
+        if self._context.closed:
+            return
+        for outlet in self._outlets.values():
+            outlet.disable_monitor()
+        for open_socket in (*self._monitors.values(), *self._outlets.values(), self._inlet):
+            open_socket.close()
+        self._context.term()
+        self._waker.close()
+        self._wakened.close()
+
+    def __enter__(self) -> ZmqChannel[M]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
