@@ -1,0 +1,63 @@
+"""Owns the written form of a sequence that moves, all but its KV. What its mappings mean is its store's affair."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+
+class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a rank needs to go on with a sequence, beside the bytes of its pages.
+
+    `position` is the number of tokens whose KV the pages hold. `sampling` (the request's parameters) and `progress`
+    (finish and penalty state, and whatever else the store must find again) hold plain data: None, bool, int, float,
+    str, bytes, and lists and string-keyed dicts of these. Samples depend on `seed` and position alone, so that there is
+    no generator to move.
+
+    A page has one tensor for each layer and part; `page_shapes` gives the shapes of the parts (keys and values, say).
+    Pages move whole, what lies past `position` included.
+    """
+
+    sequence_id: str
+    prompt_tokens: list[int]
+    generated_tokens: list[int]
+    seed: int | None
+    sampling: dict[str, Any]
+    progress: dict[str, Any]
+    position: int
+    num_pages: int
+    num_layers: int
+    page_shapes: tuple[tuple[int, ...], ...]
+    page_dtype: str
+
+    def __post_init__(self) -> None:
+        """Refuses what no sequence can be. ValueError: in a message that came in it becomes a decoding error."""
+        written = len(self.prompt_tokens) + len(self.generated_tokens)
+        if not 0 <= self.position <= written:
+            raise ValueError(f"sequence {self.sequence_id}: position {self.position} of {written} tokens")
+        if self.num_pages < 0 or self.num_layers < 1 or not self.page_shapes:
+            raise ValueError(
+                f"sequence {self.sequence_id}: {self.num_pages} pages of {self.num_layers} layers with parts "
+                f"{self.page_shapes}; pages may not be negative, layers and parts not be missing"
+            )
+        if any(size < 1 for shape in self.page_shapes for size in shape):
+            raise ValueError(f"sequence {self.sequence_id}: a page's sizes are positive, not {self.page_shapes}")
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors its pages are."""
+        return self.num_layers * len(self.page_shapes) * self.num_pages
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers its pages hold."""
+        return self.num_layers * self.num_pages * sum(math.prod(shape) for shape in self.page_shapes)
+
+    def tensor_shapes(self) -> Iterator[tuple[int, ...]]:
+        """The shapes of its tensors in the order in which they travel: by layer, then part, then page."""
+        for _ in range(self.num_layers):
+            for shape in self.page_shapes:
+                yield from (shape for _ in range(self.num_pages))

@@ -1,0 +1,54 @@
+"""Owns what the rooms between ranks may know: the protocol is pure, and neither room reaches past its own wires."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+# Modules that decide: the same messages lead to the same states in every process, and in the tests that explore them.
+PURE = ("sgl_batch.migration.protocol", "sgl_batch.migration.messages", "sgl_batch.migration.header")
+PURE_IMPORTS = {"__future__", "collections.abc", "enum", "math", "msgspec", "typing"}
+# Room -> the rooms of ours that it may import.
+ROOMS = {
+    "distributed": {"distributed", "sglang_adapter", "core", "config", "errors"},
+    "migration": {"migration", "distributed", "mem_cache", "core", "config", "errors"},
+}
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The modules that the tree names in its imports."""
+    names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return names | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+
+
+def impure(tree: ast.Module) -> set[str]:
+    """The imports of a pure module that are neither pure nor another pure module."""
+    return imported(tree) - PURE_IMPORTS - set(PURE)
+
+
+def foreign_rooms(room: str, tree: ast.Module) -> set[str]:
+    """The rooms of ours, beside its own and those below, that a module of `room` imports."""
+    ours = {name.split(".")[1] for name in imported(tree) if name.startswith("sgl_batch.")}
+    return ours - ROOMS[room]
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_the_protocol_knows_no_wire_no_tensor_and_no_clock(package_trees, module):
+    assert impure(package_trees[module]) == set()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_between_ranks_import_only_their_own(package_trees, room):
+    trees = {name: tree for name, tree in package_trees.items() if name.startswith(f"sgl_batch.{room}.")}
+    assert trees
+    assert {name: found for name, tree in trees.items() if (found := foreign_rooms(room, tree))} == {}
+
+
+def test_the_checks_see_a_violation():
+    assert impure(ast.parse("import time\nfrom sgl_batch.distributed import channel")) == {
+        "time",
+        "sgl_batch.distributed",
+    }
+    assert foreign_rooms("migration", ast.parse("from sgl_batch.layers.moe import x")) == {"layers"}
+    assert foreign_rooms("distributed", ast.parse("import sgl_batch.mem_cache.y")) == {"mem_cache"}
