@@ -14,6 +14,8 @@ class Event(enum.Enum):
     COMBINE_PREFILL = "combined into a prefill group"
     YIELD_PREFILLED = "yielded after prefill"
     COMBINE_DECODE = "combined into the decode group"
+    DEPART = "gone to another rank"
+    ARRIVE = "arrived from another rank"
     FINISH = "finished"
     ABORT = "aborted"
 
@@ -26,6 +28,10 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.PREFILLING, Event.ABORT): Status.ABORTED,
     (Status.READY, Event.COMBINE_DECODE): Status.RUNNING,
     (Status.READY, Event.ABORT): Status.ABORTED,
+    (Status.READY, Event.DEPART): Status.MIGRATING,
+    (Status.RUNNING, Event.DEPART): Status.MIGRATING,
+    (Status.MIGRATING, Event.ARRIVE): Status.READY,
+    (Status.MIGRATING, Event.ABORT): Status.ABORTED,
     (Status.RUNNING, Event.FINISH): Status.FINISHED,
     (Status.RUNNING, Event.ABORT): Status.ABORTED,
 }

@@ -17,3 +17,9 @@ def combine(sequences: Iterable[Sequence], event: Event, why: str) -> list[Trans
     """Resume sequences by combining them into one group; `event` says for which phase."""
     assert event in (Event.COMBINE_PREFILL, Event.COMBINE_DECODE), f"{event.name} combines nothing"
     return [advance(sequence, event, why) for sequence in sequences]
+
+
+def migrate(sequence: Sequence, event: Event, why: str) -> Transition:
+    """A sequence leaves this rank with its KV and state, or goes on here as READY."""
+    assert event in (Event.DEPART, Event.ARRIVE), f"{event.name} is no migration"
+    return advance(sequence, event, why)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 
 class Status(enum.Enum):
-    """Where a sequence stands (DESIGN names; SUSPENDED and MIGRATING appear with the tiers that need them)."""
+    """Where a sequence stands (DESIGN names; SUSPENDED appears with the tier that needs it)."""
 
     QUEUED = "QUEUED"
     PREFILLING = "PREFILLING"
     READY = "READY"
     RUNNING = "RUNNING"
+    MIGRATING = "MIGRATING"
     FINISHED = "FINISHED"
     ABORTED = "ABORTED"
 

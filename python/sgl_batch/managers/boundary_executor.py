@@ -14,14 +14,16 @@ from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import Idle, PrefillGroup, Refill, State, decide
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.primitives import combine, yield_
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.primitives import combine, migrate, yield_
+from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.sequence import Sequence, Status
 from sgl_batch.managers import prompt_groups
 from sgl_batch.managers.prompt_sharing import PromptSharing
 from sgl_batch.managers.sequence_queue import SequenceQueue, SequencesView
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters, PartClock
-from sgl_batch.sglang_adapter.scheduling import decode_batch, end_aborted, mark_aborted, merge_into, prefill_batch
+from sgl_batch.sglang_adapter.moving import movable
+from sgl_batch.sglang_adapter.scheduling import decode_batches, end_aborted, mark_aborted, merge_into, prefill_batch
 
 
 class BoundaryExecutor:
@@ -134,8 +136,60 @@ class BoundaryExecutor:
         return [self._queued[name] for name in names]
 
     def ready_named(self, names: list[str]) -> tuple[Sequence, ...]:
-        """READY sequences by id."""
-        return tuple(self._ready[name] for name in names)
+        """READY sequences by id; those that were to come and did not are left out."""
+        return tuple(self._ready[name] for name in names if name in self._ready)
+
+    # What comes from other ranks and goes there.
+
+    def request_named(self, name: str) -> Any:
+        """The request of a sequence of this rank."""
+        return self._requests[name]
+
+    def is_running(self, name: str) -> bool:
+        """Whether a sequence is in the decode batch."""
+        return self._sequences[name].status is Status.RUNNING
+
+    def movable(self, running: Any) -> tuple[list[Movable], list[Movable]]:
+        """READY and RUNNING sequences that can change their rank: nobody shares their pages, all can be written."""
+        ready = [self._movable(name) for name in self._ready]
+        run = [self._movable(request.rid) for request in running.reqs]
+        return [item for item in ready if item is not None], [item for item in run if item is not None]
+
+    def _movable(self, name: str) -> Movable | None:
+        sequence, request = self._sequences[name], self._requests[name]
+        if sequence.prompt_group is not None or not movable(request):
+            return None
+        return Movable(sequence=sequence, tokens=request.kv_committed_len, pages=self.ledger.whole_pages(sequence))
+
+    def expect(self, request: Any) -> str | None:
+        """Keep pages for a sequence that may come; why not, with the numbers, where there is no room."""
+        need, free = self.ledger.whole_pages(self._sequence_of(request)), self.ledger.free_pages
+        if need > free:
+            return f"it can need {need} pages and {free} are free"
+        self.ledger.reserve(request.rid, need)
+        return None
+
+    def expect_no_more(self, name: str) -> None:
+        """The sequence that was expected does not come."""
+        self.ledger.release(name)
+
+    def adopt(self, request: Any) -> None:
+        """A sequence has come, with its KV: it is READY here."""
+        sequence = self._sequence_of(request)
+        sequence.status = Status.MIGRATING
+        self._arrivals += 1
+        self._sequences[request.rid], self._requests[request.rid] = sequence, request
+        self._ready[request.rid] = sequence
+        self._record([migrate(sequence, Event.ARRIVE, "moved here to even out the ranks")])
+        self._counters.add("sequences_arrived")
+
+    def depart(self, name: str) -> None:
+        """A sequence has gone to another rank."""
+        sequence = self._sequences[name]
+        self._record([migrate(sequence, Event.DEPART, "moved away to even out the ranks")])
+        self._counters.add("sequences_departed")
+        self._ready.pop(name, None)
+        self._drop(sequence)
 
     @property
     def num_forked(self) -> int:
@@ -218,7 +272,9 @@ class BoundaryExecutor:
         for sequence in sequences:
             del self._ready[sequence.sequence_id]
         with self._counters.clock.part("copies"):
-            return merge_into(running, decode_batch(self._scheduler, requests))
+            for joining in decode_batches(self._scheduler, requests):
+                running = merge_into(running, joining)
+            return running
 
     # After a forward pass.
 

@@ -82,8 +82,8 @@ class OrdersMessage(msgspec.Struct, tag="orders", array_like=True, frozen=True):
 Message = HeaderMessage | StepMessage | StateMessage | OrdersMessage
 
 
-def row_of(sequence: Sequence, *, tokens: int = -1, pages: int = -1) -> SequenceRow:
-    """A sequence as a row of a message."""
+def row_of(sequence: Sequence, movable: Movable | None = None) -> SequenceRow:
+    """A sequence as a row of a message, and what it would take along if it can move."""
     return SequenceRow(
         sequence.sequence_id,
         sequence.arrival,
@@ -91,8 +91,8 @@ def row_of(sequence: Sequence, *, tokens: int = -1, pages: int = -1) -> Sequence
         sequence.max_new_tokens,
         sequence.prompt_group,
         sequence.choice,
-        tokens,
-        pages,
+        -1 if movable is None else movable.tokens,
+        -1 if movable is None else movable.pages,
     )
 
 

@@ -11,10 +11,11 @@ from typing import Any
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import PrefillGroup
-from sgl_batch.core.rank_agreement import RankHeader, StepKind, rank_is_due
+from sgl_batch.core.rank_agreement import Move, RankHeader, StepKind, rank_is_due
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_messages import MOST_QUEUED, OrdersMessage, StateMessage, row_of
+from sgl_batch.managers.rank_migration import RankMigration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +31,8 @@ class Part:
 class RankSteps:
     """Takes the place of the executor's own `next_batch` where there are several ranks."""
 
-    def __init__(self, executor: BoundaryExecutor, group: RankGroup) -> None:
-        self._executor, self._group = executor, group
+    def __init__(self, executor: BoundaryExecutor, group: RankGroup, migration: RankMigration) -> None:
+        self._executor, self._group, self._migration = executor, group, migration
         self._order = FifoOrder()
 
     def next_part(self, running: Any) -> Part:
@@ -72,8 +73,14 @@ class RankSteps:
             if orders.units:
                 batch = executor.prefill(PrefillGroup(units=self._units(orders)))
             return Part(batch=batch, running=running, takes_part=True, expert_calls=orders.expert_calls)
-        if orders.refill:
-            running = executor.refill(executor.ready_named(orders.refill), running)
+        if orders.moves:
+            with executor.clock.part("copies"):
+                self._migration.run(
+                    [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in orders.moves], running
+                )
+        joining = executor.ready_named(orders.refill)
+        if joining:
+            running = executor.refill(joining, running)
         executor.begin_page()
         if orders.busy:
             batch = self._decode(running)
@@ -83,10 +90,12 @@ class RankSteps:
         """This rank's state for whoever decides."""
         executor = self._executor
         state = executor.state(running)
+        ready_movable, running_movable = executor.movable(running)
+        by_id = {item.sequence.sequence_id: item for item in ready_movable}
         return StateMessage(
             queued=[row_of(sequence) for sequence in state.queued[:MOST_QUEUED]],
-            ready=[row_of(sequence) for sequence in state.ready],
-            running_movable=[],
+            ready=[row_of(sequence, by_id.get(sequence.sequence_id)) for sequence in state.ready],
+            running_movable=[row_of(item.sequence, item) for item in running_movable],
             running=state.running,
             steps=state.steps,
             slots=state.slots,

@@ -18,6 +18,7 @@ from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
+from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.tp_worker import BatchTpWorker
@@ -66,8 +67,14 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             migration=Migration(ranks.migration),
             timeout_s=_STEP_TIMEOUT_S,
         )
+        migration = RankMigration(
+            RankSequences(self, self.executor),
+            place,
+            backend="gloo" if self.device == "cpu" else "nccl",
+            step_timeout_s=_STEP_TIMEOUT_S,
+        )
         RankHeartbeat(place, ranks.rank_timeout_s).start()
-        return RankSteps(self.executor, group)
+        return RankSteps(self.executor, group, migration)
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = BatchTpWorker(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
@@ -28,6 +29,7 @@ __all__ = [
     "SetInternalStateReqOutput",
     "await_input",
     "decode_batch",
+    "decode_batches",
     "end_aborted",
     "give_prefix",
     "mark_aborted",
@@ -91,10 +93,45 @@ def decode_batch(scheduler: Any, requests: list[Any]) -> Any:
         batch.top_logprobs_nums = [request.logprob.top_logprobs_num for request in requests]
         batch.token_ids_logprobs = [request.logprob.token_ids_logprob for request in requests]
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
+    _recall_penalties(batch)
     _set_seeds(batch)
     last_tokens = torch.tensor([request.output_ids[-1] for request in requests], device=device)
     scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens))
     return batch
+
+
+def _recall_penalties(batch: Any) -> None:
+    """Count the tokens generated so far towards penalties; the last of each is counted by its next step.
+
+    Penalties take one token of every sequence at a time, so that sequences of different lengths are batches of one.
+    """
+    orchestrator = batch.sampling_info.penalizer_orchestrator
+    longest = max(len(request.output_ids) for request in batch.reqs)
+    if longest == 1 or not orchestrator.is_required:
+        return
+    assert len(batch.reqs) == 1, "sequences that go on with penalties join one by one"
+    for token in batch.reqs[0].output_ids[:-1]:
+        orchestrator.cumulate_output_tokens(torch.tensor([token], dtype=torch.int64, device=batch.device))
+
+
+def decode_batches(scheduler: Any, requests: list[Any]) -> Iterator[Any]:
+    """Decode batches for requests that join: one by one those that go on with penalties after several tokens."""
+    fresh = [request for request in requests if len(request.output_ids) == 1]
+    resumed = [request for request in requests if len(request.output_ids) > 1]
+    plain = [request for request in resumed if not _penalised(request)]
+    for together in (fresh, plain, *([request] for request in resumed if _penalised(request))):
+        if together:
+            yield decode_batch(scheduler, together)
+
+
+def _penalised(request: Any) -> bool:
+    parameters = request.sampling_params
+    return bool(
+        parameters.frequency_penalty
+        or parameters.presence_penalty
+        or parameters.repetition_penalty != 1.0
+        or parameters.min_new_tokens
+    )
 
 
 def merge_into(running: Any, joining: Any) -> Any:

@@ -1,0 +1,131 @@
+"""Owns a rank's sequences as migration sees them: how they are written down, taken in and let go of.
+
+Which move is decided in core/rank_agreement; how they travel, and who owns them meanwhile, in migration/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_batch.core.rank_agreement import Move
+from sgl_batch.distributed.group_transport import GroupTransport
+from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.migration import messages, migrator
+from sgl_batch.migration.ends import Ends
+from sgl_batch.migration.header import SequenceHeader
+from sgl_batch.migration.outcome import Result
+from sgl_batch.migration.store import Export, Refusal, Reservation
+from sgl_batch.sglang_adapter import moving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expected:
+    """A sequence that may come: its request, and the slots of the pages kept for it."""
+
+    request: Any
+    slots: torch.Tensor
+
+
+class RankSequences:
+    """The `SequenceStore` of a scheduler process. `running` is the decode batch of the boundary under way."""
+
+    def __init__(self, scheduler: Any, executor: BoundaryExecutor) -> None:
+        self._scheduler, self._executor = scheduler, executor
+        self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        self._page_size: int = scheduler.page_size
+        self._expected: dict[str, _Expected] = {}
+        self.running: Any = None
+
+    def export(self, sequence_id: str) -> Export:
+        request = self._executor.request_named(sequence_id)
+        position = request.kv_committed_len
+        slots = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, :position]
+        pages = (slots[:: self._page_size].to(torch.int64) // self._page_size).tolist()
+        header = SequenceHeader(
+            sequence_id=sequence_id,
+            prompt_tokens=list(request.origin_input_ids),
+            generated_tokens=list(request.output_ids),
+            seed=request.sampling_params.sampling_seed,
+            sampling=moving.sampling_of(request),
+            progress=moving.progress_of(request),
+            position=position,
+            num_pages=len(pages),
+            num_layers=len(self._pool.k_pages),
+            page_shapes=tuple(tuple(part.shape[1:]) for part in self._parts(0)),
+            page_dtype=str(self._pool.dtype).removeprefix("torch."),
+        )
+        return Export(header=header, tensors=list(self._views(pages)))
+
+    def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
+        request = moving.rebuild(
+            self._scheduler,
+            rid=header.sequence_id,
+            prompt_tokens=header.prompt_tokens,
+            generated_tokens=header.generated_tokens,
+            sampling=header.sampling,
+            progress=header.progress,
+            position=header.position,
+        )
+        refusal = self._executor.expect(request)
+        if refusal is not None:
+            return Refusal(reason=refusal)
+        slots = self._scheduler.token_to_kv_pool_allocator.alloc(header.num_pages * self._page_size)
+        assert slots is not None, "the account of pages says that these are free"
+        self._expected[header.sequence_id] = _Expected(request=request, slots=slots)
+        return Reservation(tensors=list(self._views((slots[:: self._page_size] // self._page_size).tolist())))
+
+    def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
+        expected = self._expected.pop(header.sequence_id)
+        moving.take_in(self._scheduler, expected.request, expected.slots[: header.position])
+        self._executor.adopt(expected.request)
+
+    def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
+        expected = self._expected.pop(header.sequence_id)
+        self._scheduler.token_to_kv_pool_allocator.free(expected.slots)
+        self._executor.expect_no_more(header.sequence_id)
+
+    def release(self, sequence_id: str) -> None:
+        request = self._executor.request_named(sequence_id)
+        if self._executor.is_running(sequence_id):
+            moving.without(self.running, request)
+        moving.let_go(self._scheduler, request)
+        self._executor.depart(sequence_id)
+
+    def _parts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pool.k_pages[layer], self._pool.v_pages[layer]
+
+    def _views(self, pages: list[int]) -> Iterator[torch.Tensor]:
+        for layer in range(len(self._pool.k_pages)):
+            for part in self._parts(layer):
+                for page in pages:
+                    yield part[page]
+
+
+class RankMigration:
+    """Carries out the moves of a boundary on this rank."""
+
+    def __init__(self, store: RankSequences, place: RankPlace, *, backend: str, step_timeout_s: float) -> None:
+        self._store = store
+        self._boundary = 0
+        transport = GroupTransport(place.process_group("pages", backend), range(place.world_size))
+        ends = Ends(
+            channel=place.channel("migration", messages.Message),
+            transport=transport,
+            store=store,
+            step_timeout_s=step_timeout_s,
+        )
+        self._migrator = migrator.Migrator(ends)
+
+    def run(self, moves: list[Move], running: Any) -> int:
+        """Make these moves, as all ranks do; returns how many sequences came. Raises MigrationFailed."""
+        self._boundary += 1
+        self._store.running = running
+        listed = [migrator.Move(sequence_id=move.sequence_id, source=move.source, target=move.target) for move in moves]
+        report = self._migrator.run(self._boundary, listed)
+        self._store.running = None
+        return sum(outcome.result is Result.ADOPTED for outcome in report.outcomes)
