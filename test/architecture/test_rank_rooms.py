@@ -8,7 +8,7 @@ import pytest
 
 # Modules that decide: the same messages lead to the same states in every process, and in the tests that explore them.
 PURE = ("sgl_batch.migration.protocol", "sgl_batch.migration.messages", "sgl_batch.migration.header")
-PURE_IMPORTS = {"__future__", "collections.abc", "enum", "math", "msgspec", "typing"}
+PURE_IMPORTS = {"__future__", "collections.abc", "enum", "msgspec", "typing"}
 # Room -> the rooms of ours that it may import.
 ROOMS = {
     "distributed": {"distributed", "sglang_adapter", "core", "config", "errors"},

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -143,7 +142,8 @@ class GroupTransfer:
 class GroupTransport:
     """A `Transport` over `group`, in which nothing else may communicate (see transport.py for the contract).
 
-    `ranks` are the numbers by which peers are named here, in the order of the group's own ranks.
+    `ranks` are the numbers by which peers are named here, in the order of the group's own ranks. The group's timeout is
+    gloo's limit for each chunk, and one that passes closes the connections to all ranks: it is longer than any wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
@@ -151,18 +151,6 @@ class GroupTransport:
         self._group = group
         self._index = {rank: index for index, rank in enumerate(ranks)}
         self._begun: dict[int, list[GroupTransfer]] = {}
-
-    @classmethod
-    def over_new_group(cls, ranks: Sequence[int], *, backend: str, timeout_s: float) -> GroupTransport:
-        """A transport with a group of its own; every rank of torch's default group calls this, in the same order.
-
-        `timeout_s` bounds the life of transfers that nobody waits for any more, whose peer hangs. Over gloo it is also
-        a limit for each chunk, and one that passes closes the connections to all ranks: make it longer than all waits.
-        """
-        ordered = sorted(ranks)
-        group = dist.new_group(ordered, timeout=timedelta(seconds=timeout_s), backend=backend)
-        assert isinstance(group, dist.ProcessGroup), f"this rank is not among the ranks {ordered} of the transport"
-        return cls(group, ordered)
 
     def send(
         self, tensors: Sequence[torch.Tensor], peer: int, tag: int, on_done: Callable[[], None] = ignore

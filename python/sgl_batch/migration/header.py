@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,11 +49,6 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def num_tensors(self) -> int:
         """How many tensors its pages are."""
         return self.num_layers * len(self.page_shapes) * self.num_pages
-
-    @property
-    def num_elements(self) -> int:
-        """How many numbers its pages hold."""
-        return self.num_layers * self.num_pages * sum(math.prod(shape) for shape in self.page_shapes)
 
     def tensor_shapes(self) -> Iterator[tuple[int, ...]]:
         """The shapes of its tensors in the order in which they travel: by layer, then part, then page."""

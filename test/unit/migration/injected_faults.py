@@ -73,20 +73,24 @@ class FaultyChannel:
 
 
 class FaultyTransport:
-    """A Transport in between."""
+    """A Transport in between; it notes what was begun, and whether all before it had ended by then."""
 
     def __init__(self, inner: GroupTransport, trap: Trap, delays: Delays) -> None:
         self._inner, self._trap, self._delays = inner, trap, delays
+        self.begun: list[tuple[str, bool]] = []
+        self._last: Transfer | None = None
 
     def send(
         self, tensors: Sequence[torch.Tensor], peer: int, tag: int, on_done: Callable[[], None] = ignore
     ) -> Transfer:
         self._begin(self._inner.send, tensors, peer, tag)
-        return self._inner.send(tensors, peer, tag, on_done)
+        self._last = self._inner.send(tensors, peer, tag, on_done)
+        return self._last
 
     def recv(self, into: Sequence[torch.Tensor], peer: int, tag: int, on_done: Callable[[], None] = ignore) -> Transfer:
         self._begin(self._inner.recv, into, peer, tag)
-        return self._inner.recv(into, peer, tag, on_done)
+        self._last = self._inner.recv(into, peer, tag, on_done)
+        return self._last
 
     def _begin(
         self,
@@ -95,6 +99,7 @@ class FaultyTransport:
         peer: int,
         tag: int,
     ) -> None:
+        self.begun.append((move.__name__, self._last is None or self._last.done))
         self._delays.pause()
         if self._trap.set_for(FIRST_CHUNK):
             move([tensor for _, tensor in next(chunks_of(tensors))], peer, tag).wait(30)

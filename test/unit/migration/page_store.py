@@ -29,7 +29,6 @@ class PageStore:
         self._reserved: dict[int, list[int]] = {}
         self.headers: dict[str, SequenceHeader] = {}
         self._pages: dict[str, list[int]] = {}
-        self.calls: list[tuple[str, str]] = []
 
     def put(self, sequence_id: str, num_pages: int, seed: int = 0) -> None:
         """Begin a sequence of random tokens whose KV fills `num_pages` pages with random numbers."""
@@ -80,11 +79,9 @@ class PageStore:
     # What SequenceStore asks for.
 
     def export(self, sequence_id: str) -> Export:
-        self.calls.append(("export", sequence_id))
         return Export(header=self.headers[sequence_id], tensors=self._views(self._pages[sequence_id]))
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
-        self.calls.append(("reserve", header.sequence_id))
         if header.num_pages > len(self._free):
             return Refusal(reason=f"{header.num_pages} pages are needed, {len(self._free)} are free")
         pages = [self._free.pop() for _ in range(header.num_pages)]
@@ -93,16 +90,13 @@ class PageStore:
         return reservation
 
     def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
-        self.calls.append(("adopt", header.sequence_id))
         assert header.sequence_id not in self.headers, f"{header.sequence_id} is here already"
         self.headers[header.sequence_id] = header
         self._pages[header.sequence_id] = self._reserved.pop(id(reservation))
 
     def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
-        self.calls.append(("cancel", header.sequence_id))
         self._free += self._reserved.pop(id(reservation))
 
     def release(self, sequence_id: str) -> None:
-        self.calls.append(("release", sequence_id))
         del self.headers[sequence_id]
         self._free += self._pages.pop(sequence_id)

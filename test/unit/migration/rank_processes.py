@@ -53,7 +53,7 @@ class Answer:
     error: str | None
     seconds: float
     held: dict[str, tuple[SequenceHeader, str]]
-    calls: list[tuple[str, str]]
+    transfers: list[tuple[str, bool]]
 
 
 class RankProcess:
@@ -122,9 +122,10 @@ def _serve(rank: int, num_ranks: int, plan: RankPlan, store_path: str, link: Con
             store.put(sequence_id, num_pages)
         store.trap = trap = Trap(plan.dies_at, plan.signal_number)
         delays = Delays(rank, plan.longest_delay_s)
+        transport = FaultyTransport(GroupTransport(group, range(num_ranks)), trap, delays)
         ends = Ends(
             channel=FaultyChannel(channel, trap, delays),
-            transport=FaultyTransport(GroupTransport(group, range(num_ranks)), trap, delays),
+            transport=transport,
             store=store,
             step_timeout_s=plan.step_timeout_s,
         )
@@ -134,17 +135,19 @@ def _serve(rank: int, num_ranks: int, plan: RankPlan, store_path: str, link: Con
         while True:
             name, *arguments = link.recv()
             if name == "hold":
-                link.send(_answer(store, Report(outcomes=()), None, 0.0))
+                link.send(_answer(store, transport, Report(outcomes=()), None, 0.0))
                 continue
             begun = time.monotonic()
             try:
                 report, error = calls[name](*arguments), None
             except MigrationFailed as failure:
                 report, error = failure.report, str(failure)
-            link.send(_answer(store, report, error, time.monotonic() - begun))
+            link.send(_answer(store, transport, report, error, time.monotonic() - begun))
 
 
-def _answer(store: FaultyStore, report: Report, error: str | None, seconds: float) -> Answer:
+def _answer(
+    store: FaultyStore, transport: FaultyTransport, report: Report, error: str | None, seconds: float
+) -> Answer:
     if not any(outcome.result is Result.IN_DOUBT for outcome in report.outcomes):
         store.check_account(reserved=0)
     return Answer(
@@ -152,5 +155,5 @@ def _answer(store: FaultyStore, report: Report, error: str | None, seconds: floa
         error=error,
         seconds=seconds,
         held=store.everything(),
-        calls=store.calls,
+        transfers=transport.begun,
     )

@@ -47,6 +47,18 @@ def test_both_directions_move_at_once_and_the_boundary_without_moves_is_empty(tm
         assert [answer.outcomes for answer in run_all(ranks, 4, [])] == [{}, {}]
 
 
+def test_between_two_ranks_the_lower_ones_kv_travels_first_and_alone(tmp_path):
+    here, there = [f"h{n}" for n in range(5)], [f"t{n}" for n in range(5)]
+    plans = [
+        RankPlan(sequences=dict.fromkeys(names, 3), page_shape=(2, 64, 64), longest_delay_s=0.02)
+        for names in (here, there)
+    ]
+    with rank_processes(tmp_path, *plans) as ranks:
+        first, second = run_all(ranks, 0, moves_of((1, 0, there), (0, 1, here)))
+        assert first.transfers == [("send", True), ("recv", True)]
+        assert second.transfers == [("recv", True), ("send", True)]
+
+
 @pytest.mark.parametrize("longest_delay_s", [0.0, 0.02])
 def test_a_hundred_sequences_cross_between_three_ranks_whatever_is_delayed(tmp_path, longest_delay_s):
     names = [f"s{number}" for number in range(100)]

@@ -1,0 +1,60 @@
+"""A rank's list of moves is checked before anything is offered, and a boundary without moves of its own is nothing."""
+
+from __future__ import annotations
+
+import pytest
+from memory_wires import MemoryChannel, MemoryTransport
+from page_store import PageStore
+
+from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout
+from sgl_batch.migration.ends import Ends
+from sgl_batch.migration.migrator import Migrator, Move
+from sgl_batch.migration.outcome import MigrationFailed, Outcome, Report, Result
+
+
+def migrator(rank: int = 0) -> Migrator:
+    ends = Ends(channel=MemoryChannel(rank), transport=MemoryTransport(), store=PageStore(4), step_timeout_s=1)
+    return Migrator(ends)
+
+
+def move(sequence_id: str, source: int, target: int) -> Move:
+    return Move(sequence_id=sequence_id, source=source, target=target)
+
+
+def test_moves_of_other_ranks_alone_are_done_at_once():
+    assert migrator(rank=2).run(0, [move("a", 0, 1), move("b", 1, 0)]) == Report(outcomes=())
+
+
+@pytest.mark.parametrize(
+    ("moves", "reason"),
+    [
+        ([move("a", 1, 1)], "sequence a moves from rank 1 to itself"),
+        ([move("a", 0, 1), move("a", 2, 0)], "a sequence moves twice at boundary 4: .*'a', 'a'"),
+    ],
+)
+def test_moves_that_make_no_sense_are_a_fault(moves, reason):
+    with pytest.raises(AssertionError, match=reason):
+        migrator().run(4, moves)
+
+
+def test_boundaries_rise():
+    rank = migrator()
+    rank.run(4, [])
+    with pytest.raises(AssertionError, match="boundary 4 comes after boundary 4"):
+        rank.run(4, [])
+
+
+def test_without_doubt_there_is_nothing_to_resume_or_to_resolve():
+    assert migrator().resume() == migrator().peer_died(1) == Report(outcomes=())
+
+
+def test_a_failure_says_which_ranks_failed_and_what_has_become_of_the_sequences():
+    outcomes = [
+        Outcome(sequence_id=name, peer=1, result=result)
+        for name, result in [("a", Result.KEPT), ("b", Result.KEPT), ("c", Result.RELEASED)]
+    ]
+    lost = PeerLost(1, awaiting="Stored", seconds=0.5)
+    late = PeerTimeout([2], awaiting="Accept", seconds=3)
+    error = MigrationFailed(Report(outcomes=tuple(outcomes), failures=(lost, late, lost)))
+    assert str(error) == (f"migration failed: {lost}; {late}. Sequences on this rank: 2 stayed here, 1 moved away")
+    assert [outcome.owned_here for outcome in outcomes] == [True, True, False]
