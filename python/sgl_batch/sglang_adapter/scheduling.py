@@ -52,8 +52,14 @@ def _new_batch(scheduler: Any, requests: list[Any]) -> Any:
     )
 
 
-def _set_seeds(batch: Any) -> None:
-    """Give the sampler each row's seed; SGLang itself does so only in its deterministic mode."""
+def _make_repeatable(batch: Any) -> None:
+    """Give the sampler each row's seed, and penalties an order.
+
+    SGLang itself sets seeds only in its deterministic mode, and keeps penalties in a set of classes, whose order is
+    another one in every process.
+    """
+    orchestrator = batch.sampling_info.penalizer_orchestrator
+    orchestrator.penalizers = dict(sorted(orchestrator.penalizers.items(), key=lambda item: item[0].__name__))
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     batch.sampling_info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
 
@@ -73,7 +79,7 @@ def prefill_batch(scheduler: Any, requests: list[Any]) -> Any:
         num_running_reqs=QueueCount.from_reqs(scheduler.running_batch.reqs, False),
         num_new_seqs=len(requests),
     )
-    _set_seeds(batch)
+    _make_repeatable(batch)
     return batch
 
 
@@ -94,7 +100,7 @@ def decode_batch(scheduler: Any, requests: list[Any]) -> Any:
         batch.token_ids_logprobs = [request.logprob.token_ids_logprob for request in requests]
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
     _recall_penalties(batch)
-    _set_seeds(batch)
+    _make_repeatable(batch)
     last_tokens = torch.tensor([request.output_ids[-1] for request in requests], device=device)
     scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens))
     return batch

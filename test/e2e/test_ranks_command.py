@@ -1,0 +1,70 @@
+"""A rank that dies or hangs under `sgl-batch run`: it is named within seconds, and finished lines are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .conftest import chat_line, read_lines, run_argv
+from .test_run_command import wait_for_output
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+RANKS = ("--tp", "2", "--dp", "2", "--ep", "2", "--enable-dp-attention", "--rank-timeout-s", "4")
+
+
+@pytest.fixture
+def two_ranks(repo_root: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run on two ranks that goes on for minutes unless something stops it; short lines finish early."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [chat_line(f"line-{i}", "Return the", max_tokens=4 + 400 * (i > 40), ignore_eos=True) for i in range(600)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    process = subprocess.Popen(
+        run_argv(repo_root, source, output, "--progress", "plain", "--b-moe-decode", "16", *RANKS),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process, output
+    for child in psutil.Process(process.pid).children(recursive=True) if psutil.pid_exists(process.pid) else ():
+        child.send_signal(signal.SIGCONT)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The scheduler processes, by rank."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    found = [child for child in children if "scheduler" in " ".join(child.cmdline())]
+    assert len(found) == 2, [child.cmdline() for child in children]
+    return sorted(found, key=lambda child: " ".join(child.cmdline()))
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [(signal.SIGKILL, "rank 1 of the engine died"), (signal.SIGSTOP, "rank 1 of the engine hangs")],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_dies_or_hangs_is_named_and_finished_lines_are_kept(
+    two_ranks: tuple[subprocess.Popen[str], Path], sent: signal.Signals, told: str
+) -> None:
+    process, output = two_ranks
+    wait_for_output(process, output)
+    ranks = ranks_of(process)
+    ranks[1].send_signal(sent)
+    begun = time.monotonic()
+    _, stderr = process.communicate(timeout=120)
+    assert time.monotonic() - begun < 60
+    assert process.returncode == 3, stderr
+    assert told in stderr
+    assert len(read_lines(output)) >= 20
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)

@@ -1,0 +1,151 @@
+"""Several ranks give one rank's tokens, wherever sequences run, move to, or are held up."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from sgl_batch.errors import ConfigError
+
+from .conftest import FAMILIES, Prompts, Reference
+from .test_parity import generate
+
+pytestmark = pytest.mark.engine
+
+SAMPLED = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "frequency_penalty": 0.4,
+    "presence_penalty": 0.3,
+    "repetition_penalty": 1.1,
+    "min_new_tokens": 12,
+    "max_new_tokens": 30,
+    "ignore_eos": True,
+}
+
+
+def ranks(number: int, **settings: Any) -> dict[str, Any]:
+    """What starts an engine of several ranks of which every sequence moves at every boundary."""
+    sizes = {"tp_size": number, "dp_size": number, "ep_size": number, "enable_dp_attention": True}
+    return {**sizes, "migration": "always", "rank_timeout_s": 60.0, **settings}
+
+
+@contextmanager
+def held_up_at_random(processes: list[psutil.Process]) -> Iterator[None]:
+    """Stop one of the processes after another for up to a tenth of a second, as a busy machine would."""
+    over, draw = threading.Event(), random.Random(0)
+
+    def hold_up() -> None:
+        while not over.is_set():
+            process = draw.choice(processes)
+            process.send_signal(signal.SIGSTOP)
+            over.wait(draw.uniform(0.001, 0.1))
+            process.send_signal(signal.SIGCONT)
+            over.wait(draw.uniform(0.001, 0.05))
+
+    thread = threading.Thread(target=hold_up)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def rank_processes(engine: Any) -> list[psutil.Process]:
+    pids = engine._scheduler_init_result.all_child_pids
+    found = [process for process in map(psutil.Process, pids) if "scheduler" in " ".join(process.cmdline())]
+    return sorted(found, key=lambda process: process.pid)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("number", [2, 4])
+def test_greedy_tokens_of_ranks_equal_huggingface_with_every_sequence_moved_at_every_boundary(
+    family: str,
+    number: int,
+    batch_engine: Callable[..., Any],
+    reference: Callable[[str, str], Reference],
+    prompts: Prompts,
+) -> None:
+    engine = batch_engine(family, 7, **ranks(number))
+    before = engine.batch_stats()["counters"]
+    assert generate(engine, prompts) == reference(family, "float32").tokens
+    stats = engine.batch_stats()
+    moved = stats["counters"]["sequences_arrived"] - before.get("sequences_arrived", 0)
+    assert moved >= len(prompts.input_ids), "sequences moved"
+    assert stats["counters"]["sequences_departed"] == stats["counters"]["sequences_arrived"]
+    assert stats["free_pages"] == stats["total_pages"]
+    assert len(stats["ranks"]) == number
+    assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
+    assert all(sum(rank["tokens_per_expert"]) > 0 for rank in stats["ranks"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_tokens_of_two_ranks_are_those_of_one(
+    family: str, batch_engine: Callable[..., Any], prompts: Prompts
+) -> None:
+    one = generate(batch_engine(family, 7, dtype="bfloat16"), prompts)
+    engine = batch_engine(family, 7, dtype="bfloat16", **ranks(2))
+    assert generate(engine, prompts) == one
+    with held_up_at_random(rank_processes(engine)):
+        assert generate(engine, prompts) == one
+
+
+def test_sampled_tokens_with_penalties_do_not_depend_on_moves(
+    batch_engine: Callable[..., Any], prompts: Prompts
+) -> None:
+    sampling = [{**SAMPLED, "sampling_seed": seed} for seed in range(len(prompts.input_ids))]
+
+    def sampled(engine: Any) -> list[list[int]]:
+        results = engine.generate(input_ids=prompts.input_ids, sampling_params=sampling)
+        return [result["output_ids"] for result in results]
+
+    one = sampled(batch_engine(FAMILIES[0], 7, dtype="bfloat16"))
+    assert sampled(batch_engine(FAMILIES[0], 7, dtype="bfloat16", **ranks(2))) == one
+
+
+def test_choices_of_a_prompt_share_it_on_one_rank(batch_engine: Callable[..., Any], prompts: Prompts) -> None:
+    engine = batch_engine(FAMILIES[0], 7, dtype="bfloat16", **ranks(2))
+    before = engine.batch_stats()["counters"].get("prompts_shared", 0)
+    sampling = {"temperature": 0.8, "max_new_tokens": 20, "n": 3, "sampling_seed": 5}
+    results = engine.generate(input_ids=prompts.input_ids[6:10], sampling_params=sampling)
+    assert len(results) == 12
+    assert engine.batch_stats()["counters"]["prompts_shared"] - before == 8
+
+
+def test_an_aborted_request_frees_its_pages_on_whichever_rank_it_is(
+    batch_engine: Callable[..., Any], prompts: Prompts
+) -> None:
+    engine = batch_engine(FAMILIES[0], 7, dtype="bfloat16", **ranks(2))
+
+    async def begin_and_abort() -> list[str]:
+        sampling = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
+        streams = [
+            await engine.async_generate(input_ids=ids, sampling_params=sampling, stream=True)
+            for ids in prompts.input_ids[:6]
+        ]
+        for stream in streams:
+            await anext(stream)
+        engine.tokenizer_manager.abort_request(abort_all=True)
+        reasons = []
+        for stream in streams:
+            async for out in stream:
+                last = out
+            reasons.append(last["meta_info"]["finish_reason"]["type"])
+        return reasons
+
+    assert engine.loop.run_until_complete(begin_and_abort()) == ["abort"] * 6
+    stats = engine.batch_stats()
+    assert stats["free_pages"] == stats["total_pages"]
+
+
+def test_sizes_that_differ_are_refused_with_the_flags_that_work(batch_engine: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"give --tp 2 --dp 2 --ep 2 --enable-dp-attention"):
+        batch_engine(FAMILIES[0], tp_size=2)
