@@ -53,8 +53,8 @@ _CPU_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # oneDNN compiles a kernel for every number of rows that a product ever has, and both it and torch keep the last
     # 1,024: half a gigabyte, once a long run has met them. A decode step needs a few dozen.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-    "LRU_CACHE_CAPACITY": "256",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
 }
 
 
