@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("attention", "router", "experts", "exchange", "copies", "sampling", "waiting", "other")
+PARTS = ("attention", "router", "experts", "exchange", "agreement", "copies", "sampling", "waiting", "other")
 
 
 class PartClock:
