@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 MODEL = "tiny"
 
@@ -57,6 +61,64 @@ def run_command(repo_root: Path) -> Callable[..., RunFiles]:
         return collect(done.returncode, done.stderr, output)
 
     return run
+
+
+# A server stops as soon as it has answered everything. What takes time then is the end of its interpreter, which looks
+# at every object of its libraries: two seconds of a free core.
+STOPS_WITHIN_S = 30
+
+
+@dataclass(frozen=True)
+class Server:
+    """An HTTP server that answers."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def stop(self) -> int:
+        """Ask it to stop, and wait for its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=STOPS_WITHIN_S)
+
+
+@pytest.fixture(scope="module")
+def start_server(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
+    """Starts servers of the tiny Qwen3-MoE model in float32; those that still run at the end are stopped."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start() -> Server:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        argv = [sys.executable, "-m", "sgl_batch.launch_server", "--port", str(port), "--dtype", "float32"]
+        argv += ["--model-path", str(repo_root / "test" / "models" / "tiny-qwen3-moe"), "--served-model-name", MODEL]
+        log = tmp_path_factory.mktemp("server") / "log.txt"
+        with log.open("w") as file:
+            process = subprocess.Popen([*argv, "--log-level", "warning"], stderr=file, text=True)
+        processes.append(process)
+        server = Server(f"http://127.0.0.1:{port}", process)
+        deadline = time.monotonic() + 300
+        while not is_healthy(server.url):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, "the server did not come up"
+            time.sleep(0.5)
+        return server
+
+    yield start
+    for process in processes:
+        process.terminate()
+        try:
+            process.wait(timeout=STOPS_WITHIN_S)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=5).status_code == 200
+    except requests.RequestException:
+        return False
 
 
 def chat_line(custom_id: str, content: str, **body: Any) -> dict[str, Any]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import openai
 import pytest
 import requests
 
-from .conftest import MODEL, chat_line, collect, run_argv
+from .conftest import MODEL, Server, chat_line, collect, run_argv
 
 pytestmark = pytest.mark.engine
 
@@ -25,33 +22,8 @@ SAME = chat_line("same", "What does os.path.join do?", temperature=0.8, seed=3, 
 
 
 @pytest.fixture(scope="module")
-def server(repo_root: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    argv = [sys.executable, "-m", "sgl_batch.launch_server", "--port", str(port), "--dtype", "float32"]
-    argv += ["--model-path", str(repo_root / "test" / "models" / "tiny-qwen3-moe"), "--served-model-name", MODEL]
-    process = subprocess.Popen([*argv, "--log-level", "warning"], stderr=subprocess.PIPE, text=True)
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 300
-    while not is_healthy(url):
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        assert time.monotonic() < deadline, "the server did not come up"
-        time.sleep(0.5)
-    yield url
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-
-
-def is_healthy(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=5).status_code == 200
-    except requests.RequestException:
-        return False
+def server(start_server: Callable[[], Server]) -> str:
+    return start_server().url
 
 
 def test_the_openai_client_chats_and_streams(server: str) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -233,7 +234,11 @@ def start_errors() -> Iterator[None]:
 
 
 def serve(server_args: Any, config: BatchConfig) -> None:
-    """Start the process tree, verify it, and serve HTTP until stopped."""
+    """Start the process tree, verify it, and serve HTTP until stopped. Raises SystemExit when SIGTERM has stopped it.
+
+    Uvicorn takes SIGTERM over while it serves, and passes it on to this handler when it has answered everything.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     run = EngineRun.begin(config)
     try:
         with processes.platform(child_platform(server_args)), start_errors():
@@ -245,6 +250,8 @@ def serve(server_args: Any, config: BatchConfig) -> None:
             )
         cpu = server_args.device == "cpu"
         verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, cpu=cpu)
+        # With HTTP/2 it is not uvicorn that serves, and nobody passes the signal on.
+        launched.tokenizer_manager.server_drains = not server_args.enable_http2
         processes.serve_http(server_args, launched)
     finally:
         run.end()

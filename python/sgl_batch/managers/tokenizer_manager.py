@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.seeds import choice_seed
 from sgl_batch.sglang_adapter.tokenizing import (
+    ServerStatus,
     SignalHandler,
     TokenizerManager,
     choice_of,
@@ -19,7 +21,26 @@ from sgl_batch.sglang_adapter.tokenizing import (
 
 
 class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
-    """SGLang's signal handler, which ends the process when a child dies, unless somebody here copes with that."""
+    """SGLang's signal handler, which ends the process when a child dies, unless somebody here copes with that.
+
+    It is made when the first request arrives, and takes SIGTERM from whoever listened before.
+    """
+
+    def __init__(self, tokenizer_manager: Any) -> None:
+        super().__init__(tokenizer_manager)
+        self._before = signal.getsignal(signal.SIGTERM)
+
+    def sigterm_handler(self, signum: Any = None, frame: Any = None) -> None:
+        """Leave it to the HTTP server, which answers what it has and ends, unless an unhealthy engine cannot answer.
+
+        SGLang's own way looks every five seconds whether all is answered, and kills the process with the last answers
+        perhaps unsent.
+        """
+        manager = self.tokenizer_manager
+        if manager.server_drains and callable(self._before) and manager.server_status is not ServerStatus.UnHealthy:
+            self._before(signal.SIGTERM, None)
+        else:
+            super().sigterm_handler(signum, frame)
 
     def running_phase_sigquit_handler(self, signum: Any = None, frame: Any = None) -> None:
         manager = self.tokenizer_manager
@@ -33,12 +54,14 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """SGLang's tokenizer manager; everything that leaves it carries a seed.
 
     `outlives_children`: a child's death is noted in `child_death` and the process goes on, to save its work.
+    `server_drains`: the HTTP server of this process ends it in order when asked to.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.signal_handler_class = BatchSignalHandler
         self.outlives_children = False
+        self.server_drains = False
         self.child_death: str | None = None
         self._next_rank = 0
 

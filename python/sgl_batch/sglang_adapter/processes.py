@@ -125,18 +125,24 @@ def launch_subprocesses(server_args: Any, **functions: Callable[..., Any]) -> La
 
 
 def serve_http(server_args: Any, launched: Launched) -> None:
-    """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped."""
+    """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped.
+
+    From then on a child that ends has not crashed.
+    """
     from sglang.srt.entrypoints.http_server import _execute_server_warmup, _setup_and_run_http_server
 
-    _setup_and_run_http_server(
-        server_args,
-        launched.tokenizer_manager,
-        launched.template_manager,
-        launched.port_args,
-        launched.scheduler_infos,
-        launched.watchdog,
-        execute_warmup_func=_execute_server_warmup,
-    )
+    try:
+        _setup_and_run_http_server(
+            server_args,
+            launched.tokenizer_manager,
+            launched.template_manager,
+            launched.port_args,
+            launched.scheduler_infos,
+            launched.watchdog,
+            execute_warmup_func=_execute_server_warmup,
+        )
+    finally:
+        launched.watchdog.stop()
 
 
 def end_processes(engine: Any) -> None:

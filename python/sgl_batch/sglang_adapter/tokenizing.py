@@ -11,9 +11,10 @@ bootstrap.prepare()
 
 from sglang.srt.entrypoints.engine import init_tokenizer_manager  # noqa: E402
 from sglang.srt.managers.io_struct import SetInternalStateReq  # noqa: E402
-from sglang.srt.managers.tokenizer_manager import SignalHandler, TokenizerManager  # noqa: E402
+from sglang.srt.managers.tokenizer_manager import ServerStatus, SignalHandler, TokenizerManager  # noqa: E402
 
 __all__ = [
+    "ServerStatus",
     "SetInternalStateReq",
     "SignalHandler",
     "TokenizerManager",
