@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from sgl_batch.core.order import OrderPolicy
 from sgl_batch.core.page_boundary import (
     Action,
-    DecodeStep,
     Idle,
     PrefillGroup,
     Refill,
@@ -142,22 +141,17 @@ def decide_group(ranks: Seq[RankState], plan: Plan, order: OrderPolicy, migratio
     if any(isinstance(action, PrefillGroup) for action in actions):
         return _prefill_phase(ranks, actions, plan, order)
     moves = plan_moves(ranks, plan, migration)
-    moved = _after(ranks, moves)
-    actions = [_decode_action(rank, _at_boundary(rank, plan, order)) for rank in moved]
-    rows = max(_decode_rows(rank, action) for rank, action in zip(moved, actions, strict=True))
-    calls = num_expert_calls(rows, plan.decode, plan)
+    decoding = _decoding(ranks, moves)
+    actions = [_at_boundary(rank, plan, order) for rank in decoding]
+    rows = max(_decode_rows(rank, action) for rank, action in zip(decoding, actions, strict=True))
+    # A move may fail, and its source then has more rows than is planned here, up to a whole group.
+    most = max(rows, plan.decode.b_moe, *(rank.state.running for rank in ranks)) if moves else rows
+    calls = num_expert_calls(most, plan.decode, plan)
     return GroupDecision(actions=tuple(actions), moves=moves, busy=rows > 0, prefill=False, expert_calls=calls)
 
 
 def _at_boundary(rank: RankState, plan: Plan, order: OrderPolicy) -> Action:
     return decide_at_boundary(rank.state, plan, rank.ledger(plan.page_size), order)
-
-
-def _decode_action(rank: RankState, action: Action) -> Action:
-    """With room that a move has made a rank might prefill; that waits for the next boundary's decision."""
-    if not isinstance(action, PrefillGroup):
-        return action
-    return DecodeStep(at_boundary=True) if rank.state.running else Idle()
 
 
 def _decode_rows(rank: RankState, action: Action) -> int:
@@ -184,12 +178,17 @@ def _prefill_rows(action: Action) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Load:
-    """What a rank has while moves are planned: sequences of every kind, and room for more."""
+    """What a rank has while moves are planned: sequences of every kind, and room for more.
+
+    `open_places`: how many more it would decode at once; none where it has a queue of its own, whose head may be
+    waiting for just the pages that somebody else would take.
+    """
 
     total: int
     movable: list[Movable]
     free_pages: int
     free_slots: int
+    open_places: int
 
     def fits(self, item: Movable) -> bool:
         return self.free_slots > 0 and item.pages <= self.free_pages
@@ -199,33 +198,39 @@ def plan_moves(ranks: Seq[RankState], plan: Plan, migration: Migration) -> tuple
     """Moves that even out how many sequences the ranks have: READY ones first, then those with the least KV."""
     if migration is Migration.NEVER or len(ranks) < 2:
         return ()
-    loads = [_load_of(rank) for rank in ranks]
+    loads = [_load_of(rank, plan) for rank in ranks]
     if migration is Migration.ALWAYS:
         return _move_all(loads)
     moves: list[Move] = []
-    while True:
-        source = max(range(len(loads)), key=lambda rank: loads[rank].total)
-        target = min(range(len(loads)), key=lambda rank: loads[rank].total)
-        if loads[source].total - loads[target].total < 2:
-            return tuple(moves)
-        item = next((item for item in loads[source].movable if loads[target].fits(item)), None)
-        if item is None or _occupied(loads[target], ranks[target]) >= plan.decode.b_moe:
-            return tuple(moves)
-        moves.append(_move(loads, item, source, target))
+    while (move := _evening_move(loads)) is not None:
+        moves.append(move)
+    return tuple(moves)
 
 
-def _occupied(load: _Load, rank: RankState) -> int:
-    """Sequences on a rank that run or are ready to."""
-    return load.total - len(rank.state.queued)
+def _evening_move(loads: list[_Load]) -> Move | None:
+    """A move from the fullest rank to the emptiest that can make one, if it leaves them less uneven."""
+    by_total = sorted(range(len(loads)), key=lambda rank: loads[rank].total)
+    for target in by_total:
+        if loads[target].open_places <= 0:
+            continue
+        for source in reversed(by_total):
+            if loads[source].total - loads[target].total < 2:
+                break
+            item = next((item for item in loads[source].movable if loads[target].fits(item)), None)
+            if item is not None:
+                return _move(loads, item, source, target)
+    return None
 
 
-def _load_of(rank: RankState) -> _Load:
-    movable = [*rank.ready, *sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))]
+def _load_of(rank: RankState, plan: Plan) -> _Load:
+    state = rank.state
+    active = state.running + len(state.ready)
     return _Load(
-        total=rank.state.running + len(rank.state.ready) + len(rank.state.queued),
-        movable=movable,
+        total=active + len(state.queued),
+        movable=[*rank.ready, *sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))],
         free_pages=rank.free_pages,
-        free_slots=rank.state.free_slots,
+        free_slots=state.free_slots,
+        open_places=0 if state.queued else plan.decode.b_moe - active,
     )
 
 
@@ -235,6 +240,7 @@ def _move(loads: list[_Load], item: Movable, source: int, target: int) -> Move:
     loads[target].total += 1
     loads[target].free_pages -= item.pages
     loads[target].free_slots -= 1
+    loads[target].open_places -= 1
     return Move(sequence_id=item.sequence.sequence_id, source=source, target=target)
 
 
@@ -249,34 +255,21 @@ def _move_all(loads: list[_Load]) -> tuple[Move, ...]:
     return tuple(moves)
 
 
-def _after(ranks: Seq[RankState], moves: Seq[Move]) -> list[RankState]:
-    """The ranks' states as they are when the moves have been made."""
-    after = list(ranks)
+def _decoding(ranks: Seq[RankState], moves: Seq[Move]) -> list[RankState]:
+    """What each rank has to decode when the moves have been made: who runs there, and who is READY.
+
+    Without its queue: with room that moves have made it might prefill, and on that the next boundary decides.
+    """
+    decoding = [replace(rank, state=replace(rank.state, queued=())) for rank in ranks]
     for move in moves:
-        source, target = after[move.source], after[move.target]
-        ready = next((item for item in source.ready if item.sequence.sequence_id == move.sequence_id), None)
-        item = ready or next(item for item in source.running if item.sequence.sequence_id == move.sequence_id)
-        after[move.source] = _without(source, item, was_ready=ready is not None)
-        after[move.target] = replace(
-            target,
-            state=replace(
-                target.state, ready=[*target.state.ready, item.sequence], free_slots=target.state.free_slots - 1
-            ),
-            free_pages=target.free_pages - item.pages,
-        )
-    return after
+        source, target = decoding[move.source], decoding[move.target]
+        item = next(item for item in (*source.ready, *source.running) if item.sequence.sequence_id == move.sequence_id)
+        decoding[move.source] = replace(source, state=_without(source.state, item.sequence))
+        decoding[move.target] = replace(target, state=replace(target.state, ready=[*target.state.ready, item.sequence]))
+    return decoding
 
 
-def _without(rank: RankState, item: Movable, *, was_ready: bool) -> RankState:
-    state = rank.state
-    if was_ready:
-        ready = [sequence for sequence in state.ready if sequence is not item.sequence]
-        state = replace(state, ready=ready, free_slots=state.free_slots + 1)
-    else:
-        state = replace(state, running=state.running - 1, free_slots=state.free_slots + 1)
-    return replace(rank, state=state, free_pages=rank.free_pages + item.pages)
-
-
-def busy_action(action: Action) -> bool:
-    """Whether a rank with this action has rows of its own."""
-    return isinstance(action, PrefillGroup | Refill | DecodeStep)
+def _without(state: State, leaving: Sequence) -> State:
+    ready = [sequence for sequence in state.ready if sequence.sequence_id != leaving.sequence_id]
+    was_ready = len(ready) < len(state.ready)
+    return replace(state, ready=ready, running=state.running - (not was_ready))

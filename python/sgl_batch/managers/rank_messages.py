@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sgl_batch.core.page_boundary import Action, DecodeStep, Idle, PrefillGroup, Refill, State
+from sgl_batch.core.page_boundary import Action, PrefillGroup, Refill, State
 from sgl_batch.core.rank_agreement import GroupDecision, Movable, RankState
 from sgl_batch.core.sequence import Sequence, Status
 
@@ -13,7 +13,7 @@ MOST_QUEUED = 2048
 
 
 class HeaderMessage(msgspec.Struct, tag="header", array_like=True, frozen=True):
-    """Before each step, to the deciding rank. `limits`: rows of an expert call in prefill and in decode."""
+    """Before each step, to the deciding rank: a `RankHeader`."""
 
     running: int
     waiting: int
@@ -67,7 +67,7 @@ class MoveRow(msgspec.Struct, array_like=True, frozen=True):
 class OrdersMessage(msgspec.Struct, tag="orders", array_like=True, frozen=True):
     """What one rank does at a boundary. All get the same but `units` and `refill`, which are this rank's own part.
 
-    `units`: sequence ids of each prefill unit, its leader first. `decode`: whether this rank decodes, refilled or not.
+    `units`: sequence ids of each prefill unit, its leader first.
     """
 
     prefill: bool
@@ -76,13 +76,30 @@ class OrdersMessage(msgspec.Struct, tag="orders", array_like=True, frozen=True):
     moves: list[MoveRow]
     units: list[list[str]]
     refill: list[str]
-    decode: bool
 
 
 Message = HeaderMessage | StepMessage | StateMessage | OrdersMessage
 
 
-def row_of(sequence: Sequence, movable: Movable | None = None) -> SequenceRow:
+def message_of(rank: RankState) -> StateMessage:
+    """What a rank tells of its state: all that decisions look at, but of its queue the first ones only."""
+    state = rank.state
+    movable = {item.sequence.sequence_id: item for item in rank.ready}
+    return StateMessage(
+        queued=[_row_of(sequence) for sequence in state.queued[:MOST_QUEUED]],
+        ready=[_row_of(sequence, movable.get(sequence.sequence_id)) for sequence in state.ready],
+        running_movable=[_row_of(item.sequence, item) for item in rank.running],
+        running=state.running,
+        steps=state.steps,
+        slots=state.slots,
+        free_slots=state.free_slots,
+        filling=state.filling,
+        total_pages=rank.total_pages,
+        free_pages=rank.free_pages,
+    )
+
+
+def _row_of(sequence: Sequence, movable: Movable | None = None) -> SequenceRow:
     """A sequence as a row of a message, and what it would take along if it can move."""
     return SequenceRow(
         sequence.sequence_id,
@@ -149,5 +166,4 @@ def orders_for(decision: GroupDecision, rank: int) -> OrdersMessage:
         moves=[MoveRow(move.sequence_id, move.source, move.target) for move in decision.moves],
         units=[[member.sequence_id for member in unit.members] for unit in units],
         refill=[sequence.sequence_id for sequence in action.sequences] if isinstance(action, Refill) else [],
-        decode=isinstance(action, Refill | DecodeStep) and not isinstance(action, Idle),
     )

@@ -11,10 +11,11 @@ from typing import Any
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import PrefillGroup
-from sgl_batch.core.rank_agreement import Move, RankHeader, StepKind, rank_is_due
+from sgl_batch.core.rank_agreement import Move, RankHeader, RankState, StepKind, rank_is_due
+from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
-from sgl_batch.managers.rank_messages import MOST_QUEUED, OrdersMessage, StateMessage, row_of
+from sgl_batch.managers.rank_messages import OrdersMessage, StateMessage, message_of
 from sgl_batch.managers.rank_migration import RankMigration
 
 
@@ -45,7 +46,7 @@ class RankSteps:
             forked=executor.num_forked,
             due=rank_is_due(state, executor.plan),
         )
-        with executor.clock.part("waiting"):
+        with executor.clock.part("agreement"):
             step = self._group.agree(header, executor.plan)
         if step.kind is StepKind.IDLE:
             return Part(batch=None, running=running, takes_part=False)
@@ -66,7 +67,7 @@ class RankSteps:
 
     def _boundary(self, running: Any) -> Part:
         executor = self._executor
-        with executor.clock.part("waiting"):
+        with executor.clock.part("agreement"):
             orders = self._group.decide(self._told(running), executor.plan, self._order)
         batch = None
         if orders.prefill:
@@ -78,7 +79,7 @@ class RankSteps:
                 self._migration.run(
                     [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in orders.moves], running
                 )
-        joining = executor.ready_named(orders.refill)
+        joining = self._joining(orders, running)
         if joining:
             running = executor.refill(joining, running)
         executor.begin_page()
@@ -86,23 +87,28 @@ class RankSteps:
             batch = self._decode(running)
         return Part(batch=batch, running=running, takes_part=orders.busy, expert_calls=orders.expert_calls)
 
+    def _joining(self, orders: OrdersMessage, running: Any) -> tuple[Sequence, ...]:
+        """Who joins the decode batch. Moves may have failed: then those that stayed join as well, while there is room.
+
+        Otherwise a sequence whose move fails again and again would never run.
+        """
+        stayed = [move.sequence_id for move in orders.moves if move.source == self._group.rank]
+        room = max(0, self._executor.plan.decode.b_moe - self._executor.state(running).running)
+        return self._executor.ready_named([*orders.refill, *stayed])[:room]
+
     def _told(self, running: Any) -> StateMessage:
         """This rank's state for whoever decides."""
         executor = self._executor
-        state = executor.state(running)
-        ready_movable, running_movable = executor.movable(running)
-        by_id = {item.sequence.sequence_id: item for item in ready_movable}
-        return StateMessage(
-            queued=[row_of(sequence) for sequence in state.queued[:MOST_QUEUED]],
-            ready=[row_of(sequence, by_id.get(sequence.sequence_id)) for sequence in state.ready],
-            running_movable=[row_of(item.sequence, item) for item in running_movable],
-            running=state.running,
-            steps=state.steps,
-            slots=state.slots,
-            free_slots=state.free_slots,
-            filling=state.filling,
-            total_pages=executor.ledger.total_pages,
-            free_pages=executor.ledger.free_pages,
+        ready, run = executor.movable(running)
+        ledger = executor.ledger
+        return message_of(
+            RankState(
+                state=executor.state(running),
+                total_pages=ledger.total_pages,
+                free_pages=ledger.free_pages,
+                ready=ready,
+                running=run,
+            )
         )
 
     def _units(self, orders: OrdersMessage) -> tuple[Admission, ...]:

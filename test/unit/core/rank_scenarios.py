@@ -1,0 +1,91 @@
+"""Owns random jobs for a group of virtual ranks; decides no behaviour."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+
+from sequence_builders import plan
+from virtual_sequences import Request
+
+from sgl_batch.core.plan import PhasePlan, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A job, the ranks that do it, and the share of moves that fail."""
+
+    seed: int
+    num_ranks: int
+    plan: Plan
+    pages: int
+    slots: int
+    requests: list[Request]
+    failing: float
+
+    def takes(self, name: str, step: int) -> bool:
+        """Whether a move of this sequence at this step gets through: the same however often it is asked."""
+        return random.Random(f"{self.seed} {name} {step}").random() >= self.failing
+
+
+def _plan(rng: random.Random) -> Plan:
+    b_moe, b_moe_prefill = rng.randint(1, 12), rng.randint(1, 150)
+    made = plan(
+        b_moe_prefill=b_moe_prefill,
+        b_moe=b_moe,
+        boundary_tokens=rng.randint(1, 12),
+        refill_watermark=rng.choice((0.0, 0.5, 0.75, 1.0)),
+        ready_target=b_moe + rng.randint(0, 12),
+        page_size=rng.choice((1, 8, 16)),
+    )
+    return dataclasses.replace(
+        made,
+        prefill=PhasePlan(b_attn=rng.randint(1, b_moe_prefill), b_moe=b_moe_prefill),
+        decode=PhasePlan(b_attn=rng.randint(1, b_moe), b_moe=b_moe),
+        accumulate=rng.random() < 0.6,
+    )
+
+
+def tight(seed: int) -> Scenario:
+    """Little memory, prompts shared by several choices, aborts, sequences that cannot move, moves that fail."""
+    rng = random.Random(seed)
+    num_ranks, made = rng.choice((2, 3, 4)), _plan(rng)
+    to_first = rng.choice((0.0, 0.5, 1.0))
+    requests, at = [], 0
+    for _ in range(rng.randint(5, 60)):
+        at += rng.choice((0, 0, 0, 1, 2, 10))
+        most = rng.randint(1, 40)
+        requests.append(
+            Request(
+                at=at,
+                rank=0 if rng.random() < to_first else rng.randrange(num_ranks),
+                prompt=rng.choice((rng.randint(1, 40), rng.randint(1, 200))),
+                max_new=most,
+                output=rng.randint(1, most),
+                choices=rng.choice((1, 1, 1, 1, 2, 5)),
+                rooted=rng.random() < 0.1,
+                abort_at=at + rng.randint(0, 40) if rng.random() < 0.1 else None,
+            )
+        )
+    return Scenario(
+        seed=seed,
+        num_ranks=num_ranks,
+        plan=made,
+        pages=rng.randint(80, 1500) // made.page_size,
+        slots=made.ready_target + rng.randint(0, 8),
+        requests=requests,
+        failing=rng.choice((0.0, 0.3, 0.3, 1.0)),
+    )
+
+
+def roomy(seed: int) -> Scenario:
+    """Room for all, and nothing that keeps a sequence on the rank to which it came; one rank gets most of them."""
+    rng = random.Random(seed)
+    num_ranks, made = rng.choice((2, 3, 4)), _plan(rng)
+    requests, at = [], 0
+    for _ in range(rng.randint(5, 60)):
+        at += rng.choice((0, 0, 0, 1, 2, 10))
+        rank = 0 if rng.random() < 0.7 else rng.randrange(num_ranks)
+        requests.append(Request(at=at, rank=rank, prompt=rng.randint(1, 60), max_new=60, output=rng.randint(1, 60)))
+    return Scenario(seed=seed, num_ranks=num_ranks, plan=made, pages=10_000, slots=200, requests=requests, failing=0.0)

@@ -1,0 +1,198 @@
+"""What a group of ranks does next: single decisions, by rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rank_builders import PLAN, movable, rank, running
+from sequence_builders import choices, sequence
+
+from sgl_batch.core.order.fifo import FifoOrder
+from sgl_batch.core.page_boundary import DecodeStep, Idle, PrefillGroup, Refill, boundary_due
+from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.core.rank_agreement import (
+    GroupDecision,
+    Migration,
+    Move,
+    RankHeader,
+    RankState,
+    Step,
+    StepKind,
+    decide_group,
+    next_step,
+    rank_is_due,
+)
+from sgl_batch.core.sequence import Status
+
+APART = dataclasses.replace(  # an expert call for each attention sub-batch
+    PLAN, accumulate=False, prefill=PhasePlan(b_attn=50, b_moe=100), decode=PhasePlan(b_attn=4, b_moe=8)
+)
+
+
+def header(running: int = 0, waiting: int = 0, forked: int = 0, *, due: bool = False) -> RankHeader:
+    return RankHeader(running=running, waiting=waiting, forked=forked, due=due)
+
+
+def decide(*ranks: RankState, plan: Plan = PLAN, migration: Migration = Migration.EVEN) -> GroupDecision:
+    return decide_group(ranks, plan, FifoOrder(), migration)
+
+
+# The step that all take.
+
+
+def test_all_idle_when_nobody_has_anything():
+    assert next_step([header(), header()], PLAN).kind is StepKind.IDLE
+
+
+def test_all_decode_while_somebody_runs():
+    assert next_step([header(running=3), header()], PLAN) == Step(kind=StepKind.DECODE, expert_calls=1)
+
+
+def test_one_rank_that_is_due_makes_a_boundary_for_all():
+    assert next_step([header(running=3), header(running=5, due=True)], PLAN).kind is StepKind.BOUNDARY
+
+
+def test_a_waiting_rank_makes_a_boundary_when_nobody_runs():
+    assert next_step([header(), header(waiting=1)], PLAN).kind is StepKind.BOUNDARY
+
+
+def test_a_waiting_rank_that_is_not_due_lets_the_others_run_on():
+    assert next_step([header(running=1), header(waiting=9)], PLAN).kind is StepKind.DECODE
+
+
+def test_forks_come_before_a_boundary_that_is_due():
+    assert next_step([header(running=3, due=True), header(forked=1)], PLAN).kind is StepKind.FORKS
+
+
+def test_the_rank_with_the_most_rows_sets_the_expert_calls_of_a_decode_step():
+    assert next_step([header(running=4), header(running=5)], APART).expert_calls == 2
+    assert next_step([header(running=4), header(running=5)], PLAN).expert_calls == 1
+
+
+def test_the_rank_with_the_most_forks_sets_the_expert_calls_up_to_one_group():
+    assert next_step([header(forked=1), header(forked=51)], APART).expert_calls == 2
+    assert next_step([header(forked=1), header(forked=5000)], APART).expert_calls == 2
+    assert next_step([header(forked=1), header(forked=5000)], PLAN).expert_calls == 1
+
+
+@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize("steps", [0, 3, 4, 5])
+@pytest.mark.parametrize("waiting", [0, 1, 4, 9])
+@pytest.mark.parametrize("runners", [1, 4, 5, 8])
+def test_a_rank_with_runners_is_due_as_a_lone_rank_is(runners, waiting, steps, changed):
+    queued = [sequence(i) for i in range(waiting)]
+    state = dataclasses.replace(rank(unmovable_running=runners, queued=queued, steps=steps).state, changed=changed)
+    assert rank_is_due(state, PLAN) is boundary_due(state, PLAN)
+
+
+def test_a_rank_without_runners_is_due_once_for_each_change_under_those_that_wait():
+    waiting = rank(queued=[sequence()], steps=1).state
+    assert rank_is_due(waiting, PLAN)
+    assert not rank_is_due(dataclasses.replace(waiting, changed=False), PLAN)
+    assert not rank_is_due(rank(steps=1).state, PLAN)
+
+
+# Prefill.
+
+
+def test_all_prefill_when_one_must():
+    """A rank above its watermark takes the chance to prefill as well; one without a queue takes part without rows."""
+    needs = rank(queued=[sequence(0)])
+    could = rank(queued=[sequence(1)], runs=running(7, first=10))
+    empty = rank(runs=running(2, first=20))
+    decision = decide(needs, could, empty)
+    assert decision.prefill
+    assert decision.busy
+    assert [[unit.leader.sequence_id for unit in part.units] for part in decision.actions[:2]] == [["s0"], ["s1"]]
+    assert decision.actions[2] == Idle()
+
+
+def test_a_rank_that_has_enough_ready_does_not_prefill_along():
+    full = rank(queued=[sequence(1)], runs=running(8, first=10), ready=[movable(20 + i) for i in range(4)])
+    decision = decide(rank(queued=[sequence(0)]), full)
+    assert decision.prefill
+    assert decision.actions[1] == Idle()
+
+
+def test_a_rank_whose_head_lacks_pages_does_not_prefill_along():
+    decision = decide(rank(queued=[sequence(0)]), rank(queued=[sequence(1)], runs=running(7, first=10), free_pages=0))
+    assert decision.actions[1] == Idle()
+
+
+def test_nobody_moves_while_the_group_prefills():
+    assert decide(rank(queued=[sequence(0)]), rank(runs=running(8, first=10)), rank()).moves == ()
+
+
+def test_the_rank_with_the_most_tokens_sets_the_expert_calls_of_a_prefill():
+    long, short = rank(queued=[sequence(0, prompt=450)]), rank(queued=[sequence(1, prompt=40)])
+    assert decide(short, long).expert_calls == 5
+    assert decide(short, long, plan=APART).expert_calls == 9
+
+
+def test_the_choices_of_a_prompt_are_prefilled_as_one_unit():
+    group = choices(3)
+    decision = decide(rank(), rank(queued=group))
+    assert isinstance(decision.actions[1], PrefillGroup)
+    assert [unit.members for unit in decision.actions[1].units] == [tuple(group)]
+
+
+# Refill and decode.
+
+
+def test_each_rank_refills_from_its_own_ready():
+    first = rank(ready=[movable(1), movable(0)], runs=running(3, first=10))
+    second = rank(ready=[movable(2)], runs=running(4, first=20))
+    decision = decide(first, second)
+    assert decision.moves == ()
+    assert decision.actions == (
+        Refill(sequences=(first.state.ready[1], first.state.ready[0])),
+        Refill(sequences=(second.state.ready[0],)),
+    )
+
+
+def test_a_rank_without_rows_takes_part_while_another_decodes():
+    decision = decide(rank(), rank(unmovable_running=3))
+    assert decision.actions == (Idle(), DecodeStep(at_boundary=True))
+    assert decision.busy
+    assert not decision.prefill
+
+
+def test_a_boundary_at_which_nobody_has_rows_is_not_busy():
+    assert not decide(rank(), rank()).busy
+
+
+def test_the_rank_with_the_most_rows_after_its_refill_sets_the_expert_calls():
+    few = rank(unmovable_running=4)
+    assert decide(few, few, plan=APART).expert_calls == 1
+    refilled = rank(unmovable_running=4, unmovable_ready=[sequence(1, status=Status.READY)])
+    assert decide(few, refilled, plan=APART).expert_calls == 2
+
+
+def test_a_sequence_that_moves_is_refilled_at_the_same_boundary():
+    decision = decide(rank(ready=[movable(0), movable(1)]), rank())
+    assert decision.moves == (Move(sequence_id="s0", source=0, target=1),)
+    assert [[s.sequence_id for s in action.sequences] for action in decision.actions] == [["s1"], ["s0"]]
+
+
+def test_a_runner_that_moves_is_refilled_at_the_same_boundary():
+    decision = decide(rank(runs=running(2)), rank())
+    assert decision.actions[0] == DecodeStep(at_boundary=True)
+    assert [s.sequence_id for s in decision.actions[1].sequences] == ["s0"]
+
+
+def test_the_ready_join_although_moves_leave_room_for_a_prefill():
+    """Of six that run four go, and two are less than the watermark."""
+    waiting = [sequence(20 + i, status=Status.READY) for i in range(2)]
+    source = rank(queued=[sequence(30)], unmovable_ready=waiting, runs=running(6))
+    decision = decide(source, rank())
+    assert len(decision.moves) == 4
+    assert not decision.prefill
+    assert decision.actions[0] == Refill(sequences=tuple(waiting))
+
+
+def test_the_expert_calls_suffice_if_every_move_fails():
+    source = rank(runs=running(5), unmovable_ready=[sequence(20 + i, status=Status.READY) for i in range(3)])
+    decision = decide(source, rank(), plan=APART)
+    assert len(decision.moves) == 4
+    assert decision.expert_calls == 2, "with all eight still on rank 0"

@@ -1,0 +1,274 @@
+"""Owns one rank without an engine: it does to virtual sequences what the boundary executor does to requests.
+
+It has the executor's methods by which a rank takes part in its group's steps, and checks each action's limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+from virtual_sequences import Batch, Fate, Request, Running
+
+from sgl_batch.core.admission import Admission, refusal, reserve
+from sgl_batch.core.coroutine import Event, advance
+from sgl_batch.core.page_boundary import PrefillGroup, State
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.primitives import combine, migrate, yield_
+from sgl_batch.core.rank_agreement import Movable, RankState
+from sgl_batch.core.sequence import Sequence, Status
+
+
+class VirtualRank:
+    """Sequences of one rank. `fates` is shared by all ranks, by sequence id."""
+
+    def __init__(self, plan: Plan, fates: dict[str, Fate], *, pages: int, slots: int) -> None:
+        self.plan, self.slots, self.fates = plan, slots, fates
+        self.ledger = PageLedger(pages, plan.page_size)
+        self.clock = SimpleNamespace(part=lambda name: nullcontext())
+        self.queued: dict[str, Sequence] = {}
+        self.ready: dict[str, Sequence] = {}
+        self.running = Running()
+        self.forks: dict[str, tuple[Sequence, ...]] = {}
+        self.forked: list[Sequence] = []
+        self.readers: dict[str, set[str]] = {}
+        self.expected: set[str] = set()
+        self.ended: list[str] = []
+        self.refilled: list[str] = []
+        self._arrivals = self._steps = self._changes = 0
+        self._changes_at_boundary = -1
+        self._filling = False
+
+    # Intake.
+
+    def enqueue(self, name: str, request: Request, group: str | None, choice: int) -> bool:
+        """Whether the sequence was taken in: one that can never fit is not."""
+        sequence = Sequence(
+            sequence_id=name,
+            arrival=self._arrivals,
+            prompt_tokens=request.prompt,
+            max_new_tokens=request.max_new,
+            prompt_group=group,
+            choice=choice,
+        )
+        if refusal(sequence, self.ledger) is not None:
+            return False
+        self._arrivals += 1
+        self._changes += 1
+        self.queued[name] = sequence
+        return True
+
+    def abort(self, name: str) -> None:
+        """End a sequence that is in no batch; one that is, or that waits for its fork, ends with its next step."""
+        if name in self.queued or name in self.ready:
+            sequence = self.queued.pop(name, None) or self.ready.pop(name)
+            self._end(sequence, Event.ABORT)
+        else:
+            self.fates[name].aborted = True
+
+    def names(self) -> list[str]:
+        """Every sequence here, once for each place where it is."""
+        places = (self.queued.values(), self.forked, self.ready.values(), self.running.reqs, *self.forks.values())
+        return [sequence.sequence_id for place in places for sequence in place]
+
+    # The executor's part in a group's steps.
+
+    @property
+    def num_forked(self) -> int:
+        return len(self.forked)
+
+    def state(self, running: Running) -> State:
+        promised = len(self.forked) + sum(len(forks) for forks in self.forks.values())
+        return State(
+            queued=list(self.queued.values()),
+            ready=list(self.ready.values()),
+            running=len(running.reqs),
+            steps=self._steps,
+            slots=self.slots,
+            free_slots=self.slots - len(running.reqs) - len(self.ready) - promised,
+            filling=self._filling,
+            changed=self._changes != self._changes_at_boundary,
+        )
+
+    def movable(self, running: Running) -> tuple[list[Movable], list[Movable]]:
+        def items(sequences: Seq[Sequence]) -> list[Movable]:
+            return [
+                Movable(
+                    sequence=sequence,
+                    tokens=sequence.prompt_tokens + self.fates[sequence.sequence_id].generated - 1,
+                    pages=self.ledger.whole_pages(sequence),
+                )
+                for sequence in sequences
+                if sequence.prompt_group is None and not self._is_rooted(sequence)
+            ]
+
+        return items(list(self.ready.values())), items(running.reqs)
+
+    def _is_rooted(self, sequence: Sequence) -> bool:
+        fate = self.fates[sequence.sequence_id]
+        return fate.rooted or fate.aborted
+
+    def told(self) -> RankState:
+        """This rank at a boundary."""
+        ready, running = self.movable(self.running)
+        return RankState(
+            state=self.state(self.running),
+            total_pages=self.ledger.total_pages,
+            free_pages=self.ledger.free_pages,
+            ready=ready,
+            running=running,
+        )
+
+    def queued_named(self, names: Seq[str]) -> list[Sequence]:
+        return [self.queued[name] for name in names]
+
+    def ready_named(self, names: Seq[str]) -> tuple[Sequence, ...]:
+        return tuple(self.ready[name] for name in names if name in self.ready)
+
+    def prefill(self, action: PrefillGroup) -> Batch:
+        assert action.units, "a prefill group has somebody in it"
+        tokens = sum(unit.leader.prompt_tokens for unit in action.units)
+        assert tokens <= self.plan.prefill.b_moe or len(action.units) == 1
+        self._filling = True
+        for unit in action.units:
+            self._take(unit)
+        leaders = tuple(unit.leader for unit in action.units)
+        combine(leaders, Event.COMBINE_PREFILL, "")
+        return Batch(decode=False, sequences=leaders, rows=tokens)
+
+    def _take(self, unit: Admission) -> None:
+        reserve(unit, self.ledger)
+        for member in unit.members:
+            assert self.queued.pop(member.sequence_id) is member
+        if unit.followers:
+            group = unit.leader.prompt_group or ""
+            self.forks[group] = unit.followers
+            self.readers[group] = {member.sequence_id for member in unit.members}
+
+    def fork_batch(self) -> Batch:
+        limit = self.plan.prefill.b_moe
+        taken, self.forked = tuple(self.forked[:limit]), self.forked[limit:]
+        combine(taken, Event.COMBINE_PREFILL, "")
+        return Batch(decode=False, sequences=taken, rows=len(taken))
+
+    def refill(self, joining: Seq[Sequence], running: Running) -> Running:
+        combine(joining, Event.COMBINE_DECODE, "")
+        for sequence in joining:
+            del self.ready[sequence.sequence_id]
+            self.refilled.append(sequence.sequence_id)
+        running.reqs += joining
+        return running
+
+    def begin_page(self) -> None:
+        self._filling = False
+        self._steps = 0
+        self._changes_at_boundary = self._changes
+
+    def decode_step(self, running: Running) -> Batch:
+        assert 0 < len(running.reqs) <= self.plan.decode.b_moe
+        assert self._steps < self.plan.boundary_tokens, "a boundary is overdue"
+        self.count_step()
+        return Batch(decode=True, sequences=tuple(running.reqs), rows=len(running.reqs))
+
+    def count_step(self) -> None:
+        self._filling = False
+        self._steps += 1
+
+    # After a forward pass.
+
+    def after(self, batch: Batch) -> None:
+        """Each sequence of the batch has one token more."""
+        for sequence in batch.sequences:
+            group = sequence.prompt_group
+            if group in self.forks and sequence.is_leader:
+                self.forked += self.forks.pop(group)
+            fate = self.fates[sequence.sequence_id]
+            fate.left -= 1
+            fate.generated += 1
+            if fate.aborted or fate.left == 0:
+                if batch.decode:
+                    self.running.reqs.remove(sequence)
+                self._end(sequence, Event.ABORT if fate.aborted else Event.FINISH)
+            elif not batch.decode:
+                yield_(sequence, finished=False, why="")
+                self._changes += 1
+                self.ready[sequence.sequence_id] = sequence
+
+    def _end(self, sequence: Sequence, event: Event) -> None:
+        advance(sequence, event, "")
+        self.ended.append(sequence.sequence_id)
+        self._let_go(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self._changes += 1
+        if self.ledger.holds(sequence.sequence_id):
+            self.ledger.release(sequence.sequence_id)
+        readers = self.readers.get(sequence.prompt_group or "", set())
+        if sequence.sequence_id in readers:
+            readers.remove(sequence.sequence_id)
+            if not readers:
+                self.ledger.release(sequence.prompt_group or "")
+
+    # What comes from other ranks and goes there.
+
+    def sequence_named(self, name: str) -> Sequence:
+        """A READY or RUNNING sequence."""
+        running = (sequence for sequence in self.running.reqs if sequence.sequence_id == name)
+        return self.ready[name] if name in self.ready else next(running)
+
+    def expect(self, sequence: Sequence) -> None:
+        """Keep room for a sequence that comes, beside all that is here; no decision asks for more than there is."""
+        self.ledger.reserve(sequence.sequence_id, self.ledger.whole_pages(sequence))
+        self.expected.add(sequence.sequence_id)
+        assert len(self.expected) <= self.state(self.running).free_slots, "no place for a sequence that comes"
+
+    def depart(self, name: str) -> None:
+        sequence = self.sequence_named(name)
+        migrate(sequence, Event.DEPART, "")
+        if self.ready.pop(name, None) is None:
+            self.running.reqs.remove(sequence)
+        self._let_go(sequence)
+
+    def adopt(self, departed: Sequence) -> None:
+        """The sequence arrives as a new one in the order of this rank."""
+        name = departed.sequence_id
+        self.expected.remove(name)
+        sequence = Sequence(
+            sequence_id=name,
+            arrival=self._arrivals,
+            prompt_tokens=departed.prompt_tokens,
+            max_new_tokens=departed.max_new_tokens,
+            choice=departed.choice,
+            status=Status.MIGRATING,
+        )
+        self._arrivals += 1
+        migrate(sequence, Event.ARRIVE, "")
+        self._changes += 1
+        self.ready[name] = sequence
+
+    def check(self) -> None:
+        """What holds between two steps: each place has its status, pages add up, slots suffice."""
+        for status, place in (
+            (Status.QUEUED, [*self.queued.values(), *self.forked]),
+            (Status.READY, list(self.ready.values())),
+            (Status.RUNNING, self.running.reqs),
+        ):
+            assert all(sequence.status is status for sequence in place)
+        assert not self.forks
+        assert not self.expected
+        held = [*self.forked, *self.ready.values(), *self.running.reqs]
+        assert len(held) <= self.slots
+        assert len(self.running.reqs) <= self.plan.decode.b_moe
+        shared = {name for readers in self.readers.values() for name in readers}
+        pages = sum(
+            self.ledger.own_pages(s) if s.sequence_id in shared else self.ledger.whole_pages(s) for s in held
+        ) + sum(self._shared_pages(group) for group, readers in self.readers.items() if readers)
+        assert self.ledger.reserved_pages == pages
+        assert self.ledger.free_pages + pages == self.ledger.total_pages
+        assert self.ledger.free_pages >= 0
+
+    def _shared_pages(self, group: str) -> int:
+        held = (*self.forked, *self.ready.values(), *self.running.reqs)
+        return self.ledger.shared_pages(next(sequence for sequence in held if sequence.prompt_group == group))

@@ -1,0 +1,219 @@
+"""Owns a group of virtual ranks in lockstep: each step agreed from all headers, each boundary from all states.
+
+Every rank carries out its own part from what it is told; what must hold of a group is checked after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from virtual_rank import VirtualRank
+from virtual_sequences import Batch, Fate, Request
+
+from sgl_batch.core.order.fifo import FifoOrder
+from sgl_batch.core.page_boundary import PrefillGroup, Refill
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.rank_agreement import (
+    GroupDecision,
+    Migration,
+    Move,
+    RankHeader,
+    StepKind,
+    decide_group,
+    next_step,
+    rank_is_due,
+)
+
+# Whether the rank that a sequence is to go to takes it in; by sequence id and step.
+Takes = Callable[[str, int], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A rank's part in a step: its batch, and the exchange that it enters, with or without rows (None: it idles)."""
+
+    batch: Batch | None
+    enters: tuple[str, int] | None
+
+    @property
+    def expert_calls(self) -> int:
+        return self.enters[1] if self.enters is not None else 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Log:
+    """What happened. `active`: how many sequences each rank ran after a boundary at which nobody was queued."""
+
+    steps: int = 0
+    boundaries: int = 0
+    moved: int = 0
+    stayed: int = 0
+    refused: list[str] = field(default_factory=list)
+    ended_at: dict[str, int] = field(default_factory=dict)
+    active: list[list[int]] = field(default_factory=list)
+
+
+class VirtualRanks:
+    """Runs requests to their ends. A fault shows as an AssertionError or as a `Log` unlike the rule."""
+
+    def __init__(
+        self,
+        requests: list[Request],
+        plan: Plan,
+        *,
+        num_ranks: int,
+        pages: int,
+        slots: int,
+        migration: Migration,
+        takes: Takes = lambda name, step: True,
+    ) -> None:
+        self.plan, self.migration, self.log = plan, migration, Log()
+        self._takes = takes
+        self._fates: dict[str, Fate] = {}
+        self.ranks = [VirtualRank(plan, self._fates, pages=pages, slots=slots) for _ in range(num_ranks)]
+        self._arriving = sorted(enumerate(requests), key=lambda numbered: numbered[1].at)
+        self._aborting: list[tuple[int, str]] = []
+
+    @property
+    def is_done(self) -> bool:
+        return not self._arriving and not any(rank.names() for rank in self.ranks)
+
+    def run(self) -> Log:
+        """Step until every request has ended. Steps at which somebody has work are at most as many as tokens."""
+        last = max((request.at for _, request in self._arriving), default=0)
+        most_steps = last + 1 + sum(request.output * request.choices for _, request in self._arriving)
+        while not self.is_done:
+            assert self.log.steps < most_steps, f"no end after {most_steps} steps"
+            self.step()
+        assert all(rank.ledger.reserved_pages == 0 for rank in self.ranks), "the last to leave gives back the last page"
+        return self.log
+
+    def step(self) -> None:
+        """One step of all ranks, and what holds in each."""
+        self._arrive()
+        self._abort()
+        at_work = any(rank.names() for rank in self.ranks)
+        parts = self.parts()
+        entered = {part.enters for part in parts}
+        assert len(entered) == 1, f"the ranks enter different exchanges: {entered}"
+        batches = [part.batch for part in parts if part.batch is not None]
+        assert at_work == (parts[0].enters is not None), "all idle when nobody has work, and only then"
+        assert at_work == bool(batches), "in each step somebody advances: a boundary for nothing could repeat for ever"
+        for rank, part in zip(self.ranks, parts, strict=True):
+            if part.batch is not None:
+                assert part.batch.sequences, "a batch has rows"
+                assert part.batch.expert_calls(self.plan) <= part.expert_calls, "no rank needs more calls than agreed"
+                rank.after(part.batch)
+        self._check()
+        self.log.steps += 1
+
+    def _arrive(self) -> None:
+        while self._arriving and self._arriving[0][1].at <= self.log.steps:
+            number, request = self._arriving.pop(0)
+            group = f"g{number}" if request.choices > 1 else None
+            for choice in range(request.choices):
+                name = f"s{number}.{choice}"
+                if not self.ranks[request.rank].enqueue(name, request, group, choice):
+                    self.log.refused.append(name)
+                    continue
+                self._fates[name] = Fate(left=request.output, rooted=request.rooted)
+                if request.abort_at is not None:
+                    self._aborting.append((max(request.abort_at, request.at), name))
+
+    def _abort(self) -> None:
+        for at, name in [due for due in self._aborting if due[0] <= self.log.steps]:
+            self._aborting.remove((at, name))
+            for rank in self.ranks:
+                if name in rank.names():
+                    rank.abort(name)
+
+    def parts(self) -> list[Part]:
+        """What every rank does next."""
+        headers = [self._header(rank) for rank in self.ranks]
+        step = next_step(headers, self.plan)
+        if step.kind is StepKind.IDLE:
+            return [Part(batch=None, enters=None) for _ in self.ranks]
+        if step.kind is StepKind.BOUNDARY:
+            told = [rank.told() for rank in self.ranks]
+            decision = decide_group(told, self.plan, FifoOrder(), self.migration)
+            assert decision == decide_group(told, self.plan, FifoOrder(), self.migration), "the same from the same"
+            return self._boundary(decision)
+        if step.kind is StepKind.FORKS:
+            batches = [rank.fork_batch() if rank.num_forked else None for rank in self.ranks]
+        else:
+            batches = [self._decode(rank) for rank in self.ranks]
+        return [Part(batch=batch, enters=(step.kind.value, step.expert_calls)) for batch in batches]
+
+    @staticmethod
+    def _header(rank: VirtualRank) -> RankHeader:
+        state = rank.state(rank.running)
+        return RankHeader(
+            running=state.running,
+            waiting=len(state.ready) + len(state.queued),
+            forked=rank.num_forked,
+            due=rank_is_due(state, rank.plan),
+        )
+
+    @staticmethod
+    def _decode(rank: VirtualRank) -> Batch | None:
+        if rank.running.is_empty():
+            rank.count_step()
+            return None
+        return rank.decode_step(rank.running)
+
+    def _boundary(self, decision: GroupDecision) -> list[Part]:
+        if not decision.prefill:
+            self.carry_out(decision.moves)
+        parts = []
+        for number, (rank, action) in enumerate(zip(self.ranks, decision.actions, strict=True)):
+            batch = None
+            if decision.prefill:
+                if isinstance(action, PrefillGroup):
+                    batch = rank.prefill(action)
+            else:
+                ordered = action.sequences if isinstance(action, Refill) else ()
+                self._refill(rank, number, [sequence.sequence_id for sequence in ordered], decision.moves)
+                rank.begin_page()
+                batch = self._decode(rank) if decision.busy else None
+            kind = "prefill" if decision.prefill else "decode"
+            enters = (kind, decision.expert_calls) if decision.busy else None
+            parts.append(Part(batch=batch, enters=enters))
+        self._note_boundary(decision.prefill)
+        return parts
+
+    @staticmethod
+    def _refill(rank: VirtualRank, number: int, ordered: list[str], moves: Seq[Move]) -> None:
+        """Those ordered, and where moves have failed those that stayed, while there is room."""
+        stayed = [move.sequence_id for move in moves if move.source == number]
+        room = max(0, rank.plan.decode.b_moe - len(rank.running.reqs))
+        rank.refill(rank.ready_named([*ordered, *stayed])[:room], rank.running)
+
+    def carry_out(self, moves: Seq[Move]) -> None:
+        """Make the moves side by side: room is kept for all that come before anybody has left."""
+        taken = [move for move in moves if self._takes(move.sequence_id, self.log.steps)]
+        for move in taken:
+            self.ranks[move.target].expect(self.ranks[move.source].sequence_named(move.sequence_id))
+        for move in taken:
+            sequence = self.ranks[move.source].sequence_named(move.sequence_id)
+            self.ranks[move.source].depart(move.sequence_id)
+            self.ranks[move.target].adopt(sequence)
+        self.log.moved += len(taken)
+        self.log.stayed += len(moves) - len(taken)
+
+    def _note_boundary(self, prefill: bool) -> None:
+        self.log.boundaries += 1
+        if not prefill and not any(rank.queued for rank in self.ranks):
+            self.log.active.append([len(rank.running.reqs) for rank in self.ranks])
+
+    def _check(self) -> None:
+        names = [name for rank in self.ranks for name in rank.names()]
+        for rank in self.ranks:
+            rank.check()
+            for name in rank.ended:
+                assert name not in self.log.ended_at, f"{name} ends twice"
+                self.log.ended_at[name] = self.log.steps
+            rank.ended.clear()
+        assert len(set(names)) == len(names), "a sequence is on one rank, in one state"
+        assert set(names) == self._fates.keys() - self.log.ended_at.keys(), "nobody is lost"

@@ -1,0 +1,57 @@
+"""Owns what virtual ranks work on: requests, what becomes of their sequences, and batches of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sgl_batch.core.plan import Plan, num_expert_calls
+from sgl_batch.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Comes to `rank` at step `at`; in truth each choice generates `output` tokens, or is aborted at step `abort_at`.
+
+    `rooted`: whether something that it carries keeps it on its rank.
+    """
+
+    at: int
+    rank: int
+    prompt: int
+    max_new: int
+    output: int
+    choices: int = 1
+    rooted: bool = False
+    abort_at: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Fate:
+    """What is true of a sequence beside its state; it goes along to other ranks."""
+
+    left: int
+    rooted: bool
+    generated: int = 0
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences of one forward pass, and how many rows they have in it."""
+
+    decode: bool
+    sequences: tuple[Sequence, ...]
+    rows: int
+
+    def expert_calls(self, plan: Plan) -> int:
+        return num_expert_calls(self.rows, plan.decode if self.decode else plan.prefill, plan)
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """The decode batch."""
+
+    reqs: list[Sequence] = field(default_factory=list)
+
+    def is_empty(self) -> bool:
+        return not self.reqs
