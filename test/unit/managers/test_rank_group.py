@@ -1,0 +1,204 @@
+"""Ranks agree over a channel: all get the same step, each its own orders, and a rank that fails is named."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from rank_builders import PLAN, movable
+from rank_builders import rank as a_rank
+from rank_wires import MemoryChannel, all_at_once, in_memory, over_tcp
+from sequence_builders import choices, sequence
+
+from sgl_batch.core.order.fifo import FifoOrder
+from sgl_batch.core.rank_agreement import (
+    Migration,
+    RankHeader,
+    RankState,
+    Step,
+    StepKind,
+    next_step,
+)
+from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout
+from sgl_batch.errors import EngineError
+from sgl_batch.managers import rank_messages
+from sgl_batch.managers.rank_group import RankGroup
+from sgl_batch.managers.rank_messages import (
+    HeaderMessage,
+    OrdersMessage,
+    StepMessage,
+    message_of,
+)
+
+SOON_S = 10.0  # for what happens at once, on however busy a machine
+
+
+def group_of(channel, num_ranks: int, *, timeout_s: float = SOON_S, migration: Migration = Migration.EVEN) -> RankGroup:
+    return RankGroup(channel, num_ranks, migration=migration, timeout_s=timeout_s)
+
+
+def header(running: int = 0, waiting: int = 0, forked: int = 0, *, due: bool = False) -> RankHeader:
+    return RankHeader(running=running, waiting=waiting, forked=forked, due=due)
+
+
+def decided(channels, states: list[RankState], migration: Migration = Migration.EVEN) -> list[OrdersMessage]:
+    groups = [group_of(channel, len(states), migration=migration) for channel in channels]
+    calls = [
+        partial(group.decide, message_of(state), PLAN, FifoOrder()) for group, state in zip(groups, states, strict=True)
+    ]
+    return all_at_once(calls)
+
+
+# Steps.
+
+
+@pytest.mark.parametrize("open_channels", [in_memory, over_tcp])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_all_ranks_get_the_same_step(open_channels, num_ranks):
+    rounds = [
+        [header() for _ in range(num_ranks)],
+        [header(running=rank) for rank in range(1, num_ranks + 1)],
+        [header(running=1, due=rank == num_ranks - 1) for rank in range(num_ranks)],
+        [header(forked=200 * rank + 1) for rank in range(num_ranks)],
+    ]
+    with open_channels(num_ranks) as channels:
+        groups = [group_of(channel, num_ranks) for channel in channels]
+        for headers in rounds:
+            calls = [partial(group.agree, own, PLAN) for group, own in zip(groups, headers, strict=True)]
+            assert all_at_once(calls) == [next_step(headers, PLAN)] * num_ranks
+
+
+def test_a_rank_may_be_a_step_ahead_in_what_it_says():
+    """One that has its step sends its state while another has not been told yet."""
+    with in_memory(3) as channels:
+        groups = [group_of(channel, 3) for channel in channels]
+        told = [message_of(a_rank(queued=[sequence(rank)])) for rank in range(3)]
+
+        def step_and_boundary(rank: int) -> tuple[Step, list[list[str]]]:
+            step = groups[rank].agree(header(waiting=1), PLAN)
+            return step, groups[rank].decide(told[rank], PLAN, FifoOrder()).units
+
+        done = all_at_once([partial(step_and_boundary, rank) for rank in range(3)])
+        assert done == [(Step(kind=StepKind.BOUNDARY), [[f"s{rank}"]]) for rank in range(3)]
+
+
+# Orders.
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_orders_carry_each_rank_s_own_prefill(num_ranks):
+    with in_memory(num_ranks) as channels:
+        states = [
+            a_rank(queued=[sequence(rank, prompt=20), *choices(2, first=50 + 10 * rank, group=f"g{rank}")])
+            for rank in range(num_ranks)
+        ]
+        orders = decided(channels, states)
+    for rank, own in enumerate(orders):
+        assert own.units == [[f"s{rank}"], [f"s{50 + 10 * rank}", f"s{51 + 10 * rank}"]]
+        assert (own.prefill, own.busy, own.refill, own.moves) == (True, True, [], [])
+
+
+def test_orders_carry_each_rank_s_own_refill_and_everybody_s_moves():
+    moving = [movable(arrival) for arrival in range(4)]
+    with in_memory(3) as channels:
+        orders = decided(channels, [a_rank(ready=moving), a_rank(), a_rank(ready=[movable(9)])])
+    assert [own.refill for own in orders] == [["s2", "s3"], ["s0", "s1"], ["s9"]]
+    assert {(own.prefill, own.busy, own.expert_calls) for own in orders} == {(False, True, 1)}
+    assert orders[0].moves == orders[1].moves == orders[2].moves
+
+
+def test_the_migration_mode_of_the_deciding_rank_decides():
+    moving = [movable(arrival) for arrival in range(4)]
+    with in_memory(2) as channels:
+        orders = decided(channels, [a_rank(ready=moving), a_rank()], Migration.NEVER)
+    assert [own.moves for own in orders] == [[], []]
+
+
+def test_a_rank_without_part_hears_that_others_are_busy():
+    with in_memory(2) as channels:
+        orders = decided(channels, [a_rank(), a_rank(unmovable_running=3)])
+    assert orders[0] == OrdersMessage(prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[])
+
+
+def test_a_prompt_group_that_the_limit_cuts_is_prefilled_in_parts(monkeypatch):
+    """The leader takes along the choices that are told; the others compute the prompt themselves, one by one."""
+    monkeypatch.setattr(rank_messages, "MOST_QUEUED", 3)
+    queue = [sequence(0), *choices(5, first=1)]
+    with in_memory(2) as channels:
+        first = decided(channels, [a_rank(), a_rank(queued=queue)])[1]
+        assert first.units == [["s0"], ["s1", "s2"]]
+        rest = decided(channels, [a_rank(), a_rank(queued=queue[3:])])[1]
+    assert rest.units == [["s3"], ["s4"], ["s5"]]
+
+
+# Faults.
+
+
+def test_a_message_of_another_kind_is_an_error_that_names_it_and_its_sender():
+    with in_memory(2) as (first, second):
+        second.send(0, message_of(a_rank()))
+        with pytest.raises(
+            EngineError,
+            match="rank 1 sent StateMessage where rank 0 awaited what it has to do next: the ranks run different steps",
+        ):
+            group_of(first, 2).agree(header(), PLAN)
+
+
+def test_an_answer_of_another_kind_is_an_error_on_the_other_side():
+    with in_memory(2) as (first, second):
+        first.send(1, StepMessage("decode", 1))
+        with pytest.raises(EngineError, match="rank 0 sent StepMessage where rank 1 awaited its orders at a boundary"):
+            group_of(second, 2).decide(message_of(a_rank()), PLAN, FifoOrder())
+
+
+@pytest.mark.parametrize("open_channels", [in_memory, over_tcp])
+def test_a_dead_rank_is_named_by_the_one_that_decides(open_channels):
+    with open_channels(3) as (first, second, third):
+        second.send(0, HeaderMessage(0, 0, 0, False))
+        third.close()
+        with pytest.raises(
+            PeerLost, match=r"rank 2 closed its connection .* waiting for what it has to do next"
+        ) as lost:
+            group_of(first, 3).agree(header(), PLAN)
+        assert lost.value.rank == 2
+
+
+@pytest.mark.parametrize("open_channels", [in_memory, over_tcp])
+def test_the_deciding_rank_s_death_ends_the_others_wait(open_channels):
+    with open_channels(2) as (first, second):
+
+        def hear_and_die() -> None:
+            first.recv([1], timeout_s=SOON_S, awaiting="a state")
+            first.close()
+
+        waits = partial(group_of(second, 2).decide, message_of(a_rank()), PLAN, FifoOrder())
+        with pytest.raises(PeerLost, match=r"rank 0 closed its connection .* waiting for its orders") as lost:
+            all_at_once([hear_and_die, waits])
+        assert lost.value.rank == 0
+
+
+def test_a_silent_rank_is_named_with_what_was_awaited():
+    with in_memory(4) as (first, second, *_):
+        second.send(0, HeaderMessage(0, 0, 0, False))
+        with pytest.raises(PeerTimeout, match=r"ranks 2, 3: waited 0\.02 s for what it has to do next"):
+            group_of(first, 4, timeout_s=0.02).agree(header(), PLAN)
+
+
+def test_a_wake_does_not_end_the_wait_for_others():
+    with in_memory(2) as (first, second):
+        first.wake()
+        second.send(0, HeaderMessage(1, 0, 0, False))
+        assert group_of(first, 2).agree(header(), PLAN).kind is StepKind.DECODE
+
+
+def test_a_lone_rank_waits_for_nobody():
+    class Silent(MemoryChannel):
+        def send(self, peer, message):
+            raise AssertionError("there is nobody to talk to")
+
+        recv = send
+
+    with in_memory(1) as (channel,):
+        alone = group_of(Silent(0, channel._wires), 1)
+        assert alone.agree(header(running=1), PLAN).kind is StepKind.DECODE
+        assert alone.decide(message_of(a_rank(unmovable_running=1)), PLAN, FifoOrder()).busy

@@ -1,0 +1,102 @@
+"""Messages between ranks keep all that decisions use."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_builders import PLAN
+from rank_builders import rank as a_rank
+from sequence_builders import sequence
+
+from sgl_batch.core.order.fifo import FifoOrder
+from sgl_batch.core.page_boundary import State
+from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
+from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.managers import rank_messages
+from sgl_batch.managers.rank_messages import (
+    Message,
+    MoveRow,
+    OrdersMessage,
+    StateMessage,
+    message_of,
+    orders_for,
+    state_of,
+)
+
+
+def test_a_long_queue_is_told_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(rank_messages, "MOST_QUEUED", 3)
+    told = message_of(a_rank(queued=[sequence(arrival) for arrival in range(5)]))
+    assert [row.sequence_id for row in told.queued] == ["s0", "s1", "s2"]
+
+
+@st.composite
+def sequences(draw, status: Status, first: int) -> list[Sequence]:
+    drawn = draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 50), st.sampled_from([None, "g", "h"]))))
+    return [
+        Sequence(
+            sequence_id=f"s{first + i}",
+            arrival=first + i,
+            prompt_tokens=prompt,
+            max_new_tokens=new,
+            prompt_group=group,
+            choice=i,
+            status=status,
+        )
+        for i, (prompt, new, group) in enumerate(drawn)
+    ]
+
+
+@st.composite
+def rank_states(draw) -> RankState:
+    waiting, runners = draw(sequences(Status.READY, 100)), draw(sequences(Status.RUNNING, 200))
+
+    def movables(of: list[Sequence]) -> list[Movable]:
+        chosen = [item for item in of if draw(st.booleans())]
+        return [Movable(sequence=s, tokens=draw(st.integers(0, 99)), pages=draw(st.integers(0, 9))) for s in chosen]
+
+    total = draw(st.integers(0, 100))
+    return RankState(
+        state=State(
+            queued=draw(sequences(Status.QUEUED, 0)),
+            ready=waiting,
+            running=len(runners),
+            steps=draw(st.integers(0, 64)),
+            slots=draw(st.integers(0, 64)),
+            free_slots=draw(st.integers(0, 64)),
+            filling=draw(st.booleans()),
+        ),
+        total_pages=total,
+        free_pages=draw(st.integers(0, total)),
+        ready=movables(waiting),
+        running=movables(runners),
+    )
+
+
+def over_the_wire(message: Message) -> Message:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Message)
+
+
+@settings(deadline=None)
+@given(state=rank_states())
+def test_a_state_is_the_same_after_the_wire(state):
+    told = over_the_wire(message_of(state))
+    assert isinstance(told, StateMessage)
+    assert state_of(told) == state
+
+
+@settings(deadline=None)
+@given(states=st.lists(rank_states(), min_size=2, max_size=4), migration=st.sampled_from(Migration))
+def test_orders_say_all_that_was_decided(states, migration):
+    decision = decide_group(states, PLAN, FifoOrder(), migration)
+    for rank, action in enumerate(decision.actions):
+        own = over_the_wire(orders_for(decision, rank))
+        assert isinstance(own, OrdersMessage)
+        assert (own.prefill, own.busy, own.expert_calls) == (decision.prefill, decision.busy, decision.expert_calls)
+        assert own.moves == [MoveRow(*dataclasses.astuple(move)) for move in decision.moves]
+        units = [[member.sequence_id for member in unit.members] for unit in getattr(action, "units", ())]
+        assert own.units == units
+        assert own.refill == [s.sequence_id for s in getattr(action, "sequences", ())]

@@ -1,0 +1,119 @@
+"""Several ranks' steps as the scheduler takes them: over channels, with virtual sequences in place of requests."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+from rank_scenarios import Scenario, tight
+from rank_wires import MemoryChannel, all_at_once, in_memory
+from sequence_builders import plan
+from virtual_ranks import Part, VirtualRanks
+from virtual_sequences import Request
+
+from sgl_batch.core.rank_agreement import Migration, Move
+from sgl_batch.managers import rank_messages
+from sgl_batch.managers.rank_group import RankGroup
+from sgl_batch.managers.rank_steps import RankSteps
+
+SOON_S = 10.0
+
+
+class MovesTogether:
+    """Stands in for `RankMigration` on all ranks: the moves are made when every rank has come to make them."""
+
+    def __init__(self, ranks: ThreadedRanks, num_ranks: int) -> None:
+        self._ranks = ranks
+        self._told: list[list[Move]] = []
+        self._barrier = threading.Barrier(num_ranks, action=self._carry_out, timeout=SOON_S)
+
+    def run(self, moves: list[Move], running: object) -> None:
+        self._told.append(moves)
+        self._barrier.wait()
+
+    def _carry_out(self) -> None:
+        assert all(moves == self._told[0] for moves in self._told), "all ranks make the same moves"
+        self._ranks.carry_out(self._told[0])
+        self._told.clear()
+
+
+class ThreadedRanks(VirtualRanks):
+    """Virtual ranks that agree as real ones do: each takes its steps in a thread of its own, over its channel."""
+
+    def __init__(self, scenario: Scenario, migration: Migration, channels: list[MemoryChannel]) -> None:
+        super().__init__(
+            scenario.requests,
+            scenario.plan,
+            num_ranks=scenario.num_ranks,
+            pages=scenario.pages,
+            slots=scenario.slots,
+            migration=migration,
+            takes=scenario.takes,
+        )
+        together = MovesTogether(self, scenario.num_ranks)
+        self._channels = channels
+        self._steps = [
+            RankSteps(
+                rank,
+                RankGroup(channel, scenario.num_ranks, migration=migration, timeout_s=SOON_S),
+                together,
+            )
+            for rank, channel in zip(self.ranks, channels, strict=True)
+        ]
+
+    def parts(self) -> list[Part]:
+        return all_at_once([partial(self._part, number) for number in range(len(self.ranks))])
+
+    def _part(self, number: int) -> Part:
+        rank = self.ranks[number]
+        try:
+            part = self._steps[number].next_part(rank.running)
+        except BaseException:
+            self._channels[number].close()  # the others shall not wait for it
+            raise
+        rank.running = part.running
+        return Part(batch=part.batch, enters=("experts", part.expert_calls) if part.takes_part else None)
+
+
+@contextmanager
+def threaded(scenario: Scenario, migration: Migration) -> Iterator[ThreadedRanks]:
+    with in_memory(scenario.num_ranks) as channels:
+        yield ThreadedRanks(scenario, migration, channels)
+
+
+@pytest.mark.parametrize("migration", Migration)
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_that_agree_over_channels_do_as_one_that_decides_for_all(seed, migration):
+    """Step for step the same as where nothing is told to anybody."""
+    scenario = tight(seed)
+    untold = VirtualRanks(
+        scenario.requests,
+        scenario.plan,
+        num_ranks=scenario.num_ranks,
+        pages=scenario.pages,
+        slots=scenario.slots,
+        migration=migration,
+        takes=scenario.takes,
+    ).run()
+    with threaded(scenario, migration) as ranks:
+        log = ranks.run()
+    assert (log.steps, log.ended_at, log.moved) == (untold.steps, untold.ended_at, untold.moved)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_prompt_groups_that_are_told_in_parts_finish(seed, monkeypatch):
+    monkeypatch.setattr(rank_messages, "MOST_QUEUED", 3)
+    rng = random.Random(seed)
+    requests = [
+        Request(at=rng.randint(0, 5), rank=rng.randint(0, 1), prompt=20, max_new=9, output=9, choices=rng.randint(1, 7))
+        for _ in range(12)
+    ]
+    scenario = Scenario(seed=seed, num_ranks=2, plan=plan(), pages=60, slots=16, requests=requests, failing=0.0)
+    with threaded(scenario, Migration.EVEN) as ranks:
+        log = ranks.run()
+    assert len(log.ended_at) == sum(request.choices for request in requests)
+    assert log.refused == []
