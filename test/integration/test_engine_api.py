@@ -94,7 +94,7 @@ def test_an_engine_that_does_not_start_leaves_another_of_the_process_at_work(
         ({"b_moe_decode": 0}, "b_moe_decode is 0; it must be at least 1"),
         ({"b_attn_decode": 600, "b_moe_decode": 512}, "cannot be larger than its group"),
         ({"page_size": 1}, "pages of at least 2 tokens"),
-        ({"tp_size": 2}, "one rank"),
+        ({"tp_size": 2}, "give --tp 2 --dp 2 --ep 2 --enable-dp-attention"),
         ({"disable_radix_cache": False}, "needs True"),
         ({"boundary_tokens": "x"}, "takes a value of type int"),
     ],
