@@ -46,25 +46,37 @@ class Migration(enum.Enum):
 class RankHeader:
     """What a rank says of itself before each step: sequences that run, that wait, and that wait as forks.
 
-    `due`: whether this rank alone would have a boundary now.
+    `due`: whether this rank alone would have a boundary now. `plan_changes`: how many changes of the plan have reached
+    it since start; all ranks get the same ones, each at its own moment.
     """
 
     running: int
     waiting: int
     forked: int
     due: bool
+    plan_changes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of the group, and how many expert calls a layer takes in it on every rank."""
+    """One step of the group, and how many expert calls a layer takes in it on every rank.
+
+    `plan_changes`: how many changes of the plan are in force from the next step on, because all ranks know them.
+    """
 
     kind: StepKind
     expert_calls: int = 1
+    plan_changes: int = 0
 
 
 def next_step(headers: Seq[RankHeader], plan: Plan) -> Step:
-    """The step that all ranks take. A rank that waits while nobody runs makes a boundary, due or not."""
+    """The step that all ranks take under `plan`, which is in force on all of them."""
+    known = min(header.plan_changes for header in headers)
+    return replace(_next_step(headers, plan), plan_changes=known)
+
+
+def _next_step(headers: Seq[RankHeader], plan: Plan) -> Step:
+    """A rank that waits while nobody runs makes a boundary, due or not."""
     forked = max(header.forked for header in headers)
     if forked:
         rows = min(forked, plan.prefill.b_moe)

@@ -37,15 +37,15 @@ class RankGroup:
 
     def agree(self, header: RankHeader, plan: Plan) -> Step:
         """The step that all ranks take, given what this one says of itself."""
-        own = HeaderMessage(header.running, header.waiting, header.forked, header.due)
+        own = HeaderMessage(header.running, header.waiting, header.forked, header.due, header.plan_changes)
         if self.rank != _DECIDES:
             self._channel.send(_DECIDES, own)
             answer = self._receive([_DECIDES], StepMessage, "the next step")[1]
-            return Step(kind=StepKind(answer.kind), expert_calls=answer.expert_calls)
+            return Step(kind=StepKind(answer.kind), expert_calls=answer.expert_calls, plan_changes=answer.plan_changes)
         headers = self._gather(own, HeaderMessage, "what it has to do next")
         step = next_step([_header_of(header) for header in headers], plan)
         for peer in self._others:
-            self._channel.send(peer, StepMessage(step.kind.value, step.expert_calls))
+            self._channel.send(peer, StepMessage(step.kind.value, step.expert_calls, step.plan_changes))
         return step
 
     def decide(self, state: StateMessage, plan: Plan, order: OrderPolicy) -> OrdersMessage:
@@ -83,4 +83,10 @@ class RankGroup:
 
 
 def _header_of(message: HeaderMessage) -> RankHeader:
-    return RankHeader(running=message.running, waiting=message.waiting, forked=message.forked, due=message.due)
+    return RankHeader(
+        running=message.running,
+        waiting=message.waiting,
+        forked=message.forked,
+        due=message.due,
+        plan_changes=message.plan_changes,
+    )

@@ -19,6 +19,7 @@ class HeaderMessage(msgspec.Struct, tag="header", array_like=True, frozen=True):
     waiting: int
     forked: int
     due: bool
+    plan_changes: int
 
 
 class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -26,6 +27,7 @@ class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
 
     kind: str
     expert_calls: int
+    plan_changes: int
 
 
 class SequenceRow(msgspec.Struct, array_like=True, frozen=True):

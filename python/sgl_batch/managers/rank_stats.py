@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # What all ranks count alike, because they take every step together; the rest is each rank's own.
-_COMMON = ("boundaries", "decode_steps")
+_COMMON = ("boundaries", "decode_steps", "expert_calls")
 
 
 def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

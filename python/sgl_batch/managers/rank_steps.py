@@ -5,6 +5,8 @@ It decides nothing: `rank_group` has the agreement, core/ the decisions.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,19 +37,31 @@ class RankSteps:
     def __init__(self, executor: BoundaryExecutor, group: RankGroup, migration: RankMigration) -> None:
         self._executor, self._group, self._migration = executor, group, migration
         self._order = FifoOrder()
+        self._changes: deque[Callable[[], None]] = deque()
+        self._changes_known = self._changes_due = self._changes_made = 0
+
+    def change_plan(self, change: Callable[[], None]) -> None:
+        """Have `change` made between two steps, the same two on every rank."""
+        self._changes.append(change)
+        self._changes_known += 1
 
     def next_part(self, running: Any) -> Part:
         """Agree with the other ranks and make this rank's batch of the step."""
         executor = self._executor
+        while self._changes_made < self._changes_due:
+            self._changes.popleft()()
+            self._changes_made += 1
         state = executor.state(running)
         header = RankHeader(
             running=state.running,
             waiting=len(state.ready) + len(state.queued),
             forked=executor.num_forked,
             due=rank_is_due(state, executor.plan),
+            plan_changes=self._changes_known,
         )
         with executor.clock.part("agreement"):
             step = self._group.agree(header, executor.plan)
+        self._changes_due = step.plan_changes
         if step.kind is StepKind.IDLE:
             return Part(batch=None, running=running, takes_part=False)
         if step.kind is StepKind.BOUNDARY:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from typing import Any
 
 from sgl_batch import config
+from sgl_batch.config import BatchConfig
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.errors import ConfigError
@@ -47,6 +49,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, context: RunContext, **kwargs: Any) -> None:
         self.context = context
         self._group_idles = True
+        self._wanted_config = context.config
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
@@ -170,18 +173,26 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     # Control.
 
     def set_internal_state(self, recv_req: Any) -> Any:
-        """Change numbers of the plan between two forward passes; other names are SGLang's."""
+        """Change numbers of the plan between two steps, the same two on all ranks; other names are SGLang's."""
         changes = recv_req.server_args
         if not changes.keys() <= config.field_names():
             return super().set_internal_state(recv_req)
-        runner = self.tp_worker.model_runner
         try:
-            runner.batch_config = config.from_mapping({**runner.batch_config.flat(), **changes})
+            wanted = config.from_mapping({**self._wanted_config.flat(), **changes})
         except ConfigError as error:
             logger.warning("the plan stays as it is: %s", error)
             return SetInternalStateReqOutput(updated=False)
-        self.executor.plan = runner.make_plan()
+        self._wanted_config = wanted
+        if self.rank_steps is None:
+            self._put_in_force(wanted)
+        else:
+            self.rank_steps.change_plan(partial(self._put_in_force, wanted))
         return SetInternalStateReqOutput(updated=True)
+
+    def _put_in_force(self, wanted: BatchConfig) -> None:
+        runner = self.tp_worker.model_runner
+        runner.batch_config = wanted
+        self.executor.plan = runner.make_plan()
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """SGLang's state with our counters and plan under `sgl_batch`."""

@@ -146,7 +146,7 @@ def test_a_message_of_another_kind_is_an_error_that_names_it_and_its_sender():
 
 def test_an_answer_of_another_kind_is_an_error_on_the_other_side():
     with in_memory(2) as (first, second):
-        first.send(1, StepMessage("decode", 1))
+        first.send(1, StepMessage("decode", 1, 0))
         with pytest.raises(EngineError, match="rank 0 sent StepMessage where rank 1 awaited its orders at a boundary"):
             group_of(second, 2).decide(message_of(a_rank()), PLAN, FifoOrder())
 
@@ -154,7 +154,7 @@ def test_an_answer_of_another_kind_is_an_error_on_the_other_side():
 @pytest.mark.parametrize("open_channels", [in_memory, over_tcp])
 def test_a_dead_rank_is_named_by_the_one_that_decides(open_channels):
     with open_channels(3) as (first, second, third):
-        second.send(0, HeaderMessage(0, 0, 0, False))
+        second.send(0, HeaderMessage(0, 0, 0, False, 0))
         third.close()
         with pytest.raises(
             PeerLost, match=r"rank 2 closed its connection .* waiting for what it has to do next"
@@ -179,7 +179,7 @@ def test_the_deciding_rank_s_death_ends_the_others_wait(open_channels):
 
 def test_a_silent_rank_is_named_with_what_was_awaited():
     with in_memory(4) as (first, second, *_):
-        second.send(0, HeaderMessage(0, 0, 0, False))
+        second.send(0, HeaderMessage(0, 0, 0, False, 0))
         with pytest.raises(PeerTimeout, match=r"ranks 2, 3: waited 0\.02 s for what it has to do next"):
             group_of(first, 4, timeout_s=0.02).agree(header(), PLAN)
 
@@ -187,7 +187,7 @@ def test_a_silent_rank_is_named_with_what_was_awaited():
 def test_a_wake_does_not_end_the_wait_for_others():
     with in_memory(2) as (first, second):
         first.wake()
-        second.send(0, HeaderMessage(1, 0, 0, False))
+        second.send(0, HeaderMessage(1, 0, 0, False, 0))
         assert group_of(first, 2).agree(header(), PLAN).kind is StepKind.DECODE
 
 

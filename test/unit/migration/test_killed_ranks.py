@@ -7,8 +7,8 @@ import time
 
 import pytest
 from injected_faults import FIRST_CHUNK
+from moving_processes import Answer, RankPlan, rank_processes
 from page_store import PAGE_SHAPE
-from rank_processes import Answer, RankPlan, rank_processes
 
 from sgl_batch.migration.migrator import Move
 from sgl_batch.migration.outcome import Result
