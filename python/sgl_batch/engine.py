@@ -64,8 +64,12 @@ class Engine(processes.RankedEngine):
         return death and (self._run.failure or death)
 
     def plan_manifest(self) -> dict[str, Any]:
-        """The plan in force and our flags, as they go into a manifest."""
-        return {"plan": dict(self.running["plan"]), "flags": self.batch_config.flat()}
+        """The plan in force, our flags, and whose kernels compute, as they go into a manifest."""
+        return {
+            "plan": dict(self.running["plan"]),
+            "flags": self.batch_config.flat(),
+            "kernels": self.running["kernels"],
+        }
 
     def set_plan(self, **limits: int | float) -> None:
         """Change numbers of `BatchConfig` (b_attn_decode, boundary_tokens, ...) from the next forward pass on.

@@ -18,7 +18,7 @@ from .test_run_command import wait_for_output
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-RANKS = ("--tp", "2", "--dp", "2", "--ep", "2", "--enable-dp-attention", "--rank-timeout-s", "4")
+RANKS = ("--tp", "2", "--dp", "2", "--ep", "2", "--enable-dp-attention", "--rank-timeout-s", "8")
 
 
 @pytest.fixture
