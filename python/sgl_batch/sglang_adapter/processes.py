@@ -48,6 +48,8 @@ __all__ = [
 ]
 
 _CPU_ENVIRONMENT = {
+    # Python's own tracker of semaphores tells the user of those of processes that were ended, and removes them itself.
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
     # Threads wait without spinning: the engine's other processes share the cores, and threads that spin while one of
     # them is off its core lose most of the time.
     "OMP_WAIT_POLICY": "PASSIVE",

@@ -10,7 +10,7 @@ from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 
 BOUNDS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-KEYS = ("SGLANG_PLATFORM", "OMP_WAIT_POLICY", *BOUNDS)
+KEYS = ("SGLANG_PLATFORM", "OMP_WAIT_POLICY", "PYTHONWARNINGS", *BOUNDS)
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,7 @@ def test_children_on_a_cpu_get_the_platform_waiting_threads_and_bounded_kernel_c
         inside = environment()
     assert inside["SGLANG_PLATFORM"] == CPU_PLATFORM
     assert inside["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert inside["PYTHONWARNINGS"] == "ignore:resource_tracker:UserWarning"
     assert all(int(inside[key] or 0) in range(1, 1024) for key in BOUNDS)
 
 
