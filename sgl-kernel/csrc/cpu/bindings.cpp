@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -115,8 +116,10 @@ void rotary(at::Tensor x, const at::Tensor& positions, const at::Tensor& cos_sin
   TORCH_CHECK(cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= head_dim, "cos_sin is ", cos_sin.sizes(),
               "; use [positions, an even number up to ", head_dim, "]");
   if (x.size(0) == 0) return;
-  TORCH_CHECK(positions.min().item<int64_t>() >= 0 && positions.max().item<int64_t>() < cos_sin.size(0),
-              "a position lies outside of the ", cos_sin.size(0), " positions of cos_sin");
+  const auto* first = positions.data_ptr<int64_t>();
+  const auto [least, most] = std::minmax_element(first, first + positions.size(0));
+  TORCH_CHECK(*least >= 0 && *most < cos_sin.size(0), "a position lies outside of the ", cos_sin.size(0),
+              " positions of cos_sin");
   run_rotary({x.size(0), x.size(1) / head_dim, head_dim, cos_sin.size(1), positions.data_ptr<int64_t>(),
               cos_sin.data_ptr(), dtype_of(cos_sin, "cos_sin"), neox, x.data_ptr(), x.stride(0), dtype_of(x, "x")});
 }

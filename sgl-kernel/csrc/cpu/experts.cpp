@@ -13,12 +13,9 @@
 namespace sgl_batch {
 namespace {
 
-constexpr int64_t kTilesPerBlock = 8;  // rows that share one pass over a panel: their tiles stay in the L2 cache
-constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kMostPanelsPerTask = 4;
 constexpr size_t kSumBytesPerThread = size_t{32} << 20;
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A block of one expert's rows: [begin, end) in the routing's order.
 struct Block {

@@ -8,14 +8,6 @@
 #include "workspace.h"
 
 namespace sgl_batch {
-namespace {
-
-constexpr int64_t kTilesPerBlock = 8;
-constexpr int64_t kTasksPerThread = 4;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
 
 void run_linear(const LinearCall& c) {
   if (c.rows == 0) return;

@@ -14,7 +14,6 @@ namespace {
 constexpr int64_t kRowsPerTask = 16;
 constexpr int kLanes = 16;
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Sixteen partial sums, one for each index modulo sixteen, added up in ascending order.
 SGL_BATCH_CLONES float sum_of_squares(const float* row, int64_t count) {

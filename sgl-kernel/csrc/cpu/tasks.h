@@ -1,4 +1,4 @@
-// Owns how tasks are shared among threads: each thread takes the next one until none is left.
+// Owns how large tasks are and how they are shared among threads: each takes the next one until none is left.
 #pragma once
 
 #include <omp.h>
@@ -8,6 +8,11 @@
 #include <cstdint>
 
 namespace sgl_batch {
+
+constexpr int64_t kTilesPerBlock = 8;  // rows that share one pass over a panel: their tiles stay in the L2 cache
+constexpr int64_t kTasksPerThread = 4;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline int num_threads() { return omp_get_max_threads(); }
 
