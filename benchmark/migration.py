@@ -14,12 +14,13 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 from sgl_batch.migration.ends import Ends
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.messages import Message
-from sgl_batch.migration.migrator import Migrator, Move
+from sgl_batch.migration.migrator import Migrator
 from sgl_batch.migration.store import Export, Refusal, Reservation
 
 

@@ -32,6 +32,10 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def expert_rows(self, phase: PhasePlan) -> int:
+        """The most rows of one expert call in `phase`: the group's limit, or a sub-batch's without accumulation."""
+        return phase.b_moe if self.accumulate else phase.b_attn
+
 
 def make_plan(config: BatchConfig, *, page_size: int, max_running: int) -> Plan:
     """Fit the configured choices to what the engine can hold (`max_running` sequences)."""
@@ -57,8 +61,7 @@ def row_spans(num_rows: int, limit: int) -> list[tuple[int, int]]:
 
 def num_expert_calls(num_rows: int, phase: PhasePlan, plan: Plan) -> int:
     """How many expert calls a layer takes for the rows of one rank; at least one."""
-    limit = phase.b_moe if plan.accumulate else phase.b_attn
-    return max(1, len(row_spans(num_rows, limit)))
+    return max(1, len(row_spans(num_rows, plan.expert_rows(phase))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,11 @@ _START_TIMEOUT_S = 900.0
 _COLLECTIVE_TIMEOUT_S = 1800.0
 
 
+def backend_for(device: str) -> str:
+    """Which backend of torch.distributed moves tensors of this device between ranks."""
+    return "gloo" if device == "cpu" else "nccl"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """`directory`: where the ranks of this engine leave their addresses; it names the engine as well."""

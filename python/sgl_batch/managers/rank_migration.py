@@ -125,7 +125,6 @@ class RankMigration:
         """Make these moves, as all ranks do; returns how many sequences came. Raises MigrationFailed."""
         self._boundary += 1
         self._store.running = running
-        listed = [migrator.Move(sequence_id=move.sequence_id, source=move.source, target=move.target) for move in moves]
-        report = self._migrator.run(self._boundary, listed)
+        report = self._migrator.run(self._boundary, moves)
         self._store.running = None
         return sum(outcome.result is Result.ADOPTED for outcome in report.outcomes)

@@ -13,7 +13,7 @@ from typing import Any
 from sgl_batch import config
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.rank_agreement import Migration
-from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rank_place import RankPlace, backend_for
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
@@ -73,7 +73,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         migration = RankMigration(
             RankSequences(self, self.executor),
             place,
-            backend="gloo" if self.device == "cpu" else "nccl",
+            backend=backend_for(self.device),
             step_timeout_s=_STEP_TIMEOUT_S,
         )
         RankHeartbeat(place, ranks.rank_timeout_s).start()

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
+from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.rank_errors import BadMessage, PeerLost, PeerTimeout, RankError
 from sgl_batch.migration.ends import Ends
 from sgl_batch.migration.messages import LotId, Message
 from sgl_batch.migration.outcome import MigrationFailed, Report
 from sgl_batch.migration.receiver import ReceiverLot
 from sgl_batch.migration.sender import SenderLot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """One sequence goes from rank `source` to rank `target`."""
-
-    sequence_id: str
-    source: int
-    target: int
-
 
 Lot = SenderLot | ReceiverLot
 

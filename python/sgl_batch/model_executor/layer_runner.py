@@ -110,7 +110,7 @@ class LayerRunner:
 
     def _experts(self, layer: Any, forward_batch: Any, hidden: torch.Tensor, phase: PhasePlan) -> torch.Tensor:
         """The expert coroutine: one call over the group, or one per `b_moe` rows where a lone prompt is longer."""
-        spans = row_spans(len(hidden), phase.b_moe if self.plan.accumulate else phase.b_attn)
+        spans = row_spans(len(hidden), self.plan.expert_rows(phase))
         with self.counters.clock.part(self.expert_part):
             if self.exchange is not None:
                 assert len(spans) <= self.expert_calls, (

@@ -10,7 +10,7 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan import Plan, make_plan
-from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rank_place import RankPlace, backend_for
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.model_executor.counters import Counters
@@ -99,7 +99,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         block = next((block for block in blocks if block is not None), None)
         if block is None:
             raise ConfigError("this model has no experts to share out: leave out --tp, --dp and --ep")
-        backend = "gloo" if self.device == "cpu" else "nccl"
+        backend = backend_for(self.device)
         dispatcher = create_token_dispatcher(
             backend,
             place.process_group("experts", backend),

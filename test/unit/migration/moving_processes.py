@@ -18,12 +18,13 @@ import torch.distributed as dist
 from injected_faults import Delays, FaultyChannel, FaultyStore, FaultyTransport, Trap
 from page_store import NUM_LAYERS, PAGE_SHAPE
 
+from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 from sgl_batch.migration.ends import Ends
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.messages import Message
-from sgl_batch.migration.migrator import Migrator, Move
+from sgl_batch.migration.migrator import Migrator
 from sgl_batch.migration.outcome import MigrationFailed, Outcome, Report, Result
 
 ANSWER_S = 60.0

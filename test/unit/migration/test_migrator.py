@@ -6,9 +6,10 @@ import pytest
 from memory_wires import MemoryChannel, MemoryTransport
 from page_store import PageStore
 
+from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout
 from sgl_batch.migration.ends import Ends
-from sgl_batch.migration.migrator import Migrator, Move
+from sgl_batch.migration.migrator import Migrator
 from sgl_batch.migration.outcome import MigrationFailed, Outcome, Report, Result
 
 
