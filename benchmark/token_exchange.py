@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Owns the measurement of one exchange of tokens between processes over gloo; asserts nothing.
+"""Owns the measurement of one exchange of tokens between processes of one machine; asserts nothing.
 
-Per number of tokens, each rank's, all timed by rank 0 behind a barrier, alternating round by round: the dispatcher's
-dispatch and combine, and the same payload bytes through each way that torch.distributed has to move them on gloo.
+Per number of tokens, each rank's, all timed by rank 0 behind a barrier, alternating round by round: dispatch and
+combine through shared memory and over gloo, and the same payload through each way that torch.distributed has on gloo.
 """
 
 from __future__ import annotations
@@ -40,30 +40,38 @@ def _send_and_receive(received: torch.Tensor, sent: torch.Tensor, num_rows: int)
 def _steps(num_tokens: int, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
     """What is timed, in this order in each round."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    dispatcher = create_token_dispatcher(
-        "gloo", dist.group.WORLD, num_experts=options.num_experts, hidden_size=options.hidden_size
-    )
     x_TM = torch.randn(num_tokens, options.hidden_size, generator=generator).to(torch.bfloat16)
     scores_TE = torch.rand(num_tokens, options.num_experts, generator=generator)
     ids_TK = scores_TE.argsort(1)[:, : options.top_k].to(torch.int32)
     weights_TK = torch.rand(num_tokens, options.top_k, generator=generator)
-    received = dispatcher.dispatch(x_TM, ids_TK, weights_TK)
-    partial_RM = received.x_RM.to(torch.float32)
-    dispatcher.combine(partial_RM, received)
     row_bytes = RowFormat(hidden_size=options.hidden_size, top_k=options.top_k, dtype=torch.bfloat16).row_bytes
     sent = torch.zeros(num_tokens * dist.get_world_size(), row_bytes, dtype=torch.uint8)
     arrived = torch.zeros_like(sent)
+
+    return {
+        **_exchange("shared", options, x_TM, ids_TK, weights_TK),
+        **_exchange("gloo", options, x_TM, ids_TK, weights_TK),
+        "payload by all_to_all_single": lambda: dist.all_to_all_single(arrived, sent),
+        "payload by isend and irecv": lambda: _send_and_receive(arrived, sent, num_tokens),
+    }
+
+
+def _exchange(
+    name: str, options: argparse.Namespace, x_TM: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    """A dispatch, and the combine that belongs to it, through the dispatcher `name`."""
+    dispatcher = create_token_dispatcher(
+        name, dist.group.WORLD, num_experts=options.num_experts, hidden_size=options.hidden_size
+    )
+    received = dispatcher.dispatch(x_TM, ids_TK, weights_TK)
+    partial_RM = received.x_RM.to(torch.float32)
+    dispatcher.combine(partial_RM, received)
 
     def dispatch() -> None:
         nonlocal received
         received = dispatcher.dispatch(x_TM, ids_TK, weights_TK)
 
-    return {
-        "dispatch": dispatch,
-        "combine": lambda: dispatcher.combine(partial_RM, received),
-        "payload by all_to_all_single": lambda: dist.all_to_all_single(arrived, sent),
-        "payload by isend and irecv": lambda: _send_and_receive(arrived, sent, num_tokens),
-    }
+    return {f"dispatch, {name}": dispatch, f"combine, {name}": lambda: dispatcher.combine(partial_RM, received)}
 
 
 def _measure(rank: int, rendezvous: str, options: argparse.Namespace) -> None:

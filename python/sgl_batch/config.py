@@ -64,6 +64,7 @@ class ScheduleConfig:
 
 
 MIGRATIONS = ("even", "never", "always")
+TOKEN_DISPATCHERS = ("auto", "shared", "gloo", "nccl", "deepep")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,12 @@ class RankConfig:
         "even",
         "which sequences change their rank at a boundary: even (to even out counts), never, or always (for tests)",
         choices=MIGRATIONS,
+    )
+    token_dispatcher: str = _flag(
+        "auto",
+        "how tokens go to the ranks of their experts: shared (memory of one machine; CPU), gloo (CPU), nccl, deepep "
+        "(GPUs), or auto, which is shared or nccl",
+        choices=TOKEN_DISPATCHERS,
     )
     rank_timeout_s: float = _flag(
         10.0, "seconds without a sign of life after which a rank counts as hung and the engine stops", minimum=1.0

@@ -54,9 +54,11 @@ def _whole(name: str, world_size: int) -> Implementation:
 
 def implementations() -> list[Implementation]:
     """What this machine can run. GPUs need one each for a rank, and deepep its package besides."""
-    found = [_whole("local", 1), _whole("gloo", 1), _whole("gloo", 2), _whole("gloo", 4)]
-    # Expert parallelism over some ranks of a larger world: group ranks are not the world's.
-    found.append(Implementation(name="gloo", num_processes=4, members=(1, 2, 3)))
+    found = [_whole("local", 1)]
+    for name in ("shared", "gloo"):
+        found += [_whole(name, size) for size in (1, 2, 4)]
+        # Expert parallelism over some ranks of a larger world: group ranks are not the world's.
+        found.append(Implementation(name=name, num_processes=4, members=(1, 2, 3)))
     found += [_whole("nccl", size) for size in (1, 2, 4) if size <= torch.cuda.device_count()]
     if importlib.util.find_spec("deep_ep") is not None:
         found += [_whole("deepep", size) for size in (2, 4) if size <= torch.cuda.device_count()]

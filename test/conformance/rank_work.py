@@ -133,10 +133,14 @@ def dispatch_twice(group: dist.ProcessGroup | None, name: str, case: Case) -> tu
 
 
 def dispatch_at_odds(group: dist.ProcessGroup, name: str, case: Case, first_ranks: Case) -> str:
-    """What dispatch says where the first rank exchanges tokens of another case than the others."""
-    dispatcher = _dispatcher(group, name, first_ranks if group.rank() == 0 else case)
-    shard = _shard(dispatcher, name, first_ranks if group.rank() == 0 else case)
-    return _refusal(lambda: dispatcher.dispatch(*shard))
+    """What a new dispatcher or its dispatch says where the first rank exchanges tokens of another case."""
+    own = first_ranks if group.rank() == 0 else case
+
+    def begin() -> None:
+        dispatcher = create_token_dispatcher(name, group, num_experts=own.num_experts, hidden_size=own.hidden_size)
+        dispatcher.dispatch(*_shard(dispatcher, name, own))
+
+    return _refusal(begin)
 
 
 def exchange_in_both_modes(group: dist.ProcessGroup | None, name: str, cases: tuple[Case, ...]) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ OTHER = {
     "ready_ahead": 2.0,
     "trace_file": "trace.jsonl",
     "migration": "never",
+    "token_dispatcher": "gloo",
     "rank_timeout_s": 30.0,
 }
 
@@ -74,7 +75,7 @@ def test_every_option_reaches_its_owner():
     assert from_mapping(OTHER) == BatchConfig(
         forward=ForwardConfig(b_attn_prefill=5, b_moe_prefill=50, b_attn_decode=3, b_moe_decode=30, accumulate=False),
         schedule=ScheduleConfig(boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0),
-        ranks=RankConfig(migration="never", rank_timeout_s=30.0),
+        ranks=RankConfig(migration="never", token_dispatcher="gloo", rank_timeout_s=30.0),
         trace=TraceConfig(trace_file="trace.jsonl"),
     )
 

@@ -1,12 +1,14 @@
-"""Owns how the ranks of a group agree: rank 0 hears what each says, decides with core/, and tells all.
+"""Owns how the ranks of a group agree, with what core/ decides.
 
-Every step is one round trip to rank 0, and a boundary a second. No rank enters a collective before it has its answer,
-so that all enter the same ones.
+Before every step each rank says what it has to do. On a board that all can read, each decides the step by itself, from
+the same words; without one, rank 0 hears them, decides and tells all. Orders at a boundary are always rank 0's. No rank
+enters a collective before it has its answer, so that all enter the same ones.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 from sgl_batch.core.order import OrderPolicy
 from sgl_batch.core.plan import Plan
@@ -27,16 +29,37 @@ _DECIDES = 0
 M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, OrdersMessage)
 
 
-class RankGroup:
-    """One rank's end of the agreement. `timeout_s` bounds every wait for another rank."""
+class Board(Protocol):
+    """Numbers of every rank that all can read."""
 
-    def __init__(self, channel: Channel[Message], world_size: int, *, migration: Migration, timeout_s: float) -> None:
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The values of all ranks, by rank."""
+
+    def take_waited_s(self) -> float:
+        """Seconds waited for other ranks since this was last asked."""
+
+
+class RankGroup:
+    """One rank's end of the agreement. `timeout_s` bounds every wait for another rank's message."""
+
+    def __init__(
+        self,
+        channel: Channel[Message],
+        world_size: int,
+        *,
+        migration: Migration,
+        timeout_s: float,
+        board: Board | None = None,
+    ) -> None:
+        self._board = board
         self._channel, self.rank, self.world_size = channel, channel.rank, world_size
         self._migration, self._timeout_s = migration, timeout_s
         self._others = [rank for rank in range(world_size) if rank != _DECIDES]
 
     def agree(self, header: RankHeader, plan: Plan) -> Step:
-        """The step that all ranks take, given what this one says of itself."""
+        """The step that all ranks take, given what this one says of itself; `plan` is the same on all."""
+        if self._board is not None:
+            return next_step([_header_in(row) for row in self._board.gather(_row_of(header))], plan)
         own = HeaderMessage(header.running, header.waiting, header.forked, header.due, header.plan_changes)
         if self.rank != _DECIDES:
             self._channel.send(_DECIDES, own)
@@ -47,6 +70,10 @@ class RankGroup:
         for peer in self._others:
             self._channel.send(peer, StepMessage(step.kind.value, step.expert_calls, step.plan_changes))
         return step
+
+    def take_waited_s(self) -> float:
+        """Seconds waited for other ranks' words before a step since this was last asked, where there is a board."""
+        return 0.0 if self._board is None else self._board.take_waited_s()
 
     def decide(self, state: StateMessage, plan: Plan, order: OrderPolicy) -> OrdersMessage:
         """This rank's orders at a boundary, decided from the states of all."""
@@ -80,6 +107,15 @@ class RankGroup:
                     "the ranks run different steps"
                 )
             return peer, message
+
+
+def _row_of(header: RankHeader) -> list[int]:
+    return [header.running, header.waiting, header.forked, int(header.due), header.plan_changes]
+
+
+def _header_in(row: list[int]) -> RankHeader:
+    running, waiting, forked, due, plan_changes = row
+    return RankHeader(running=running, waiting=waiting, forked=forked, due=bool(due), plan_changes=plan_changes)
 
 
 def _header_of(message: HeaderMessage) -> RankHeader:

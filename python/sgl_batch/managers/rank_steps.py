@@ -61,6 +61,7 @@ class RankSteps:
         )
         with executor.clock.part("agreement"):
             step = self._group.agree(header, executor.plan)
+        executor.clock.shift(self._group.take_waited_s(), source="agreement", target="stall")
         self._changes_due = step.plan_changes
         if step.kind is StepKind.IDLE:
             return Part(batch=None, running=running, takes_part=False)

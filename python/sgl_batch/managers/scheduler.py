@@ -14,8 +14,10 @@ from sgl_batch import config
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.distributed.rank_place import RankPlace, backend_for
+from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
+from sgl_batch.distributed.shared_memory import shared_regions
 from sgl_batch.errors import ConfigError
-from sgl_batch.kernel_loader import kernels_in_use
+from sgl_batch.kernel_loader import kernels_in_use, native_kernels
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
@@ -69,6 +71,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             place.world_size,
             migration=Migration(ranks.migration),
             timeout_s=_STEP_TIMEOUT_S,
+            board=self._board(place),
         )
         migration = RankMigration(
             RankSequences(self, self.executor),
@@ -78,6 +81,14 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         )
         RankHeartbeat(place, ranks.rank_timeout_s).start()
         return RankSteps(self.executor, group, migration)
+
+    def _board(self, place: RankPlace) -> SharedBoard | None:
+        """The ranks' board, unless they are to share no memory or cannot."""
+        kernels = native_kernels()
+        if kernels is None or self.context.config.ranks.token_dispatcher == "gloo":
+            return None
+        regions = shared_regions(place.process_group("board", "gloo"), BOARD_BYTES)
+        return SharedBoard(regions, place.rank, kernels, timeout_s=_STEP_TIMEOUT_S)
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = BatchTpWorker(

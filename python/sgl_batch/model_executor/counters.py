@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("attention", "router", "experts", "exchange", "agreement", "copies", "sampling", "waiting", "other")
+PARTS = ("attention", "router", "experts", "exchange", "agreement", "stall", "copies", "sampling", "waiting", "other")
 
 
 class PartClock:
@@ -37,6 +37,11 @@ class PartClock:
         finally:
             self._switch()
             self._stack.pop()
+
+    def shift(self, seconds: float, *, source: str, target: str) -> None:
+        """Count `seconds`, which were or will be counted to `source`, to `target` instead."""
+        self.part_s[source] -= seconds
+        self.part_s[target] += seconds
 
     def read(self) -> dict[str, float]:
         self._switch()

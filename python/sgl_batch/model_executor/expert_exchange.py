@@ -43,4 +43,5 @@ class ExpertExchange:
         sums_RM = self._expert_sums(block.experts, received.x_RM, received.weights_RK, received.ids_RK)
         with clock.part("exchange"):
             out_TM = self._dispatcher.combine(sums_RM, received)
+        clock.shift(self._dispatcher.take_waited_s(), source="exchange", target="stall")
         return out_TM.to(hidden.dtype)

@@ -12,6 +12,7 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.distributed.rank_place import RankPlace, backend_for
 from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
@@ -99,15 +100,22 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         block = next((block for block in blocks if block is not None), None)
         if block is None:
             raise ConfigError("this model has no experts to share out: leave out --tp, --dp and --ep")
-        backend = backend_for(self.device)
         dispatcher = create_token_dispatcher(
-            backend,
-            place.process_group("experts", backend),
+            self._token_dispatcher(),
+            place.process_group("experts", backend_for(self.device)),
             num_experts=block.experts.num_experts,
             hidden_size=self.model_config.hidden_size,
         )
         sums = sglang_expert_sums if self.cpu_operators is None else self.cpu_operators.expert_sums
         return ExpertExchange(dispatcher, sums, self.counters)
+
+    def _token_dispatcher(self) -> str:
+        wanted = self.batch_config.ranks.token_dispatcher
+        if wanted != "auto":
+            return wanted
+        if self.device != "cpu":
+            return "nccl"
+        return "gloo" if native_kernels() is None else "shared"
 
     def set_expert_calls(self, calls: int) -> None:
         """How many expert calls a layer takes on every rank in the next forward pass."""

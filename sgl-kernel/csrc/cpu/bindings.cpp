@@ -13,20 +13,10 @@
 #include "norm_rope.h"
 #include "packing.h"
 #include "tasks.h"
+#include "tensor_checks.h"
 
 namespace sgl_batch {
 namespace {
-
-DType dtype_of(const at::Tensor& tensor, const char* name) {
-  if (tensor.scalar_type() == at::kBFloat16) return DType::kBf16;
-  TORCH_CHECK(tensor.scalar_type() == at::kFloat, name, " is ", tensor.scalar_type(), "; use bfloat16 or float32");
-  return DType::kF32;
-}
-
-void check(const at::Tensor& tensor, int64_t dim, const char* name) {
-  TORCH_CHECK(tensor.dim() == dim, name, " has ", tensor.dim(), " dimensions, not ", dim);
-  TORCH_CHECK(tensor.is_contiguous(), name, " is not contiguous");
-}
 
 template <typename Each>
 void each_matrix(at::Tensor& weight, const Each& each) {
@@ -122,11 +112,6 @@ void rotary(at::Tensor x, const at::Tensor& positions, const at::Tensor& cos_sin
               " positions of cos_sin");
   run_rotary({x.size(0), x.size(1) / head_dim, head_dim, cos_sin.size(1), positions.data_ptr<int64_t>(),
               cos_sin.data_ptr(), dtype_of(cos_sin, "cos_sin"), neox, x.data_ptr(), x.stride(0), dtype_of(x, "x")});
-}
-
-void check_index(const at::Tensor& tensor, const char* name) {
-  check(tensor, 1, name);
-  TORCH_CHECK(tensor.scalar_type() == at::kLong, name, " is ", tensor.scalar_type(), "; use int64");
 }
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, const at::Tensor& starts,

@@ -100,3 +100,51 @@ def attention(
         q_TD, k_pages, v_pages, starts, lengths, table_starts, tables, page_size, head_dim, scaling
     )
     return out
+
+
+def exchange_dispatch(
+    regions: list[torch.Tensor],
+    rank: int,
+    x_TM: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    *,
+    num_experts: int,
+    spin_us: float,
+    timeout_s: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Give this rank's tokens to all ranks and take the rows that its experts must compute: x [R, M], ids and weights.
+
+    `regions`: the ranks' shared memory, uint8, zero at first, all mapped in every rank. ids: int32. The returned x lies
+    in this rank's region. Last come the seconds waited for other ranks. Raises ValueError for ids out of range, before
+    the others can see anything of it, and on all ranks where their formats differ.
+    """
+    x_RM, ids_RK, weights_RK, waited_ns = _ops.exchange_dispatch(
+        regions, rank, x_TM, topk_ids_TK, topk_weights_TK, num_experts, spin_us, timeout_s
+    )
+    return x_RM, ids_RK, weights_RK, waited_ns * 1e-9
+
+
+def exchange_combine(
+    regions: list[torch.Tensor],
+    rank: int,
+    sums_RM: torch.Tensor,
+    *,
+    num_tokens: int,
+    spin_us: float,
+    timeout_s: float,
+) -> tuple[torch.Tensor, float]:
+    """Give this rank's f32 sums to all ranks and add up those of its own tokens; returns [T, M] and seconds waited.
+
+    To be called after `exchange_dispatch`. The ranks' sums are added in the order of a binary tree over ranks.
+    """
+    out_TM, waited_ns = _ops.exchange_combine(regions, rank, sums_RM, num_tokens, spin_us, timeout_s)
+    return out_TM, waited_ns * 1e-9
+
+
+def gather(
+    regions: list[torch.Tensor], rank: int, own: torch.Tensor, *, spin_us: float, timeout_s: float
+) -> tuple[torch.Tensor, float]:
+    """All ranks' `own` values, int64 [up to 16], as [ranks, values], and the seconds waited for them."""
+    all_values, waited_ns = _ops.gather(regions, rank, own, spin_us, timeout_s)
+    return all_values, waited_ns * 1e-9

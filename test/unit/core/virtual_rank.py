@@ -6,8 +6,6 @@ It has the executor's methods by which a rank takes part in its group's steps, a
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 from virtual_sequences import Batch, Fate, Request, Running
 
@@ -19,6 +17,7 @@ from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine, migrate, yield_
 from sgl_batch.core.rank_agreement import Movable, RankState
 from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.model_executor.counters import PartClock
 
 
 class VirtualRank:
@@ -27,7 +26,7 @@ class VirtualRank:
     def __init__(self, plan: Plan, fates: dict[str, Fate], *, pages: int, slots: int) -> None:
         self.plan, self.slots, self.fates = plan, slots, fates
         self.ledger = PageLedger(pages, plan.page_size)
-        self.clock = SimpleNamespace(part=lambda name: nullcontext())
+        self.clock = PartClock()
         self.queued: dict[str, Sequence] = {}
         self.ready: dict[str, Sequence] = {}
         self.running = Running()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import sgl_batch_kernel
+import torch
 from rank_builders import PLAN, movable
 from rank_builders import rank as a_rank
 from rank_wires import MemoryChannel, all_at_once, in_memory, over_tcp
@@ -20,6 +22,7 @@ from sgl_batch.core.rank_agreement import (
     next_step,
 )
 from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout
+from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
 from sgl_batch.errors import EngineError
 from sgl_batch.managers import rank_messages
 from sgl_batch.managers.rank_group import RankGroup
@@ -33,8 +36,20 @@ from sgl_batch.managers.rank_messages import (
 SOON_S = 10.0  # for what happens at once, on however busy a machine
 
 
-def group_of(channel, num_ranks: int, *, timeout_s: float = SOON_S, migration: Migration = Migration.EVEN) -> RankGroup:
-    return RankGroup(channel, num_ranks, migration=migration, timeout_s=timeout_s)
+def group_of(
+    channel,
+    num_ranks: int,
+    *,
+    timeout_s: float = SOON_S,
+    migration: Migration = Migration.EVEN,
+    board: SharedBoard | None = None,
+) -> RankGroup:
+    return RankGroup(channel, num_ranks, migration=migration, timeout_s=timeout_s, board=board)
+
+
+def boards_of(num_ranks: int) -> list[SharedBoard]:
+    regions = [torch.zeros(BOARD_BYTES, dtype=torch.uint8) for _ in range(num_ranks)]
+    return [SharedBoard(regions, rank, sgl_batch_kernel, timeout_s=SOON_S) for rank in range(num_ranks)]
 
 
 def header(running: int = 0, waiting: int = 0, forked: int = 0, *, due: bool = False) -> RankHeader:
@@ -52,17 +67,20 @@ def decided(channels, states: list[RankState], migration: Migration = Migration.
 # Steps.
 
 
+@pytest.mark.parametrize("with_board", [False, True], ids=["channel", "board"])
 @pytest.mark.parametrize("open_channels", [in_memory, over_tcp])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_all_ranks_get_the_same_step(open_channels, num_ranks):
+def test_all_ranks_get_the_same_step(open_channels, num_ranks, with_board):
+    boards = boards_of(num_ranks) if with_board else [None] * num_ranks
     rounds = [
         [header() for _ in range(num_ranks)],
         [header(running=rank) for rank in range(1, num_ranks + 1)],
         [header(running=1, due=rank == num_ranks - 1) for rank in range(num_ranks)],
+        [RankHeader(running=1, waiting=0, forked=0, due=False, plan_changes=rank + 2) for rank in range(num_ranks)],
         [header(forked=200 * rank + 1) for rank in range(num_ranks)],
     ]
     with open_channels(num_ranks) as channels:
-        groups = [group_of(channel, num_ranks) for channel in channels]
+        groups = [group_of(channel, num_ranks, board=board) for channel, board in zip(channels, boards, strict=True)]
         for headers in rounds:
             calls = [partial(group.agree, own, PLAN) for group, own in zip(groups, headers, strict=True)]
             assert all_at_once(calls) == [next_step(headers, PLAN)] * num_ranks

@@ -98,6 +98,10 @@ class TokenDispatcher(ABC):
         self._open = None
         return self._return_partials(partial_RM, received)
 
+    def take_waited_s(self) -> float:
+        """Seconds in which this rank waited for the others since this was last asked, as far as they can be told."""
+        return 0.0
+
     @abstractmethod
     def _send_tokens(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
         """What `dispatch` promises, for arguments that have been checked."""
@@ -114,6 +118,9 @@ class TokenDispatcher(ABC):
         _expect("topk_weights_TK", weights_TK, shape=ids_TK.shape, dtypes=(torch.float32,))
         _expect_device("topk_ids_TK", ids_TK, x_TM.device)
         _expect_device("topk_weights_TK", weights_TK, x_TM.device)
+        self._check_ids(ids_TK)
+
+    def _check_ids(self, ids_TK: torch.Tensor) -> None:
         outside_TK = (ids_TK < -1) | (ids_TK >= self.num_experts)
         if outside_TK.any():
             found = int(ids_TK[outside_TK][0])

@@ -10,8 +10,9 @@ from sgl_batch.layers.moe.token_dispatcher.all_to_all import AllToAllDispatcher
 from sgl_batch.layers.moe.token_dispatcher.base import TokenDispatcher
 from sgl_batch.layers.moe.token_dispatcher.deepep import DeepEPDispatcher
 from sgl_batch.layers.moe.token_dispatcher.local import LocalDispatcher
+from sgl_batch.layers.moe.token_dispatcher.shared import SharedDispatcher
 
-NAMES = ("local", "gloo", "nccl", "deepep")
+NAMES = ("local", "shared", "gloo", "nccl", "deepep")
 
 
 def create_token_dispatcher(
@@ -19,8 +20,8 @@ def create_token_dispatcher(
 ) -> TokenDispatcher:
     """The dispatcher `name` of this process's rank in `group` (None for `local`).
 
-    `num_experts` counts the experts of all ranks. Every rank of the group must call this (deepep allocates its buffers
-    together). Raises ConfigError where the name, the group or the machine cannot serve.
+    `num_experts` counts the experts of all ranks. Every rank of the group must call this (shared and deepep make their
+    buffers together). Raises ConfigError where the name, the group or the machine cannot serve.
     """
     if name not in NAMES:
         raise ConfigError(f"the token dispatcher {name!r} is unknown; known: {', '.join(NAMES)}")
@@ -32,13 +33,16 @@ def create_token_dispatcher(
         raise ConfigError(f"the token dispatcher {name} needs a process group; choose local for a single rank")
     if name == "deepep":
         return DeepEPDispatcher(group, num_experts=num_experts, hidden_size=hidden_size)
-    device = _device_of(name)
+    transport = "gloo" if name == "shared" else name
+    device = _device_of(transport)
     backends = dist.get_backend_config(group)
-    if f"{device.type}:{name}" not in backends.split(","):
+    if f"{device.type}:{transport}" not in backends.split(","):
         raise ConfigError(
-            f"the token dispatcher {name} needs a process group with the backend {name} for tensors on "
+            f"the token dispatcher {name} needs a process group with the backend {transport} for tensors on "
             f"{device.type}; this one has {backends}"
         )
+    if name == "shared":
+        return SharedDispatcher(group, num_experts=num_experts, hidden_size=hidden_size)
     return AllToAllDispatcher(group, device=device, num_experts=num_experts, hidden_size=hidden_size)
 
 

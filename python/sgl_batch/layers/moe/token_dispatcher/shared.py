@@ -1,0 +1,83 @@
+"""Owns the exchange through memory that the ranks of one machine share, for tokens in host memory.
+
+A token is written once, into its rank's region, and every rank copies what its experts need from there; there are no
+counts to exchange first. The native kernels do it, in two waits for the other ranks: one to dispatch, one to combine.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from sgl_batch.distributed.shared_memory import gathered, shared_regions, spin_us
+from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.moe.token_dispatcher.base import Received, TokenDispatcher
+
+# Address space of each rank's region; memory is taken only where tokens are written.
+_REGION_BYTES = 32 << 30
+# A wait for another rank ends with its heartbeat; this is the last resort.
+_TIMEOUT_S = 1800.0
+
+
+class SharedDispatcher(TokenDispatcher):
+    """`x_RM` lies in this rank's region, so it is overwritten by the next `dispatch`."""
+
+    def __init__(self, group: dist.ProcessGroup, *, num_experts: int, hidden_size: int) -> None:
+        """Every rank of `group` calls this. Raises ConfigError where the native kernels are missing."""
+        super().__init__(rank=group.rank(), world_size=group.size(), num_experts=num_experts, hidden_size=hidden_size)
+        kernels = native_kernels()
+        if kernels is None:
+            raise ConfigError(
+                "the token dispatcher shared needs the native kernels, which cannot be loaded (see the warning above); "
+                "run scripts/install, or choose --token-dispatcher gloo"
+            )
+        _expect_same_on_all(group, num_experts, hidden_size)
+        self._kernels = kernels
+        self._regions = shared_regions(group, _REGION_BYTES)
+        self._spin_us = spin_us(group.size())
+        self._waited_s = 0.0
+
+    def take_waited_s(self) -> float:
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+    def _check_ids(self, ids_TK: torch.Tensor) -> None:
+        """The kernel does."""
+
+    def _send_tokens(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
+        x_RM, ids_RK, weights_RK, waited_s = self._kernels.exchange_dispatch(
+            self._regions,
+            self.rank,
+            x_TM.contiguous(),
+            topk_ids_TK.to(torch.int32).contiguous(),
+            topk_weights_TK.contiguous(),
+            num_experts=self.num_experts,
+            spin_us=self._spin_us,
+            timeout_s=_TIMEOUT_S,
+        )
+        self._waited_s += waited_s
+        return Received(x_RM=x_RM, ids_RK=ids_RK, weights_RK=weights_RK, routes=len(x_TM))
+
+    def _return_partials(self, partial_RM: torch.Tensor, received: Received) -> torch.Tensor:
+        out_TM, waited_s = self._kernels.exchange_combine(
+            self._regions,
+            self.rank,
+            partial_RM.contiguous(),
+            num_tokens=received.routes,
+            spin_us=self._spin_us,
+            timeout_s=_TIMEOUT_S,
+        )
+        self._waited_s += waited_s
+        result: torch.Tensor = out_TM
+        return result
+
+
+def _expect_same_on_all(group: dist.ProcessGroup, num_experts: int, hidden_size: int) -> None:
+    """Once here, because ranks that have different dispatchers of this group share no memory to find it out later."""
+    for peer, (experts, hidden) in enumerate(gathered(group, [num_experts, hidden_size])):
+        if (experts, hidden) != (num_experts, hidden_size):
+            raise ValueError(
+                f"rank {peer} exchanges rows of {hidden} numbers among {experts} experts, and rank {group.rank()} of "
+                f"{hidden_size} among {num_experts}; all ranks must give the same"
+            )
