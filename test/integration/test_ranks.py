@@ -65,15 +65,16 @@ def rank_processes(engine: Any) -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.pid)
 
 
-@pytest.mark.parametrize(("family", "number"), [(FAMILIES[0], 2), (FAMILIES[1], 4)])
+@pytest.mark.parametrize(("family", "number", "dispatcher"), [(FAMILIES[0], 2, "gloo"), (FAMILIES[1], 4, "shared")])
 def test_greedy_tokens_of_ranks_equal_huggingface_with_every_sequence_moved_at_every_boundary(
     family: str,
     number: int,
+    dispatcher: str,
     batch_engine: Callable[..., Any],
     reference: Callable[[str, str], Reference],
     prompts: Prompts,
 ) -> None:
-    engine = batch_engine(family, 7, **ranks(number))
+    engine = batch_engine(family, 7, **ranks(number, token_dispatcher=dispatcher))
     before = engine.batch_stats()["counters"]
     assert generate(engine, prompts) == reference(family, "float32").tokens
     stats = engine.batch_stats()
