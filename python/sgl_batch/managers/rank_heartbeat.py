@@ -56,9 +56,12 @@ class RankHeartbeat:
 
     def _beat(self) -> None:
         heard = dict.fromkeys(self._place.others, time.monotonic())
-        next_beat = 0.0
+        next_beat, last = 0.0, time.monotonic()
         while True:
             now = time.monotonic()
+            if now - last > 2 * _BEAT_S:  # this process stood still, and what it has not read is nobody's silence
+                heard = {peer: since + now - last for peer, since in heard.items()}
+            last = now
             if now >= next_beat:
                 next_beat = now + _BEAT_S
                 for peer in heard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from heartbeat_process import listening_rank
 
@@ -39,3 +40,33 @@ def test_ranks_that_fall_silent_together_are_all_named_and_the_engine_ends(tmp_p
     failure = Rendezvous(tmp_path).failure
     assert failure is not None
     assert failure.startswith("ranks 1, 2 of the engine hang: ranks 1, 2: waited 1 s")
+
+
+def test_a_rank_that_stood_still_itself_takes_nobody_for_hanging(tmp_path):
+    with listening_rank(tmp_path, world_size=2, timeout_s=2.0) as controller:
+        with RankPlace(rank=1, world_size=2, directory=tmp_path).channel("heartbeat", Beat) as channel:
+            (listener,) = psutil.Process(controller.pid).children()
+            exchange_beats(channel, 3)
+            listener.suspend()
+            await_silence(channel, seconds=4.0)
+            listener.resume()
+            channel.recv([0], timeout_s=60, awaiting="its first beat after it stood still")
+            exchange_beats(channel, 4)
+        controller.join(timeout=60)
+    failure = Rendezvous(tmp_path).failure
+    assert failure is not None
+    assert failure.startswith("rank 1 of the engine died"), "it went on until rank 1 closed its connection"
+
+
+def exchange_beats(channel, number):
+    for _ in range(number):
+        channel.send(0, Beat())
+        channel.recv([0], timeout_s=60, awaiting="its next beat")
+
+
+def await_silence(channel, seconds):
+    try:
+        while True:
+            channel.recv([0], timeout_s=seconds, awaiting="silence")
+    except PeerTimeout:
+        return
