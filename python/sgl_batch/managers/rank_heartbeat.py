@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from sgl_batch.distributed.rank_errors import BadMessage, PeerLost, PeerTimeout, RankError
+from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout, RankError
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 
@@ -24,6 +24,16 @@ _BEAT_S = 1.0
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     """The sender's process runs."""
+
+
+def failure_text(error: RankError) -> str:
+    """What the engine says of a failure: every rank that it concerns, and what has become of them."""
+    ranks = error.ranks if isinstance(error, PeerTimeout) else () if error.rank is None else (error.rank,)
+    several = len(ranks) > 1
+    who = f"{'ranks' if several else 'rank'} {', '.join(map(str, ranks))}" if ranks else "a rank"
+    silent = "hang" if several else "hangs"
+    what = silent if isinstance(error, PeerTimeout) else "died" if isinstance(error, PeerLost) else "failed"
+    return f"{who} of the engine {what}: {error}"
 
 
 class RankHeartbeat:
@@ -46,9 +56,12 @@ class RankHeartbeat:
 
     def _beat(self) -> None:
         heard = dict.fromkeys(self._place.others, time.monotonic())
-        next_beat = 0.0
+        next_beat, last = 0.0, time.monotonic()
         while True:
             now = time.monotonic()
+            if now - last > 2 * _BEAT_S:  # this process stood still, and what it has not read is nobody's silence
+                heard = {peer: since + now - last for peer, since in heard.items()}
+            last = now
             if now >= next_beat:
                 next_beat = now + _BEAT_S
                 for peer in heard:
@@ -64,9 +77,7 @@ class RankHeartbeat:
                 heard[received[0]] = time.monotonic()
 
     def _end(self, error: RankError) -> None:
-        kind = "hangs" if isinstance(error, PeerTimeout) else "died" if isinstance(error, PeerLost) else "failed"
-        assert not isinstance(error, BadMessage) or error.rank is not None, str(error)
-        self._place.rendezvous.report_failure(f"rank {error.rank} of the engine {kind}: {error}")
+        self._place.rendezvous.report_failure(failure_text(error))
         logger.error("rank %d ends because %s", self._place.rank, error)
         # The controller is this process's parent: when it ends, all ranks end with it, and the engine's own process
         # learns of it at once.

@@ -39,7 +39,7 @@ So there are never two owners alive, and as long as both live there is always ex
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 
 class Owner(enum.Enum):
@@ -121,18 +121,19 @@ class ReceiverAction(enum.Enum):
     FREE = "let go of the tensors under way and free the reserved pages"
 
 
-class SenderStep(NamedTuple):
-    """The next state and what to do on the way."""
-
-    state: SenderState
-    actions: tuple[SenderAction, ...] = ()
+S = TypeVar("S", bound=SenderState | ReceiverState)
+A = TypeVar("A", bound=SenderAction | ReceiverAction)
 
 
-class ReceiverStep(NamedTuple):
-    """The next state and what to do on the way."""
+class Step(NamedTuple, Generic[S, A]):
+    """The next state of a side and what it does on the way."""
 
-    state: ReceiverState
-    actions: tuple[ReceiverAction, ...] = ()
+    state: S
+    actions: tuple[A, ...] = ()
+
+
+SenderStep = Step[SenderState, SenderAction]
+ReceiverStep = Step[ReceiverState, ReceiverAction]
 
 
 def _sender_table() -> dict[tuple[SenderState, SenderEvent], SenderStep]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_wires import MemoryChannel, MemoryTransport, complete
 from page_store import PageStore
 
-from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout, TransferError
+from sgl_batch.distributed.rank_errors import BadMessage, PeerLost, PeerTimeout, TransferError
 from sgl_batch.migration.ends import Ends
-from sgl_batch.migration.messages import LotId
+from sgl_batch.migration.messages import Accept, Commit, LotId, Offer, Refuse
 from sgl_batch.migration.outcome import Result
 from sgl_batch.migration.protocol import ReceiverState, SenderState
 from sgl_batch.migration.receiver import ReceiverLot
@@ -181,3 +182,36 @@ def test_the_survivor_of_a_death_is_never_left_in_doubt(picks, death):
     assert world.sides[survivor].ended
     world.check_owners()
     world.check_contents()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Commit(lot=LOT),
+        Accept(lot=LOT, refused={"a stranger": "it is not offered"}),
+        Accept(lot=LOT, refused={"s0": "no room", "s1": "no room"}),
+        Refuse(lot=LOT, refused={"s0": "no room"}),
+    ],
+    ids=["of another kind", "of another sequence", "which accepts nothing", "which refuses a part"],
+)
+def test_a_sender_that_gets_an_impossible_answer_keeps_its_sequences_and_blames_the_other(message):
+    world = OneLot([2, 1], room=3)
+    sender = world.sides[0]
+    sender.handle(message)
+    assert sender.state is SenderState.KEPT
+    (failure,) = sender.failures
+    assert isinstance(failure, BadMessage)
+    assert failure.rank == 1
+    assert [outcome.result for outcome in sender.outcomes()] == [Result.KEPT, Result.KEPT]
+
+
+@pytest.mark.parametrize("message", [Commit(lot=LOT), Offer(lot=LOT, headers=[])], ids=["too early", "of others"])
+def test_a_receiver_that_gets_an_impossible_message_takes_nothing_and_blames_the_other(message):
+    world = OneLot([2, 1], room=3)
+    receiver = world.sides[1]
+    receiver.handle(message)
+    assert receiver.state is ReceiverState.DROPPED
+    (failure,) = receiver.failures
+    assert isinstance(failure, BadMessage)
+    assert failure.rank == 0
+    world.stores[1].check_account(reserved=0)
