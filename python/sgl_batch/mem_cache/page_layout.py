@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from sgl_batch.kernel_loader import native_kernels
+
 PANEL = 32  # columns of a packed panel, as the native kernels have it
 
 
@@ -79,10 +81,11 @@ class PanelLayout:
         keys_NHD: torch.Tensor,
         values_NHD: torch.Tensor,
     ) -> None:
-        (key_panel, key_column), (pair, half) = self._places(at[1])
-        pages = at[0]
-        pools[0][pages, :, key_panel, :, key_column] = keys_NHD.unflatten(2, (-1, self.key_shape[4]))
-        pools[1][pages, :, :, pair, :, half] = values_NHD.unflatten(2, (-1, self.value_shape[3]))
+        kernels = native_kernels()
+        assert kernels is not None, "packed pages are made where the kernels are"
+        pages, offsets = at
+        slots = pages * (self.key_shape[1] * self.key_shape[3]) + offsets
+        kernels.write_pages(*pools, slots, _with_heads_together(keys_NHD), _with_heads_together(values_NHD))
 
     def read(
         self, pools: tuple[torch.Tensor, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
@@ -99,6 +102,12 @@ class PanelLayout:
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         width, step = self.key_shape[3], self.value_shape[4]
         return (offsets // width, offsets % width), (offsets // step, offsets % step)
+
+
+def _with_heads_together(rows_NHD: torch.Tensor) -> torch.Tensor:
+    """Rows as the kernels take them: of a token all heads in one piece; tokens may lie apart."""
+    together = rows_NHD.stride()[1:] == (rows_NHD.shape[2], 1)
+    return rows_NHD if together else rows_NHD.contiguous()
 
 
 def page_layout(

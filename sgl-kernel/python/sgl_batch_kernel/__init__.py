@@ -102,6 +102,21 @@ def attention(
     return out
 
 
+def write_pages(
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots_N: torch.Tensor,
+    keys_NHD: torch.Tensor,
+    values_NHD: torch.Tensor,
+) -> None:
+    """Write keys and values at slots (page * page size + offset) of the pages that `attention` reads.
+
+    `k_pages`: [pages, KV heads, page / W, D / C, W, C] and `v_pages`: [pages, KV heads, D / W, page / C, W, C], with
+    panels of W columns and C = 2 for bf16, 1 for f32. Rows of keys and values may lie apart (stride(0) > H * D).
+    """
+    _ops.write_pages(k_pages, v_pages, slots_N, keys_NHD, values_NHD)
+
+
 def exchange_dispatch(
     regions: list[torch.Tensor],
     rank: int,

@@ -1,0 +1,61 @@
+"""Keys and values lie in pages just where attention looks for them, and nothing else of a page is touched."""
+
+from __future__ import annotations
+
+import pytest
+import sgl_batch_kernel
+import torch
+
+from sgl_batch.mem_cache.page_layout import page_layout
+
+NUM_PAGES = 9
+
+
+def pools_of(heads: int, page_size: int, head_dim: int, dtype: torch.dtype, fill: float) -> list[torch.Tensor]:
+    layout = page_layout(heads=heads, page_size=page_size, head_dim=head_dim, dtype=dtype, native=True)
+    return [torch.full((NUM_PAGES, *shape), fill, dtype=dtype) for shape in (layout.key_shape, layout.value_shape)]
+
+
+def expected(
+    pools: list[torch.Tensor], slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int
+) -> list[torch.Tensor]:
+    """The pools after every single number has been put where its place in the packed order says."""
+    k_pages, v_pages = (pool.clone() for pool in pools)
+    width, step, value_width = k_pages.shape[4], k_pages.shape[5], v_pages.shape[4]
+    for row, slot in enumerate(slots.tolist()):
+        page, offset = divmod(slot, page_size)
+        for d in range(keys.shape[2]):
+            k_pages[page, :, offset // width, d // step, offset % width, d % step] = keys[row, :, d]
+            v_pages[page, :, d // value_width, offset // step, d % value_width, offset % step] = values[row, :, d]
+    return [k_pages, v_pages]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "page_size", "head_dim"), [(2, 64, 64), (3, 6, 20), (1, 32, 96)])
+def test_rows_go_to_their_slots_and_nothing_else_changes(heads, page_size, head_dim, dtype):
+    generator = torch.Generator().manual_seed(page_size)
+    slots = torch.randperm(NUM_PAGES * page_size, generator=generator)[: NUM_PAGES * page_size // 3]
+    # Keys and values as views of one product, as attention layers give them.
+    qkv = torch.randn(len(slots), 3 * heads * head_dim, generator=generator).to(dtype)
+    _, keys, values = (part.view(-1, heads, head_dim) for part in qkv.chunk(3, dim=1))
+    pools = pools_of(heads, page_size, head_dim, dtype, fill=7.0)
+    wanted = expected(pools, slots, keys, values, page_size)
+    sgl_batch_kernel.write_pages(*pools, slots, keys, values)
+    for pool, right in zip(pools, wanted, strict=True):
+        assert torch.equal(pool, right)
+
+
+@pytest.mark.parametrize("slot", [-1, NUM_PAGES * 64])
+def test_a_slot_outside_of_the_pages_is_refused(slot):
+    pools = pools_of(2, 64, 64, torch.bfloat16, fill=7.0)
+    rows = torch.zeros(1, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=rf"slot {slot} of {NUM_PAGES * 64}"):
+        sgl_batch_kernel.write_pages(*pools, torch.tensor([slot]), rows, rows)
+    assert all((pool == 7.0).all() for pool in pools)
+
+
+def test_rows_of_another_number_type_are_refused():
+    pools = pools_of(2, 64, 64, torch.bfloat16, fill=7.0)
+    rows = torch.zeros(1, 2, 64)
+    with pytest.raises(RuntimeError, match=r"rows are Float.* pages of BFloat16"):
+        sgl_batch_kernel.write_pages(*pools, torch.tensor([0]), rows, rows)
