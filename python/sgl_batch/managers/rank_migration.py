@@ -35,14 +35,14 @@ class RankSequences:
     """The `SequenceStore` of a scheduler process. `running` is the decode batch of the boundary under way."""
 
     def __init__(self, scheduler: Any, executor: BoundaryExecutor) -> None:
-        self._scheduler, self._executor = scheduler, executor
+        self._scheduler, self._table = scheduler, executor.table
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._page_size: int = scheduler.page_size
         self._expected: dict[str, _Expected] = {}
         self.running: Any = None
 
     def export(self, sequence_id: str) -> Export:
-        request = self._executor.request_named(sequence_id)
+        request = self._table.request_named(sequence_id)
         position = request.kv_committed_len
         slots = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, :position]
         pages = (slots[:: self._page_size].to(torch.int64) // self._page_size).tolist()
@@ -71,7 +71,7 @@ class RankSequences:
             progress=header.progress,
             position=header.position,
         )
-        refusal = self._executor.expect(request)
+        refusal = self._table.expect(request)
         if refusal is not None:
             return Refusal(reason=refusal)
         slots = self._scheduler.token_to_kv_pool_allocator.alloc(header.num_pages * self._page_size)
@@ -82,19 +82,19 @@ class RankSequences:
     def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
         expected = self._expected.pop(header.sequence_id)
         moving.take_in(self._scheduler, expected.request, expected.slots[: header.position])
-        self._executor.adopt(expected.request)
+        self._table.adopt(expected.request)
 
     def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
         expected = self._expected.pop(header.sequence_id)
         self._scheduler.token_to_kv_pool_allocator.free(expected.slots)
-        self._executor.expect_no_more(header.sequence_id)
+        self._table.expect_no_more(header.sequence_id)
 
     def release(self, sequence_id: str) -> None:
-        request = self._executor.request_named(sequence_id)
-        if self._executor.is_running(sequence_id):
+        request = self._table.request_named(sequence_id)
+        if self._table.is_running(sequence_id):
             moving.without(self.running, request)
         moving.let_go(self._scheduler, request)
-        self._executor.depart(sequence_id)
+        self._table.depart(sequence_id)
 
     def _parts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._pool.k_pages[layer], self._pool.v_pages[layer]

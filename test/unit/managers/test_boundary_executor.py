@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import tracemalloc
 from types import SimpleNamespace
-from typing import Any
+
+from scheduler_stand_ins import request, scheduler_stand_in
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan import make_plan
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
-
-
-def scheduler_stand_in(**parts: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        token_to_kv_pool_allocator=SimpleNamespace(size=64_000),
-        page_size=64,
-        req_to_token_pool=SimpleNamespace(size=512, available_size=lambda: 256),
-        grammar_manager=SimpleNamespace(grammar_queue=[]),
-        waiting_queue=[],
-        **parts,
-    )
-
-
-def request(number: int) -> SimpleNamespace:
-    return SimpleNamespace(
-        rid=f"r{number}",
-        extra_key=None,
-        to_finish=None,
-        origin_input_ids=[1] * 100,
-        return_logprob=False,
-        logprob_start_len=-1,
-        sampling_params=SimpleNamespace(max_new_tokens=8),
-    )
 
 
 def executor_with_queue(length: int) -> BoundaryExecutor:

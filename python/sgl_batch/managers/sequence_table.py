@@ -1,0 +1,180 @@
+"""Owns the sequences of a rank: their requests, states and pages, as they come, change, move to other ranks and go.
+
+Which of them runs, waits or moves next is decided in core/; batches of them are made by the boundary executor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_batch.core.admission import refusal
+from sgl_batch.core.coroutine import Event, Transition, advance
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.primitives import migrate, yield_
+from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.managers import prompt_groups
+from sgl_batch.managers.prompt_sharing import PromptSharing
+from sgl_batch.managers.sequence_queue import SequencesView
+from sgl_batch.managers.trace import TraceWriter
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.sglang_adapter.moving import movable
+
+
+class SequenceTable:
+    """Sequences and requests by id, the READY ones in order, and the account of pages.
+
+    `changes` counts what has come and what has changed its state, so that nothing is decided twice over the same.
+    """
+
+    def __init__(self, ledger: PageLedger, sharing: PromptSharing, counters: Counters, trace: TraceWriter) -> None:
+        self.ledger = ledger
+        self.changes = 0
+        self._sharing, self._counters, self._trace = sharing, counters, trace
+        self._sequences: dict[str, Sequence] = {}
+        self._requests: dict[str, Any] = {}
+        self._ready: dict[str, Sequence] = {}
+        self._arrivals = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._sequences
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sequences
+
+    def __getitem__(self, name: str) -> Sequence:
+        return self._sequences[name]
+
+    def request_named(self, name: str) -> Any:
+        """The request of a sequence of this rank."""
+        return self._requests[name]
+
+    @property
+    def ready(self) -> SequencesView:
+        """The READY sequences, in order; a view, which costs nothing."""
+        return SequencesView(self._ready)
+
+    def ready_named(self, names: list[str]) -> tuple[Sequence, ...]:
+        """READY sequences by id; those that were to come and did not are left out."""
+        return tuple(self._ready[name] for name in names if name in self._ready)
+
+    # What comes, changes and goes.
+
+    def enter(self, request: Any) -> Sequence:
+        """Take in a request as a QUEUED sequence; one that can never fit is marked with its error."""
+        error = refusal(self._sequence_of(request), self.ledger)
+        if error is not None and request.to_finish is None:
+            request.set_finish_with_abort(error)
+        sequence = self._sequence_of(request)
+        assert sequence.sequence_id not in self._sequences, f"request id {sequence.sequence_id} is in use"
+        self._keep(sequence, request)
+        self.changes += 1
+        return sequence
+
+    def _keep(self, sequence: Sequence, request: Any) -> None:
+        self._arrivals += 1
+        self._sequences[sequence.sequence_id], self._requests[sequence.sequence_id] = sequence, request
+
+    def _sequence_of(self, request: Any) -> Sequence:
+        tag = prompt_groups.decode(request.extra_key)
+        refused = request.to_finish is not None
+        prompt_tokens = len(request.origin_input_ids)
+        wants_prompt_logprobs = request.return_logprob and 0 <= request.logprob_start_len < prompt_tokens
+        shares = tag is not None and not wants_prompt_logprobs and not refused
+        return Sequence(
+            sequence_id=request.rid,
+            arrival=self._arrivals,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=1 if refused else request.sampling_params.max_new_tokens,
+            prompt_group=tag.group if tag is not None and shares else None,
+            choice=tag.index if tag is not None else 0,
+        )
+
+    def record(self, changes: list[Transition]) -> None:
+        """Note changes of state, in the trace too."""
+        self.changes += len(changes)
+        self._trace.write(changes)
+
+    def prefilled(self, name: str) -> Transition:
+        """A sequence has its prompt's KV, and is READY."""
+        sequence = self._ready[name] = self._sequences[name]
+        return yield_(sequence, finished=False, why="its KV is kept for decode")
+
+    def take_ready(self, name: str) -> Any:
+        """Its request, of a sequence that is READY no longer."""
+        del self._ready[name]
+        return self._requests[name]
+
+    def finish(self, request: Any) -> Transition:
+        """A sequence has ended, as its request says."""
+        sequence = self._sequences[request.rid]
+        sequence.generated_tokens = len(request.output_ids)
+        reason = request.finished_reason.to_json()
+        aborted = reason.get("type") == "abort"
+        change = advance(sequence, Event.ABORT if aborted else Event.FINISH, f"finish reason: {reason['type']}")
+        self._counters.add("sequences_aborted" if aborted else "sequences_finished")
+        self._counters.add("generated_tokens", sequence.generated_tokens)
+        self._drop(sequence)
+        return change
+
+    def abort_queued(self, sequence: Sequence) -> None:
+        """A sequence has ended before it began."""
+        self.record([advance(sequence, Event.ABORT, "aborted in the queue")])
+        self._counters.add("sequences_aborted")
+        self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.sequence_id], self._requests[sequence.sequence_id]
+        if self.ledger.holds(sequence.sequence_id):
+            self.ledger.release(sequence.sequence_id)
+        group = sequence.prompt_group
+        if group is not None and self._sharing.leave(group, sequence.sequence_id):
+            self.ledger.release(group)
+
+    # What comes from other ranks and goes there.
+
+    def is_running(self, name: str) -> bool:
+        """Whether a sequence is in the decode batch."""
+        return self._sequences[name].status is Status.RUNNING
+
+    def movable(self, running: Any) -> tuple[list[Movable], list[Movable]]:
+        """READY and RUNNING sequences that can change their rank: nobody shares their pages, all can be written."""
+        ready = [self._movable(name) for name in self._ready]
+        run = [self._movable(request.rid) for request in running.reqs]
+        return [item for item in ready if item is not None], [item for item in run if item is not None]
+
+    def _movable(self, name: str) -> Movable | None:
+        sequence, request = self._sequences[name], self._requests[name]
+        if sequence.prompt_group is not None or not movable(request):
+            return None
+        return Movable(sequence=sequence, tokens=request.kv_committed_len, pages=self.ledger.whole_pages(sequence))
+
+    def expect(self, request: Any) -> str | None:
+        """Keep pages for a sequence that may come; why not, with the numbers, where there is no room."""
+        need, free = self.ledger.whole_pages(self._sequence_of(request)), self.ledger.free_pages
+        if need > free:
+            return f"it can need {need} pages and {free} are free"
+        self.ledger.reserve(request.rid, need)
+        return None
+
+    def expect_no_more(self, name: str) -> None:
+        """The sequence that was expected does not come."""
+        self.ledger.release(name)
+
+    def adopt(self, request: Any) -> None:
+        """A sequence has come, with its KV: it is READY here."""
+        sequence = self._sequence_of(request)
+        sequence.status = Status.MIGRATING
+        self._keep(sequence, request)
+        self._ready[request.rid] = sequence
+        self.record([migrate(sequence, Event.ARRIVE, "moved here to even out the ranks")])
+        self._counters.add("sequences_arrived")
+
+    def depart(self, name: str) -> None:
+        """A sequence has gone to another rank."""
+        sequence = self._sequences[name]
+        self.record([migrate(sequence, Event.DEPART, "moved away to even out the ranks")])
+        self._counters.add("sequences_departed")
+        self._ready.pop(name, None)
+        self._drop(sequence)

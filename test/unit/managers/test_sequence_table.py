@@ -1,0 +1,88 @@
+"""A rank's sequences as they come, move and go: pages are kept for who may come, and given back by who has gone."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from scheduler_stand_ins import request
+
+from sgl_batch.core.coroutine import Event
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.primitives import combine
+from sgl_batch.core.sequence import Status
+from sgl_batch.managers.prompt_groups import ChoiceTag
+from sgl_batch.managers.sequence_table import SequenceTable
+from sgl_batch.managers.trace import TraceWriter
+from sgl_batch.model_executor.counters import Counters
+
+
+class NoSharing:
+    """Prompts that nobody shares any more."""
+
+    def leave(self, group, sequence_id):
+        return False
+
+
+@pytest.fixture
+def table(tmp_path):
+    return SequenceTable(PageLedger(10, 64), NoSharing(), Counters(), TraceWriter(str(tmp_path / "trace.jsonl")))
+
+
+def make_ready(table, *requests):
+    """The sequences of these requests, prefilled."""
+    for each in requests:
+        sequence = table.enter(each)
+        table.ledger.reserve(sequence.sequence_id, table.ledger.whole_pages(sequence))
+        table.record(combine([sequence], Event.COMBINE_PREFILL, "test"))
+        table.record([table.prefilled(sequence.sequence_id)])
+
+
+def test_who_may_come_has_its_pages_kept_until_it_is_known_not_to_come(table):
+    assert table.expect(request(1)) is None
+    assert table.ledger.free_pages == 8, "100 tokens of prompt and 8 more take 2 pages of 64"
+    table.expect_no_more("r1")
+    assert table.ledger.free_pages == 10
+
+
+def test_who_finds_no_room_is_told_the_numbers_and_nothing_is_kept(table):
+    assert table.expect(request(1, max_new_tokens=600)) == "it can need 11 pages and 10 are free"
+    assert table.ledger.free_pages == 10
+
+
+def test_who_has_come_is_ready_behind_the_others_and_a_change_to_decide_over(table):
+    make_ready(table, request(1))
+    changes = table.changes
+    arriving = request(2)
+    table.expect(arriving)
+    table.adopt(arriving)
+    assert [sequence.sequence_id for sequence in table.ready] == ["r1", "r2"]
+    assert table["r2"].status is Status.READY
+    assert table["r2"].arrival > table["r1"].arrival
+    assert table.request_named("r2") is arriving
+    assert table.changes == changes + 1
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_who_has_gone_leaves_nothing_behind(table, runs, tmp_path):
+    make_ready(table, request(1))
+    if runs:
+        sequence = table["r1"]
+        table.take_ready("r1")
+        table.record(combine([sequence], Event.COMBINE_DECODE, "test"))
+    assert table.is_running("r1") is runs
+    table.depart("r1")
+    assert table.is_empty
+    assert not len(table.ready)
+    assert table.ledger.free_pages == 10
+    last = json.loads((tmp_path / "trace.jsonl").read_text().splitlines()[-1])
+    assert (last["sequence"], last["to"]) == ("r1", "MIGRATING")
+
+
+def test_choices_that_share_a_prompt_and_requests_that_cannot_be_written_down_stay(table):
+    tag = ChoiceTag(group="g", index=0, count=2).encode()
+    make_ready(table, request(1), request(2, extra_key=tag), request(3, grammar=object()), request(4, output_ids=[]))
+    ready, running = table.movable(SimpleNamespace(reqs=[]))
+    assert [(item.sequence.sequence_id, item.tokens, item.pages) for item in ready] == [("r1", 100, 2)]
+    assert running == []
