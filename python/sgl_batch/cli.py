@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from typing import NoReturn
 
 _USAGE = """\
 usage: sgl-batch COMMAND [options]
@@ -46,5 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
+def command() -> NoReturn:
+    """The program: `main`, then the end of its process."""
+    from sgl_batch.launch_server import end_with
+
+    end_with(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

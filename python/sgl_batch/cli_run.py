@@ -68,7 +68,9 @@ def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
     def start() -> BatchEngine:
         from sgl_batch.engine import Engine
 
-        return Engine(server_args=arguments.server_args, batch_config=arguments.config)
+        return Engine(
+            server_args=arguments.server_args, batch_config=arguments.config, start_method=arguments.start_method
+        )
 
     return start
 

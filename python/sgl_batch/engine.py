@@ -10,9 +10,11 @@ from typing import Any
 from sgl_batch.config import BatchConfig, from_mapping, split_kwargs
 from sgl_batch.errors import EngineError
 from sgl_batch.managers import launch
+from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.line_answers import LineAnswers
 from sgl_batch.managers.rank_stats import merged_stats
 from sgl_batch.sglang_adapter import processes
+from sgl_batch.sglang_adapter.child_processes import SPAWN
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
 
@@ -25,16 +27,16 @@ class Engine(processes.RankedEngine):
     """
 
     init_tokenizer_manager_func = staticmethod(launch.start_tokenizer_manager)
-    run_detokenizer_process_func = staticmethod(launch.run_detokenizer_process)
 
     def __init__(self, **kwargs: Any) -> None:
-        server_args = kwargs.pop("server_args", None)
+        server_args, start_method = kwargs.pop("server_args", None), kwargs.pop("start_method", SPAWN)
         self.batch_config: BatchConfig = kwargs.pop("batch_config", None) or BatchConfig()
         if server_args is None:
             self.batch_config, rest = split_kwargs(kwargs)
             rest.setdefault("log_level", "error")
             server_args = make_server_args(rest, self.batch_config)
-        self._run = self.run_scheduler_process_func = launch.EngineRun.begin(self.batch_config)
+        self._run = self.run_scheduler_process_func = EngineRun.begin(self.batch_config, start_method)
+        self.run_detokenizer_process_func = self._run.detokenizer
         with processes.platform(launch.child_platform(server_args)), launch.start_errors():
             super().__init__(server_args=server_args)
         infos = self._run.infos(self._scheduler_init_result.scheduler_infos)

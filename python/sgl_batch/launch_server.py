@@ -6,13 +6,15 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from sgl_batch import config as batch_config
 from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError, SglBatchError
+from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
 
 _DESCRIPTION = """\
 Serve a mixture-of-experts model over HTTP with SGLang's endpoints, scheduled in groups for whole batches.
@@ -22,10 +24,11 @@ The flags of sgl_batch come first; all other flags are SGLang's own and mean wha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArguments:
-    """SGLang's arguments (a ServerArgs) and ours."""
+    """SGLang's arguments (a ServerArgs), ours, and multiprocessing's start method for the engine's processes."""
 
     server_args: Any
     config: BatchConfig
+    start_method: str
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,10 +40,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of all flags. Our defaults for SGLang's flags depend on --device, so it looks at `argv`."""
     from sgl_batch.managers import launch
 
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--device")
-    first.add_argument("--b-moe-decode", type=int, default=None)
-    known, _ = first.parse_known_args(list(argv))
+    known = _what_defaults_depend_on(argv)
     parser = _Parser(
         prog="python -m sgl_batch.launch_server",
         description=_DESCRIPTION,
@@ -52,6 +52,13 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def _what_defaults_depend_on(argv: Sequence[str]) -> argparse.Namespace:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--device")
+    first.add_argument("--b-moe-decode", type=int, default=None)
+    return first.parse_known_args(list(argv))[0]
+
+
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add SGLang's own flags."""
     from sgl_batch.sglang_adapter.processes import ServerArgs
@@ -60,20 +67,22 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_arguments(argv: Sequence[str]) -> EngineArguments:
-    """Parse and check all flags. Raises ConfigError for a bad one; --help exits."""
+    """Parse and check all flags, in a program of ours. Raises ConfigError for a bad one; --help exits."""
     ours = _Parser(add_help=False, allow_abbrev=False)
     batch_config.add_cli_flags(ours)
     batch_config.from_args(
         ours.parse_known_args(list(argv))[0]
     )  # our mistakes are answered before SGLang's slow import
-    from sgl_batch.engine import make_server_args
-    from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file
+    with template(_what_defaults_depend_on(argv).device) as can_fork:
+        from sgl_batch.engine import make_server_args
+        from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file
 
-    parser = build_parser(argv)
-    args = parser.parse_args(merge_config_file(parser, list(argv)))
-    config = batch_config.from_args(args)
-    kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
-    return EngineArguments(server_args=make_server_args(kwargs, config), config=config)
+        parser = build_parser(argv)
+        args = parser.parse_args(merge_config_file(parser, list(argv)))
+        config = batch_config.from_args(args)
+        kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
+        server_args = make_server_args(kwargs, config)
+    return EngineArguments(server_args=server_args, config=config, start_method=FORK if can_fork else SPAWN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sgl_batch.sglang_adapter.processes import kill_process_tree
 
     try:
-        launch.serve(parsed.server_args, parsed.config)
+        launch.serve(parsed.server_args, parsed.config, parsed.start_method)
     except SglBatchError as error:
         sys.stderr.write(f"launch_server: error: {error}\n")
         return 3
@@ -99,5 +108,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def end_with(program: Callable[[], int]) -> NoReturn:
+    """Run a program of ours, and end this process with its exit code and at once.
+
+    Python's own way looks at each of the millions of objects of the libraries, for seconds, before it lets them go.
+    """
+    try:
+        code = program()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        code = end.code or 0
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from .conftest import MODEL, RunFiles, chat_line, collect, read_lines, run_argv
 
@@ -166,6 +168,18 @@ def test_a_killed_scheduler_ends_the_run_with_finished_lines_kept(
     assert len(read_lines(output)) >= 20
     assert "a process of the engine died" in stderr
     assert not psutil.pid_exists(scheduler.pid)
+
+
+def test_on_a_cpu_torch_is_imported_once_and_the_engines_processes_are_forked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_command: Callable[..., RunFiles]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(GOOD[0]) + "\n")
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    files = run_command(source, tmp_path / "out.jsonl")
+    assert files.exit_code == 0, files.stderr[-2000:]
+    imports = re.findall(r"^import time: .*\| torch$", files.stderr, re.MULTILINE)
+    assert len(imports) == (3 if torch.cuda.is_available() else 1)
 
 
 @pytest.mark.parametrize(

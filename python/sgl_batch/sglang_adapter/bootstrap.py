@@ -1,13 +1,16 @@
-"""Owns what must happen before SGLang is imported: the version check and torchvision's operator schemas.
+"""Owns what must happen before SGLang is imported, and how: the version check, torchvision's operator schemas.
 
 It decides nothing about how SGLang runs.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import importlib.util
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sgl_batch.errors import ConfigError
@@ -62,3 +65,27 @@ def prepare() -> None:
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _libraries.append(library)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import SGLang inside this block: prepared, and without Python's collector.
+
+    An import of SGLang makes some millions of objects that stay; looking through them again and again for garbage takes
+    a fifth of the import's time.
+    """
+    prepare()
+    with collector_paused():
+        yield
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python collects no garbage cycles inside; then it goes on if it did before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -8,13 +8,12 @@ from typing import Any
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION
 
-bootstrap.prepare()
-
-import torch  # noqa: E402
-from sglang.srt.managers.tp_worker import TpModelWorker  # noqa: E402
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch  # noqa: E402
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput  # noqa: E402
+with bootstrap.importing():
+    import torch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 
 __all__ = [
     "ForwardBatch",

@@ -7,20 +7,19 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 
-bootstrap.prepare()
-
-from sglang.srt.constrained.base_grammar_backend import register_grammar_backend  # noqa: E402
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend  # noqa: E402
-from sglang.srt.layers.attention.attention_registry import register_attention_backend  # noqa: E402
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend  # noqa: E402
-from sglang.srt.layers.layernorm import RMSNorm  # noqa: E402
-from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput  # noqa: E402
-from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK  # noqa: E402
-from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod  # noqa: E402
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
-from sglang.srt.layers.sampler import Sampler, register_sampler_backend  # noqa: E402
-from sglang.srt.layers.utils.multi_platform import MultiPlatformOp  # noqa: E402
-from sglang.srt.sampling.sampling_params import TOP_K_ALL  # noqa: E402
+with bootstrap.importing():
+    from sglang.srt.constrained.base_grammar_backend import register_grammar_backend
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+    from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+    from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+    from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 __all__ = [
     "TOP_K_ALL",

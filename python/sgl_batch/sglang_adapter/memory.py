@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from sgl_batch.sglang_adapter import bootstrap
 
-bootstrap.prepare()
-
-from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import KVCache, unwrap_write_loc  # noqa: E402
+with bootstrap.importing():
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import KVCache, unwrap_write_loc
 
 __all__ = ["BaseTokenToKVPoolAllocator", "KVCache", "unwrap_write_loc"]

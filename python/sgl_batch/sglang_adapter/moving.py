@@ -9,11 +9,10 @@ import msgspec
 
 from sgl_batch.sglang_adapter import bootstrap
 
-bootstrap.prepare()
-
-from sglang.srt.managers.schedule_batch import Req, ReqKvInfo  # noqa: E402
-from sglang.srt.mem_cache.common import release_kv_cache  # noqa: E402
-from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+with bootstrap.importing():
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+    from sglang.srt.mem_cache.common import release_kv_cache
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 __all__ = ["let_go", "movable", "progress_of", "rebuild", "sampling_of", "take_in", "without"]
 

@@ -8,12 +8,11 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 
-bootstrap.prepare()
-
-from pydantic import ValidationError  # noqa: E402
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest  # noqa: E402
-from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat  # noqa: E402
-from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion  # noqa: E402
+with bootstrap.importing():
+    from pydantic import ValidationError
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 
 class OpenAIEndpoints:

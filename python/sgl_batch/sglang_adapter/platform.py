@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from sgl_batch.sglang_adapter import bootstrap
 
-bootstrap.prepare()
-
-from sglang.srt.platforms.cpu import CpuSRTPlatform  # noqa: E402
-from sglang.srt.platforms.interface import PlatformEnum  # noqa: E402
+with bootstrap.importing():
+    from sglang.srt.platforms.cpu import CpuSRTPlatform
+    from sglang.srt.platforms.interface import PlatformEnum
 
 __all__ = ["CpuSRTPlatform", "PlatformEnum"]

@@ -8,27 +8,24 @@ put in SGLang's place, while it is started.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
+from sgl_batch.sglang_adapter.names import CPU_ATTENTION
 
-bootstrap.prepare()
-
-import psutil  # noqa: E402
-import sglang.srt.entrypoints.engine as engine_module  # noqa: E402
-import sglang.srt.managers.scheduler as scheduler_module  # noqa: E402
-import sglang.srt.mem_cache.allocation as allocation_module  # noqa: E402
-import sglang.srt.model_executor.forward_batch_info as forward_batch_module  # noqa: E402
-from sglang.srt.entrypoints.engine import Engine  # noqa: E402
-from sglang.srt.managers.detokenizer_manager import run_detokenizer_process  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
-from sglang.srt.utils import kill_process_tree  # noqa: E402
-
-from sgl_batch.sglang_adapter.names import CPU_ATTENTION  # noqa: E402
+with bootstrap.importing():
+    import psutil
+    import sglang.srt.entrypoints.engine as engine_module
+    import sglang.srt.managers.scheduler as scheduler_module
+    import sglang.srt.mem_cache.allocation as allocation_module
+    import sglang.srt.model_executor.forward_batch_info as forward_batch_module
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
 
 __all__ = [
     "Engine",
@@ -42,31 +39,13 @@ __all__ = [
     "merge_config_file",
     "platform",
     "run_detokenizer_process",
-    "run_scheduler_process",
     "run_scheduler_with",
     "serve_http",
 ]
 
-_CPU_ENVIRONMENT = {
-    # Python's own tracker of semaphores tells the user of those of processes that were ended, and removes them itself.
-    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
-    # Threads wait without spinning: the engine's other processes share the cores, and threads that spin while one of
-    # them is off its core lose most of the time.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # oneDNN compiles a kernel for every number of rows that a product ever has, and both it and torch keep the last
-    # 1,024: half a gigabyte, once a long run has met them. A decode step needs a few dozen.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-    "LRU_CACHE_CAPACITY": "128",
-}
-
 
 def _support_triton(backend: str) -> bool:
     return backend not in ("torch_native", "intel_amx", CPU_ATTENTION)
-
-
-def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
-    """SGLang's own scheduler process, unchanged."""
-    scheduler_module.run_scheduler_process(*args, **kwargs)
 
 
 def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[], Any], *args: Any) -> None:
@@ -87,20 +66,27 @@ def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[]
 class RankedEngine(Engine):  # type: ignore[misc]
     """SGLang's engine, whose several ranks are started by the `controller` of the scheduler process function.
 
-    SGLang's own controller never rests and waits for ever for a rank that ends while it starts.
+    SGLang's own controller never rests and waits for ever for a rank that ends while it starts. Its processes start as
+    the `start_method` of their functions' owner says; SGLang always starts them anew.
     """
 
     @classmethod
     def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, run_scheduler_process_func: Any) -> Any:
-        controller = getattr(run_scheduler_process_func, "controller", None)
-        if controller is None:
-            return super()._launch_scheduler_processes(server_args, port_args, run_scheduler_process_func)
         own = engine_module.run_data_parallel_controller_process
+        controller = getattr(run_scheduler_process_func, "controller", own)
         engine_module.run_data_parallel_controller_process = controller
         try:
-            return super()._launch_scheduler_processes(server_args, port_args, run_scheduler_process_func)
+            with start_method_of(run_scheduler_process_func):
+                return super()._launch_scheduler_processes(server_args, port_args, run_scheduler_process_func)
         finally:
             engine_module.run_data_parallel_controller_process = own
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(
+        cls, server_args: Any, port_args: Any, run_detokenizer_process_func: Any
+    ) -> Any:
+        with start_method_of(run_detokenizer_process_func):
+            return super()._launch_detokenizer_subprocesses(server_args, port_args, run_detokenizer_process_func)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,27 +160,3 @@ def merge_config_file(parser: Any, argv: list[str]) -> list[str]:
 
     merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(argv)
     return merged
-
-
-@contextmanager
-def platform(name: str | None) -> Iterator[None]:
-    """Start child processes inside this block with SGLang's platform `name` (None: as the environment stands).
-
-    With a name they also get what suits a CPU, where the environment does not say otherwise. The parent's environment
-    is restored.
-    """
-    if name is None:
-        yield
-        return
-    before = dict(os.environ)
-    os.environ["SGLANG_PLATFORM"] = name
-    for key, value in _CPU_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
-    try:
-        yield
-    finally:
-        for key in ("SGLANG_PLATFORM", *_CPU_ENVIRONMENT):
-            if key in before:
-                os.environ[key] = before[key]
-            else:
-                os.environ.pop(key, None)

@@ -12,12 +12,11 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 
-bootstrap.prepare()
-
-import sglang.srt.managers.data_parallel_controller as controller_module  # noqa: E402
-from sglang.srt.managers.data_parallel_controller import DataParallelController  # noqa: E402
-from sglang.srt.runtime_context import get_parallel  # noqa: E402
-from sglang.srt.utils.common import init_custom_process_group  # noqa: E402
+with bootstrap.importing():
+    import sglang.srt.managers.data_parallel_controller as controller_module
+    from sglang.srt.managers.data_parallel_controller import DataParallelController
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.utils.common import init_custom_process_group
 
 __all__ = ["expert_shard", "new_process_group", "run_controller_with"]
 

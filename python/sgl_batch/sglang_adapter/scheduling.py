@@ -7,20 +7,19 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 
-bootstrap.prepare()
-
-import torch  # noqa: E402
-from sglang.srt.managers.io_struct import (  # noqa: E402
-    GetInternalStateReqOutput,
-    SetInternalStateReqOutput,
-)
-from sglang.srt.managers.overlap_utils import RelayPayload  # noqa: E402
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch  # noqa: E402
-from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
-from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats, QueueCount  # noqa: E402
-from sglang.srt.mem_cache.common import release_kv_cache  # noqa: E402
-from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E402
+with bootstrap.importing():
+    import torch
+    from sglang.srt.managers.io_struct import (
+        GetInternalStateReqOutput,
+        SetInternalStateReqOutput,
+    )
+    from sglang.srt.managers.overlap_utils import RelayPayload
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats, QueueCount
+    from sglang.srt.mem_cache.common import release_kv_cache
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 __all__ = [
     "GetInternalStateReqOutput",

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.child_processes import platform
+from sgl_batch.sglang_adapter.names import STOCK_CPU_PLATFORM
 
+# Not inside `bootstrap.importing`, which makes imports faster than SGLang's own are.
 bootstrap.prepare()
 
 import torch  # noqa: E402
-
-from sgl_batch.sglang_adapter import processes  # noqa: E402
-from sgl_batch.sglang_adapter.names import STOCK_CPU_PLATFORM  # noqa: E402
+from sglang.srt.entrypoints.engine import Engine  # noqa: E402
+from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 _CPU_DEFAULTS: dict[str, Any] = {
     "device": "cpu",
@@ -24,22 +27,29 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
+def _run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process; being here, its module prepared torchvision before SGLang was imported."""
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
 def _run_detokenizer(*args: Any, **kwargs: Any) -> None:
-    """SGLang's detokenizer process; being here, its module prepared torchvision before SGLang was imported."""
-    processes.run_detokenizer_process(*args, **kwargs)
+    """SGLang's detokenizer process, likewise."""
+    detokenizer_manager.run_detokenizer_process(*args, **kwargs)
 
 
-class StockEngine(processes.Engine):  # type: ignore[misc]
+class StockEngine(Engine):  # type: ignore[misc]
     """sglang.Engine. On a CPU: a platform of native operators, torchvision's schemas, and arguments it can run."""
 
-    run_scheduler_process_func = staticmethod(processes.run_scheduler_process)
+    run_scheduler_process_func = staticmethod(_run_scheduler)
     run_detokenizer_process_func = staticmethod(_run_detokenizer)
 
     def __init__(self, **kwargs: Any) -> None:
         on_cpu = not torch.cuda.is_available()
         kwargs = {"log_level": "error", **(_CPU_DEFAULTS if on_cpu else {}), **kwargs}
-        with processes.platform(STOCK_CPU_PLATFORM if on_cpu else None):
-            super().__init__(server_args=processes.ServerArgs(**kwargs))
+        with platform(STOCK_CPU_PLATFORM if on_cpu else None):
+            super().__init__(server_args=ServerArgs(**kwargs))
 
     def shutdown(self) -> None:
-        processes.end_processes(self)
+        from sgl_batch.sglang_adapter.processes import end_processes
+
+        end_processes(self)

@@ -7,11 +7,10 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 
-bootstrap.prepare()
-
-from sglang.srt.entrypoints.engine import init_tokenizer_manager  # noqa: E402
-from sglang.srt.managers.io_struct import SetInternalStateReq  # noqa: E402
-from sglang.srt.managers.tokenizer_manager import ServerStatus, SignalHandler, TokenizerManager  # noqa: E402
+with bootstrap.importing():
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.managers.tokenizer_manager import ServerStatus, SignalHandler, TokenizerManager
 
 __all__ = [
     "ServerStatus",

@@ -1,0 +1,117 @@
+"""Owns what the processes of one engine run: which of our classes, started with what, and how a child begins."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_batch.config import BatchConfig
+from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rendezvous import Rendezvous
+from sgl_batch.layers.counter_sampler import CounterSampler
+from sgl_batch.managers.rank_controller import run_rank_controller
+from sgl_batch.managers.run_context import RunContext
+from sgl_batch.managers.scheduler import BatchScheduler
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.sglang_adapter import processes
+from sgl_batch.sglang_adapter.child_processes import SPAWN
+from sgl_batch.sglang_adapter.names import CPU_PLATFORM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """What the processes of one engine are started with. `directory`: where its ranks find each other.
+
+    It is SGLang's scheduler process function, and has its controller's and the detokenizer's beside it.
+    `start_method`: multiprocessing's, for those that SGLang starts from this process.
+    """
+
+    config: BatchConfig
+    directory: Path
+    start_method: str
+
+    @classmethod
+    def begin(cls, config: BatchConfig, start_method: str) -> EngineRun:
+        """A run with a new directory."""
+        return cls(config=config, directory=Path(tempfile.mkdtemp(prefix="sgl-batch-")), start_method=start_method)
+
+    def end(self) -> None:
+        """The processes have ended."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def failure(self) -> str | None:
+        """Why its ranks could not go on, if they have said so."""
+        return Rendezvous(self.directory).failure
+
+    def infos(self, scheduler_infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What each scheduler says of itself: several have left it in the directory, one tells SGLang."""
+        told = Rendezvous(self.directory).published("info")
+        return [json.loads(told[rank]) for rank in sorted(told)] or [info["sgl_batch"] for info in scheduler_infos]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        run_scheduler_process(self.config, self.directory, *args, **kwargs)
+
+    def controller(self, **kwargs: Any) -> None:
+        """Body of the process that starts the ranks."""
+        _begin_as_child()
+        run_rank_controller(self.directory, **kwargs)
+
+    def detokenizer(self, *args: Any, **kwargs: Any) -> None:
+        """Body of the detokenizer process: SGLang's own, imported through our adapter so that it starts on a CPU."""
+        _begin_as_child()
+        processes.run_detokenizer_process(*args, **kwargs)
+
+
+def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kwargs: Any) -> None:
+    """Body of a scheduler process: ours, in SGLang's process function. `directory`: the engine's rendezvous."""
+    _begin_as_child()
+    place = _place(directory, args)
+    counters, operators = Counters(), None
+    if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
+        operators = CpuOperators(counters)
+        operators.register()
+    context = RunContext(config=config, counters=counters, cpu_operators=operators, place=place)
+    processes.run_scheduler_with(partial(BatchScheduler, context=context), CounterSampler, *args, **kwargs)
+
+
+# SGLang's positional arguments of a scheduler process.
+_SERVER_ARGS, _DP_RANK = 0, 8
+
+
+def _place(directory: Path, args: tuple[Any, ...]) -> RankPlace | None:
+    """This process's rank, where there are several; on a CPU it takes its share of the cores."""
+    server_args, rank = args[_SERVER_ARGS], args[_DP_RANK]
+    if server_args.dp_size == 1:
+        return None
+    place = RankPlace(rank=rank, world_size=server_args.dp_size, directory=directory)
+    place.rendezvous.publish("pid", rank, str(os.getpid()))
+    if server_args.device == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        first, last = (len(cores) * index // place.world_size for index in (rank, rank + 1))
+        os.sched_setaffinity(0, cores[first : max(last, first + 1)])
+        torch.set_num_threads(max(1, last - first))
+    return place
+
+
+def _begin_as_child() -> None:
+    """What a forked child has of its parent and a new process has not: handlers of signals, and how children start.
+
+    Ctrl-C on a terminal reaches every process of the group; the parent alone decides what it means.
+    """
+    for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    multiprocessing.set_start_method(SPAWN, force=True)
