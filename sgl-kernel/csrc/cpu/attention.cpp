@@ -1,7 +1,6 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -15,11 +14,15 @@ namespace {
 
 constexpr int64_t kRowsPerBlock = 96;  // rows (tokens x query heads of one KV head) that share a pass over the pages
 
-int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
-
-// Tokens [begin, end) of a piece, for one KV head.
+// Tokens [begin, end) of a piece, for KV heads [head, last_head).
 struct Block {
-  int64_t piece, head, begin, end;
+  int64_t piece, head, last_head, begin, end;
+};
+
+// One head's part of a page.
+struct Pages {
+  const char* keys;
+  const char* values;
 };
 
 class Attention {
@@ -27,36 +30,46 @@ class Attention {
   explicit Attention(const AttentionCall& call)
       : c_(call),
         isa_(isa()),
-        pairs_(isa_.bf16_pairs && call.dtype == DType::kBf16),
-        tile_(call.dtype == DType::kBf16 ? isa_.tile_bf16 : isa_.tile_f32),
+        row_dtype_(isa_.row_dtype(call.dtype)),
+        tile_(isa_.tile(call.dtype)),
         group_(call.q_heads / call.kv_heads),
         tokens_per_block_(std::max<int64_t>(1, kRowsPerBlock / group_)),
         padded_page_(round_up(call.page, kPanel)),
         padded_dim_(round_up(call.dim, kPanel)) {
+    int64_t count = 0;
     for (int64_t piece = 0; piece < c_.pieces; ++piece)
-      for (int64_t head = 0; head < c_.kv_heads; ++head)
-        for (int64_t token = 0, count = c_.starts[piece + 1] - c_.starts[piece]; token < count;
-             token += tokens_per_block_)
-          blocks_.push_back({piece, head, token, std::min(count, token + tokens_per_block_)});
+      count += divide_up(c_.starts[piece + 1] - c_.starts[piece], tokens_per_block_);
+    // The heads of a page lie one after the other: where there are blocks enough, one takes them all.
+    const int64_t heads = count >= kTasksPerThread * num_threads() ? c_.kv_heads : 1;
+    for (int64_t piece = 0; piece < c_.pieces; ++piece)
+      for (int64_t head = 0; head < c_.kv_heads; head += heads)
+        for (int64_t token = 0, tokens = c_.starts[piece + 1] - c_.starts[piece]; token < tokens; token += tokens_per_block_)
+          blocks_.push_back({piece, head, head + heads, token, std::min(tokens, token + tokens_per_block_)});
     // Long ones first, so that no thread begins one at the end.
     std::stable_sort(blocks_.begin(), blocks_.end(), [this](const Block& a, const Block& b) { return work(a) > work(b); });
   }
 
   void run() {
     Carver one;
-    const int64_t rows = round_up(tokens_per_block_ * group_, isa_.max_rows);
+    const int64_t rows = tokens_per_block_ * group_;
     queries_at_ = one.take(static_cast<size_t>(rows * c_.dim) * 4);
     sums_at_ = one.take(static_cast<size_t>(rows * padded_dim_) * 4);
     state_at_ = one.take(static_cast<size_t>(rows) * 2 * 4);
     scores_at_ = one.take(static_cast<size_t>(kMaxRows * padded_page_) * 4);
-    weights_at_ = one.take(static_cast<size_t>(kMaxRows * c_.page) * 4);
-    result_at_ = one.take(static_cast<size_t>(kMaxRows) * kPanel * 4);
+    weights_at_ = one.take(static_cast<size_t>(kMaxRows * padded_page_) * 4);
     spare_at_ = one.take(static_cast<size_t>(kPanel * std::max(c_.dim, c_.page)) * 4);
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
-    run_tasks(static_cast<int64_t>(blocks_.size()),
-              [&](int64_t index, int thread) { attend(blocks_[index], base + bytes * thread); });
+    const auto count = static_cast<int64_t>(blocks_.size());
+    run_tasks_ahead(count, [&](int64_t index, int64_t next, int thread) {
+      const Block& block = blocks_[index];
+      for (int64_t head = block.head; head < block.last_head; ++head) {
+        const bool last = head + 1 == block.last_head;
+        const Block& after = last && next < count ? blocks_[next] : block;
+        attend(block, head, pages_at(after, last ? after.head : head + 1, 0), base + bytes * thread);
+      }
+    });
   }
 
  private:
@@ -68,21 +81,21 @@ class Attention {
   }
 
   size_t element() const { return size_of(c_.dtype); }
-  int rows_of_tile(int64_t row, int64_t rows) const { return static_cast<int>(std::min<int64_t>(isa_.max_rows, rows - row)); }
 
-  const char* head_of_page(const void* pages, const Block& block, int64_t page) const {
+  Pages pages_at(const Block& block, int64_t head, int64_t page) const {
     const int64_t number = c_.tables[c_.table_starts[block.piece] + page];
-    return static_cast<const char*>(pages) +
-           static_cast<size_t>((number * c_.kv_heads + block.head) * c_.page * c_.dim) * element();
+    const size_t at = static_cast<size_t>((number * c_.kv_heads + head) * c_.page * c_.dim) * element();
+    return {static_cast<const char*>(c_.k_pages) + at, static_cast<const char*>(c_.v_pages) + at};
   }
 
   // Row r of a block is query head r % group_ of its token r / group_.
-  size_t row_offset(const Block& block, int64_t row, int64_t stride) const {
+  size_t row_offset(const Block& block, int64_t head, int64_t row, int64_t stride) const {
     const int64_t token = c_.starts[block.piece] + block.begin + row / group_;
-    return static_cast<size_t>(token * stride + (block.head * group_ + row % group_) * c_.dim) * element();
+    return static_cast<size_t>(token * stride + (head * group_ + row % group_) * c_.dim) * element();
   }
 
-  void attend(const Block& block, char* scratch) const {
+  // `after`: what is read when this block's head is done.
+  void attend(const Block& block, int64_t head, const Pages& after, char* scratch) const {
     const int64_t rows = (block.end - block.begin) * group_;
     auto* sums = reinterpret_cast<float*>(scratch + sums_at_);
     auto* state = reinterpret_cast<float*>(scratch + state_at_);
@@ -90,68 +103,68 @@ class Attention {
     for (int64_t row = 0; row < rows; ++row) {
       state[2 * row] = -std::numeric_limits<float>::infinity();
       state[2 * row + 1] = 0.0f;
+      convert_row(scratch + queries_at_ + row * query_bytes(), row_dtype_,
+                  static_cast<const char*>(c_.q) + row_offset(block, head, row, c_.q_stride), c_.dtype, c_.dim);
     }
-    pack_queries(block, rows, scratch + queries_at_);
+    const Tiles tiles(0, rows, isa_.max_rows);
     const int64_t pages = divide_up(seen_by(block, block.end - 1), c_.page);
-    for (int64_t page = 0; page < pages; ++page)
-      for (int64_t row = 0; row < rows; row += isa_.max_rows) {
-        const int m = rows_of_tile(row, rows);
-        if (seen_by(block, block.begin + (row + m - 1) / group_) > page * c_.page) attend_tile(block, page, row, m, scratch);
-      }
+    Pages here = pages_at(block, head, 0);
+    for (int64_t page = 0; page < pages; ++page) {
+      const Pages next = page + 1 < pages ? pages_at(block, head, page + 1) : after;
+      for (int64_t tile = 0; tile < tiles.count; ++tile) attend_tile(block, page * c_.page, here, next, tiles, tile, scratch);
+      here = next;
+    }
     for (int64_t row = 0; row < rows; ++row) {
       float* sum = sums + row * padded_dim_;
       scale_row(sum, sum, 1.0f / state[2 * row + 1], c_.dim);
-      write_row(static_cast<char*>(c_.out) + row_offset(block, row, c_.q_heads * c_.dim), c_.dtype, sum, c_.dim);
+      write_row(static_cast<char*>(c_.out) + row_offset(block, head, row, c_.q_heads * c_.dim), c_.dtype, sum, c_.dim);
     }
   }
 
-  void pack_queries(const Block& block, int64_t rows, char* tiles) const {
-    for (int64_t row = 0; row < rows; row += isa_.max_rows) {
-      const int m = rows_of_tile(row, rows);
-      const void* from[kMaxRows];
-      for (int i = 0; i < m; ++i) from[i] = static_cast<const char*>(c_.q) + row_offset(block, row + i, c_.q_stride);
-      pack_tile(from, m, c_.dim, c_.dtype, pairs_, tiles + row * c_.dim * 4);
-    }
-  }
+  int64_t query_bytes() const { return c_.dim * static_cast<int64_t>(size_of(row_dtype_)); }
 
-  // One tile of rows against one page: scores, weights, and what they add to the sums.
-  void attend_tile(const Block& block, int64_t page, int64_t row, int m, char* scratch) const {
+  // One tile of rows against a page whose first token is `first`: scores, weights, and what they add to the sums.
+  void attend_tile(const Block& block, int64_t first, const Pages& here, const Pages& next, const Tiles& tiles, int64_t tile,
+                   char* scratch) const {
+    const int64_t row = tiles.at(tile);
+    const int m = tiles.size(tile);
+    const int64_t most = std::min(c_.page, seen_by(block, block.begin + (row + m - 1) / group_) - first);
+    if (most <= 0) return;
     auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
-    auto* result = reinterpret_cast<float*>(scratch + result_at_);
     auto* state = reinterpret_cast<float*>(scratch + state_at_) + 2 * row;
     auto* sums = reinterpret_cast<float*>(scratch + sums_at_) + row * padded_dim_;
-    const char* keys = head_of_page(c_.k_pages, block, page);
-    const char* values = head_of_page(c_.v_pages, block, page);
-    const int64_t most = std::min(c_.page, seen_by(block, block.begin + (row + m - 1) / group_) - page * c_.page);
-    for (int64_t panel = 0; panel * kPanel < most; ++panel) {
-      tile_(scratch + queries_at_ + row * c_.dim * 4,
-            full_panel(keys, c_.page, c_.dim, panel, c_.dtype, scratch + spare_at_), c_.dim, m, result);
-      for (int i = 0; i < m; ++i)
-        std::copy(result + i * kPanel, result + (i + 1) * kPanel, scores + i * padded_page_ + panel * kPanel);
-    }
+    const int64_t k_panel = kPanel * c_.dim * static_cast<int64_t>(element());
+    for (int64_t panel = 0; panel * kPanel < most; ++panel)
+      tile_({scratch + queries_at_ + row * query_bytes(), query_bytes(),
+             full_panel(here.keys, c_.page, c_.dim, panel, c_.dtype, scratch + spare_at_), c_.dim, m, scores + panel * kPanel,
+             padded_page_, false, ahead(tiles, tile, next.keys + panel * k_panel, c_.dim)});
+    char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
+    const int64_t weight_bytes = padded_page_ * static_cast<int64_t>(size_of(row_dtype_));
     for (int i = 0; i < m; ++i) {
-      const int64_t seen = seen_by(block, block.begin + (row + i) / group_) - page * c_.page;
-      const float kept = isa_.softmax_step(scores + i * padded_page_, std::clamp<int64_t>(seen, 0, c_.page), padded_page_,
-                                           c_.scaling, state + 2 * i);
+      const int64_t seen = std::clamp<int64_t>(seen_by(block, block.begin + (row + i) / group_) - first, 0, c_.page);
+      const float kept = isa_.softmax_step(scores + i * padded_page_, seen, round_up(most, kPanel), c_.scaling, state + 2 * i,
+                                           row_dtype_, weights + i * weight_bytes);
       if (kept != 1.0f) scale_row(sums + i * padded_dim_, sums + i * padded_dim_, kept, c_.dim);
     }
-    const void* from[kMaxRows];
-    for (int i = 0; i < m; ++i) from[i] = scores + i * padded_page_;
-    pack_tile(from, m, c_.page, DType::kF32, pairs_, scratch + weights_at_);
-    for (int64_t panel = 0; panel * kPanel < c_.dim; ++panel) {
-      tile_(scratch + weights_at_, full_panel(values, c_.dim, c_.page, panel, c_.dtype, scratch + spare_at_), c_.page, m,
-            result);
-      for (int i = 0; i < m; ++i) add_row(sums + i * padded_dim_ + panel * kPanel, result + i * kPanel, kPanel);
-    }
+    // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
+    const int64_t k = std::min(c_.page, round_up(most, 2));
+    const int64_t v_panel = kPanel * c_.page * static_cast<int64_t>(element());
+    for (int64_t panel = 0; panel * kPanel < c_.dim; ++panel)
+      tile_({weights, weight_bytes, full_panel(here.values, c_.dim, c_.page, panel, c_.dtype, scratch + spare_at_), k, m,
+             sums + panel * kPanel, padded_dim_, true, ahead(tiles, tile, next.values + panel * v_panel, k)});
+  }
+
+  Ahead ahead(const Tiles& tiles, int64_t tile, const void* panel, int64_t k) const {
+    return tiles.ahead(tile, panel, k, c_.dtype == DType::kBf16 ? 2 : 1);
   }
 
   const AttentionCall& c_;
   const Isa& isa_;
-  const bool pairs_;
+  const DType row_dtype_;
   const TileFn tile_;
   const int64_t group_, tokens_per_block_, padded_page_, padded_dim_;
   std::vector<Block> blocks_;
-  size_t queries_at_ = 0, sums_at_ = 0, state_at_ = 0, scores_at_ = 0, weights_at_ = 0, result_at_ = 0, spare_at_ = 0;
+  size_t queries_at_ = 0, sums_at_ = 0, state_at_ = 0, scores_at_ = 0, weights_at_ = 0, spare_at_ = 0;
 };
 
 }  // namespace

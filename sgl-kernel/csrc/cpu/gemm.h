@@ -1,4 +1,4 @@
-// Owns the contract between the drivers (experts, linear) and the matrix kernels of one instruction set.
+// Owns the contract between the drivers (experts, linear, attention) and the matrix kernels of one instruction set.
 // It decides neither which instruction set runs (isa.cpp) nor how work is shared among threads (the drivers).
 //
 // A weight [N, K] is packed into panels of kPanel output columns; panel p begins at element p * kPanel * K and holds
@@ -6,11 +6,10 @@
 //   f32:  [K][w]
 // with w = min(kPanel, N - p * kPanel), so that a packed matrix has exactly the size of the plain one.
 //
-// Activations are packed into tiles of at most Isa::max_rows rows:
-//   bf16 pairs [K / 2][m][2] where Isa::bf16_pairs and the weight is bf16, otherwise f32 [K][m].
+// Rows of activations lie as they are: bf16 where Isa::bf16_pairs and the weight is bf16, otherwise f32.
 //
-// Every output is one chain of multiply-adds over k in ascending order, whatever m is: a row's result does not depend
-// on the rows beside it.
+// Every output is one chain of multiply-adds over k in ascending order, however many rows a tile has: a row's result
+// does not depend on the rows beside it.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +19,7 @@ namespace sgl_batch {
 
 constexpr int kPanel = 32;
 constexpr int kMaxRows = 12;
+constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel: one f32 or one pair of bf16 for each column
 
 enum class DType { kBf16, kF32 };
 
@@ -40,14 +40,38 @@ inline uint16_t f32_to_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// c[m][kPanel] = a[m, K] x panel[K, kPanel]; the panel has its full width.
-using TileFn = void (*)(const void* a, const void* panel, int64_t k, int m, float* c);
-// out[m][kPanel] = silu(gate) * up, element by element.
-using SiluMulFn = void (*)(const float* gate, const float* up, int64_t count, float* out);
+// What will be read soon: a tile brings `step` bytes of it closer with each of its own steps over k.
+struct Ahead {
+  const void* from;
+  int64_t step;
+};
 
-// One row's step of a softmax over blocks. `scores` become weights exp(scaling * score - maximum), zero from `valid` to
-// `width`; state holds the running maximum and sum. Returns the factor by which what was added up before must shrink.
-using SoftmaxStepFn = float (*)(float* scores, int64_t valid, int64_t width, float scaling, float* state);
+// c[m][kPanel] = a[m, K] x panel[K, kPanel], or c + that. Rows of a are `a_stride` bytes apart, those of c `c_stride`
+// floats. The panel has its full width.
+struct Tile {
+  const void* a;
+  int64_t a_stride;
+  const void* panel;
+  int64_t k;
+  int m;
+  float* c;
+  int64_t c_stride;
+  bool add;
+  Ahead ahead;
+};
+using TileFn = void (*)(const Tile& tile);
+
+// Rows of kPanel f32, `from_stride` apart, into rows of bf16 or f32, `to_stride` bytes apart, rounded to nearest.
+using StoreFn = void (*)(const float* from, int64_t from_stride, int rows, DType dtype, void* to, int64_t to_stride);
+// silu(gate) * up over rows of kPanel, stored likewise; gate and up have rows of kPanel one after the other.
+using SiluMulFn = void (*)(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride);
+
+// One row's step of a softmax over blocks. Of `width` scores (a multiple of kPanel) the first `valid` count; their
+// weights exp(scaling * (score - maximum)), zero for the others, go to `weights` in the given number type; f32 weights
+// may lie in the place of the scores. state holds the running maximum of scores and sum of weights; scaling is above 0.
+// Returns the factor by which what was added up before must shrink.
+using SoftmaxStepFn = float (*)(float* scores, int64_t valid, int64_t width, float scaling, float* state, DType dtype,
+                                void* weights);
 
 struct Isa {
   const char* name;
@@ -55,8 +79,13 @@ struct Isa {
   bool bf16_pairs;  // activations meet bf16 weights as bf16 pairs
   TileFn tile_bf16;
   TileFn tile_f32;
+  StoreFn store;
   SiluMulFn silu_mul;
   SoftmaxStepFn softmax_step;
+
+  // What rows of activations must be to meet a weight, and the tile for it.
+  DType row_dtype(DType weight) const { return bf16_pairs ? weight : DType::kF32; }
+  TileFn tile(DType weight) const { return weight == DType::kBf16 ? tile_bf16 : tile_f32; }
 };
 
 // The best instruction set of this machine, or the one that SGL_BATCH_ISA names. Throws std::runtime_error when it

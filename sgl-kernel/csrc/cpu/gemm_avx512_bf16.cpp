@@ -12,29 +12,29 @@ namespace {
 
 template <int M>
 struct TilePairs {
-  static void run(const void* a, const void* panel, int64_t k, float* c) {
-    const uint32_t* x = static_cast<const uint32_t*>(a);
-    const uint32_t* b = static_cast<const uint32_t*>(panel);
-    __m512 acc[M][kVectors];
-    for (int i = 0; i < M; ++i)
-      for (int v = 0; v < kVectors; ++v) acc[i][v] = _mm512_setzero_ps();
-    for (int64_t step = 0; step < k; step += 2, b += kPanel, x += M) {
-      const __m512bh left = (__m512bh)_mm512_loadu_si512(b);
-      const __m512bh right = (__m512bh)_mm512_loadu_si512(b + kLanes);
+  static void run(const Tile& tile) {
+    VecF acc[M][kVectors];
+    begin_block<M>(acc, tile, 0);
+    const uint32_t* b = static_cast<const uint32_t*>(tile.panel);
+    Left<M> left(tile);
+    Prefetch prefetch(tile, 0);
+    for (int64_t step = 0; step < tile.k; step += 2, b += kPanel, left.advance(4), prefetch.advance()) {
+      const __m512bh low = (__m512bh)_mm512_loadu_si512(b);
+      const __m512bh high = (__m512bh)_mm512_loadu_si512(b + kLanes);
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {
-        const __m512bh row = (__m512bh)_mm512_set1_epi32(static_cast<int>(x[i]));
-        acc[i][0] = _mm512_dpbf16_ps(acc[i][0], row, left);
-        acc[i][1] = _mm512_dpbf16_ps(acc[i][1], row, right);
+        const __m512bh row = (__m512bh)_mm512_set1_epi32(left.template word<int>(i));
+        acc[i][0] = (VecF)_mm512_dpbf16_ps((__m512)acc[i][0], row, low);
+        acc[i][1] = (VecF)_mm512_dpbf16_ps((__m512)acc[i][1], row, high);
       }
     }
-    for (int i = 0; i < M; ++i)
-      for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(c + i * kPanel + v * kLanes, acc[i][v]);
+    end_block<M>(acc, tile, 0);
   }
 };
 
 }  // namespace
 
-const Isa kAvx512Bf16{"avx512_bf16", kRows, true, by_rows<TilePairs, kRows>, by_rows<TileF32, kRows>, silu_mul, softmax_step};
+const Isa kAvx512Bf16{"avx512_bf16", kRows, true, by_rows<TilePairs, kRows>, by_rows<TileF32, kRows>, store_rows, silu_mul,
+                      softmax_step};
 }  // namespace sgl_batch
 #endif

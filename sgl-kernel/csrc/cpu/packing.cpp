@@ -37,33 +37,6 @@ void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratc
   });
 }
 
-size_t tile_bytes(int64_t k, int m, bool pairs) { return static_cast<size_t>(k) * m * (pairs ? 2 : 4); }
-
-void pack_tile(const void* const* rows, int m, int64_t k, DType dtype, bool pairs, void* tile) {
-  for (int i = 0; i < m; ++i) {
-    if (pairs) {
-      auto* to = static_cast<uint32_t*>(tile) + i;
-      if (dtype == DType::kBf16) {
-        const auto* from = static_cast<const uint32_t*>(rows[i]);
-        for (int64_t step = 0; step < k / 2; ++step) to[step * m] = from[step];
-      } else {
-        const auto* from = static_cast<const float*>(rows[i]);
-        for (int64_t step = 0; step < k / 2; ++step)
-          to[step * m] = f32_to_bf16(from[2 * step]) | static_cast<uint32_t>(f32_to_bf16(from[2 * step + 1])) << 16;
-      }
-    } else {
-      auto* to = static_cast<float*>(tile) + i;
-      if (dtype == DType::kBf16) {
-        const auto* from = static_cast<const uint16_t*>(rows[i]);
-        for (int64_t step = 0; step < k; ++step) to[step * m] = bf16_to_f32(from[step]);
-      } else {
-        const auto* from = static_cast<const float*>(rows[i]);
-        for (int64_t step = 0; step < k; ++step) to[step * m] = from[step];
-      }
-    }
-  }
-}
-
 const void* full_panel(const void* packed, int64_t n, int64_t k, int64_t panel, DType dtype, void* scratch) {
   const int64_t steps = dtype == DType::kBf16 ? k / 2 : k;
   const int64_t width = std::min<int64_t>(kPanel, n - panel * kPanel);

@@ -1,4 +1,4 @@
-// Owns the packed forms: weights into panels in place, rows of activations into tiles.
+// Owns the packed form of weights: panels, made in place.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,6 @@ namespace sgl_batch {
 // Pack one plain matrix [N, K] in place, or back. `scratch` holds kPanel * K elements. bf16 needs an even K.
 void pack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch);
 void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch);
-
-// Where a row of activations lies, and how a tile of them is packed for `pairs` (see gemm.h).
-size_t tile_bytes(int64_t k, int m, bool pairs);
-void pack_tile(const void* const* rows, int m, int64_t k, DType dtype, bool pairs, void* tile);
 
 // The panel with its full width: itself, or for the narrower last one a copy padded with zeros in `scratch`.
 const void* full_panel(const void* packed, int64_t n, int64_t k, int64_t panel, DType dtype, void* scratch);

@@ -4,12 +4,14 @@
 #include <stdexcept>
 #include <string>
 
-#include "rows.h"
+#include "clones.h"
+#include "gemm.h"
 
 namespace sgl_batch {
 namespace {
 
 constexpr int kMostChoices = 255;
+constexpr int kMostOpen = 64;  // sums that wait for others: one for each halving of the ids
 
 // How many halvings of [0, experts) leave a and b together; a <= b.
 int shared_depth(int64_t a, int64_t b, int64_t experts) {
@@ -31,6 +33,7 @@ Routing route(const int32_t* ids, const float* weights, int64_t tokens, int64_t 
   Routing routing;
   routing.offsets.assign(experts + 1, 0);
   routing.choices.assign(tokens, 0);
+  routing.weights.assign(tokens * top_k, 0.0f);
   routing.merges.assign(tokens * top_k, 0);
   for (int64_t i = 0; i < tokens * top_k; ++i) {
     if (ids[i] >= experts)
@@ -47,12 +50,15 @@ Routing route(const int32_t* ids, const float* weights, int64_t tokens, int64_t 
     int count = 0;
     for (int32_t k = 0; k < top_k; ++k)
       if (own[k] >= 0) order[count++] = k;
-    std::stable_sort(order.begin(), order.begin() + count, [own](int32_t a, int32_t b) { return own[a] < own[b]; });
+    // Equal ids stay in their order.
+    std::sort(order.begin(), order.begin() + count,
+              [own](int32_t a, int32_t b) { return own[a] < own[b] || (own[a] == own[b] && a < b); });
     routing.choices[token] = count;
     open.clear();
     for (int i = 0; i < count; ++i) {
       const int64_t place = token * top_k + i;
-      routing.rows[next[own[order[i]]]++] = {token, place, weights[token * top_k + order[i]]};
+      routing.rows[next[own[order[i]]]++] = {token, place};
+      routing.weights[place] = weights[token * top_k + order[i]];
       const int depth = i + 1 < count ? shared_depth(own[order[i]], own[order[i + 1]], experts) : -1;
       while (!open.empty() && open.back() >= depth) {
         ++routing.merges[place];
@@ -64,15 +70,29 @@ Routing route(const int32_t* ids, const float* weights, int64_t tokens, int64_t 
   return routing;
 }
 
-void tree_sum(float* rows, int64_t stride, int64_t count, int choices, const uint8_t* merges) {
-  int64_t stack[kMostChoices];
-  int top = 0;
-  for (int i = 0; i < choices; ++i) {
-    stack[top++] = i;
-    for (int merge = 0; merge < merges[i]; ++merge) {
-      --top;
-      add_row(rows + stack[top - 1] * stride, rows + stack[top] * stride, count);
+std::pair<int64_t, int64_t> Routing::rows_of(int64_t expert, int64_t begin, int64_t end) const {
+  const auto first = rows.begin() + offsets[expert], last = rows.begin() + offsets[expert + 1];
+  const auto before = [](const RoutedRow& row, int64_t token) { return row.token < token; };
+  const auto from = std::lower_bound(first, last, begin, before);
+  return {from - rows.begin(), std::lower_bound(from, last, end, before) - rows.begin()};
+}
+
+SGL_BATCH_CLONES void weighted_sum(const float* rows, int64_t stride, const int32_t* at, const float* weights,
+                                   const uint8_t* merges, int choices, int64_t count, float* out) {
+  float open[kMostOpen][kPanel];
+  for (int64_t column = 0; column < count; column += kPanel) {
+    for (int j = 0; j < kPanel; ++j) open[0][j] = 0.0f;
+    int top = 0;
+    for (int i = 0; i < choices; ++i) {
+      const float* row = rows + at[i] * stride + column;
+      for (int j = 0; j < kPanel; ++j) open[top][j] = weights[i] * row[j];
+      ++top;
+      for (int merge = 0; merge < merges[i]; ++merge) {
+        --top;
+        for (int j = 0; j < kPanel; ++j) open[top - 1][j] += open[top][j];
+      }
     }
+    for (int j = 0; j < kPanel; ++j) out[column + j] = open[0][j];
   }
 }
 

@@ -2,27 +2,33 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace sgl_batch {
 
 struct RoutedRow {
   int64_t token;
-  int64_t place;  // where the row's result lies for the sum: token * top_k + its rank among the token's expert ids
-  float weight;
+  int64_t place;  // token * top_k + the rank of the row's expert among the token's expert ids
 };
 
 struct Routing {
-  std::vector<RoutedRow> rows;       // by expert, then by token
-  std::vector<int64_t> offsets;      // [experts + 1] into rows
-  std::vector<int32_t> choices;      // [tokens] choices that count
-  std::vector<uint8_t> merges;       // [tokens * top_k] sums to form after the row at this place, see tree_sum
+  std::vector<RoutedRow> rows;    // by expert, then by token
+  std::vector<int64_t> offsets;   // [experts + 1] into rows
+  std::vector<int32_t> choices;   // [tokens] choices that count
+  std::vector<float> weights;     // [tokens * top_k] by place
+  std::vector<uint8_t> merges;    // [tokens * top_k] by place: sums to form after this row, see weighted_sum
+
+  // The rows of an expert whose tokens lie in [begin, end), as a range of `rows`.
+  std::pair<int64_t, int64_t> rows_of(int64_t expert, int64_t begin, int64_t end) const;
 };
 
 // Throws std::invalid_argument when an id is not below `experts`.
 Routing route(const int32_t* ids, const float* weights, int64_t tokens, int64_t top_k, int64_t experts);
 
-// Adds up a token's rows (row i begins at rows + i * stride) into the first, in the order that `merges` holds.
-void tree_sum(float* rows, int64_t stride, int64_t count, int choices, const uint8_t* merges);
+// out[count] = the sum of weights[i] * row i over a token's `choices`, in the order that `merges` holds; row i begins at
+// rows + at[i] * stride. `count` is a multiple of kPanel. Products and sums are rounded one by one.
+void weighted_sum(const float* rows, int64_t stride, const int32_t* at, const float* weights, const uint8_t* merges,
+                  int choices, int64_t count, float* out);
 
 }  // namespace sgl_batch

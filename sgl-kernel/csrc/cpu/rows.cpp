@@ -32,4 +32,13 @@ SGL_BATCH_CLONES void write_row(void* to, DType dtype, const float* from, int64_
   for (int64_t i = 0; i < count; ++i) out[i] = f32_to_bf16(from[i]);
 }
 
+void convert_row(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t count) {
+  if (to_dtype == DType::kF32)
+    read_row(static_cast<float*>(to), from, from_dtype, count);
+  else if (from_dtype == DType::kF32)
+    write_row(to, to_dtype, static_cast<const float*>(from), count);
+  else
+    std::memcpy(to, from, static_cast<size_t>(count) * 2);
+}
+
 }  // namespace sgl_batch

@@ -13,4 +13,6 @@ void scale_row(float* to, const float* from, float factor, int64_t count);   // 
 void read_row(float* to, const void* from, DType dtype, int64_t count);      // to = from
 void write_row(void* to, DType dtype, const float* from, int64_t count);     // to = from, rounded to dtype
 
+void convert_row(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t count);
+
 }  // namespace sgl_batch

@@ -7,16 +7,56 @@
 #include <atomic>
 #include <cstdint>
 
+#include "gemm.h"
+
 namespace sgl_batch {
 
-constexpr int64_t kTilesPerBlock = 8;  // rows that share one pass over a panel: their tiles stay in the L2 cache
+constexpr int64_t kTilesPerBlock = 8;  // rows that share one pass over a panel: they stay in the L2 cache
 constexpr int64_t kTasksPerThread = 4;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 inline int num_threads() { return omp_get_max_threads(); }
 
-// Calls task(index, thread) for every index in [0, count); threads are numbered from 0 below num_threads().
+// Rows [begin, end) cut into as few tiles as there must be, all but equal ones.
+struct Tiles {
+  Tiles(int64_t first, int64_t last, int max_rows) : begin(first), rows(last - first), count(divide_up(rows, max_rows)) {}
+  int64_t at(int64_t tile) const { return begin + rows * tile / count; }
+  int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
+
+  // What the given tile brings closer of a panel of `k` that follows: together the tiles bring all of it.
+  Ahead ahead(int64_t tile, const void* panel, int64_t k, int64_t k_per_step) const {
+    const int64_t step = divide_up(kStepBytes, count);
+    return {static_cast<const char*>(panel) + tile * step * (k / k_per_step), step};
+  }
+
+  int64_t begin, rows, count;
+};
+
+// Calls task(index, next, thread) for every index in [0, count); `next` is the one that the same thread takes after it,
+// or `count`. Threads are numbered from 0 below num_threads().
+template <typename Task>
+void run_tasks_ahead(int64_t count, const Task& task) {
+  const int threads = static_cast<int>(std::min<int64_t>(num_threads(), count));
+  if (threads <= 1) {
+    for (int64_t index = 0; index < count; ++index) task(index, index + 1, 0);
+    return;
+  }
+  std::atomic<int64_t> unclaimed{0};
+#pragma omp parallel num_threads(threads)
+  {
+    const int thread = omp_get_thread_num();
+    int64_t index = unclaimed.fetch_add(1);
+    while (index < count) {
+      const int64_t next = std::min(count, unclaimed.fetch_add(1));
+      task(index, next, thread);
+      index = next;
+    }
+  }
+}
+
+// The same for who does not care what follows: no task is claimed before it begins.
 template <typename Task>
 void run_tasks(int64_t count, const Task& task) {
   const int threads = static_cast<int>(std::min<int64_t>(num_threads(), count));

@@ -1,0 +1,127 @@
+"""Owns the products that are measured: the machine's ceilings, linear layers, and experts by tokens per expert."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kernel_rates.shapes import Shapes
+from kernel_rates.work import Work
+from sgl_batch.layers.moe.cpu_experts import combined_experts
+
+PRODUCT, READ = "product", "read"
+_SIDE = 4096
+_READ_BYTES = 1 << 30
+
+
+def ceilings(kernels: Any) -> Iterator[Work]:
+    """A large product of bf16 and a large read, each in several ways: the fastest counts."""
+    x, weight = torch.randn(_SIDE, _SIDE).bfloat16(), torch.randn(_SIDE, _SIDE).bfloat16()
+    ours, theirs = weight.clone(), torch.ops.mkldnn._reorder_linear_weight(weight, _SIDE)
+    kernels.pack_(ours[None])
+    ways: dict[str, Callable[[], object]] = {
+        "sgl_batch": lambda: kernels.linear(x, ours),
+        "oneDNN, packed": lambda: torch.ops.mkldnn._linear_pointwise(x, theirs, None, "none", [], ""),
+        "torch, F.linear": lambda: F.linear(x, weight),
+    }
+    for by, run in ways.items():
+        row = f"bf16 product of {_SIDE} x {_SIDE} x {_SIDE}"
+        yield Work(table=PRODUCT, row=row, by=by, flops=2 * _SIDE**3, num_bytes=6 * _SIDE**2, run=run)
+    numbers = torch.ones(_READ_BYTES // 4)
+    half = len(numbers) // 2
+    reads: dict[str, Callable[[], object]] = {
+        "torch, sum": numbers.sum,
+        "torch, dot": lambda: torch.dot(numbers[:half], numbers[half:]),
+    }
+    for by, run in reads.items():
+        row = f"read of {_READ_BYTES >> 20} MiB"
+        yield Work(table=READ, row=row, by=by, flops=0, num_bytes=_READ_BYTES, run=run)
+
+
+def linear_work(kernels: Any, shapes: Shapes, rows: list[int]) -> Iterator[Work]:
+    """The linear layers of a model by number of rows, beside F.linear. Weights come from memory, not from caches."""
+    sizes = {
+        "qkv": ((shapes.q_heads + 2 * shapes.kv_heads) * shapes.head_dim, shapes.hidden),
+        "o": (shapes.hidden, shapes.q_heads * shapes.head_dim),
+        "lm_head": (shapes.vocabulary, shapes.hidden),
+    }
+    for name, (n, k) in sizes.items():
+        copies = max(1, (256 << 20) // (2 * n * k))
+        plain = [torch.randn(n, k).bfloat16() for _ in range(copies)]
+        packed = [weight.clone() for weight in plain]
+        for weight in packed:
+            kernels.pack_(weight[None])
+        for count in rows:
+            x = torch.randn(count, k).bfloat16()
+            about = {"table": f"linear {name} {n} x {k}", "row": f"{count} rows"}
+            size = {"flops": 2 * count * n * k, "num_bytes": 2 * (n * k + count * (n + k))}
+            for by, product, weights in (("sgl_batch", kernels.linear, packed), ("F.linear", F.linear, plain)):
+                yield Work(**about, **size, by=by, run=_each_in_turn(product, x, itertools.cycle(weights)))
+
+
+def _each_in_turn(
+    product: Callable[..., object], x: torch.Tensor, weights: Iterator[torch.Tensor]
+) -> Callable[[], object]:
+    return lambda: product(x, next(weights))
+
+
+def balanced_routing(tokens: int, shapes: Shapes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids [tokens, top_k] that give every expert the same number of rows, in random order."""
+    first = torch.arange(tokens)[:, None] * shapes.top_k
+    ids = (first + torch.arange(shapes.top_k)) % shapes.experts
+    return torch.rand(tokens, shapes.top_k), ids[torch.randperm(tokens)].to(torch.int32)
+
+
+def grouped_mm_experts(
+    x_TM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor
+) -> torch.Tensor:
+    """The experts of a layer by torch's grouped_mm, rows sorted by expert."""
+    flat = ids_TK.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    ends = torch.cumsum(torch.bincount(flat, minlength=len(w13)), 0).to(torch.int32)
+    gate, up = F.grouped_mm(x_TM[order // ids_TK.shape[1]], w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    rows = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)
+    rows *= weights_TK.reshape(-1)[order, None].to(rows.dtype)
+    by_choice = torch.empty_like(rows)
+    by_choice[order] = rows
+    return by_choice.view(*ids_TK.shape, -1).sum(1)
+
+
+def expert_work(kernels: Any, shapes: Shapes, tokens_per_expert: list[int], layers: int) -> Iterator[Work]:
+    """One layer's experts over a combined batch, beside torch's ways; each call takes the weights of the next layer."""
+    e, i, m = shapes.experts, shapes.inter, shapes.hidden
+    plain = [
+        ((torch.randn(e, 2 * i, m) / m**0.5).bfloat16(), (torch.randn(e, m, i) / i**0.5).bfloat16())
+        for _ in range(layers)
+    ]
+    packed = [(w13.clone(), w2.clone()) for w13, w2 in plain]
+    for w13, w2 in packed:
+        kernels.pack_(w13.view(2 * e, i, m))
+        kernels.pack_(w2)
+    ways = {
+        "sgl_batch": (kernels.experts, packed),
+        "grouped_mm": (grouped_mm_experts, plain),
+        "F.linear": (combined_experts, plain),
+    }
+    for count in tokens_per_expert:
+        tokens = count * e // shapes.top_k
+        x = torch.randn(tokens, m).bfloat16()
+        routing = balanced_routing(tokens, shapes)
+        flops = 2 * count * e * shapes.expert_elements
+        num_bytes = 2 * e * shapes.expert_elements + 4 * tokens * m
+        for by, (compute, weights) in ways.items():
+            run = _layer_in_turn(compute, x, itertools.cycle(weights), routing)
+            yield Work(table="experts", row=f"{count}", by=by, flops=flops, num_bytes=num_bytes, run=run)
+
+
+def _layer_in_turn(
+    compute: Callable[..., object],
+    x: torch.Tensor,
+    layers: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    routing: tuple[torch.Tensor, torch.Tensor],
+) -> Callable[[], object]:
+    return lambda: compute(x, *next(layers), *routing)

@@ -1,0 +1,50 @@
+"""Owns what a piece of work is, and the timing of many of them in alternating rounds. It knows no kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One call that is timed: `flops` and `num_bytes` are what it cannot do without, whoever computes it.
+
+    `table` and `row` say where its figures stand, `by` whose code it is.
+    """
+
+    table: str
+    row: str
+    by: str
+    flops: float
+    num_bytes: float
+    run: Callable[[], object]
+
+
+@dataclass(slots=True, kw_only=True)
+class Timed:
+    """Seconds of one call of a piece of work, by round."""
+
+    work: Work
+    seconds: list[float] = field(default_factory=list)
+
+
+def measure(works: Sequence[Work], *, rounds: int, sample_s: float, say: Callable[[str], None]) -> list[Timed]:
+    """Time every piece of work once in each round, as a mean over as many calls as take `sample_s`."""
+    say(f"warming up {len(works)} pieces of work")
+    calls = [max(1, round(sample_s / max(_seconds(work, 1), _seconds(work, 1), 1e-7))) for work in works]
+    timed = [Timed(work=work) for work in works]
+    for number in range(1, rounds + 1):
+        begun = time.perf_counter()
+        for entry, count in zip(timed, calls, strict=True):
+            entry.seconds.append(_seconds(entry.work, count))
+        say(f"round {number} of {rounds}: {time.perf_counter() - begun:.1f} s")
+    return timed
+
+
+def _seconds(work: Work, count: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(count):
+        work.run()
+    return (time.perf_counter() - begun) / count

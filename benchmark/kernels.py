@@ -1,0 +1,115 @@
+#!/usr/bin/env python
+"""Owns the command that measures the native CPU kernels against this machine's ceilings and beside torch's operators.
+
+The ceilings (a large product of bf16, a large read, each by the fastest way found) are measured in every round, on the
+same threads. Weights and pages are too many for the caches, as in a model. Timed is the operator alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from comparison import machine
+from kernel_rates.shapes import Shapes, shapes_of
+
+from sgl_batch.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLES = ("experts", "linear", "attention")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="take the shapes of this Qwen3-MoE checkpoint (the 1.0e9 one's)")
+    parser.add_argument("--only", choices=TABLES, nargs="+", default=list(TABLES), help="what to measure (all)")
+    parser.add_argument("--tokens-per-expert", type=int, nargs="+", default=[1 << power for power in range(11)])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256, 2048], help="rows of the linear layers")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of a sequence")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256], help="sequences of a decode step")
+    parser.add_argument("--layers", type=int, default=4, help="layers of experts that calls go through in turn (4)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sample-s", type=float, default=0.05, help="seconds that a sample takes at least (0.05)")
+    parser.add_argument("--threads", type=int, help="(torch's own number)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and times to this file")
+    options = parser.parse_args(argv)
+    numbers = (options.tokens_per_expert, options.rows, options.contexts, options.batches)
+    if min(min(found) for found in numbers) < 1 or min(options.layers, options.rounds, options.threads or 1) < 1:
+        raise ConfigError("a number below 1 is given; sizes, layers, rounds and threads are at least 1")
+    return options
+
+
+def all_work(kernels: Any, options: argparse.Namespace, shapes: Shapes) -> Iterator[Any]:
+    """The ceilings, then what was asked for."""
+    from kernel_rates import attention_work, product_work
+
+    yield from product_work.ceilings(kernels)
+    if "experts" in options.only:
+        yield from product_work.expert_work(kernels, shapes, options.tokens_per_expert, options.layers)
+    if "linear" in options.only:
+        yield from product_work.linear_work(kernels, shapes, options.rows)
+    if "attention" in options.only:
+        yield from attention_work.attention_work(kernels, shapes, options.contexts, options.batches)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    shapes = shapes_of(options.model)
+    # As the engine sets it for its own processes, before torch brings OpenMP.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+    from kernel_rates import report, work
+
+    from sgl_batch.kernel_loader import native_kernels
+
+    kernels = native_kernels()
+    if kernels is None:
+        raise ConfigError("the native kernels are not installed: scripts/install builds them")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    say(f"{shapes}")
+    timed = work.measure(
+        list(all_work(kernels, options, shapes)), rounds=options.rounds, sample_s=options.sample_s, say=say
+    )
+    ceilings = report.ceilings_of(timed)
+    rates = report.rates_of(timed, ceilings)
+    about = {
+        "machine": machine.hardware(),
+        "source": machine.source(ROOT),
+        "torch": torch.__version__,
+        "isa": kernels.isa(),
+        "threads": torch.get_num_threads(),
+        "command": ["python", "benchmark/kernels.py", *argv],
+    }
+    print_report(about, rates, report.ceilings_text(rates, ceilings), report.work_text)
+    if options.json is not None:
+        figures = {**about, **report.as_json(rates, timed, ceilings)}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def print_report(about: dict[str, Any], rates: list[Any], head: str, text_of: Callable[[str, list[Any]], str]) -> None:
+    """The tables, under the machine and the command that they were measured with."""
+    print(f"{machine.describe(about['machine'])}; {about['threads']} threads; {about['isa']}; torch {about['torch']}")
+    print(f"{' '.join(about['command'])}\n\nMedians (smallest-largest) of {rates[0].ms.count} rounds.\n\n{head}")
+    for name in dict.fromkeys(rate.table for rate in rates if rate.table not in ("product", "read")):
+        print(f"\n{text_of(name, rates)}")
+
+
+def say(text: str) -> None:
+    """Progress, for a person."""
+    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        sys.exit(f"kernels.py: {error}")

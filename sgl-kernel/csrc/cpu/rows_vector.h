@@ -1,0 +1,128 @@
+// Owns what is done to rows of f32 between products, on the compiler's vector types: rounding, SiLU, softmax. For one
+// instruction set chosen by the including file, see gemm_vector.h. Nothing here depends on how many rows there are.
+#pragma once
+
+#include "gemm.h"
+
+namespace sgl_batch {
+namespace {
+
+constexpr int kLanes = SGL_BATCH_LANES;
+
+typedef float VecF __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t VecU __attribute__((vector_size(kLanes * 4)));
+typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
+typedef float VecFU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+typedef uint32_t VecUU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+typedef uint16_t VecHU __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
+
+inline VecF load(const float* from) { return *reinterpret_cast<const VecFU*>(from); }
+inline void store(float* to, VecF value) { *reinterpret_cast<VecFU*>(to) = value; }
+inline VecF splat(float value) { return value - VecF{}; }
+
+// As f32_to_bf16, into the low halves.
+inline VecH to_bf16(VecF value) {
+  const VecU bits = (VecU)value;
+  const VecU rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const VecU quiet = (bits >> 16) | 0x40u;
+  return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded, VecH);
+}
+
+inline void put(void* row, int column, VecF value, DType dtype) {
+  if (dtype == DType::kF32)
+    store(static_cast<float*>(row) + column, value);
+  else
+    *reinterpret_cast<VecHU*>(static_cast<uint16_t*>(row) + column) = to_bf16(value);
+}
+
+// 2^x for x in [-126, 127], clamped to that; within two units of the last place, and 2^0 is 1.
+inline VecF exp2_clamped(VecF x) {
+  const VecF least = splat(-126.0f), most = splat(127.0f);
+  x = x < least ? least : x;
+  x = x > most ? most : x;
+  const VecF shifted = x + 12582912.0f;  // 1.5 * 2^23: the nearest whole number stands in the low bits
+  const VecF f = x - (shifted - 12582912.0f);
+  VecF p = splat(1.535335855e-4f);
+  p = p * f + 1.339887567e-3f;
+  p = p * f + 9.618437381e-3f;
+  p = p * f + 5.550332467e-2f;
+  p = p * f + 2.402264791e-1f;
+  p = p * f + 6.931472029e-1f;
+  p = p * f + 1.0f;
+  return (VecF)((VecU)p + ((VecU)shifted << 23));
+}
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+void store_rows(const float* from, int64_t from_stride, int rows, DType dtype, void* to, int64_t to_stride) {
+  for (int i = 0; i < rows; ++i)
+    for (int column = 0; column < kPanel; column += kLanes)
+      put(static_cast<char*>(to) + i * to_stride, column, load(from + i * from_stride + column), dtype);
+}
+
+void silu_mul(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride) {
+  for (int i = 0; i < rows; ++i)
+    for (int column = 0; column < kPanel; column += kLanes) {
+      const VecF g = load(gate + i * kPanel + column);
+      const VecF mixed = g / (1.0f + exp2_clamped(g * -kLog2E)) * load(up + i * kPanel + column);
+      put(static_cast<char*>(to) + i * to_stride, column, mixed, dtype);
+    }
+}
+
+// Lane j of the result is lane j ^ distance.
+template <int distance>
+inline VecF swapped(VecF lanes) {
+  VecI from;
+  for (int j = 0; j < kLanes; ++j) from[j] = j ^ distance;
+  return __builtin_shuffle(lanes, from);
+}
+
+template <int distance = kLanes / 2>
+inline float join_max(VecF lanes) {
+  const VecF other = swapped<distance>(lanes);
+  lanes = other > lanes ? other : lanes;
+  if constexpr (distance == 1)
+    return lanes[0];
+  else
+    return join_max<distance / 2>(lanes);
+}
+
+template <int distance = kLanes / 2>
+inline float join_sum(VecF lanes) {
+  lanes += swapped<distance>(lanes);
+  if constexpr (distance == 1)
+    return lanes[0];
+  else
+    return join_sum<distance / 2>(lanes);
+}
+
+float softmax_step(float* scores, int64_t valid, int64_t width, float scaling, float* state, DType dtype, void* weights) {
+  if (valid == 0) {
+    for (int64_t i = 0; i < width; i += kLanes) put(weights, static_cast<int>(i), VecF{}, dtype);
+    return 1.0f;
+  }
+  const float lowest = -3.0e38f;
+  for (int64_t i = valid; i < width; ++i) scores[i] = lowest;
+  VecF most = splat(lowest);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const VecF found = load(scores + i);
+    most = found > most ? found : most;
+  }
+  const float joined = join_max(most), maximum = joined > state[0] ? joined : state[0];
+  const float factor = scaling * kLog2E;
+  VecF sum = {};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const VecF score = load(scores + i);
+    const VecF weight = score <= lowest ? VecF{} : exp2_clamped((score - maximum) * factor);  // NaN stays NaN
+    sum += weight;
+    put(weights, static_cast<int>(i), weight, dtype);
+  }
+  const float kept = state[1] == 0.0f ? 1.0f : exp2_clamped(splat((state[0] - maximum) * factor))[0];
+  state[0] = maximum;
+  state[1] = state[1] * kept + join_sum(sum);
+  return kept;
+}
+
+}  // namespace
+}  // namespace sgl_batch

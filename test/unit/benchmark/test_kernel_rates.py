@@ -1,0 +1,76 @@
+"""The kernels' benchmark: torch's ways compute what ours do, rates are paired by round, and the command reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernel_rates import product_work, report, work
+from kernel_rates.shapes import Shapes, shapes_of
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe.cpu_experts import combined_experts
+
+SMALL = Shapes(hidden=64, inter=32, experts=8, top_k=2, q_heads=4, kv_heads=2, head_dim=32, vocabulary=96)
+
+
+def timed(table: str, by: str, seconds: list[float], *, flops: float = 0.0, num_bytes: float = 0.0) -> work.Timed:
+    about = work.Work(table=table, row="row", by=by, flops=flops, num_bytes=num_bytes, run=lambda: None)
+    return work.Timed(work=about, seconds=seconds)
+
+
+def test_every_expert_gets_the_same_number_of_rows_and_no_token_one_twice():
+    _, ids = product_work.balanced_routing(12, SMALL)
+    assert torch.bincount(ids.flatten()).tolist() == [3] * 8
+    assert all(len(set(row)) == 2 for row in ids.tolist())
+
+
+def test_grouped_mm_computes_the_experts_that_it_is_measured_against():
+    x = torch.randn(24, 64).bfloat16()
+    w13, w2 = torch.randn(8, 64, 64).bfloat16() / 8, torch.randn(8, 64, 32).bfloat16() / 6
+    routing = product_work.balanced_routing(24, SMALL)
+    expected, _ = combined_experts(x.float(), w13.float(), w2.float(), *routing)
+    found = product_work.grouped_mm_experts(x, w13, w2, *routing).float()
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+
+
+def test_shares_are_of_the_fastest_ceiling_of_the_same_round():
+    runs = [
+        timed("product", "a", [1.0, 2.0], flops=100e9),
+        timed("product", "b", [4.0, 4.0], flops=100e9),
+        timed("read", "a", [1.0, 1.0], num_bytes=10e9),
+        timed("experts", "sgl_batch", [1.0, 1.0], flops=50e9, num_bytes=1e9),
+        timed("experts", "other", [2.0, 4.0], flops=50e9, num_bytes=1e9),
+    ]
+    ceilings = report.ceilings_of(runs)
+    rates = report.rates_of(runs, ceilings)
+    ours, other = rates[3], rates[4]
+    assert ceilings.product_by == "a"
+    assert (ours.product_share.low, ours.product_share.high) == (0.5, 1.0)
+    assert ours.read_share.median == pytest.approx(0.1)
+    assert (ours.roofline.low, ours.roofline.high) == (0.5, 1.0)
+    assert ours.slower_than_ours is None
+    assert (other.slower_than_ours.low, other.slower_than_ours.high) == (2.0, 4.0)
+
+
+def test_a_checkpoint_of_another_family_is_refused_by_the_size_it_lacks(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    with pytest.raises(ConfigError, match="moe_intermediate_size"):
+        shapes_of(tmp_path)
+
+
+def test_the_command_prints_every_table_and_writes_every_round(repo_root, tmp_path):
+    record = tmp_path / "record.json"
+    command = [sys.executable, str(repo_root / "benchmark" / "kernels.py"), "--rounds", "2", "--sample-s", "0.001"]
+    command += ["--tokens-per-expert", "1", "--rows", "2", "--contexts", "64", "--batches", "2"]
+    command += ["--layers", "1", "--json", str(record)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(record.read_text())
+    tables = {rate["table"] for rate in figures["rates"]}
+    assert {"product", "read", "experts", "decode attention", "prefill attention"} < tables
+    assert all(len(rate["seconds"]) == 2 for rate in figures["rates"])
+    assert all(f"\n{table}\n" in done.stdout for table in tables - {"product", "read"})
