@@ -1,4 +1,4 @@
-"""A rank that dies or hangs under `sgl-batch run`: it is named within seconds, and finished lines are kept."""
+"""`sgl-batch run` on two ranks: what each did is said; one that dies or hangs is named, and finished lines are kept."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from .conftest import chat_line, read_lines, run_argv
+from .conftest import RunFiles, chat_line, read_lines, run_argv
 from .test_run_command import wait_for_output
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -68,3 +68,22 @@ def test_a_rank_that_dies_or_hangs_is_named_and_finished_lines_are_kept(
     assert told in stderr
     assert len(read_lines(output)) >= 20
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+
+
+def test_the_summary_says_what_each_rank_did(run_command: Callable[..., RunFiles], tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [chat_line(f"line-{i}", "Return the", max_tokens=12, ignore_eos=True) for i in range(9)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = run_command(source, tmp_path / "out.jsonl", *RANKS)
+    assert run.exit_code == 0, run.stderr
+    told = run.stderr.splitlines()
+    start = next(number for number, line in enumerate(told) if "By rank" in line)
+    rows = [[int(cell.replace(",", "")) for cell in line.split()[2:-1]] for line in told[start + 2 : start + 4]]
+    finished, tokens, arrived, departed, routed = (sum(column) for column in zip(*rows, strict=True))
+    assert finished == len(lines)
+    assert tokens == 12 * len(lines)
+    assert arrived == departed
+    prompt_tokens = sum(line["response"]["body"]["usage"]["prompt_tokens"] for line in run.output)
+    layers, top_k = 4, 4
+    assert routed == layers * top_k * (prompt_tokens + tokens - len(lines)), "the last token of each is only sampled"
+    assert all(line.rstrip().endswith("%") for line in told[start + 2 : start + 4])

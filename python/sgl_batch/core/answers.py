@@ -21,19 +21,32 @@ class EngineStats:
 
     `counters` holds expert_calls, expert_rows, expert_gemms and whatever else the engine counts; where it also
     holds prompt_tokens and output_tokens, the progress takes its rates from them while long lines still run.
-    `part_s` holds seconds by part (attention, experts, router, copies, sampling, waiting, other).
-    `tokens_per_expert` holds the tokens routed to each expert, summed over the layers.
+    `part_s` holds seconds by part (attention, experts, router, copies, sampling, waiting, other; of several ranks also
+    exchange, agreement, stall, boundary). `tokens_per_expert` holds the tokens routed to each expert, summed over the
+    layers. `ranks` holds each rank's own where there are several; the rest is then of all of them.
     """
 
     counters: Mapping[str, float] = field(default_factory=dict)
     part_s: Mapping[str, float] = field(default_factory=dict)
     tokens_per_expert: Sequence[int] = ()
+    ranks: Sequence[EngineStats] = ()
+
+    @property
+    def idle_share(self) -> float:
+        """Which share of the time was waited: for requests, or for other ranks in exchanges and agreements.
+
+        Where waits for other ranks are not told apart (`stall` is 0), exchanges count whole.
+        """
+        waits = ("waiting", "agreement", "stall" if self.part_s.get("stall") else "exchange")
+        return sum(self.part_s.get(part, 0.0) for part in waits) / max(sum(self.part_s.values()), 1e-9)
 
     def since(self, earlier: EngineStats) -> EngineStats:
         """What was counted after `earlier`, a reading of the same engine."""
         before = list(earlier.tokens_per_expert) or [0] * len(self.tokens_per_expert)
+        ranks_before = list(earlier.ranks) or [EngineStats()] * len(self.ranks)
         return EngineStats(
             counters={key: value - earlier.counters.get(key, 0) for key, value in self.counters.items()},
             part_s={key: value - earlier.part_s.get(key, 0.0) for key, value in self.part_s.items()},
             tokens_per_expert=[now - then for now, then in zip(self.tokens_per_expert, before, strict=True)],
+            ranks=tuple(now.since(then) for now, then in zip(self.ranks, ranks_before, strict=True)),
         )

@@ -18,6 +18,7 @@ def format_summary(result: RunResult) -> str:
         lines += _failures(result)
     if result.stats is not None:
         lines += _time_table(result.stats)
+        lines += _rank_table(result.stats)
         lines += _experts(result.stats)
     if result.ok == 0:
         lines.append("Warning: no line has an output.")
@@ -63,6 +64,20 @@ def _time_table(stats: EngineStats) -> list[str]:
     for part, seconds in sorted(stats.part_s.items(), key=lambda item: -item[1]):
         lines.append(f"  {part:<12} {seconds:>10.2f} s  {100 * seconds / total_s:>5.1f}%")
     return lines
+
+
+def _rank_table(stats: EngineStats) -> list[str]:
+    """What each rank did; nothing of a lone one. Routed tokens are those that its experts computed."""
+    if not stats.ranks:
+        return []
+    names = ("sequences_finished", "output_tokens", "sequences_arrived", "sequences_departed")
+    rows: list[tuple[str, ...]] = [("finished", "tokens out", "moved in", "moved out", "routed tokens", "idle")]
+    for rank in stats.ranks:
+        counts = [f"{rank.counters.get(name, 0):,.0f}" for name in names]
+        rows.append((*counts, f"{sum(rank.tokens_per_expert):,}", f"{rank.idle_share:.1%}"))
+    labels = ["", *(f"rank {number}" for number in range(len(stats.ranks)))]
+    table = [f"  {label:<8}" + "".join(f"{cell:>15}" for cell in row) for label, row in zip(labels, rows, strict=True)]
+    return ["By rank (idle: waiting for requests or for other ranks):", *table]
 
 
 def _experts(stats: EngineStats) -> list[str]:

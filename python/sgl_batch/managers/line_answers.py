@@ -9,7 +9,7 @@ from typing import Any
 
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.errors import EngineError
-from sgl_batch.managers.rank_stats import merged_stats
+from sgl_batch.managers.rank_stats import engine_stats, merged_stats
 from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
 
 
@@ -34,10 +34,7 @@ class LineAnswers:
     async def stats(self) -> EngineStats:
         """Counters since the engine started. Raises EngineError when the engine is dead."""
         states = await self._unless_dead(self._manager.get_internal_state())
-        state = merged_stats([state["sgl_batch"] for state in states])
-        return EngineStats(
-            counters=state["counters"], part_s=state["part_s"], tokens_per_expert=state["tokens_per_expert"]
-        )
+        return engine_stats(merged_stats([state["sgl_batch"] for state in states]))
 
     async def _unless_dead(self, work: Any) -> Any:
         """The result of `work`, or EngineError as soon as an engine process is found dead."""

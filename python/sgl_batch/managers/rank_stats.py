@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from sgl_batch.core.answers import EngineStats
+
 # What all ranks count alike, because they take every step together; the rest is each rank's own.
-_COMMON = ("boundaries", "decode_steps", "expert_calls")
+_COMMON = ("boundaries", "decode_steps", "expert_calls", "prefill_us")
 
 
 def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -31,3 +33,13 @@ def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "total_pages": sum(rank["total_pages"] for rank in ordered),
         "ranks": ordered,
     }
+
+
+def engine_stats(stats: dict[str, Any]) -> EngineStats:
+    """An engine's or a rank's statistics as jobs have them."""
+    return EngineStats(
+        counters=stats["counters"],
+        part_s=stats["part_s"],
+        tokens_per_expert=stats["tokens_per_expert"],
+        ranks=tuple(engine_stats(rank) for rank in stats.get("ranks", ())),
+    )

@@ -82,7 +82,7 @@ class RankSteps:
 
     def _boundary(self, running: Any) -> Part:
         executor = self._executor
-        with executor.clock.part("agreement"):
+        with executor.clock.part("boundary"):
             orders = self._group.decide(self._told(running), executor.plan, self._order)
         batch = None
         if orders.prefill:
@@ -90,7 +90,7 @@ class RankSteps:
                 batch = executor.prefill(PrefillGroup(units=self._units(orders)))
             return Part(batch=batch, running=running, takes_part=True, expert_calls=orders.expert_calls)
         if orders.moves:
-            with executor.clock.part("copies"):
+            with executor.clock.part("boundary"):
                 self._migration.run(
                     [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in orders.moves], running
                 )

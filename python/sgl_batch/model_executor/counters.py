@@ -11,7 +11,21 @@ from typing import Any
 
 import torch
 
-PARTS = ("attention", "router", "experts", "exchange", "agreement", "stall", "copies", "sampling", "waiting", "other")
+# Of several ranks: `exchange` and `agreement` (before each step) are their own cost where the wait for other ranks can
+# be told apart, which is `stall`; `boundary` is the orders and moves at boundaries, waits for these included.
+PARTS = (
+    "attention",
+    "router",
+    "experts",
+    "exchange",
+    "agreement",
+    "stall",
+    "boundary",
+    "copies",
+    "sampling",
+    "waiting",
+    "other",
+)
 
 
 class PartClock:

@@ -6,6 +6,7 @@ any family with an adapter in `families`.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -51,13 +52,16 @@ class LayerRunner:
         num_rows = len(forward_batch.input_ids)
         self.counters.add("decode_groups" if is_decode else "prefill_groups")
         self.counters.add("decode_rows" if is_decode else "prefill_rows", num_rows)
-        clock = self.counters.clock
+        clock, begun = self.counters.clock, time.perf_counter()
         with clock.part("attention"):
             sub_batches = split(forward_batch, phase.b_attn if self.can_reenter else num_rows)
             self._plan_attention(sub_batches)
         hidden = self.family.embed(self.model, forward_batch.input_ids)
         hidden = self._run_layers(forward_batch, sub_batches, hidden, phase)
-        return self.model.logits_processor(forward_batch.input_ids, hidden, self.model.lm_head, forward_batch)
+        logits = self.model.logits_processor(forward_batch.input_ids, hidden, self.model.lm_head, forward_batch)
+        if not is_decode:
+            self.counters.add("prefill_us", round(1e6 * (time.perf_counter() - begun)))
+        return logits
 
     def forward_without_rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take part in the exchanges of a forward pass in which this rank has no rows of its own."""

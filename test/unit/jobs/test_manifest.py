@@ -94,3 +94,14 @@ def test_secret_values_are_left_out_of_the_arguments():
         "--dtype",
         "auto",
     ]
+
+
+def test_what_each_rank_counted_is_kept(manifest):
+    manifest.write()
+    ranks = [EngineStats(counters={"output_tokens": number}) for number in (3, 4)]
+    result = {"message": None, "total": 2, "ok": 2, "failed": 0, "wall_s": 1.0, "tokens_in": 2, "tokens_out": 7}
+    stats = EngineStats(counters={"output_tokens": 7}, ranks=ranks)
+    manifest.finish(RunResult(status=RunStatus.COMPLETED, stats=stats, **result))
+    engine = read(manifest)["engine"]
+    assert engine["counters"] == {"output_tokens": 7}
+    assert [rank["counters"] for rank in engine["ranks"]] == [{"output_tokens": 3}, {"output_tokens": 4}]

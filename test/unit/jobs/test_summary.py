@@ -75,3 +75,28 @@ def test_missing_lines_and_work_that_was_not_done_are_said():
     assert "Interrupted: 0 of 100 lines ok, 0 failed, 100 missing" in text
     assert "Warning: no line has an output." in text
     assert "Warning: the engine counted no expert call" in text
+
+
+def rank_stats(share_of_stall: float, experts: list[int], **counters: int) -> EngineStats:
+    part_s = {"experts": 10 * (1 - share_of_stall), "exchange": 0.0, "stall": 10 * share_of_stall}
+    return EngineStats(counters=counters, part_s=part_s, tokens_per_expert=experts)
+
+
+def test_it_says_what_each_rank_did():
+    ranks = [
+        rank_stats(0.25, [700, 50], sequences_finished=1200, output_tokens=9000, sequences_departed=3),
+        rank_stats(0.5, [200, 50], sequences_finished=1300, output_tokens=8000, sequences_arrived=3),
+    ]
+    stats = EngineStats(part_s={"experts": 6.0}, tokens_per_expert=[700, 50, 200, 50], ranks=ranks)
+    lines = format_summary(result(stats=stats)).splitlines()
+    start = lines.index("By rank (idle: waiting for requests or for other ranks):")
+    titles = ["finished", "tokens out", "moved in", "moved out", "routed tokens", "idle"]
+    assert lines[start + 1].strip().split("  ")[0] == titles[0]
+    assert [title for title in titles if title in lines[start + 1]] == titles
+    assert lines[start + 2].split() == ["rank", "0", "1,200", "9,000", "0", "3", "750", "25.0%"]
+    assert lines[start + 3].split() == ["rank", "1", "1,300", "8,000", "3", "0", "250", "50.0%"]
+    assert len({len(line) for line in lines[start + 1 : start + 4]}) == 1, "the columns are aligned"
+
+
+def test_a_lone_rank_has_no_table_of_ranks():
+    assert "By rank" not in format_summary(result(stats=EngineStats(part_s={"experts": 1.0})))

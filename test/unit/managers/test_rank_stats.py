@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_batch.managers.rank_stats import merged_stats
+from sgl_batch.managers.rank_stats import engine_stats, merged_stats
 
 
 def stats_of(rank: int, *, part_s: dict[str, float] | None = None, **counters: int) -> dict[str, Any]:
@@ -64,3 +64,12 @@ def test_each_rank_s_own_statistics_are_kept_by_rank_and_unchanged():
     assert merged["ranks"] == [stats_of(0, decode_steps=9), stats_of(1, decode_steps=9)]
     assert merged["plan"] == {"page_size": 64}
     assert merged["rank"] == 0
+
+
+def test_jobs_get_the_sums_and_each_rank_s_own():
+    ranks = [stats_of(0, output_tokens=3), stats_of(1, output_tokens=4)]
+    stats = engine_stats(merged_stats(ranks))
+    assert stats.counters == {"output_tokens": 7}
+    assert [rank.counters for rank in stats.ranks] == [{"output_tokens": 3}, {"output_tokens": 4}]
+    assert [rank.tokens_per_expert for rank in stats.ranks] == [[0, 1], [10, 11]]
+    assert engine_stats(merged_stats(ranks[:1])).ranks == ()
