@@ -37,10 +37,7 @@ class ForwardConfig:
         8192, "tokens combined for one expert call in prefill; also the size of a prefill group", minimum=1
     )
     b_attn_decode: int = _flag(
-        256,
-        "sequences that go through attention together in decode; fewer where memory for attention is scarce (on a CPU, "
-        "sub-batches of 64 made 256 sequences of 128 + 32 tokens 5 % slower)",
-        minimum=1,
+        256, "sequences that go through attention together in decode; fewer where its memory is scarce", minimum=1
     )
     b_moe_decode: int = _flag(
         256, "sequences combined for one expert call in decode; also the most that run at once", minimum=1

@@ -73,6 +73,18 @@ using SiluMulFn = void (*)(const float* gate, const float* up, int rows, DType d
 using SoftmaxStepFn = float (*)(float* scores, int64_t valid, int64_t width, float scaling, float* state, DType dtype,
                                 void* weights);
 
+// One row of an RMS norm: h = x + residual, which goes to residual_out (both may be null); see norm_rope.h.
+struct NormRow {
+  const void* x;
+  const void* residual;
+  void* residual_out;
+  void* out;
+};
+// `row`: scratch of `width` floats. The sum of squares is added up in an order that depends on the width alone.
+using NormRowFn = void (*)(const NormRow& r, const float* weight, float eps, int64_t width, DType dtype, float* row);
+// Turns 2 * half numbers of a head in place; pairs lie `half` apart where `neox`, otherwise side by side.
+using RotateHeadFn = void (*)(void* head, const float* cosine, const float* sine, int64_t half, bool neox, DType dtype);
+
 struct Isa {
   const char* name;
   int max_rows;     // rows of a tile, at most kMaxRows
@@ -82,6 +94,8 @@ struct Isa {
   StoreFn store;
   SiluMulFn silu_mul;
   SoftmaxStepFn softmax_step;
+  NormRowFn norm_row;
+  RotateHeadFn rotate_head;
 
   // What rows of activations must be to meet a weight, and the tile for it.
   DType row_dtype(DType weight) const { return bf16_pairs ? weight : DType::kF32; }

@@ -35,6 +35,6 @@ struct TilePairs {
 }  // namespace
 
 const Isa kAvx512Bf16{"avx512_bf16", kRows, true, by_rows<TilePairs, kRows>, by_rows<TileF32, kRows>, store_rows, silu_mul,
-                      softmax_step};
+                      softmax_step, norm_row, rotate_head};
 }  // namespace sgl_batch
 #endif

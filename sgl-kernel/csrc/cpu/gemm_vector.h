@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "norm_rope_vector.h"
 #include "rows_vector.h"
 
 namespace sgl_batch {

@@ -1,5 +1,5 @@
 // Owns the row-wise operators around attention: RMS norm with residual, and rotary embedding. All sums in f32, in an
-// order that depends on the row's length alone: the same bits on every instruction set.
+// order that depends on the row's length alone.
 #pragma once
 
 #include <cstdint>
