@@ -44,9 +44,9 @@ class Experts {
     run_tasks(static_cast<int64_t>(blocks_.size()) * up_chunks_, [this](int64_t task, int thread) {
       gate_up(blocks_[task / up_chunks_], task % up_chunks_, scratch(thread));
     });
-    // The groups of one chunk come one after the other: its weights are then in the caches.
+    // The chunks of one group come one after the other: its rows stay in the caches.
     run_tasks(down_chunks_ * groups_,
-              [this](int64_t task, int thread) { down(task / groups_, task % groups_, scratch(thread)); });
+              [this](int64_t task, int thread) { down(task % down_chunks_, task / down_chunks_, scratch(thread)); });
   }
 
  private:
