@@ -16,7 +16,7 @@ import psutil
 
 _SAMPLE_S = 0.2
 _STOP_S = 10.0
-_RUN_ROUND = Path(__file__).resolve().parent.parent / "runners" / "run_round.py"
+_RUNNERS = Path(__file__).resolve().parent.parent / "runners"
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b")
 
 
@@ -34,8 +34,17 @@ class ChildEnd:
     cpus_of_others: float
 
 
-def run_child(python: str, spec: Path, result: Path, log: Path, *, limit_s: float, threads: int | None) -> ChildEnd:
-    """Run one round in a fresh process; what it prints goes to `log`.
+def run_child(
+    python: str,
+    spec: Path,
+    result: Path,
+    log: Path,
+    *,
+    limit_s: float,
+    threads: int | None,
+    runner: str = "run_round.py",
+) -> ChildEnd:
+    """Run one round in a fresh process, by a script beside run_round.py; what it prints goes to `log`.
 
     A finished result ends the wait `_STOP_S` after it was written, whether or not the engine has stopped by then:
     the whole session is killed in any case.
@@ -44,7 +53,7 @@ def run_child(python: str, spec: Path, result: Path, log: Path, *, limit_s: floa
     began, busy, written = time.monotonic(), _busy_s(), None
     usage = TreeUsage()
     with log.open("wb") as output:
-        command = [python, str(_RUN_ROUND), str(spec), str(result)]
+        command = [python, str(_RUNNERS / runner), str(spec), str(result)]
         child = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(threads)
         )

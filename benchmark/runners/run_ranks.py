@@ -1,0 +1,108 @@
+"""Owns one run of sgl_batch over a workload for ranks: start, warm up, time, read the counters of each rank.
+
+Called as `PYTHON run_ranks.py SPEC RESULT`, by ranks.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_SAMPLE_S = 0.5
+_WARM_UP_PROMPTS = 4
+_WARM_UP_OUTPUT = 4
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Run what `spec` describes; a lone rank on the cores that it names."""
+    if spec["cores"] is not None:
+        os.sched_setaffinity(0, spec["cores"])
+    import sgl_batch
+
+    engine = sgl_batch.Engine(model_path=spec["model"], log_level="error", **spec["engine"])
+    try:
+        answers = engine.line_engine()
+        prompts, output_lens = spec["prompts"], spec["output_lens"]
+        warm_up = prompts[:_WARM_UP_PROMPTS]
+        longest = max(range(len(prompts)), key=lambda number: output_lens[number])
+
+        async def run() -> dict[str, Any]:
+            await _timed(engine, answers, warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
+            whole = await _timed(engine, answers, prompts, output_lens)
+            alone = await _timed(engine, answers, [prompts[longest]], [output_lens[longest]])
+            return {**whole, "longest_alone_s": alone["seconds"]}
+
+        return {**engine.loop.run_until_complete(run()), "cores": _cores_of_ranks()}
+    finally:
+        engine.shutdown()
+
+
+async def _generate(engine: Any, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
+    sampling = [{"temperature": 0, "max_new_tokens": count, "ignore_eos": True} for count in output_lens]
+    answers = await engine.async_generate(input_ids=prompts, sampling_params=sampling)
+    return [answer["output_ids"] for answer in answers]
+
+
+async def _timed(engine: Any, answers: Any, prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
+    """Seconds, counters by rank and active sequences over time of one workload."""
+    before, over, active = await answers.stats(), asyncio.Event(), []
+    begun = time.perf_counter()
+    async with asyncio.TaskGroup() as group:  # an engine that dies is told by its counters, and ends the group
+        group.create_task(_watch(answers, before, begun, over, active))
+        outputs = await _generate(engine, prompts, output_lens)
+        seconds = time.perf_counter() - begun
+        over.set()
+    lengths = [len(output) for output in outputs]
+    if lengths != output_lens:
+        raise RuntimeError(f"outputs have {lengths} tokens, not {output_lens}")
+    return {
+        "seconds": seconds,
+        "ranks": [dataclasses.asdict(rank) for rank in _ranks((await answers.stats()).since(before))],
+        "active": active,
+        "outputs": hashlib.sha256(json.dumps(outputs).encode()).hexdigest(),
+    }
+
+
+def _ranks(stats: Any) -> list[Any]:
+    return list(stats.ranks) or [stats]
+
+
+async def _watch(answers: Any, last: Any, begun: float, over: asyncio.Event, active: list[Any]) -> None:
+    """Note how many sequences each rank decodes, on average since it was last noted, until it is over."""
+    while not over.is_set():
+        try:
+            await asyncio.wait_for(over.wait(), _SAMPLE_S)
+        except TimeoutError:
+            stats = await answers.stats()
+            deltas = [rank.counters for rank in _ranks(stats.since(last))]
+            last = stats
+            rows = [delta.get("decode_rows", 0) / max(delta.get("decode_steps", 0), 1) for delta in deltas]
+            active.append((time.perf_counter() - begun, rows))
+
+
+def _cores_of_ranks() -> list[list[int]]:
+    """The cores of each scheduler process, by rank."""
+    import psutil
+
+    below = psutil.Process().children(recursive=True)
+    ranks = [process for process in below if "scheduler" in " ".join(process.cmdline())]
+    return [process.cpu_affinity() for process in sorted(ranks, key=lambda process: " ".join(process.cmdline()))]
+
+
+def main() -> None:
+    spec_path, result_path = map(Path, sys.argv[1:3])
+    result = measure(json.loads(spec_path.read_text(encoding="utf-8")))
+    partial = result_path.with_suffix(".partial")
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.replace(result_path)
+
+
+if __name__ == "__main__":  # the engine's child processes import this file again
+    main()
