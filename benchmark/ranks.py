@@ -27,7 +27,8 @@ DESCRIPTION = """\
 Measure ranks of one machine, each engine in a fresh process, alternating round by round. Each rank takes its share of
 the cores; one rank alone, which they are compared with, gets such a share too. Loading and a warm-up are not timed.
 
-  tail     outputs with a long tail (P99 is 3.8 x P95, the longest 9 x P95): with migration, without, one rank
+  tail     outputs with a long tail (P99 is 3.8 x P95, the longest 9 x P95): with migration, without, one rank,
+           and one rank on all cores
   trace    prompts and outputs of requests drawn from --trace, scaled to the budget: the same
   skewed   sequences that are all alike, on a variant of the checkpoint whose routers favour a few experts of rank 0
            (all else is linked): the checkpoint as it is, the variant, one rank with the variant
@@ -108,8 +109,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 def _skewed_cases(options: argparse.Namespace, config: dict[str, Any], variant: Path) -> list[Case]:
     """The checkpoint as it is, the variant, and one rank with the variant; nothing moves, for all are alike."""
     make_skewed(options.model.resolve(), variant, num_hot=max(2, config["num_experts_per_tok"] // 2 * 2))
-    _, even, _ = kinds_of_ranks(options.ranks, _settings(options), options.model.resolve())
-    _, skewed, lone = kinds_of_ranks(options.ranks, _settings(options), variant)
+    _, even, *_ = kinds_of_ranks(options.ranks, _settings(options), options.model.resolve())
+    _, skewed, lone, _ = kinds_of_ranks(options.ranks, _settings(options), variant)
     named = (("routing as it is", even), ("skewed routing", skewed), ("skewed, one rank", lone))
     return [
         Case(name=name, model=case.model, engine=case.engine, num_ranks=case.num_ranks, cores=case.cores)

@@ -46,7 +46,11 @@ class Comparison:
 
 
 def kinds_of_ranks(num_ranks: int, settings: dict[str, Any], model: Path) -> list[Case]:
-    """With migration, without, and one rank on the share of the cores that each of the others has."""
+    """With migration, without, and one rank: on the share of the cores that each of the others has, and on all of them.
+
+    The last says what the cores can do together, which is less than what one of them does alone times their number
+    where they share a memory.
+    """
     sizes = dict.fromkeys(("tp_size", "dp_size", "ep_size"), num_ranks)
     several = {**settings, **sizes, "enable_dp_attention": True, "rank_timeout_s": 60.0}
     cores = sorted(os.sched_getaffinity(0))
@@ -55,6 +59,7 @@ def kinds_of_ranks(num_ranks: int, settings: dict[str, Any], model: Path) -> lis
         Case(name="migration", model=model, engine={**several, "migration": "even"}, num_ranks=num_ranks),
         Case(name="no migration", model=model, engine={**several, "migration": "never"}, num_ranks=num_ranks),
         Case(name="one rank", model=model, engine=settings, num_ranks=1, cores=own),
+        Case(name="one rank, all cores", model=model, engine=settings, num_ranks=1),
     ]
 
 

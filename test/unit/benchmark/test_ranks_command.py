@@ -34,7 +34,7 @@ def test_every_workload_has_one_lone_rank_on_its_share_of_the_cores(repo_root, t
     found = build(parse(["--model", str(model)]), tmp_path)
     assert [comparison.name for comparison in found] == ["tail", "skewed"]
     for comparison in found:
-        (lone,) = [case for case in comparison.cases if case.num_ranks == 1]
+        lone = next(case for case in comparison.cases if case.num_ranks == 1)
         assert lone.cores == [0, 1]
         assert {case.cores for case in comparison.cases if case is not lone} == {None}
     even, skewed, lone = found[1].cases
