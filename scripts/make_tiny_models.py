@@ -16,13 +16,13 @@ from tiny_models.vocabulary import encode_samples, train_tokenizer
 EPILOG = """\
 The text is the documentation that comes with the Python running this script (docstrings of the standard
 library and the language topics of `help()`), as documents and as short conversations. Another Python version
-gives other text and so other weights. Both families share one tokenizer, trained on the same text.
+gives other text and so other weights. All families share one tokenizer, trained on the same text.
 
 The learning rate falls along the schedule, so a run that --minutes ends early is still a finished run.
 
 examples:
   python scripts/make_tiny_models.py
-      both models into test/models, about 40 minutes on two quiet cores
+      all models into test/models, about an hour on two quiet cores
   python scripts/make_tiny_models.py --family mixtral --threads 1
       one of them; two such runs beside each other share a busy machine better than one with two threads
   python scripts/make_tiny_models.py --minutes 1 --output /tmp/models
@@ -36,7 +36,7 @@ test/models/README.md.
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Make two tiny but trained MoE checkpoints (Qwen3-MoE, Mixtral) in Hugging Face format.",
+        description="Make tiny but trained MoE checkpoints (Qwen3-MoE, Mixtral, DeepSeek-V3) in Hugging Face format.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""Owns the two architectures and how a checkpoint is written; does not train."""
+"""Owns the architectures and how a checkpoint is written; does not train."""
 
 import os
 import shutil
@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GenerationConfig,
     MixtralConfig,
     MixtralForCausalLM,
@@ -18,7 +20,7 @@ from transformers import (
 
 from .vocabulary import MAX_LENGTH, save_tokenizer
 
-FAMILIES = ("qwen3-moe", "mixtral")
+FAMILIES = ("qwen3-moe", "mixtral", "deepseek-v3")
 # What SGLang's loaders look for: the names of the families' published checkpoints.
 EXPERT_KEYS = {
     "qwen3-moe": (
@@ -29,18 +31,53 @@ EXPERT_KEYS = {
         "model.layers.{layer}.block_sparse_moe.gate.weight",
         "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
     ),
+    "deepseek-v3": (
+        "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    ),
+}
+# Latent attention; scores by sigmoid, with biases and groups of experts; positions stretched by YaRN, as published.
+DEEPSEEK_V3 = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "intermediate_size": 384,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": MAX_LENGTH // 4,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    # Of these SGLang reads its way of routing; transformers knows one only.
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
 }
 
 
 def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """An untrained float32 model; embeddings are untied because SGLang's two model files do not tie them."""
+    """An untrained float32 model; embeddings are untied because SGLang's model files do not all tie them."""
     shared = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
         "max_position_embeddings": MAX_LENGTH,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "initializer_range": 0.04,
@@ -49,6 +86,9 @@ def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMo
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    if family == "deepseek-v3":
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**{**shared, **DEEPSEEK_V3}))
+    shared |= {"num_key_value_heads": 2, "head_dim": 32}
     if family == "qwen3-moe":
         return Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
@@ -93,7 +133,7 @@ def _check_key_names(path: Path, family: str, model: PreTrainedModel) -> None:
     with safe_open(path, framework="pt") as checkpoint:
         names = set(checkpoint.keys())
     num_experts = model.config.num_local_experts
-    for layer in range(model.config.num_hidden_layers):
+    for layer in range(getattr(model.config, "first_k_dense_replace", 0), model.config.num_hidden_layers):
         for expert in range(num_experts):
             for pattern in EXPERT_KEYS[family]:
                 name = pattern.format(layer=layer, expert=expert)

@@ -45,10 +45,11 @@ def _orthogonal(matrices: Tensor, num_rounds: int = 5) -> Tensor:
 
 
 def make_optimizers(model: nn.Module, matrix_rate: float, other_rate: float) -> list[torch.optim.Optimizer]:
-    """Attention and expert matrices under OrthogonalMomentum; embeddings, routers and norms under AdamW."""
+    """Attention, expert and dense matrices under OrthogonalMomentum; embeddings, routers and norms under AdamW."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
-        is_hidden_matrix = ".experts." in name or (".self_attn." in name and parameter.ndim == 2)
+        is_hidden = ".experts." in name or ".self_attn." in name or name.endswith("_proj.weight")
+        is_hidden_matrix = is_hidden and parameter.ndim > 1
         (matrices if is_hidden_matrix else others).append(parameter)
     return [
         OrthogonalMomentum(matrices, lr=matrix_rate),

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from .training import RouterProbe, expert_shares, token_loss
+from .routing import RouterProbe
+from .training import token_loss
 
 QUESTIONS = (
     "What does os.path.join do?",
@@ -37,12 +38,11 @@ def measure_held_out(model: PreTrainedModel, samples: list[list[int]], row_lengt
         logits_BLV = model(input_ids=rows_BL, use_cache=False).logits.float()
     best_BL2 = logits_BLV.topk(2, dim=-1).values
     gap_BL = best_BL2[..., 0] - best_BL2[..., 1]
-    top_k = model.config.num_experts_per_tok
     return HeldOutMeasures(
         loss=token_loss(logits_BLV, rows_BL).item(),
         logit_gap=gap_BL.mean().item(),
         near_tie_share=(gap_BL < 0.05).float().mean().item(),
-        expert_shares_by_layer=[expert_shares(logits_TE, top_k).tolist() for logits_TE in probe.logits_LTE],
+        expert_shares_by_layer=[probe.expert_shares(layer).tolist() for layer in range(len(probe.logits_LTE))],
     )
 
 
@@ -80,7 +80,7 @@ def print_report(path: Path, held_out: list[list[int]], train_loss: float) -> No
     print(json.dumps({str(path.name): facts}, indent=1))
     for layer, shares in enumerate(measures.expert_shares_by_layer):
         even = 1 / len(shares)
-        print(f"layer {layer}: expert shares min {min(shares):.3f} max {max(shares):.3f} even {even:.3f}")
+        print(f"expert layer {layer}: expert shares min {min(shares):.3f} max {max(shares):.3f} even {even:.3f}")
     for question in QUESTIONS:
         text, ended = answer(model, tokenizer, question)
         print(f"\n> {question}\n{text}\n[{'ended by itself' if ended else 'cut at the limit'}]")

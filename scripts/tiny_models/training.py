@@ -3,7 +3,6 @@
 import random
 import time
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 
 from .experts import use_sorted_experts
 from .optimizer import make_optimizers
+from .routing import RouterProbe
 
 # Row lengths by turns: mostly short ones, which are quick, and some longer than any prompt the tests use.
 ROW_LENGTHS = (256, 256, 512, 256, 512, 1024)
@@ -23,7 +23,8 @@ class TrainingPlan:
 
     num_steps: optimizer steps. limit_s: wall seconds after which the schedule ends early.
     batch_tokens: tokens per step. matrix_rate, other_rate: peak learning rates of the two optimizers.
-    balance_coefficient: weight of the load-balancing loss over experts.
+    balance_coefficient: weight of the load-balancing loss over experts. bias_step: what a step adds to or takes off
+    each bias of a router, where it has any.
     """
 
     num_steps: int
@@ -33,6 +34,7 @@ class TrainingPlan:
     other_rate: float = 6e-3
     warmup_steps: int = 30
     balance_coefficient: float = 0.01
+    bias_step: float = 0.001
     seed: int = 0
 
 
@@ -60,35 +62,6 @@ class BatchSource:
         return row[:length]
 
 
-class RouterProbe:
-    """Sees the router logits of every layer of the latest forward pass."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
-        assert len(routers) == model.config.num_hidden_layers, "transformers renamed its routers"
-        self.logits_LTE: list[Tensor] = [torch.empty(0)] * len(routers)
-        for layer, router in enumerate(routers):
-            router.register_forward_hook(partial(self._store, layer))
-
-    def _store(self, layer: int, _module: nn.Module, _inputs: object, outputs: tuple[Tensor, ...]) -> None:
-        self.logits_LTE[layer] = outputs[0]
-
-    def balance_loss(self, top_k: int) -> Tensor:
-        """Load balance per layer (Switch Transformers, section 2.2), mean over layers; 1.0 means balanced."""
-        losses = []
-        for logits_TE in self.logits_LTE:
-            probs_TE = logits_TE.float().softmax(dim=-1)
-            shares_E = expert_shares(logits_TE, top_k)
-            losses.append(len(shares_E) * (shares_E * probs_TE.mean(dim=0)).sum())
-        return torch.stack(losses).mean()
-
-
-def expert_shares(logits_TE: Tensor, top_k: int) -> Tensor:
-    """Each expert's share of the (token, choice) pairs of one layer; sums to 1."""
-    chosen = logits_TE.topk(top_k, dim=-1).indices.flatten()
-    return torch.bincount(chosen, minlength=logits_TE.shape[1]).float() / chosen.numel()
-
-
 def token_loss(logits_BLV: Tensor, ids_BL: Tensor) -> Tensor:
     """Mean next-token loss in nats of `ids_BL` [rows, length] under the logits of the same positions."""
     return functional.cross_entropy(logits_BLV[:, :-1].flatten(0, 1), ids_BL[:, 1:].flatten())
@@ -114,12 +87,13 @@ def train(model: PreTrainedModel, samples: list[list[int]], plan: TrainingPlan) 
             group["lr"] = peak_rate * _rate_factor(step, progress, plan)
         ids_BL = source.next_batch(step)
         loss = token_loss(model(input_ids=ids_BL, use_cache=False).logits, ids_BL)
-        balance = probe.balance_loss(model.config.num_experts_per_tok)
+        balance = probe.balance_loss()
         (loss + plan.balance_coefficient * balance).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        probe.step_biases(plan.bias_step)
         losses.append(loss.item())
         if step % 25 == 0 and step:
             _report(losses, balance.item(), elapsed_s, progress)

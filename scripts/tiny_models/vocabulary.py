@@ -1,4 +1,4 @@
-"""Owns the tokenizer and the chat template that both tiny models share; does not know the models."""
+"""Owns the tokenizer and the chat template that all tiny models share; does not know the models."""
 
 import json
 from collections.abc import Iterable

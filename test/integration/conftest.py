@@ -1,4 +1,4 @@
-"""Engines of both families, one alive at a time, and Hugging Face's answers to the same prompts."""
+"""Engines of all families, few alive at a time, and Hugging Face's answers to the same prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sgl_batch import Engine
 from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
-FAMILIES = ("tiny-qwen3-moe", "tiny-mixtral")
+FAMILIES = ("tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3")
 PROMPT_LENGTHS = (1, 2, 3, 5, 17, 63, 64, 65, 130, 257, 411, 600)
 OUTPUT_LENGTHS = (24, 1, 40, 7, 24, 33, 2, 24, 15, 28, 9, 24)
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from sgl_batch.sglang_adapter.layers import RMSNorm, RotaryEmbedding, register_forward
+from sgl_batch.sglang_adapter.layers import (
+    DeepseekScalingRotaryEmbedding,
+    RMSNorm,
+    RotaryEmbedding,
+    register_forward,
+)
 
 
 def register(kernels: ModuleType, dispatch_key: str) -> None:
@@ -61,4 +66,5 @@ def register(kernels: ModuleType, dispatch_key: str) -> None:
         return query, key
 
     register_forward(RMSNorm, rms_norm, dispatch_key)
-    register_forward(RotaryEmbedding, rotary, dispatch_key)
+    for embedding_class in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
+        register_forward(embedding_class, rotary, dispatch_key)

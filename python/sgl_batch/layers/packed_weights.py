@@ -36,6 +36,10 @@ class PackedWeights:
         experts, double, hidden = w13.shape
         return self._pack([w13.data.view(2 * experts, double // 2, hidden), w2.data])
 
+    def add_by_head(self, weight_HNK: torch.Tensor) -> bool:
+        """Pack a weight [out, in] for each head; False likewise."""
+        return self._pack([weight_HNK.data])
+
     def _pack(self, tensors: list[torch.Tensor]) -> bool:
         if self._kernels is None or not all(_packable(tensor) for tensor in tensors):
             return False
@@ -47,6 +51,10 @@ class PackedWeights:
 
     def __len__(self) -> int:
         return len(self._matrices)
+
+    def __contains__(self, weight: torch.Tensor) -> bool:
+        """Whether a weight begins where a packed one does."""
+        return weight.data_ptr() in self._matrices
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -63,11 +71,18 @@ class PackedWeights:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [..., in] times a weight [out, in], plus a bias [out]; the result has x's number type."""
-        if self._kernels is None or weight.data_ptr() not in self._matrices:
+        if self._kernels is None or weight not in self:
             return cpu_gemm.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         out: torch.Tensor = self._kernels.linear(rows, weight, bias)
         return out.view(*x.shape[:-1], -1)
+
+    def by_head(self, x_THK: torch.Tensor, weight_HNK: torch.Tensor, *, out_THN: torch.Tensor) -> None:
+        """Multiply the rows of each head by its weight, into `out_THN`; both may be parts of wider rows."""
+        if self._kernels is None or weight_HNK not in self:
+            out_THN.copy_(torch.bmm(x_THK.transpose(0, 1), weight_HNK.transpose(1, 2)).transpose(0, 1))
+        else:
+            self._kernels.linear_by_head(x_THK, weight_HNK, out_THN)
 
     def experts(
         self,
@@ -83,7 +98,7 @@ class PackedWeights:
 
         A choice with a negative id counts as nothing. The output has x's number type, or float32.
         """
-        if self._kernels is None or w13.data_ptr() not in self._matrices:
+        if self._kernels is None or w13 not in self:
             return cpu_experts.combined_experts(x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output=f32_output)
         done: tuple[torch.Tensor, torch.Tensor] = self._kernels.experts(
             x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous(),

@@ -1,4 +1,4 @@
-"""Our SGLang platform for machines without a GPU: it names our attention backend, page pool and allocator."""
+"""Our SGLang platform for machines without a GPU: it names our attention backend, page pools and allocator."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ class BatchCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
         from sgl_batch.mem_cache.device_page_pool import DevicePagePool
 
         return DevicePagePool
+
+    def get_mla_kv_pool_cls(self) -> type:
+        from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
+
+        return LatentPagePool
 
     def get_paged_allocator_cls(self) -> type:
         from sgl_batch.mem_cache.page_allocator import PageAllocator

@@ -31,6 +31,8 @@ EXPECTED_CPU_CLASSES = {
     "allocator": "PageAllocator",
     "kv_pool": "DevicePagePool",
 }
+# What a model with latent attention has in place of these.
+EXPECTED_LATENT_CLASSES = {"kv_pool": "LatentPagePool"}
 
 # Ours on every machine: phases replace chunked prefill and the radix cache; the loop is the synchronous one.
 _DEFAULTS: dict[str, Any] = {
@@ -173,7 +175,7 @@ def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: Any, *, cpu
     for info in scheduler_infos:
         running = info["classes"]
         for role, name in expected.items():
-            if running.get(role) != name:
+            if running.get(role) not in (name, EXPECTED_LATENT_CLASSES.get(role, name)):
                 raise EngineError(
                     f"the scheduler process runs {running.get(role, 'an unknown class')} as its {role}, not {name}: "
                     "sgl_batch did not take effect; check that this sglang is unmodified and no other SGLang "

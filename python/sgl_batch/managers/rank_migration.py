@@ -55,8 +55,8 @@ class RankSequences:
             progress=moving.progress_of(request),
             position=position,
             num_pages=len(pages),
-            num_layers=len(self._pool.k_pages),
-            page_shapes=tuple(tuple(part.shape[1:]) for part in self._parts(0)),
+            num_layers=self._pool.layer_num,
+            page_shapes=tuple(tuple(part.shape[1:]) for part in self._pool.page_parts(0)),
             page_dtype=str(self._pool.dtype).removeprefix("torch."),
         )
         return Export(header=header, tensors=list(self._views(pages)))
@@ -96,12 +96,9 @@ class RankSequences:
         moving.let_go(self._scheduler, request)
         self._table.depart(sequence_id)
 
-    def _parts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._pool.k_pages[layer], self._pool.v_pages[layer]
-
     def _views(self, pages: list[int]) -> Iterator[torch.Tensor]:
-        for layer in range(len(self._pool.k_pages)):
-            for part in self._parts(layer):
+        for layer in range(self._pool.layer_num):
+            for part in self._pool.page_parts(layer):
                 for page in pages:
                     yield part[page]
 

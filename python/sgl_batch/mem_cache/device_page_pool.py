@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from sgl_batch.kernel_loader import native_kernels
-from sgl_batch.mem_cache.page_layout import page_layout
+from sgl_batch.mem_cache.page_layout import PanelLayout, page_layout
 from sgl_batch.sglang_adapter.memory import KVCache, unwrap_write_loc
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros whose memory the kernel gives on first write; torch.zeros would touch a pool of gigabytes at start."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -50,10 +50,24 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
             native=native_kernels() is not None,
         )
         keys, values = (num_pages, *self.layout.key_shape), (num_pages, *self.layout.value_shape)
-        self.k_pages: list[torch.Tensor] = [_lazy_zeros(keys, dtype) for _ in range(layer_num)]
-        self.v_pages: list[torch.Tensor] = [_lazy_zeros(values, dtype) for _ in range(layer_num)]
+        self.k_pages: list[torch.Tensor] = [lazy_zeros(keys, dtype) for _ in range(layer_num)]
+        self.v_pages: list[torch.Tensor] = [lazy_zeros(values, dtype) for _ in range(layer_num)]
         self.head_num, self.head_dim, self.v_head_dim = head_num, head_dim, head_dim
         self._finalize_allocation_log(size)
+
+    def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """What a layer's pages consist of, each [num_pages, ...]; layers are counted from this process's first."""
+        return self.k_pages[layer], self.v_pages[layer]
+
+    @property
+    def native_layout(self) -> bool:
+        """Whether pages lie as the native kernels want them."""
+        return isinstance(self.layout, PanelLayout)
+
+    def pages_by_head(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [num_pages, heads, page_size, head_dim] of a layer, where pages lie in the plain layout."""
+        assert not self.native_layout, "packed pages are for the native kernels"
+        return self.get_kv_buffer(layer_id)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.k_pages[int(layer_id - self.start_layer)]

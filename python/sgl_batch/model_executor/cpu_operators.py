@@ -13,9 +13,12 @@ from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.cpu_deepseek import CpuDeepseek
+from sgl_batch.model_executor.families import DeepseekFamily, family_of
 from sgl_batch.sglang_adapter.layers import (
     StandardCombineInput,
     UnquantizedFusedMoEMethod,
+    allow_plain_positions,
     expert_layers,
     put_linear_under,
     register_attention_backend,
@@ -44,10 +47,14 @@ class CpuOperators:
         if self._kernels is not None:
             cpu_row_operators.register(self._kernels, CPU_DISPATCH_KEY)
         cpu_grammar.register()
+        allow_plain_positions()
 
     def adopt(self, model: Any) -> None:
         """Pack the weights of a loaded model for the native kernels, and compute its linear layers with them."""
-        for module in put_linear_under(model, self._weights.linear):
+        family = family_of(model)
+        if isinstance(family, DeepseekFamily):
+            CpuDeepseek(family, self._weights, self.expert_sums, self._counters).adopt(model)
+        for module in put_linear_under(model, self._weights.linear, unless=self._weights.__contains__):
             self._weights.add_linear(module.weight)
         for layer in expert_layers(model):
             self._weights.add_experts(layer.w13_weight, layer.w2_weight)

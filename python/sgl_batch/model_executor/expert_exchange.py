@@ -44,4 +44,11 @@ class ExpertExchange:
         with clock.part("exchange"):
             out_TM = self._dispatcher.combine(sums_RM, received)
         clock.shift(self._dispatcher.take_waited_s(), source="exchange", target="stall")
-        return out_TM.to(hidden.dtype)
+        return add_shared(block, out_TM, hidden)
+
+
+def add_shared(block: ExpertBlock, sums_TM: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """A layer's output: what the routed experts add, in float32, and what its shared experts do; rounded once."""
+    if block.shared is not None and len(hidden):
+        sums_TM = sums_TM + block.shared(hidden)
+    return sums_TM.to(hidden.dtype)

@@ -1,7 +1,6 @@
 """Owns what differs between model families: the two halves of a layer. The loop over layers is layer_runner's.
 
-A family is an adapter of tens of lines, registered under its SGLang model classes. Families whose attention
-keeps a latent cache (MLA) need nothing else here: their attention half calls their own module.
+A family is an adapter of tens of lines, registered under its SGLang model classes.
 """
 
 from __future__ import annotations
@@ -13,14 +12,21 @@ from typing import Any
 
 import torch
 
+from sgl_batch.sglang_adapter.layers import forget_attention_inputs, number_scratch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBlock:
-    """SGLang's modules of one layer: router weights, choice of experts, and the experts."""
+    """SGLang's modules of one layer: router weights, choice of experts, the experts, and experts of every row.
+
+    `scale`: what the weights of the choice are still to be multiplied by. Shared experts are whole on every rank.
+    """
 
     gate: Any
     topk: Any
     experts: Any
+    shared: Any | None = None
+    scale: float = 1.0
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights, float32, and global ids, int32, of each row's experts: [rows, top_k] both."""
@@ -28,9 +34,9 @@ class ExpertBlock:
             shape = (0, self.experts.top_k)
             device = hidden.device
             return torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device)
-        logits, _ = self.gate(hidden)
-        chosen = self.topk(hidden, logits)
-        return chosen.topk_weights.to(torch.float32), chosen.topk_ids.to(torch.int32)
+        answer = self.gate(hidden)
+        chosen = self.topk(hidden, answer[0] if isinstance(answer, tuple) else answer)
+        return chosen.topk_weights.to(torch.float32) * self.scale, chosen.topk_ids.to(torch.int32)
 
 
 class Family(ABC):
@@ -100,7 +106,7 @@ class MixtralFamily(Family):
 class Qwen3MoeFamily(Family):
     """Qwen3-MoE: SGLang's layer communicator holds the norms and what tensor parallelism adds around them."""
 
-    architectures = ("Qwen3MoeForCausalLM",)
+    architectures: tuple[str, ...] = ("Qwen3MoeForCausalLM",)
 
     def attention_half(
         self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Any
@@ -127,7 +133,44 @@ class Qwen3MoeFamily(Family):
         return done
 
 
-FAMILIES: tuple[Family, ...] = (MixtralFamily(), Qwen3MoeFamily())
+class DeepseekFamily(Qwen3MoeFamily):
+    """DeepSeek-V2 and V3: latent attention, dense first layers, and experts that every row goes to beside the chosen.
+
+    Attention reads a batch through the layer communicator, or itself on a CPU.
+    """
+
+    architectures = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+
+    def attention_half(
+        self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = layer.layer_communicator.prepare_attn(hidden, residual, batch)
+        hidden = layer.self_attn(
+            positions=positions,
+            hidden_states=hidden,
+            forward_batch=batch,
+            zero_allocator=number_scratch(hidden.device),
+        )
+        forget_attention_inputs()
+        normed: tuple[torch.Tensor, torch.Tensor] = layer.layer_communicator.prepare_mlp(hidden, residual, batch)
+        return normed
+
+    def expert_block(self, layer: Any) -> ExpertBlock | None:
+        return self.block_of(layer.mlp) if hasattr(layer.mlp, "experts") else None
+
+    def block_of(self, moe: Any) -> ExpertBlock:
+        """SGLang's block of routed and shared experts. On a GPU its top-k or its runner scales the weights."""
+        on_cpu = moe.gate.weight.device.type == "cpu"
+        return ExpertBlock(
+            gate=moe.gate,
+            topk=moe.topk,
+            experts=moe.experts,
+            shared=getattr(moe, "shared_experts", None),
+            scale=moe.routed_scaling_factor if on_cpu else 1.0,
+        )
+
+
+FAMILIES: tuple[Family, ...] = (MixtralFamily(), Qwen3MoeFamily(), DeepseekFamily())
 
 
 def family_of(model: Any) -> Family | None:

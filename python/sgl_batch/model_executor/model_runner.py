@@ -68,6 +68,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 f"{type(self.model).__name__} has no family adapter, so its experts cannot lie on "
                 f"{self.place.world_size} ranks: leave out --tp, --dp and --ep"
             )
+        if family is None and self.cpu_operators is not None and self.use_mla_backend:
+            raise ConfigError(
+                f"{type(self.model).__name__} has no family adapter, and SGLang's own forward of latent attention does "
+                "not run on a CPU: use a machine with a GPU"
+            )
         if family is None:
             known = ", ".join(name for f in FAMILIES for name in f.architectures)
             logger.warning(

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+import torch
 
 from sgl_batch.sglang_adapter import bootstrap
 
 with bootstrap.importing():
+    import sglang.srt.layers.rotary_embedding.factory as rotary_factory
     from sglang.srt.constrained.base_grammar_backend import register_grammar_backend
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.communicator import get_attn_tp_context
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
     from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
+    from sglang.srt.utils import BumpAllocator
 
 __all__ = [
     "TOP_K_ALL",
     "AttentionBackend",
+    "DeepseekScalingRotaryEmbedding",
     "RMSNorm",
     "RotaryEmbedding",
     "Sampler",
     "StandardCombineInput",
+    "StandardTopKOutput",
     "TopK",
     "UnquantizedFusedMoEMethod",
     "XGrammarGrammar",
     "XGrammarGrammarBackend",
+    "allow_plain_positions",
     "expert_layers",
+    "forget_attention_inputs",
+    "number_scratch",
+    "put_forwards_under",
     "put_linear_under",
     "register_attention_backend",
     "register_forward",
@@ -42,17 +55,66 @@ __all__ = [
 ]
 
 
-def put_linear_under(model: Any, linear: Callable[..., Any]) -> list[Any]:
-    """Let every unquantised linear layer of a loaded model compute with `linear(x, weight, bias)`; which those are."""
+def put_linear_under(model: Any, linear: Callable[..., Any], *, unless: Callable[[Any], bool]) -> list[Any]:
+    """Let every unquantised linear layer of a loaded model compute with `linear(x, weight, bias)`; which those are.
+
+    Layers for whose weight `unless` holds stay as they are.
+    """
 
     class LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
             return linear(x, layer.weight, bias)
 
-    changed = [m for m in model.modules() if type(getattr(m, "quant_method", None)) is UnquantizedLinearMethod]
+    linears = [m for m in model.modules() if type(getattr(m, "quant_method", None)) is UnquantizedLinearMethod]
+    changed = [m for m in linears if not unless(m.weight)]
     for module in changed:
         module.quant_method = LinearMethod()
     return changed
+
+
+def put_forwards_under(model: Any, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, list[Any]]:
+    """Let the modules of a loaded model whose class has a given name compute with `forward(module, ...)`.
+
+    Returns them by the names given.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in forwards}
+    for module in model.modules():
+        name = type(module).__name__
+        if name in forwards:
+            module.forward = partial(forwards[name], module)
+            found[name].append(module)
+    return found
+
+
+def allow_plain_positions() -> None:
+    """Let SGLang build latent attention whose positions are not stretched; on a CPU it knows only those that are."""
+    own = rotary_factory.get_rope_cpu
+
+    def get_rope_cpu(
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool = True,
+        rope_scaling: Any = None,
+        *rest: Any,
+    ) -> Any:
+        sizes = (head_size, rotary_dim, max_position, base, is_neox_style)
+        if rope_scaling is None:
+            return rotary_factory.get_rope(*sizes)
+        return own(*sizes, rope_scaling, *rest)
+
+    rotary_factory.get_rope_cpu = get_rope_cpu
+
+
+def number_scratch(device: Any) -> Any:
+    """What SGLang's latent attention takes single float32 numbers from, when it scales fp8 weights."""
+    return BumpAllocator(buffer_size=2, dtype=torch.float32, device=device)
+
+
+def forget_attention_inputs() -> None:
+    """Let go of what the layer communicator has kept of a batch for latent attention, which has read it."""
+    get_attn_tp_context().clear_attn_inputs()
 
 
 def expert_layers(model: Any) -> list[Any]:

@@ -125,29 +125,14 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::T
               q.scalar_type(), " and pages are ", k_pages.scalar_type());
   TORCH_CHECK(q.scalar_type() == at::kFloat || (page % 2 == 0 && dim % 2 == 0), "bfloat16 pages of ", page,
               " tokens and heads of ", dim, ": both must be even");
-  const int64_t q_heads = q.size(1) / dim, kv_heads = k_pages.size(1), pieces = lengths.size(0);
+  const int64_t q_heads = q.size(1) / dim, kv_heads = k_pages.size(1);
   TORCH_CHECK(k_pages.numel() == k_pages.size(0) * kv_heads * page * dim && q_heads % kv_heads == 0, "pages are ",
               k_pages.sizes(), " for ", q_heads, " query heads of ", dim, " and pages of ", page, " tokens");
-  check_index(starts, "starts");
-  check_index(lengths, "lengths");
-  check_index(table_starts, "table_starts");
-  check_index(tables, "tables");
-  TORCH_CHECK(starts.size(0) == pieces + 1 && table_starts.size(0) == pieces, "starts are ", starts.sizes(),
-              " and table_starts ", table_starts.sizes(), " for ", pieces, " pieces");
-  const auto *from = starts.data_ptr<int64_t>(), *table = table_starts.data_ptr<int64_t>();
-  const auto *length = lengths.data_ptr<int64_t>(), *number = tables.data_ptr<int64_t>();
-  for (int64_t i = 0; i < pieces; ++i) {
-    const int64_t rows = from[i + 1] - from[i], pages = (length[i] + page - 1) / page;
-    TORCH_CHECK(from[i] >= 0 && rows >= 0 && from[i + 1] <= q.size(0) && length[i] >= rows, "piece ", i, " is rows ", from[i],
-                " to ", from[i + 1], " of ", q.size(0), " and ", length[i], " tokens");
-    TORCH_CHECK(table[i] >= 0 && table[i] + pages <= tables.size(0), "piece ", i, " has ", pages, " pages from ", table[i],
-                " on, but the tables end at ", tables.size(0));
-    for (int64_t p = table[i]; p < table[i] + pages; ++p)
-      TORCH_CHECK(number[p] >= 0 && number[p] < k_pages.size(0), "page ", number[p], " of ", k_pages.size(0));
-  }
+  check_pieces(starts, lengths, table_starts, tables, q.size(0), page, k_pages.size(0));
   auto out = at::empty({q.size(0), q.size(1)}, q.options());
-  run_attention({pieces, q_heads, kv_heads, dim, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(), v_pages.data_ptr(),
-                 dtype_of(q, "q"), from, length, table, number, static_cast<float>(scaling), out.data_ptr()});
+  run_attention({lengths.size(0), q_heads, kv_heads, dim, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(),
+                 v_pages.data_ptr(), dtype_of(q, "q"), starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
+                 table_starts.data_ptr<int64_t>(), tables.data_ptr<int64_t>(), static_cast<float>(scaling), out.data_ptr()});
   return out;
 }
 

@@ -55,13 +55,13 @@ inline VecF exp2_clamped(VecF x) {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-void store_rows(const float* from, int64_t from_stride, int rows, DType dtype, void* to, int64_t to_stride) {
+[[maybe_unused]] void store_rows(const float* from, int64_t from_stride, int rows, DType dtype, void* to, int64_t to_stride) {
   for (int i = 0; i < rows; ++i)
     for (int column = 0; column < kPanel; column += kLanes)
       put(static_cast<char*>(to) + i * to_stride, column, load(from + i * from_stride + column), dtype);
 }
 
-void silu_mul(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride) {
+[[maybe_unused]] void silu_mul(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride) {
   for (int i = 0; i < rows; ++i)
     for (int column = 0; column < kPanel; column += kLanes) {
       const VecF g = load(gate + i * kPanel + column);
@@ -97,7 +97,7 @@ inline float join_sum(VecF lanes) {
     return join_sum<distance / 2>(lanes);
 }
 
-float softmax_step(float* scores, int64_t valid, int64_t width, float scaling, float* state, DType dtype, void* weights) {
+[[maybe_unused]] float softmax_step(float* scores, int64_t valid, int64_t width, float scaling, float* state, DType dtype, void* weights) {
   if (valid == 0) {
     for (int64_t i = 0; i < width; i += kLanes) put(weights, static_cast<int>(i), VecF{}, dtype);
     return 1.0f;

@@ -23,4 +23,27 @@ inline void check_index(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK(tensor.scalar_type() == at::kLong, name, " is ", tensor.scalar_type(), "; use int64");
 }
 
+// Pieces of sequences over pages, as attention.h has them: every row and every page exists.
+inline void check_pieces(const at::Tensor& starts, const at::Tensor& lengths, const at::Tensor& table_starts,
+                         const at::Tensor& tables, int64_t rows, int64_t page, int64_t num_pages) {
+  check_index(starts, "starts");
+  check_index(lengths, "lengths");
+  check_index(table_starts, "table_starts");
+  check_index(tables, "tables");
+  const int64_t pieces = lengths.size(0);
+  TORCH_CHECK(starts.size(0) == pieces + 1 && table_starts.size(0) == pieces, "starts are ", starts.sizes(),
+              " and table_starts ", table_starts.sizes(), " for ", pieces, " pieces");
+  const auto *from = starts.data_ptr<int64_t>(), *table = table_starts.data_ptr<int64_t>();
+  const auto *length = lengths.data_ptr<int64_t>(), *number = tables.data_ptr<int64_t>();
+  for (int64_t i = 0; i < pieces; ++i) {
+    const int64_t own = from[i + 1] - from[i], pages = (length[i] + page - 1) / page;
+    TORCH_CHECK(from[i] >= 0 && own >= 0 && from[i + 1] <= rows && length[i] >= own, "piece ", i, " is rows ", from[i],
+                " to ", from[i + 1], " of ", rows, " and ", length[i], " tokens");
+    TORCH_CHECK(table[i] >= 0 && table[i] + pages <= tables.size(0), "piece ", i, " has ", pages, " pages from ", table[i],
+                " on, but the tables end at ", tables.size(0));
+    for (int64_t p = table[i]; p < table[i] + pages; ++p)
+      TORCH_CHECK(number[p] >= 0 && number[p] < num_pages, "page ", number[p], " of ", num_pages);
+  }
+}
+
 }  // namespace sgl_batch

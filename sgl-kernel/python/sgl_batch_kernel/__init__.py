@@ -163,3 +163,29 @@ def gather(
     """All ranks' `own` values, int64 [up to 16], as [ranks, values], and the seconds waited for them."""
     all_values, waited_ns = _ops.gather(regions, rank, own, spin_us, timeout_s)
     return all_values, waited_ns * 1e-9
+
+
+def latent_attention(
+    q_TD: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    table_starts: torch.Tensor,
+    tables: torch.Tensor,
+    value_dim: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention over rows that all heads share; returns [T, heads * value_dim].
+
+    `pages`: [pages, page_size, row], token after token; keys are rows, values their first `value_dim` numbers. q holds
+    a row for each head, [T, heads * row]. Pieces are as in `attention`. A row's result depends on its sequence alone,
+    not on the size of its pages.
+    """
+    out: torch.Tensor = _ops.latent_attention(q_TD, pages, starts, lengths, table_starts, tables, value_dim, scaling)
+    return out
+
+
+def linear_by_head(x_THK: torch.Tensor, weight_HNK: torch.Tensor, out_THN: torch.Tensor) -> None:
+    """Write rows of each head times the head's packed weight to `out_THN`; x and out may be parts of wider rows."""
+    _ops.linear_by_head(x_THK, weight_HNK, out_THN)

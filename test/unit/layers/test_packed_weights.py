@@ -51,6 +51,17 @@ def test_experts_equal_the_plain_ones(packed, dtype):
     assert rows.tolist() == expected_rows.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_by_head_read_and_write_parts_of_wider_rows(packed, dtype):
+    weight, wide = draw(3, 10, 8, dtype=dtype), draw(7, 3, 12, dtype=dtype)
+    expected = torch.einsum("thk,hnk->thn", wide[..., 2:10].double(), weight.double())
+    out = torch.full((7, 3, 13), -1.0, dtype=dtype)
+    packed.add_by_head(weight)
+    packed.by_head(wide[..., 2:10], weight, out_THN=out[..., :10])
+    assert close(out[..., :10], expected.to(dtype))
+    assert out[..., 10:].eq(-1).all()
+
+
 def test_a_weight_is_plain_where_it_is_written_and_packed_again_afterwards(packed):
     weight, x = draw(16, HIDDEN), draw(3, HIDDEN)
     plain = weight.clone()

@@ -5,8 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from sgl_batch.model_executor.families import FAMILIES, MixtralFamily, Qwen3MoeFamily, family_of
+from sgl_batch.model_executor.families import (
+    FAMILIES,
+    DeepseekFamily,
+    ExpertBlock,
+    MixtralFamily,
+    Qwen3MoeFamily,
+    family_of,
+)
 
 
 class Notes:
@@ -73,6 +81,43 @@ def test_qwen3s_halves_go_through_the_layer_communicator(residual):
     assert out == "before_mlp.residual"
     assert family.expert_half(layer, "hidden", "batch") == "moe(hidden, batch)"
     assert family.finish_layer(layer, "h", "r", "batch") == ("after_layer(h, r, batch)", "after_layer.residual")
+
+
+def test_deepseeks_attention_reads_the_normed_rows_and_lets_go_of_them(monkeypatch):
+    layer, hidden = qwen3_layer(), torch.zeros(2, 3)
+    layer.layer_communicator.prepare_attn = lambda hidden, residual, batch: (hidden, residual)
+    layer.self_attn = lambda **given: f"attention({', '.join(sorted(given))})"
+    forgotten = []
+    monkeypatch.setattr("sgl_batch.model_executor.families.forget_attention_inputs", lambda: forgotten.append("inputs"))
+    found, residual = DeepseekFamily().attention_half(layer, "positions", hidden, "residual", "batch")
+    attention = "attention(forward_batch, hidden_states, positions, zero_allocator)"
+    assert found == f"before_mlp({attention}, residual, batch)"
+    assert residual == "before_mlp.residual"
+    assert forgotten == ["inputs"]
+
+
+def test_deepseeks_first_layers_are_dense_and_its_others_share_experts():
+    family = DeepseekFamily()
+    assert family.expert_block(SimpleNamespace(mlp=SimpleNamespace())) is None
+    parts = {name: NOTES.one(name) for name in ("topk", "experts", "shared_experts")}
+    gate = SimpleNamespace(weight=torch.zeros(1))
+    block = family.expert_block(SimpleNamespace(mlp=SimpleNamespace(gate=gate, routed_scaling_factor=2.5, **parts)))
+    assert block is not None
+    assert (block.gate, block.experts, block.shared) == (gate, parts["experts"], parts["shared_experts"])
+    assert block.scale == 2.5
+
+
+def test_weights_of_a_choice_are_scaled_on_the_way():
+    chosen = SimpleNamespace(topk_weights=torch.tensor([[0.5, 0.25]]), topk_ids=torch.tensor([[3, 1]]))
+    for gate in (lambda hidden: "logits", lambda hidden: ("logits", None)):
+        asked = []
+        block = ExpertBlock(
+            gate=gate, topk=lambda hidden, logits, asked=asked: asked.append(logits) or chosen, experts=None, scale=2.0
+        )
+        weights, ids = block.route(torch.zeros(1, 4))
+        assert asked == ["logits"]
+        assert weights.tolist() == [[1.0, 0.5]]
+        assert (ids.tolist(), ids.dtype) == ([[3, 1]], torch.int32)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architectures[0])

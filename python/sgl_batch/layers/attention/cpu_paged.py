@@ -1,9 +1,10 @@
 """Owns attention over device pages on a CPU: ragged prefill with a cached prefix, and decode over flat pages.
 
-It decides neither sub-batches nor pages; both come with the forward batch. The native kernel computes where pages
-have its layout, torch operators otherwise.
+It decides neither sub-batches nor pages; both come with the forward batch. The native kernels compute where pages
+have their layout, torch operators otherwise. Latent attention (MLA) is attention with one KV head, whose values are
+the first channels of its keys.
 Shape suffixes: B sequences, P pages of all sequences, T tokens, S slots of a page, H KV heads, G query heads
-per KV head, D head dimension.
+per KV head, D head dimension, V that of values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.attention import native_paged
 from sgl_batch.layers.attention.native_paged import PieceMetadata
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
-from sgl_batch.mem_cache.page_layout import PanelLayout
+from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
 from sgl_batch.sglang_adapter.layers import AttentionBackend
 
 
@@ -62,11 +63,11 @@ def decode_attention(
     metadata: DecodeMetadata,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention of one query token per sequence over its pages; returns float32 [B, H, G, D].
+    """Attention of one query token per sequence over its pages; returns float32 [B, H, G, V].
 
     Pages of all sequences are multiplied at once, then reduced to their sequences by a running maximum and
     sum, so that no row is padded to the longest sequence and no Python loop visits sequences.
-    `k_pages`, `v_pages`: [num_pages, H, S, D].
+    `k_pages`: [num_pages, H, S, D], `v_pages`: [num_pages, H, S, V].
     """
     owner_P = metadata.owner_P
     q_PHGD = (q_BHGD.float() * scaling)[owner_P]
@@ -75,28 +76,28 @@ def decode_attention(
     scores_PHGS += metadata.bias_PS[:, None, None, :]
     top_BHG = torch.segment_reduce(scores_PHGS.amax(-1), "max", lengths=metadata.num_pages_B, axis=0)
     weights_PHGS = scores_PHGS.sub_(top_BHG[owner_P][..., None]).exp_()
-    v_PHSD = v_pages.index_select(0, metadata.pages_P).float()
-    parts_PHGD = torch.matmul(weights_PHGS, v_PHSD)
+    v_PHSV = v_pages.index_select(0, metadata.pages_P).float()
+    parts_PHGV = torch.matmul(weights_PHGS, v_PHSV)
     sums_BHG = torch.zeros_like(top_BHG).index_add_(0, owner_P, weights_PHGS.sum(-1))
-    out_BHGD = torch.zeros(q_BHGD.shape).index_add_(0, owner_P, parts_PHGD)
-    return out_BHGD / sums_BHG[..., None]
+    out_BHGV = torch.zeros(*top_BHG.shape, v_pages.shape[-1]).index_add_(0, owner_P, parts_PHGV)
+    return out_BHGV / sums_BHG[..., None]
 
 
-def prefill_attention(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention of the last `len(q)` tokens of one sequence over all its tokens; returns [T, heads, D].
+def prefill_attention(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THV: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Causal attention of the last `len(q)` tokens of one sequence over all its tokens; returns [T, heads, V].
 
-    `k_THD`, `v_THD` may hold more tokens than `q_THD`: those before are the cached prefix.
+    `k_THD`, `v_THV` may hold more tokens than `q_THD`: those before are the cached prefix.
     """
     num_q, num_kv, groups = q_THD.shape[0], k_THD.shape[0], q_THD.shape[1] // k_THD.shape[1]
     if groups > 1:
-        k_THD, v_THD = k_THD.repeat_interleave(groups, dim=1), v_THD.repeat_interleave(groups, dim=1)
+        k_THD, v_THV = (x[:, :, None].expand(-1, -1, groups, -1).flatten(1, 2) for x in (k_THD, v_THV))
     mask = None
     if num_q not in (1, num_kv):
         mask = torch.ones(num_q, num_kv, dtype=torch.bool).tril_(num_kv - num_q)
     out = F.scaled_dot_product_attention(
         q_THD.transpose(0, 1)[None],
         k_THD.transpose(0, 1)[None],
-        v_THD.transpose(0, 1)[None],
+        v_THV.transpose(0, 1)[None],
         attn_mask=mask,
         is_causal=num_q == num_kv and num_q > 1,
         scale=scaling,
@@ -105,21 +106,22 @@ def prefill_attention(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Ten
 
 
 class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
-    """SGLang's attention backend interface over `DevicePagePool`, for multi-head and grouped-query attention."""
+    """SGLang's attention backend interface over our page pools: multi-head, grouped-query and latent attention."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
         pool = runner.token_to_kv_pool
-        if not isinstance(pool, DevicePagePool):
+        if not isinstance(pool, (DevicePagePool, LatentPagePool)):
             raise ConfigError(
                 f"this model keeps its KV in {type(pool).__name__}, which the CPU attention backend cannot read; "
-                "it covers multi-head and grouped-query attention with full context"
+                "it covers multi-head, grouped-query and latent attention with full context"
             )
-        self.pool = self.token_to_kv_pool = pool
+        self.pool: DevicePagePool | LatentPagePool = pool
+        self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.forward_metadata: DecodeMetadata | PrefillMetadata | PieceMetadata | None = None
-        self._kernels = native_kernels() if isinstance(pool.layout, PanelLayout) else None
+        self._kernels = native_kernels() if pool.native_layout else None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -162,6 +164,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             f"attn_type {layer.attn_type.value}": layer.attn_type.value != "decoder",
             "xai_temperature_len": layer.xai_temperature_len > 0,
             "k_scale": layer.k_scale is not None,
+            "expanded latents": isinstance(self.pool, LatentPagePool) and layer.qk_head_dim != self.pool.row_dim,
             **{name: value is not None for name, value in asked.items()},
         }
         present = [name for name, there in features.items() if there]
@@ -177,9 +180,15 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
     def _attend(self, q: torch.Tensor, layer: Any, pieces: PieceMetadata) -> torch.Tensor:
         assert self._kernels is not None, "pieces are made for the native kernels"
         rows = q.reshape(q.shape[0], -1)
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        if isinstance(self.pool, LatentPagePool):
+            pages = self.pool.get_pages(layer.layer_id)
+            return native_paged.attend_latent(
+                self._kernels, rows, pages, pieces, value_dim=layer.v_head_dim, scaling=layer.scaling
+            )
         return native_paged.attend(
             self._kernels,
-            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            rows,
             self.pool.get_kv_buffer(layer.layer_id),
             pieces,
             page_size=self.pool.page_size,
@@ -204,7 +213,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             return self._attend(q, layer, self.forward_metadata)
         assert isinstance(self.forward_metadata, DecodeMetadata), "decode runs under decode metadata"
         q_BHGD = q.view(q.shape[0], layer.tp_k_head_num, -1, layer.qk_head_dim)
-        k_pages, v_pages = self.pool.get_kv_buffer(layer.layer_id)
+        k_pages, v_pages = self.pool.pages_by_head(layer.layer_id)
         out = decode_attention(q_BHGD, k_pages, v_pages, self.forward_metadata, layer.scaling)
         return out.to(q.dtype).view(q.shape[0], -1)
 
@@ -225,11 +234,11 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             return self._attend(q, layer, self.forward_metadata)
         assert isinstance(self.forward_metadata, PrefillMetadata), "prefill runs under prefill metadata"
         q_THD = q.view(q.shape[0], layer.tp_q_head_num, layer.qk_head_dim)
-        out_THD = torch.empty_like(q_THD)
+        out_THV = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for (start, end), slots in zip(self.forward_metadata.rows, self.forward_metadata.slots, strict=True):
             if slots is None:
                 keys, values = k[start:end], v[start:end]
             else:
                 keys, values = self.pool.read_slots(layer.layer_id, slots)
-            out_THD[start:end] = prefill_attention(q_THD[start:end], keys, values, layer.scaling)
-        return out_THD.view(q.shape[0], -1)
+            out_THV[start:end] = prefill_attention(q_THD[start:end], keys, values, layer.scaling)
+        return out_THV.view(q.shape[0], -1)

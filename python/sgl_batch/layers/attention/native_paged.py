@@ -1,4 +1,4 @@
-"""Owns what the native attention kernel is told about a batch: its pieces and their pages. Prefill and decode are one.
+"""Owns what the native attention kernels are told of a batch: its pieces and their pages. Prefill and decode are one.
 
 Shape suffixes: B pieces (sequences of a sub-batch), P pages of all pieces.
 """
@@ -59,6 +59,29 @@ def attend(
         tables=pieces.tables,
         page_size=page_size,
         head_dim=head_dim,
+        scaling=scaling,
+    )
+    return out
+
+
+def attend_latent(
+    kernels: ModuleType,
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    pieces: PieceMetadata,
+    *,
+    value_dim: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention of q [rows, heads * row] over pages of rows that all heads share: [rows, heads * value_dim]."""
+    out: torch.Tensor = kernels.latent_attention(
+        q,
+        pages,
+        starts=pieces.starts,
+        lengths=pieces.lengths,
+        table_starts=pieces.table_starts,
+        tables=pieces.tables,
+        value_dim=value_dim,
         scaling=scaling,
     )
     return out

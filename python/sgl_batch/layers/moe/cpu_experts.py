@@ -51,6 +51,6 @@ def combined_experts(
     out_RM[num_absent:] *= topk_weights_TK.reshape(-1)[order_R[num_absent:], None].to(out_RM.dtype)
     place_R = torch.empty_like(order_R)
     place_R[order_R] = torch.arange(len(order_R))
-    by_token_TKM = out_RM[place_R].view(num_tokens, top_k, -1)
+    by_token_TKM = out_RM[place_R].view(num_tokens, top_k, w2.shape[1])
     out_TM = by_token_TKM.sum(1, dtype=torch.float32)
     return out_TM if f32_output else out_TM.to(x_TM.dtype), rows_per_expert

@@ -17,6 +17,7 @@ def operators(request, monkeypatch):
     """Who computes attention: the native kernels, or torch operators as where those are not installed."""
     if request.param == "torch":
         monkeypatch.setattr("sgl_batch.mem_cache.device_page_pool.native_kernels", lambda: None)
+        monkeypatch.setattr("sgl_batch.layers.attention.cpu_paged.native_kernels", lambda: None)
     else:
         assert native_kernels() is not None, "the native kernels are installed where tests run"
     return request.param

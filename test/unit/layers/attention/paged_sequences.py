@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -10,8 +11,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
+from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
 
-HEAD_DIM, SCALING = 16, 0.3
+HEAD_DIM, LATENT_DIM, SCALING = 16, 12, 0.3
 POISON = 1e6  # finite, but so large that a share of 1e-6 of it would show
 
 
@@ -42,20 +44,26 @@ class PagedSequences:
         self.lengths = lengths
         self.q = [draw(length, kv_heads * groups) for length in lengths]
         self.k = [draw(length, kv_heads) for length in lengths]
-        self.v = [draw(length, kv_heads) for length in lengths]
+        self.v = self._values([draw(length, kv_heads) for length in lengths])
         self.pool = self._pool(page_size, kv_heads, dtype, spare_pages)
         self.req_to_token = self._scatter(page_size, spare_pages, page_seed)
-        self.layer = RadixAttention(kv_heads * groups, HEAD_DIM, SCALING, kv_heads, layer_id=1)
+        value_dim = self.v[0].shape[-1]
+        self.layer = RadixAttention(kv_heads * groups, HEAD_DIM, SCALING, kv_heads, layer_id=1, v_head_dim=value_dim)
         self.backend = CpuPagedAttention(
             SimpleNamespace(
                 token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token)
             )
         )
 
+    def _values(self, drawn: list[torch.Tensor]) -> list[torch.Tensor]:
+        return drawn
+
     def _num_pages(self, page_size: int) -> list[int]:
         return [-(-length // page_size) for length in self.lengths]
 
-    def _pool(self, page_size: int, kv_heads: int, dtype: torch.dtype, spare_pages: int) -> DevicePagePool:
+    def _pool(
+        self, page_size: int, kv_heads: int, dtype: torch.dtype, spare_pages: int
+    ) -> DevicePagePool | LatentPagePool:
         size = (sum(self._num_pages(page_size)) + spare_pages) * page_size
         pool = DevicePagePool(size, page_size, dtype, kv_heads, HEAD_DIM, 2, "cpu", False)
         for pages in (*pool.k_pages, *pool.v_pages):
@@ -120,14 +128,31 @@ class PagedSequences:
         return torch.cat(parts).flatten(1)
 
 
-def dense_attention(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last `len(q)` of `len(k)` tokens, head by head, in float64; returns [T, heads, D]."""
+class LatentSequences(PagedSequences):
+    """The same of latent attention: one row for all heads, whose first channels are the value."""
+
+    def __init__(self, lengths: list[int], *, heads: int = 3, **options: Any) -> None:
+        super().__init__(lengths, groups=heads, kv_heads=1, **options)
+
+    def _values(self, drawn: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [keys[..., :LATENT_DIM] for keys in self.k]
+
+    def _pool(self, page_size: int, kv_heads: int, dtype: torch.dtype, spare_pages: int) -> LatentPagePool:
+        size = (sum(self._num_pages(page_size)) + spare_pages) * page_size
+        pool = LatentPagePool(size, page_size, dtype, LATENT_DIM, HEAD_DIM - LATENT_DIM, 2, "cpu", False)
+        for pages in pool.pages:
+            pages.fill_(POISON)
+        return pool
+
+
+def dense_attention(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THV: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last `len(q)` of `len(k)` tokens, head by head, in float64; returns [T, heads, V]."""
     groups = q_THD.shape[1] // k_THD.shape[1]
     first = len(k_THD) - len(q_THD)
-    out = torch.empty(q_THD.shape, dtype=torch.float64)
+    out = torch.empty(*q_THD.shape[:2], v_THV.shape[2], dtype=torch.float64)
     for head in range(q_THD.shape[1]):
         scores = q_THD[:, head].double() @ k_THD[:, head // groups].double().T * SCALING
         visible = torch.arange(len(k_THD)) <= torch.arange(first, len(k_THD))[:, None]
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-        out[:, head] = weights @ v_THD[:, head // groups].double()
+        out[:, head] = weights @ v_THV[:, head // groups].double()
     return out

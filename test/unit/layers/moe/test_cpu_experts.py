@@ -80,3 +80,10 @@ def test_the_inputs_are_left_as_they_were():
     before = [tensor.clone() for tensor in given]
     combined_experts(*given)
     assert all(torch.equal(old, new) for old, new in zip(before, given, strict=True))
+
+
+def test_no_tokens_give_no_output_and_no_rows():
+    w13, w2 = torch.ones(4, 12, 8), torch.ones(4, 8, 6)
+    out, rows = combined_experts(torch.ones(0, 8), w13, w2, torch.ones(0, 2), torch.ones(0, 2, dtype=torch.int32))
+    assert out.shape == (0, 8)
+    assert rows.tolist() == [0] * 4

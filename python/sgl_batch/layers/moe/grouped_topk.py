@@ -1,0 +1,57 @@
+"""Owns DeepSeek's choice of experts on a CPU: the best of a row's best groups. It computes no logits.
+
+DeepSeek-V2 scores by softmax and ranks a group by its best expert; DeepSeek-V3 scores by sigmoid, adds a bias to each
+expert for the choice alone, and ranks a group by its two best. A row's result has the same bits whatever rows are
+beside it.
+Shape suffixes: T rows, E experts, N groups, K choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouping:
+    """How many of how many groups a row may choose from, and how many experts it chooses."""
+
+    groups: int
+    kept_groups: int
+    top_k: int
+
+
+def grouped_topk(
+    logits_TE: torch.Tensor, grouping: Grouping, *, scoring: str, bias_E: torch.Tensor | None, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, float32, and ids, int32, of each row's experts: [T, K] both. `scoring`: "softmax" or "sigmoid"."""
+    scores_TE = _scores(logits_TE, scoring)
+    ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(torch.float32)
+    if grouping.kept_groups < grouping.groups:
+        by_group_TNE = ranked_TE.unflatten(1, (grouping.groups, -1))
+        best_TNX = by_group_TNE.topk(1 if bias_E is None else 2, dim=-1).values
+        kept_TX = best_TNX.sum(-1).topk(grouping.kept_groups, dim=-1).indices
+        out_TN = torch.ones(by_group_TNE.shape[:2], dtype=torch.bool).scatter_(1, kept_TX, False)
+        ranked_TE = by_group_TNE.masked_fill(out_TN[..., None], float("-inf")).flatten(1)
+    ids_TK = ranked_TE.topk(grouping.top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if renormalize:
+        weights_TK = weights_TK / _row_sums(weights_TK)
+    return weights_TK, ids_TK.to(torch.int32)
+
+
+def _scores(logits_TE: torch.Tensor, scoring: str) -> torch.Tensor:
+    """float32. torch's sigmoid takes another way for the last few numbers of a tensor: in float64 both round alike."""
+    if scoring == "sigmoid":
+        return logits_TE.to(torch.float64).sigmoid().to(torch.float32)
+    assert scoring == "softmax", f"{scoring!r} is no scoring of DeepSeek-V2 or V3"
+    return logits_TE.to(torch.float32).softmax(dim=-1)
+
+
+def _row_sums(weights_TK: torch.Tensor) -> torch.Tensor:
+    """[T, 1], added up one choice after the other."""
+    total_T = weights_TK[:, 0].clone()
+    for choice_T in weights_TK.unbind(1)[1:]:
+        total_T += choice_T
+    return total_T[:, None]

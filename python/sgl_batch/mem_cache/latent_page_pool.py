@@ -1,0 +1,88 @@
+"""Owns the device tier's KV pages of latent attention (MLA) on a CPU. It does not decide who gets which page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.mem_cache.device_page_pool import lazy_zeros
+from sgl_batch.sglang_adapter.memory import KVCache, unwrap_write_loc
+
+
+class LatentPagePool(KVCache):  # type: ignore[misc]
+    """One row per token and layer, shared by all heads: its latent [kv_lora_rank], then its rotated key part.
+
+    Per layer [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], token after token. Keys are whole rows, values
+    are their latents, so nothing is stored twice. Slots, page 0 and when memory is claimed are as in DevicePagePool.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        device: str,
+        enable_memory_saver: bool,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+        index_head_dim: int | None = None,
+    ) -> None:
+        if index_head_dim is not None:
+            raise ConfigError("this model chooses what its attention sees with an indexer; the CPU has no form of it")
+        super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
+        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+        self.row_dim = kv_lora_rank + qk_rope_head_dim
+        shape = (size // page_size + 1, page_size, self.row_dim)
+        self.pages: list[torch.Tensor] = [lazy_zeros(shape, dtype) for _ in range(layer_num)]
+        # The native kernels read bf16 in pairs.
+        self.native_layout = dtype == torch.float32 or (
+            dtype == torch.bfloat16 and kv_lora_rank % 2 == 0 and qk_rope_head_dim % 2 == 0
+        )
+        self._finalize_allocation_log(size)
+
+    def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """What a layer's pages consist of, each [num_pages, ...]; layers are counted from this process's first."""
+        return (self.pages[layer],)
+
+    def get_pages(self, layer_id: int) -> torch.Tensor:
+        """A layer's pages [num_pages, page_size, row]."""
+        return self.pages[int(layer_id - self.start_layer)]
+
+    def pages_by_head(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [num_pages, 1, page_size, row] and values [num_pages, 1, page_size, kv_lora_rank] of a layer."""
+        keys = self.get_pages(layer_id)[:, None]
+        return keys, keys[..., : self.kv_lora_rank]
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """A layer's rows by slot [slots, 1, row], as SGLang has them."""
+        return self.get_pages(layer_id).flatten(0, 1)[:, None]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def get_kv_size_bytes(self) -> int:
+        return sum(t.nbytes for t in self.pages)
+
+    def set_kv_buffer(self, layer: Any, loc: Any, cache_k: torch.Tensor, cache_v: torch.Tensor | None) -> None:
+        """Write the rows `cache_k` [tokens, 1, row] of one layer at slots `loc` [tokens]; values are part of them."""
+        slots, _, _ = unwrap_write_loc(loc)
+        self.get_key_buffer(layer.layer_id)[slots] = cache_k.to(self.dtype)
+
+    def read_slots(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [tokens, 1, row] and values [tokens, 1, kv_lora_rank] at `slots` [tokens]: a copy."""
+        rows = self.get_key_buffer(layer_id)[slots]
+        return rows, rows[..., : self.kv_lora_rank]
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy the slots `src_loc` to `tgt_loc` in every layer; source and target must not overlap."""
+        for pages in self.pages:
+            rows = pages.flatten(0, 1)
+            rows[tgt_loc] = rows[src_loc]

@@ -1,0 +1,47 @@
+// The kernels of latent attention for AVX512 with bf16 dot products: bf16 stays in pairs.
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
+#include <immintrin.h>
+
+#define SGL_BATCH_LANES 16
+#define SGL_BATCH_MLA_TILE 16
+#include "attention_mla_vector.h"
+
+namespace sgl_batch {
+namespace {
+
+struct PairWord {
+  using Word = uint32_t;
+  using Vector = __m512bh;
+  static Vector lanes(const Word* b) { return (__m512bh)_mm512_loadu_si512(b); }
+  static void add(VecF& acc, Word a, Vector b) {
+    acc = (VecF)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), b);
+  }
+};
+
+void softmax_pairs(float* scores, int64_t count, const int32_t* seen, float scaling, float* state, float* kept,
+                   void* weights) {
+  softmax_chunk(scores, count, seen, scaling, state, kept);
+  auto* pairs = static_cast<uint32_t*>(weights);
+  for (int64_t t = 0; t < count; t += 2) {
+    const VecF odd = t + 1 < count ? load(scores + (t + 1) * kLanes) : VecF{};
+    const VecU low = __builtin_convertvector(to_bf16(load(scores + t * kLanes)), VecU);
+    *reinterpret_cast<VecUU*>(pairs + t / 2 * kLanes) = low | __builtin_convertvector(to_bf16(odd), VecU) << 16;
+  }
+}
+
+void interleave(const uint16_t* a, const uint16_t* b, int64_t count, uint32_t* out) {
+  if (b == nullptr)
+    for (int64_t i = 0; i < count; ++i) out[i] = a[i];
+  else
+    for (int64_t i = 0; i < count; ++i) out[i] = a[i] | static_cast<uint32_t>(b[i]) << 16;
+}
+
+}  // namespace
+
+const MlaKernels kMlaAvx512Bf16{kLanes,      kTile,
+                                keys_tile<F32Word>, values_tile<F32Word>, softmax_f32,
+                                keys_tile<PairWord>, values_tile<PairWord>, softmax_pairs,
+                                interleave};
+}  // namespace sgl_batch
+#endif

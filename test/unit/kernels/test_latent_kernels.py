@@ -1,0 +1,68 @@
+"""The kernels of latent attention against float64, on every instruction set here; a row's bits are its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sgl_batch_kernel
+import torch
+
+CASES = Path(__file__).with_name("latent_cases.py")
+
+
+@pytest.mark.parametrize("isa", sgl_batch_kernel.runnable_isas())
+def test_latent_attention_agrees_with_float64_on_each_instruction_set(isa):
+    """Each instruction set in a process of its own: the choice is made once."""
+    done = subprocess.run(
+        [sys.executable, str(CASES)],
+        env={**os.environ, "SGL_BATCH_ISA": isa, "OMP_WAIT_POLICY": "PASSIVE"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["isa"] == isa
+    assert report["checked"] > 100
+    assert report["failures"] == []
+
+
+def given(**changes):
+    arguments = {
+        "q_TD": torch.zeros(2, 3 * 8),
+        "pages": torch.zeros(4, 2, 8),
+        "starts": torch.tensor([0, 2]),
+        "lengths": torch.tensor([3]),
+        "table_starts": torch.tensor([0]),
+        "tables": torch.tensor([1, 3]),
+        "value_dim": 6,
+        "scaling": 1.0,
+    }
+    return {**arguments, **changes}
+
+
+def test_arguments_that_fit_are_taken():
+    assert sgl_batch_kernel.latent_attention(**given()).shape == (2, 3 * 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"q_TD": torch.zeros(2, 20)}, r"q is \[2, 20\] with strides \[20, 1\] for rows of 8"),
+        ({"value_dim": 9}, "values are 9 of a row's 8 numbers"),
+        ({"tables": torch.tensor([1, 4])}, "page 4 of 4"),
+        ({"tables": torch.tensor([1])}, "piece 0 has 2 pages from 0 on, but the tables end at 1"),
+        ({"lengths": torch.tensor([1])}, "piece 0 is rows 0 to 2 of 2 and 1 tokens"),
+        ({"pages": torch.zeros(4, 2, 8, dtype=torch.bfloat16)}, "q is Float and pages are BFloat16"),
+    ],
+    ids=["heads", "values", "page", "table", "tokens", "number type"],
+)
+def test_arguments_that_do_not_fit_are_refused_with_their_sizes(changes, said):
+    with pytest.raises(RuntimeError, match=said):
+        sgl_batch_kernel.latent_attention(**given(**changes))

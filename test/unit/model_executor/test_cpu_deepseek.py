@@ -1,0 +1,150 @@
+"""DeepSeek's blocks on a CPU: routed experts scaled, shared ones added once, one rounding, one rank or several."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.moe.token_dispatcher.local import LocalDispatcher
+from sgl_batch.layers.packed_weights import PackedWeights
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.cpu_deepseek import CpuDeepseek
+from sgl_batch.model_executor.expert_exchange import ExpertExchange
+from sgl_batch.model_executor.families import DeepseekFamily
+
+HIDDEN, WIDTH, EXPERTS, TOP_K, SCALE, ROWS = 16, 6, 8, 3, 1.5, 7
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter((torch.randn(*shape) / shape[-1] ** 0.5).to(dtype), requires_grad=False)
+
+
+# SGLang's classes are known by their names.
+class DeepseekV2MLP(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Module(), nn.Module()
+        self.gate_up_proj.weight = drawn(2 * WIDTH, HIDDEN, dtype=dtype)
+        self.down_proj.weight = drawn(HIDDEN, WIDTH, dtype=dtype)
+
+
+class MoEGate(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = drawn(EXPERTS, HIDDEN, dtype=dtype)
+
+
+class TopK(nn.Module):
+    topk_config = SimpleNamespace(
+        num_expert_group=1, topk_group=1, top_k=TOP_K, scoring_func="softmax", correction_bias=None, renormalize=False
+    )
+
+
+class Experts(nn.Module):
+    top_k, num_experts = TOP_K, EXPERTS
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w13, self.w2 = drawn(EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype), drawn(EXPERTS, HIDDEN, WIDTH, dtype=dtype)
+
+
+class DeepseekV2MoE(nn.Module):
+    routed_scaling_factor = SCALE
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate, self.topk, self.experts = MoEGate(dtype), TopK(), Experts(dtype)
+        self.shared_experts = DeepseekV2MLP(dtype)
+
+
+class Blocks:
+    """A model of one block of experts that CpuDeepseek has adopted, a plain copy of it, and rows for both."""
+
+    def __init__(self, operators: str, dtype: torch.dtype, **config: Any) -> None:
+        torch.manual_seed(0)
+        self.plain = DeepseekV2MoE(dtype)
+        torch.manual_seed(0)
+        self.moe = DeepseekV2MoE(dtype)
+        self.hidden = torch.randn(ROWS, HIDDEN).to(dtype)
+        self.weights = PackedWeights(native_kernels() if operators == "native" else None)
+        self.weights.add_experts(self.moe.experts.w13, self.moe.experts.w2)
+        self.counters, self.family = Counters(), DeepseekFamily()
+        model = nn.Module()
+        model.layers, model.config = nn.ModuleList([self.moe]), SimpleNamespace(**config)
+        CpuDeepseek(self.family, self.weights, self.sums, self.counters).adopt(model)
+
+    def sums(
+        self, experts: Experts, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+    ) -> torch.Tensor:
+        return self.weights.experts(x_RM, experts.w13, experts.w2, topk_weights_RK, topk_ids_RK, f32_output=True)[0]
+
+    def expected(self) -> torch.Tensor:
+        """In float64: every chosen expert by its score, scaled; and the shared experts."""
+        x, block = self.hidden.double(), self.plain
+        scores = (x @ block.gate.weight.double().T).softmax(-1)
+        out = mlp(x, block.shared_experts.gate_up_proj.weight, block.shared_experts.down_proj.weight)
+        for row, ids in enumerate(scores.topk(TOP_K).indices):
+            for i in ids:
+                out[row] += SCALE * scores[row, i] * mlp(x[row], block.experts.w13[i], block.experts.w2[i])
+        return out
+
+
+def mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = (x @ gate_up.double().T).chunk(2, -1)
+    return (functional.silu(gate) * up) @ down.double().T
+
+
+operators = pytest.mark.parametrize("operators", ["native", "torch"])
+dtypes = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
+
+
+@operators
+@dtypes
+def test_routed_experts_are_scaled_and_shared_ones_added(operators, dtype, tolerance):
+    blocks = Blocks(operators, dtype)
+    out = blocks.moe(blocks.hidden, "batch")
+    assert out.dtype == dtype
+    assert torch.allclose(out.double(), blocks.expected(), rtol=tolerance, atol=tolerance)
+
+
+@operators
+@dtypes
+def test_the_exchange_gives_the_bits_of_the_block_itself(operators, dtype, tolerance):
+    blocks = Blocks(operators, dtype)
+    dispatcher = LocalDispatcher(num_experts=EXPERTS, hidden_size=HIDDEN)
+    exchange = ExpertExchange(dispatcher, blocks.sums, blocks.counters)
+    layer = SimpleNamespace(mlp=blocks.moe)
+    through = exchange.run(blocks.family, layer, blocks.hidden, "batch")
+    assert torch.equal(through, blocks.moe(blocks.hidden, "batch"))
+    assert exchange.run(blocks.family, layer, blocks.hidden[:0], "batch").shape == (0, HIDDEN)
+
+
+@operators
+@dtypes
+def test_a_dense_layer_is_a_lone_expert_and_no_expert_call(operators, dtype, tolerance):
+    blocks = Blocks(operators, dtype)
+    dense = blocks.plain.shared_experts
+    expected = mlp(blocks.hidden.double(), dense.gate_up_proj.weight, dense.down_proj.weight)
+    out = blocks.moe.shared_experts(blocks.hidden, "batch")
+    assert torch.allclose(out.double(), expected, rtol=tolerance, atol=tolerance)
+    assert blocks.counters.as_dict()["counters"] == {}
+    assert blocks.counters.clock.read()["experts"] > 0
+
+
+def test_all_that_is_multiplied_is_packed_once():
+    blocks = Blocks("native", torch.bfloat16)
+    assert len(blocks.weights) == 5, "the router, and two weights each of routed and shared experts"
+    assert blocks.moe.gate.weight in blocks.weights
+
+
+@pytest.mark.parametrize("option", ["index_topk", "swiglu_limit", "llama_4_scaling", "quantization_config"])
+def test_what_is_not_computed_is_refused_by_name(option):
+    with pytest.raises(ConfigError, match=rf"this model asks for {option}=2048$"):
+        Blocks("native", torch.bfloat16, **{option: 2048})
