@@ -26,6 +26,9 @@ def _flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardConfig:
     """Coroutine forward (BatchGen Algorithm 1): how a group is cut for attention and combined for experts."""
@@ -46,6 +49,12 @@ class ForwardConfig:
         True,
         "combine the attention sub-batches for one expert call per layer "
         "(--no-accumulate calls the experts once per sub-batch, for comparison)",
+    )
+    expert_runner: str = _flag(
+        "auto",
+        "what computes the experts: auto (native on a CPU; on a GPU the fastest as measured there, else SGLang's own), "
+        "or one of sglang, triton, deepgemm (GPU), native (CPU), torch",
+        choices=EXPERT_RUNNERS,
     )
 
 

@@ -66,11 +66,12 @@ class Engine(processes.RankedEngine):
         return death and (self._run.failure or death)
 
     def plan_manifest(self) -> dict[str, Any]:
-        """The plan in force, our flags, and whose kernels compute, as they go into a manifest."""
+        """The plan in force, our flags, and whose kernels compute what, as they go into a manifest."""
         return {
             "plan": dict(self.running["plan"]),
             "flags": self.batch_config.flat(),
             "kernels": self.running["kernels"],
+            "expert_runner": self.running["expert_runner"],
         }
 
     def set_plan(self, **limits: int | float) -> None:

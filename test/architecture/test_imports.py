@@ -18,6 +18,12 @@ SOLE_IMPORTERS: dict[str, tuple[str, ...]] = {
     "zmq": ("sgl_batch.distributed.zmq_channel",),
     "ray": ("sgl_batch.control_plane",),
     "deep_ep": ("sgl_batch.layers.moe.token_dispatcher.deepep",),
+    "deep_gemm": ("sgl_batch.layers.moe.deepgemm_experts",),
+    "triton": (
+        "sgl_batch.layers.moe.triton_kernels",
+        "sgl_batch.layers.moe.triton_steps",
+        "sgl_batch.layers.moe.expert_runner",
+    ),
     "sgl_batch_kernel": ("sgl_batch.kernel_loader",),
     # A pickle from a socket or a file runs whatever its author likes.
     "pickle": (),

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sgl_batch import Engine
+from sgl_batch.config import ForwardConfig
 from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
 FAMILIES = ("tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3")
@@ -93,7 +94,8 @@ def batch_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callab
             "max_total_tokens": 16384,
         }
         engine = shelf.get(Engine, model_path=model_path(family), **{**settings, **kwargs})
-        engine.set_plan(b_attn_prefill=b_attn or 2048, b_attn_decode=b_attn or 64)
+        plain = ForwardConfig()
+        engine.set_plan(b_attn_prefill=b_attn or plain.b_attn_prefill, b_attn_decode=b_attn or plain.b_attn_decode)
         return engine
 
     return start

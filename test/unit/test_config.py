@@ -29,6 +29,7 @@ OTHER = {
     "b_attn_decode": 3,
     "b_moe_decode": 30,
     "accumulate": False,
+    "expert_runner": "torch",
     "boundary_tokens": 7,
     "refill_watermark": 0.5,
     "ready_ahead": 2.0,
@@ -73,7 +74,14 @@ def test_every_option_can_be_set_by_its_flag_and_by_its_name():
 
 def test_every_option_reaches_its_owner():
     assert from_mapping(OTHER) == BatchConfig(
-        forward=ForwardConfig(b_attn_prefill=5, b_moe_prefill=50, b_attn_decode=3, b_moe_decode=30, accumulate=False),
+        forward=ForwardConfig(
+            b_attn_prefill=5,
+            b_moe_prefill=50,
+            b_attn_decode=3,
+            b_moe_decode=30,
+            accumulate=False,
+            expert_runner="torch",
+        ),
         schedule=ScheduleConfig(boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0),
         ranks=RankConfig(migration="never", token_dispatcher="gloo", rank_timeout_s=30.0),
         trace=TraceConfig(trace_file="trace.jsonl"),

@@ -24,6 +24,7 @@ from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.scheduler import BatchScheduler
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
@@ -78,11 +79,15 @@ def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kw
     """Body of a scheduler process: ours, in SGLang's process function. `directory`: the engine's rendezvous."""
     _begin_as_child()
     place = _place(directory, args)
-    counters, operators = Counters(), None
+    counters, operators, gpu_experts = Counters(), None, None
     if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
-        operators = CpuOperators(counters)
+        operators = CpuOperators(counters, config.forward.expert_runner)
         operators.register()
-    context = RunContext(config=config, counters=counters, cpu_operators=operators, place=place)
+    else:
+        gpu_experts = GpuExperts(config.forward.expert_runner, torch.cuda.get_device_name())
+    context = RunContext(
+        config=config, counters=counters, cpu_operators=operators, gpu_experts=gpu_experts, place=place
+    )
     processes.run_scheduler_with(partial(BatchScheduler, context=context), CounterSampler, *args, **kwargs)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.layers.moe.expert_runner import check_runner
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
 from sgl_batch.sglang_adapter import processes
@@ -67,6 +68,7 @@ def default_arguments(kwargs: dict[str, Any], b_moe_decode: int | None) -> dict[
 
 def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, Any]:
     """SGLang's arguments with our defaults where none was given. Raises ConfigError for what cannot work."""
+    check_runner(config.forward.expert_runner, on_cpu=on_cpu(kwargs))
     merged = default_arguments(kwargs, config.forward.b_moe_decode)
     merged.update({name: value for name, value in kwargs.items() if value is not None or name not in merged})
     for name in _FIXED:

@@ -8,16 +8,19 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.model_executor.gpu_experts import GpuExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
     """Made once per scheduler process, before SGLang's scheduler is built.
 
-    `cpu_operators` are None beside a GPU, `place` is None where there is one rank.
+    One of `cpu_operators` and `gpu_experts` is None: they are for a machine without a GPU and with one. `place` is None
+    where there is one rank.
     """
 
     config: BatchConfig
     counters: Counters = field(default_factory=Counters)
     cpu_operators: CpuOperators | None = None
+    gpu_experts: GpuExperts | None = None
     place: RankPlace | None = None

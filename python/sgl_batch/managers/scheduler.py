@@ -117,6 +117,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "coroutine_forward": runner.layer_runner is not None,
             "plan": runner.plan.as_dict(),
             "kernels": kernels_in_use() if runner.cpu_operators is not None else "sglang",
+            "expert_runner": runner.expert_runner,
         }
         if self.context.place is not None:
             self.context.place.rendezvous.publish("info", self.context.place.rank, json.dumps(info["sgl_batch"]))

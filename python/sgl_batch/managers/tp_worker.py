@@ -22,6 +22,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
             batch_config=self._context.config,
             counters=self._context.counters,
             cpu_operators=self._context.cpu_operators,
+            gpu_experts=self._context.gpu_experts,
             place=self._context.place,
             model_config=self.model_config,
             mem_fraction_static=self.server_args.mem_fraction_static,

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
+from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_deepseek import CpuDeepseek
@@ -28,12 +28,23 @@ from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 
 
 class CpuOperators:
-    """The operators of one scheduler process: `register` before the model is built, `adopt` after it is loaded."""
+    """The operators of one scheduler process: `register` before the model is built, `adopt` after it is loaded.
 
-    def __init__(self, counters: Counters) -> None:
+    `expert_runner`: the flag's value; then what computes the experts.
+    """
+
+    def __init__(self, counters: Counters, expert_runner: str) -> None:
         self._counters = counters
         self._kernels = native_kernels()
         self._weights = PackedWeights(self._kernels)
+        self.expert_runner = expert_runner
+        if expert_runner == "auto":
+            self.expert_runner = "torch" if self._kernels is None else "native"
+        self._run: ExpertRunner
+        if self.expert_runner == "native":
+            self._run = self._weights.experts
+        else:
+            self._run = create_expert_runner(self.expert_runner)
 
     def register(self) -> None:
         """Register attention, experts, row operators and grammar masks with SGLang."""
@@ -56,8 +67,9 @@ class CpuOperators:
             CpuDeepseek(family, self._weights, self.expert_sums, self._counters).adopt(model)
         for module in put_linear_under(model, self._weights.linear, unless=self._weights.__contains__):
             self._weights.add_linear(module.weight)
-        for layer in expert_layers(model):
-            self._weights.add_experts(layer.w13_weight, layer.w2_weight)
+        if self.expert_runner == "native":
+            for layer in expert_layers(model):
+                self._weights.add_experts(layer.w13_weight, layer.w2_weight)
 
     def plain_weights(self) -> AbstractContextManager[None]:
         """For whoever reads or writes weights: inside, they lie in their plain order."""
@@ -67,29 +79,20 @@ class CpuOperators:
         self, experts: Any, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
     ) -> torch.Tensor:
         """What the experts of a layer on this rank add to each row, in float32 [R, M]; ids are local, -1 is none."""
-        _check(experts.quant_method.moe_runner_config)
+        check_experts(experts.quant_method.moe_runner_config)
         with self._counters.clock.part("experts"):
-            out_RM, rows_per_expert = self._weights.experts(
+            out_RM, rows_per_expert = self._run(
                 x_RM, experts.w13_weight, experts.w2_weight, topk_weights_RK, topk_ids_RK, f32_output=True
             )
         self._counters.add_expert_call(rows_per_expert)
         return out_RM
 
     def _experts(self, config: Any, layer: Any, dispatch_output: Any) -> Any:
-        _check(config)
+        check_experts(config)
         weights, ids, _ = dispatch_output.topk_output
         with self._counters.clock.part("experts"):
-            out, rows_per_expert = self._weights.experts(
+            out, rows_per_expert = self._run(
                 dispatch_output.hidden_states, layer.w13_weight, layer.w2_weight, weights, ids
             )
         self._counters.add_expert_call(rows_per_expert)
         return StandardCombineInput(hidden_states=out)
-
-
-def _check(config: Any) -> None:
-    """Refuse what is not computed here, by name (invariant 3)."""
-    if config.activation != "silu" or config.apply_router_weight_on_input:
-        raise ConfigError(
-            f"experts on a CPU use SiLU and weight their output; this model asks for activation="
-            f"{config.activation!r}, apply_router_weight_on_input={config.apply_router_weight_on_input}"
-        )

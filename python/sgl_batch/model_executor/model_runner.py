@@ -18,6 +18,7 @@ from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import FAMILIES, Family, family_of
+from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.sglang_adapter.forward import (
     REENTRANT_BACKENDS,
@@ -26,7 +27,6 @@ from sgl_batch.sglang_adapter.forward import (
     ModelRunnerOutput,
     forward_context,
 )
-from sgl_batch.sglang_adapter.layers import sglang_expert_sums
 from sgl_batch.sglang_adapter.ranks import expert_shard
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,28 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         batch_config: BatchConfig,
         counters: Counters,
         cpu_operators: CpuOperators | None,
+        gpu_experts: GpuExperts | None,
         place: RankPlace | None,
         **kwargs: Any,
     ) -> None:
-        self.batch_config, self.counters, self.cpu_operators = batch_config, counters, cpu_operators
+        self.batch_config, self.counters = batch_config, counters
+        self.cpu_operators, self.gpu_experts = cpu_operators, gpu_experts
         self.place = place
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
         super().__init__(*args, **kwargs)
+
+    @property
+    def _operators(self) -> CpuOperators | GpuExperts:
+        """Whatever computes the experts of the loaded model."""
+        operators = self.cpu_operators or self.gpu_experts
+        assert operators is not None, "a process has operators for a CPU or experts for a GPU"
+        return operators
+
+    @property
+    def expert_runner(self) -> str:
+        """What computes the experts, in words."""
+        return self._operators.expert_runner
 
     def load_model(self) -> None:
         """Load the model; of several ranks, each its share of the experts."""
@@ -60,8 +74,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """Build the attention backends, then the layer runner over them and the loaded model."""
         super().init_attention_backends()
         plan = self.make_plan()
-        if self.cpu_operators is not None:
-            self.cpu_operators.adopt(self.model)
+        self._operators.adopt(self.model)
         family = family_of(self.model)
         if family is None and self.place is not None:
             raise ConfigError(
@@ -111,7 +124,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             num_experts=block.experts.num_experts,
             hidden_size=self.model_config.hidden_size,
         )
-        sums = sglang_expert_sums if self.cpu_operators is None else self.cpu_operators.expert_sums
+        sums = self._operators.expert_sums
         return ExpertExchange(dispatcher, sums, self.counters)
 
     def _token_dispatcher(self) -> str:

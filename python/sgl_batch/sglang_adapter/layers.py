@@ -45,6 +45,7 @@ __all__ = [
     "expert_layers",
     "forget_attention_inputs",
     "number_scratch",
+    "put_experts_under",
     "put_forwards_under",
     "put_linear_under",
     "register_attention_backend",
@@ -120,6 +121,21 @@ def forget_attention_inputs() -> None:
 def expert_layers(model: Any) -> list[Any]:
     """The layers of a loaded model that hold unquantised experts (`w13_weight`, `w2_weight`)."""
     return [m for m in model.modules() if type(getattr(m, "quant_method", None)) is UnquantizedFusedMoEMethod]
+
+
+def put_experts_under(layers: list[Any], experts: Callable[..., Any]) -> None:
+    """Let layers of experts compute with `experts(layer, x, topk_weights, topk_ids)`; as before where it gives None."""
+    for layer in layers:
+        layer.quant_method.apply = _apply_with(experts, layer.quant_method.apply)
+
+
+def _apply_with(experts: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(layer: Any, dispatch_output: Any) -> Any:
+        weights, ids, _ = dispatch_output.topk_output
+        out = experts(layer, dispatch_output.hidden_states, weights, ids)
+        return own(layer, dispatch_output) if out is None else StandardCombineInput(hidden_states=out)
+
+    return apply
 
 
 def sglang_expert_sums(experts: Any, x_RM: Any, topk_weights_RK: Any, topk_ids_RK: Any) -> Any:

@@ -50,7 +50,7 @@ def combined_experts(
             start += count
     out_RM[num_absent:] *= topk_weights_TK.reshape(-1)[order_R[num_absent:], None].to(out_RM.dtype)
     place_R = torch.empty_like(order_R)
-    place_R[order_R] = torch.arange(len(order_R))
+    place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
     by_token_TKM = out_RM[place_R].view(num_tokens, top_k, w2.shape[1])
     out_TM = by_token_TKM.sum(1, dtype=torch.float32)
     return out_TM if f32_output else out_TM.to(x_TM.dtype), rows_per_expert

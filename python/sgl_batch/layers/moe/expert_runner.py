@@ -1,0 +1,88 @@
+"""Owns what an expert runner is, which there are and what each needs; does not decide which one to use."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Protocol
+
+import torch
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import native_kernels
+
+# Runners for weights as they are loaded, by where they run. `native` (on a CPU) packs weights first: `PackedWeights`.
+ON_CPU = ("native", "torch", "triton")
+ON_GPU = ("sglang", "triton", "deepgemm", "torch")
+
+
+class ExpertRunner(Protocol):
+    """Runs every token through its experts; gives the output [T, M] and the number of rows of each expert [E].
+
+    `w13`: [E, 2I, M], gate above up; `w2`: [E, M, I]. A choice with a negative id counts as nothing. The output has x's
+    number type, or float32.
+    """
+
+    def __call__(
+        self,
+        x_TM: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        *,
+        f32_output: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def check_runner(name: str, *, on_cpu: bool) -> None:
+    """Raise ConfigError for a runner that cannot run on the device, or of which something is not installed."""
+    known = ON_CPU if on_cpu else ON_GPU
+    if name not in ("auto", *known):
+        raise ConfigError(
+            f"expert_runner is {name!r}, which does not run on a {'CPU' if on_cpu else 'GPU'}; choose auto, "
+            f"{', '.join(known)}"
+        )
+    if name == "native" and native_kernels() is None:
+        raise ConfigError("expert_runner is 'native', and the native kernels are not there: run scripts/install")
+    if name in ("triton", "deepgemm") and importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"expert_runner is {name!r}, and the package triton is not installed; choose another")
+    if name == "triton" and on_cpu and not _interprets():
+        raise ConfigError(
+            "expert_runner is 'triton', which runs on a CPU by Triton's interpreter alone, hundreds of times slower: "
+            "choose native, or set TRITON_INTERPRET=1 to try it"
+        )
+
+
+def check_experts(config: Any) -> None:
+    """Refuse what no runner of ours computes, by name (invariant 3). `config`: SGLang's, of a layer of experts."""
+    if config.activation != "silu" or config.apply_router_weight_on_input:
+        raise ConfigError(
+            f"experts use SiLU and weight their output here; this model asks for activation="
+            f"{config.activation!r}, apply_router_weight_on_input={config.apply_router_weight_on_input}"
+        )
+
+
+def _interprets() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def create_expert_runner(name: str) -> ExpertRunner:
+    """The runner of a name, for weights as they are loaded. Raises ConfigError where a package is missing."""
+    if name == "triton":
+        from sgl_batch.layers.moe.triton_experts import triton_experts
+
+        return triton_experts
+    if name == "deepgemm":
+        from sgl_batch.layers.moe.deepgemm_experts import deepgemm_experts
+
+        return deepgemm_experts
+    if name == "sglang":
+        from sgl_batch.sglang_adapter.fused_moe import sglang_experts
+
+        return sglang_experts
+    assert name == "torch", f"no expert runner for plain weights is called {name!r}"
+    from sgl_batch.layers.moe.cpu_experts import combined_experts
+
+    return combined_experts

@@ -1,0 +1,29 @@
+"""Owns expert compute over a combined batch by our Triton kernels. Not yet run on a GPU, by the interpreter only."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_batch.layers.moe import triton_steps
+from sgl_batch.layers.moe.routed_rows import route
+
+
+def triton_experts(
+    x_TM: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    *,
+    f32_output: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An `ExpertRunner`: two grouped GEMMs, gather and scatter in them, then the tree sum. Never waits for the GPU."""
+    if not len(x_TM):
+        return x_TM.to(torch.float32 if f32_output else x_TM.dtype), torch.zeros(
+            len(w13), dtype=torch.int64, device=w13.device
+        )
+    rows = route(topk_ids_TK, topk_weights_TK, num_experts=len(w13), block_rows=triton_steps.BLOCK_ROWS)
+    inter_SI = triton_steps.gate_up(x_TM if x_TM.stride(1) == 1 else x_TM.contiguous(), w13, rows)
+    products_RM = triton_steps.down(inter_SI, w2, rows)
+    out_TM = triton_steps.tree_sum(products_RM, rows, torch.float32 if f32_output else x_TM.dtype)
+    return out_TM, rows.rows_per_expert

@@ -1,0 +1,107 @@
+"""Owns which runner computes the experts of a loaded model beside a GPU. Its logic alone is tested, on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
+from sgl_batch.layers.moe.runner_choice import ExpertShape, RunnerTable, measured_table
+from sgl_batch.sglang_adapter.layers import expert_layers, put_experts_under, sglang_expert_sums
+
+logger = logging.getLogger(__name__)
+
+OWN = "sglang"
+
+
+class GpuExperts:
+    """The expert runner of one scheduler process. `name`: the flag's value, `device`: the GPU's name."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self._name, self._device = name, device
+        self._table = RunnerTable(best=((0, OWN),))
+        # Loaded at the first call, so that a package which is not used need not be there.
+        self._runner = cache(create_expert_runner)
+
+    @property
+    def expert_runner(self) -> str:
+        """What computes the experts, in words."""
+        return ", ".join(f"{name} from {tokens} tokens" if tokens else name for tokens, name in self._table.best)
+
+    def adopt(self, model: Any) -> None:
+        """Compute the experts of a loaded model with the chosen runner. Raises ConfigError where that cannot be."""
+        layers = expert_layers(model)
+        if self._name == OWN:
+            return
+        if not layers:
+            self._refuse("this model has no unquantised experts")
+            return
+        table = self._table_for(layers[0])
+        if table.best == self._table.best:
+            return
+        try:
+            for layer in layers:
+                _check_layer(layer)
+            for _, name in table.best:
+                if name != OWN:
+                    self._runner(name)
+        except ConfigError as error:
+            self._refuse(str(error))
+            return
+        self._table = table
+        put_experts_under(layers, self._experts)
+
+    def _table_for(self, layer: Any) -> RunnerTable:
+        if self._name != "auto":
+            return RunnerTable(best=((0, self._name),))
+        return measured_table(self._device, shape_of(layer))
+
+    def _refuse(self, reason: str) -> None:
+        if self._name != "auto":
+            raise ConfigError(f"expert_runner is {self._name!r}: {reason}; choose auto or sglang")
+        logger.warning("SGLang's own expert runner computes: %s", reason)
+
+    def _experts(
+        self, layer: Any, x_TM: torch.Tensor, topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The output of a layer's experts; None where SGLang's own are to compute it."""
+        runner = self._chosen(len(x_TM))
+        if runner is None:
+            return None
+        return runner(x_TM, layer.w13_weight, layer.w2_weight, topk_weights_TK, topk_ids_TK)[0]
+
+    def _chosen(self, num_tokens: int) -> ExpertRunner | None:
+        name = self._table.runner_for(num_tokens)
+        return None if name == OWN else self._runner(name)
+
+    def expert_sums(
+        self, experts: Any, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+    ) -> torch.Tensor:
+        """What the experts of a layer on this rank add to each row, in float32 [R, M]; ids are local, -1 is none."""
+        runner = self._chosen(len(x_RM))
+        if runner is None:
+            out_RM: torch.Tensor = sglang_expert_sums(experts, x_RM, topk_weights_RK, topk_ids_RK)
+            return out_RM
+        weights = experts.w13_weight, experts.w2_weight
+        return runner(x_RM, *weights, topk_weights_RK, topk_ids_RK, f32_output=True)[0]
+
+
+def shape_of(layer: Any) -> ExpertShape:
+    """The shape of one of SGLang's layers of experts, those on this rank."""
+    experts, double, hidden = layer.w13_weight.shape
+    dtype = str(layer.w13_weight.dtype).removeprefix("torch.")
+    return ExpertShape(experts=experts, hidden=hidden, intermediate=double // 2, top_k=layer.top_k, dtype=dtype)
+
+
+def _check_layer(layer: Any) -> None:
+    config = layer.quant_method.moe_runner_config
+    check_experts(config)
+    if config.routed_scaling_factor not in (None, 1.0):
+        raise ConfigError(f"its experts' sum is scaled by {config.routed_scaling_factor}, which only SGLang's own do")
+    experts, double, hidden = layer.w13_weight.shape
+    if layer.w2_weight.shape != (experts, hidden, double // 2) or hasattr(layer, "w13_weight_bias"):
+        raise ConfigError("its experts have biases or packed weights; leave SGLang's --moe-runner-backend out")

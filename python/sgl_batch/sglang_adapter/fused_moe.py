@@ -1,0 +1,45 @@
+"""SGLang's own fused expert kernels as a function of plain tensors, to measure and test beside ours. Not yet run.
+
+In an engine SGLang calls them itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sgl_batch.sglang_adapter import bootstrap
+
+with bootstrap.importing():
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+if TYPE_CHECKING:
+    import torch
+
+
+def prepare_process(model_path: str) -> None:
+    """Give SGLang's kernels the arguments that they look up; once in a process that runs no engine."""
+    set_global_server_args_for_scheduler(ServerArgs(model_path=model_path))
+
+
+def sglang_experts(
+    x_TM: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    *,
+    f32_output: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An `ExpertRunner`. It sums in x's number type, whatever that of its output."""
+    import torch
+
+    # Other numbers of experts in all and of local ones make SGLang look for negative ids.
+    config = MoeRunnerConfig(num_experts=None, num_local_experts=len(w13), inplace=False)
+    topk = StandardTopKOutput(topk_weights=topk_weights_TK.float(), topk_ids=topk_ids_TK.int(), router_logits=None)
+    out_TM = fused_experts(x_TM, w13, w2, topk, config)
+    ids_R = torch.where(topk_ids_TK < 0, len(w13), topk_ids_TK).flatten()
+    rows_per_expert = torch.bincount(ids_R, minlength=len(w13) + 1)[:-1]
+    return out_TM.float() if f32_output else out_TM, rows_per_expert

@@ -1,0 +1,166 @@
+"""Runs one expert runner on random and awkward batches, against float64; prints a report.
+
+A program, because an instruction set and Triton's interpreter are chosen once per process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from runner_promises import PROMISES, prepare_runner
+
+# tokens, hidden, intermediate, experts, choices
+SHAPES = (
+    (0, 64, 32, 4, 2),
+    (1, 64, 32, 4, 2),
+    (1, 1024, 384, 8, 8),
+    (1, 160, 96, 8, 8),
+    (5, 100, 50, 6, 6),
+    (37, 128, 96, 8, 3),
+    (68, 32, 130, 5, 1),
+    (30, 48, 34, 60, 4),
+    (197, 32, 130, 5, 2),
+    (200, 64, 64, 3, 1),
+    (600, 64, 34, 60, 4),
+    (4096, 32, 16, 8, 2),
+)
+# More tokens would show nothing more of the order in which a token's experts are added up.
+RANKED_TOKENS = 50
+# Triton's interpreter takes some milliseconds for each block of a kernel.
+INTERPRETED_SIZE = 160
+ROUTINGS = ("random", "one expert takes all", "one expert has none", "some choices belong to nobody")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A layer's weights, and a combined batch with its routing."""
+
+    x: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+    def some(self, tokens: torch.Tensor) -> Batch:
+        return Batch(self.x[tokens], self.w13, self.w2, self.weights[tokens], self.ids[tokens])
+
+    def shard(self, rank: int, ranks: int) -> Batch:
+        """A rank's contiguous share of the experts."""
+        size = len(self.w13) // ranks
+        local = self.ids - rank * size
+        local = torch.where((local < 0) | (local >= size), -1, local)
+        own = slice(rank * size, (rank + 1) * size)
+        return Batch(self.x, self.w13[own].contiguous(), self.w2[own].contiguous(), self.weights, local)
+
+
+def draw_routing(name: str, tokens: int, experts: int, choices: int) -> torch.Tensor:
+    ids = torch.stack([torch.randperm(experts)[:choices] for _ in range(tokens)]) if tokens else torch.empty(0, choices)
+    ids = ids.to(torch.int32)
+    if name == "one expert takes all":
+        ids = torch.full_like(ids, -1)
+        ids[:, 0] = experts - 1
+    elif name == "one expert has none":
+        ids[ids == 0] = -1
+    elif name == "some choices belong to nobody" and tokens:
+        ids[torch.rand(ids.shape) < 0.5] = -1
+        ids[0] = -1
+    return ids.contiguous()
+
+
+def draw(shape: tuple[int, ...], routing: str, dtype: torch.dtype, device: str) -> Batch:
+    tokens, hidden, inter, experts, choices = shape
+    wide = torch.randn(tokens, hidden + 7).to(dtype)
+    return Batch(
+        wide.to(device)[:, :hidden],
+        (torch.randn(experts, 2 * inter, hidden) / hidden**0.5).to(dtype).to(device),
+        (torch.randn(experts, hidden, inter) / inter**0.5).to(dtype).to(device),
+        torch.rand(tokens, choices).to(device),
+        draw_routing(routing, tokens, experts, choices).to(device),
+    )
+
+
+def in_float64(batch: Batch) -> torch.Tensor:
+    """The definition."""
+    out = torch.zeros(batch.x.shape, dtype=torch.float64, device=batch.x.device)
+    for expert in range(len(batch.w13)):
+        token, choice = torch.where(batch.ids == expert)
+        gate, up = (batch.x[token].double() @ batch.w13[expert].double().T).chunk(2, dim=-1)
+        rows = (F.silu(gate) * up) @ batch.w2[expert].double().T
+        out.index_add_(0, token, rows * batch.weights[token, choice, None].double())
+    return out
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if expected.numel() == 0:
+        return 0.0 if found.shape == expected.shape else float("inf")
+    if not bool(torch.isfinite(found).all()):
+        return float("inf")
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def inputs(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[torch.dtype, tuple[int, ...], str]]:
+    """Every shape with every routing; those that Triton's interpreter manages, each with one by turns."""
+    everything = itertools.product(dtypes, SHAPES, ROUTINGS)
+    if "TRITON_INTERPRET" not in os.environ:
+        return everything
+    small = [shape for shape in SHAPES if max(shape) <= INTERPRETED_SIZE]
+    pairs = itertools.product(dtypes, small)
+    return ((dtype, shape, ROUTINGS[number % len(ROUTINGS)]) for number, (dtype, shape) in enumerate(pairs))
+
+
+def cases(name: str, device: str) -> Iterator[tuple[str, bool]]:
+    promise, prepare = PROMISES[name], prepare_runner(name)
+
+    def run(batch: Batch, *, f32_output: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        runner = prepare(batch.w13, batch.w2)
+        return runner(batch.x, batch.w13, batch.w2, batch.weights, batch.ids, f32_output=f32_output)
+
+    for dtype, shape, routing in inputs(promise.error):
+        batch, case = draw(shape, routing, dtype, device), f"{name} {dtype} {shape} {routing}"
+        out, rows = run(batch)
+        yield f"{case}: float32", out.dtype == torch.float32
+        yield case, relative_error(out, in_float64(batch)) < promise.error[dtype]
+        yield f"{case}: rows", rows.tolist() == [int((batch.ids == e).sum()) for e in range(len(batch.w13))]
+        again, _ = run(batch, f32_output=False)
+        yield f"{case}: number type", again.dtype == dtype
+        if promise.rounds_once:
+            yield f"{case}: repeated and rounded", torch.equal(again, out.to(dtype))
+        if promise.own_bits:
+            some = torch.randperm(shape[0], device=device)[: shape[0] // 2 + 1]
+            yield f"{case}: a token's bits", torch.equal(run(batch.some(some))[0], out[some])
+        if promise.tree_order and shape[0] <= RANKED_TOKENS:
+            yield from sharded(case, batch, out, run)
+
+
+def sharded(case, batch, whole, run) -> Iterator[tuple[str, bool]]:
+    """Experts on 2 or 4 ranks, their sums added up as a tree: the same bits as on one."""
+    for ranks in (2, 4):
+        if len(batch.w13) % ranks:
+            continue
+        parts = [run(batch.shard(rank, ranks))[0] for rank in range(ranks)]
+        while len(parts) > 1:
+            parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+        yield f"{case}: {ranks} ranks", torch.equal(parts[0], whole)
+
+
+def main(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    # Memory that nobody has written to holds NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    checked, failures = 0, []
+    for case, holds in cases(name, device):
+        checked += 1
+        if not holds:
+            failures.append(case)
+    json.dump({"checked": checked, "failures": failures}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

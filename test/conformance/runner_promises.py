@@ -1,0 +1,100 @@
+"""Owns the expert runners that the conformance suite knows: how each is made, what each promises, where each runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.moe.expert_runner import ExpertRunner, create_expert_runner
+from sgl_batch.layers.packed_weights import PackedWeights
+
+# A runner for one layer's weights.
+Prepare = Callable[[torch.Tensor, torch.Tensor], ExpertRunner]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a runner keeps beside the definition, up to a relative error by number type.
+
+    `own_bits`: a token's result has the same bits whatever tokens are beside it. `tree_order`: its experts are added up
+    as a binary tree over their ids, so that those of 2 or 4 ranks add up to the bits of one. `rounds_once`: the output
+    is the float32 one, rounded.
+    """
+
+    error: dict[torch.dtype, float]
+    own_bits: bool = True
+    tree_order: bool = True
+    rounds_once: bool = True
+
+
+_EXACT = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+PROMISES = {
+    "native": Promise(error=_EXACT),
+    "triton": Promise(error=_EXACT),
+    # These round to bfloat16 between their steps.
+    "torch": Promise(error={torch.float32: 2e-6, torch.bfloat16: 1e-2}, own_bits=False, tree_order=False),
+    "deepgemm": Promise(error={torch.bfloat16: 1e-2}),
+    "sglang": Promise(
+        error={torch.float32: 2e-6, torch.bfloat16: 1e-2}, own_bits=False, tree_order=False, rounds_once=False
+    ),
+}
+
+
+def prepare_runner(name: str) -> Prepare:
+    """How runners of a name are made."""
+    if name == "native":
+        return _native
+    if name == "deepgemm" and not torch.cuda.is_available():
+        sys.modules["deep_gemm"] = _stand_in_for_deepgemm()
+    if name == "sglang":
+        from sgl_batch.sglang_adapter.fused_moe import prepare_process
+
+        prepare_process("none")
+    runner = create_expert_runner(name)
+
+    def prepare(w13: torch.Tensor, w2: torch.Tensor) -> ExpertRunner:
+        def run(x_TM, _w13, _w2, weights_TK, ids_TK, *, f32_output=False):
+            return runner(x_TM, w13, w2, weights_TK, ids_TK, f32_output=f32_output)
+
+        return run
+
+    return prepare
+
+
+def _native(w13: torch.Tensor, w2: torch.Tensor) -> ExpertRunner:
+    """With copies of the weights, which are packed in place."""
+    packed, own13, own2 = PackedWeights(native_kernels()), w13.clone(), w2.clone()
+    assert packed.add_experts(own13, own2), "the native kernels take these weights"
+
+    def run(x_TM, _w13, _w2, weights_TK, ids_TK, *, f32_output=False):
+        return packed.experts(x_TM, own13, own2, weights_TK, ids_TK, f32_output=f32_output)
+
+    return run
+
+
+def _stand_in_for_deepgemm() -> ModuleType:
+    """Where there is no GPU: the grouped GEMM that DeepGEMM documents, so that what we hand it is tested."""
+
+    def m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout):
+        assert {a.dtype, b.dtype, d.dtype} == {torch.bfloat16}, "operands are bfloat16"
+        assert a.is_contiguous(), "rows are contiguous"
+        assert b.is_contiguous(), "weights are contiguous"
+        assert d.is_contiguous(), "the output is contiguous"
+        assert grouped_layout.dtype == torch.int32, "groups are int32"
+        assert grouped_layout.shape == (len(a),), "each row has its group"
+        assert len(a) % 128 == 0, "groups end at multiples of 128 rows"
+        by_block = grouped_layout.view(-1, 128)
+        assert (by_block == by_block[:, :1]).all(), "128 rows are of one group"
+        d.fill_(float("nan"))
+        for group in grouped_layout.unique().tolist():
+            rows = grouped_layout == group if group >= 0 else slice(0)
+            d[rows] = (a[rows].float() @ b[group].float().T).to(torch.bfloat16)
+
+    module = ModuleType("deep_gemm")
+    module.m_grouped_bf16_gemm_nt_contiguous = m_grouped_bf16_gemm_nt_contiguous
+    return module
