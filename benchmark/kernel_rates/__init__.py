@@ -1,1 +1,1 @@
-"""What benchmark/kernels.py measures: pieces of work, the ceilings of the machine, and the figures made of both."""
+"""What benchmark/cpu_kernels.py measures: pieces of work, the ceilings of the machine, and the figures made of both."""

@@ -64,7 +64,7 @@ def test_a_checkpoint_of_another_family_is_refused_by_the_size_it_lacks(tmp_path
 
 def test_the_command_prints_every_table_and_writes_every_round(repo_root, tmp_path):
     record = tmp_path / "record.json"
-    command = [sys.executable, str(repo_root / "benchmark" / "kernels.py"), "--rounds", "2", "--sample-s", "0.001"]
+    command = [sys.executable, str(repo_root / "benchmark" / "cpu_kernels.py"), "--rounds", "2", "--sample-s", "0.001"]
     command += ["--tokens-per-expert", "1", "--rows", "2", "--contexts", "64", "--batches", "2"]
     command += ["--layers", "1", "--json", str(record)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

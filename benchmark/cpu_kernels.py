@@ -3,6 +3,8 @@
 
 The ceilings (a large product of bf16, a large read, each by the fastest way found) are measured in every round, on the
 same threads. Weights and pages are too many for the caches, as in a model. Timed is the operator alone.
+
+(Not `kernels.py`: transformers takes whatever module of that name it finds beside a script for a package of its own.)
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def main(argv: list[str]) -> int:
         "torch": torch.__version__,
         "isa": kernels.isa(),
         "threads": torch.get_num_threads(),
-        "command": ["python", "benchmark/kernels.py", *argv],
+        "command": ["python", "benchmark/cpu_kernels.py", *argv],
     }
     print_report(about, rates, report.ceilings_text(rates, ceilings), report.work_text)
     if options.json is not None:
@@ -112,4 +114,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except ConfigError as error:
-        sys.exit(f"kernels.py: {error}")
+        sys.exit(f"cpu_kernels.py: {error}")
