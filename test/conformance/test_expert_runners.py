@@ -11,7 +11,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,19 +25,21 @@ CASES = Path(__file__).with_name("expert_cases.py")
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def runners() -> list[tuple[str, str, dict[str, str]]]:
+def runners() -> Iterator[Any]:
     """Runner, device and environment of each run."""
     kernels = native_kernels()
-    found = [("native", "cpu", {"SGL_BATCH_ISA": isa}) for isa in (kernels.runnable_isas() if kernels else ())]
-    found.append(("torch", "cpu", {}))
-    found += [(name, "cpu", INTERPRETED) for name in ("triton", "deepgemm")]
+    for isa in kernels.runnable_isas() if kernels else ():
+        yield pytest.param("native", "cpu", {"SGL_BATCH_ISA": isa}, id=f"native-{isa}")
+    yield pytest.param("torch", "cpu", {}, id="torch")
+    for name in ("triton", "deepgemm"):
+        yield pytest.param(name, "cpu", INTERPRETED, id=f"{name}-interpreted")
     if torch.cuda.is_available():
-        found += [("triton", "cuda", {}), ("torch", "cuda", {}), ("sglang", "cuda", {})]
-        found += [("deepgemm", "cuda", {})] if importlib.util.find_spec("deep_gemm") else []
-    return found
+        on_gpu = ["sglang", "triton", "torch"] + ["deepgemm"] * bool(importlib.util.find_spec("deep_gemm"))
+        for name in on_gpu:
+            yield pytest.param(name, "cuda", {}, id=f"{name}-gpu")
 
 
-@pytest.mark.parametrize(("name", "device", "environment"), runners(), ids=lambda value: "-".join(value) or "plain")
+@pytest.mark.parametrize(("name", "device", "environment"), runners())
 def test_an_expert_runner_keeps_its_promises(name, device, environment):
     done = subprocess.run(
         [sys.executable, str(CASES), name, device],
