@@ -71,9 +71,12 @@ def test_bfloat16_greedy_tokens_differ_from_huggingface_only_from_a_near_tie_on(
 def test_bfloat16_tokens_do_not_depend_on_the_size_of_sub_batches_or_groups(
     family: str, batch_engine: Callable[..., Any], prompts: Prompts
 ) -> None:
-    expected = generate(batch_engine(family, 7, dtype="bfloat16"), prompts)
-    for b_attn, b_moe_prefill, b_moe_decode in ((1, 700, 8), (None, 700, 3), (3, 611, 5)):
-        engine = batch_engine(family, b_attn, dtype="bfloat16")
-        engine.set_plan(b_moe_prefill=b_moe_prefill, b_moe_decode=b_moe_decode)
-        assert generate(engine, prompts) == expected
-    engine.set_plan(b_moe_prefill=700, b_moe_decode=8)
+    engine = batch_engine(family, 7, dtype="bfloat16")
+    expected = generate(engine, prompts)
+    try:
+        for b_attn, b_moe_prefill, b_moe_decode in ((1, 700, 8), (256, 700, 3), (3, 611, 5)):
+            sub_batches = {"b_attn_prefill": b_attn, "b_attn_decode": b_attn}
+            engine.set_plan(**sub_batches, b_moe_prefill=b_moe_prefill, b_moe_decode=b_moe_decode)
+            assert generate(engine, prompts) == expected
+    finally:
+        engine.set_plan(b_attn_decode=1, b_moe_prefill=700, b_moe_decode=8)

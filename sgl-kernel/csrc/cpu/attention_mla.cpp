@@ -30,14 +30,22 @@ struct Block {
   int64_t piece, head, heads, begin, end;
 };
 
+// Tokens [first, first + count) of a piece: their keys and values in words, and the keys of those that follow, or null.
+struct Chunk {
+  int64_t first, count;
+  const void* keys;
+  const void* values;
+  const void* next;
+};
+
 class Mla {
  public:
   explicit Mla(const MlaCall& call)
       : c_(call),
         k_(kernels()),
-        pairs_(call.dtype == DType::kBf16 && k_.keys_pairs != nullptr),
+        pairs_(call.dtype == DType::kBf16 && k_.interleave != nullptr),
         words_(pairs_ ? call.dim / 2 : call.dim),
-        channels_(round_up(call.value_dim, k_.tile)),
+        channels_(round_up(call.value_dim, k_.narrow.tile)),
         in_place_(call.page % kMlaChunk == 0 && (pairs_ || (call.dtype == DType::kF32 && channels_ <= call.dim))) {
     const int64_t heads = std::min(c_.heads, kRowsPerBlock), tokens = kRowsPerBlock / heads;
     for (int64_t piece = 0; piece < c_.pieces; ++piece)
@@ -50,14 +58,14 @@ class Mla {
 
   void run() {
     Carver one;
-    const int64_t columns = round_up(kRowsPerBlock, k_.lanes), steps = divide_up(kMlaChunk, pairs_ ? 2 : 1);
+    const int64_t columns = round_up(kRowsPerBlock, k_.wide.lanes), steps = divide_up(kMlaChunk, pairs_ ? 2 : 1);
     queries_at_ = one.take(static_cast<size_t>(words_ * columns) * 4);
     sums_at_ = one.take(static_cast<size_t>(channels_ * columns) * 4);
     state_at_ = one.take(static_cast<size_t>(2 * columns) * 4);
-    scores_at_ = one.take(static_cast<size_t>(kMlaChunk * k_.lanes) * 4);
+    scores_at_ = one.take(static_cast<size_t>(kMlaChunk * k_.wide.lanes) * 4);
     keys_at_ = one.take(static_cast<size_t>(kMlaChunk * std::max(words_, channels_)) * 4);
     values_at_ = one.take(pairs_ ? static_cast<size_t>(steps * channels_) * 4 : 0);
-    row_at_ = one.take(static_cast<size_t>(std::max(c_.dim, channels_)) * 4);
+    rows_at_ = one.take(static_cast<size_t>(k_.narrow.lanes * std::max(words_, channels_)) * 4);
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
@@ -88,104 +96,104 @@ class Mla {
   }
 
   void attend(const Block& block, char* scratch) const {
-    const int64_t rows = (block.end - block.begin) * block.heads, groups = divide_up(rows, k_.lanes);
+    const int64_t rows = (block.end - block.begin) * block.heads;
+    const MlaWidth& width = rows > k_.narrow.lanes ? k_.wide : k_.narrow;
+    const int64_t lanes = width.lanes, groups = divide_up(rows, lanes);
     auto* state = reinterpret_cast<float*>(scratch + state_at_);
-    std::memset(scratch + sums_at_, 0, static_cast<size_t>(groups * k_.lanes * channels_) * 4);
-    for (int64_t i = 0; i < 2 * groups * k_.lanes; ++i) state[i] = i / k_.lanes % 2 == 0 ? kLowest : 0.0f;
+    std::memset(scratch + sums_at_, 0, static_cast<size_t>(groups * lanes * channels_) * 4);
+    for (int64_t i = 0; i < 2 * groups * lanes; ++i) state[i] = i / lanes % 2 == 0 ? kLowest : 0.0f;
     const int64_t tokens = seen_by(block, block.end - 1);
-    pack_queries(block, rows, scratch);
+    pack_queries(block, rows, lanes, scratch);
     for (int64_t first = 0; first < tokens; first += kMlaChunk) {
-      const int64_t count = std::min<int64_t>(kMlaChunk, tokens - first);
-      const void* keys = keys_of(block, first, count, scratch);
-      const void* values = values_of(keys, count, scratch);
-      for (int64_t group = 0; group < groups; ++group) attend_chunk(block, rows, group, first, count, keys, values, scratch);
+      const Chunk chunk = chunk_of(block, first, std::min<int64_t>(kMlaChunk, tokens - first), scratch);
+      for (int64_t group = 0; group < groups; ++group) attend_chunk(block, rows, width, group, chunk, scratch);
     }
-    write_out(block, rows, scratch);
+    write_out(block, rows, lanes, scratch);
   }
 
-  // Queries by lane: of each group of lanes, word after word.
-  void pack_queries(const Block& block, int64_t rows, char* scratch) const {
+  // Queries by lane: of each group of lanes, word after word. Lanes without a row repeat the last one's.
+  void pack_queries(const Block& block, int64_t rows, int64_t lanes, char* scratch) const {
     auto* words = reinterpret_cast<uint32_t*>(scratch + queries_at_);
-    const auto* row_words = reinterpret_cast<const uint32_t*>(scratch + row_at_);
-    const int64_t lanes = k_.lanes;
-    for (int64_t row = 0; row < round_up(rows, lanes); ++row) {
-      uint32_t* lane = words + row / lanes * lanes * words_ + row % lanes;
-      if (row >= rows) {
-        for (int64_t i = 0; i < words_; ++i) lane[i * lanes] = 0;
-        continue;
+    for (int64_t first = 0; first < round_up(rows, lanes); first += k_.narrow.lanes) {
+      const uint32_t* from[kMlaMaxLanes];
+      for (int64_t i = 0; i < k_.narrow.lanes; ++i) {
+        const char* row = static_cast<const char*>(c_.q) +
+                          row_offset(block, std::min(first + i, rows - 1), c_.q_stride, c_.dim);
+        char* widened = scratch + rows_at_ + static_cast<size_t>(i * words_) * 4;
+        if (word_dtype() != c_.dtype) read_row(reinterpret_cast<float*>(widened), row, c_.dtype, c_.dim);
+        from[i] = reinterpret_cast<const uint32_t*>(word_dtype() != c_.dtype ? widened : row);
       }
-      const char* from = static_cast<const char*>(c_.q) + row_offset(block, row, c_.q_stride, c_.dim);
-      convert_row(scratch + row_at_, word_dtype(), from, c_.dtype, c_.dim);
-      for (int64_t i = 0; i < words_; ++i) lane[i * lanes] = row_words[i];
+      k_.pack(from, words_, words + first / lanes * lanes * words_ + first % lanes, lanes);
     }
   }
 
-  // The words between the beginnings of two tokens, as keys_of gives them.
+  // The words between the beginnings of two tokens of a chunk.
   int64_t stride() const { return in_place_ ? words_ : std::max(words_, channels_); }
 
-  // A chunk's tokens, one after the other: as they lie, or a copy of words. A tile may read rubbish past the last one.
-  const void* keys_of(const Block& block, int64_t first, int64_t count, char* scratch) const {
-    if (in_place_) return token_at(block, first);
-    auto* copy = reinterpret_cast<uint32_t*>(scratch + keys_at_);
-    for (int64_t t = 0; t < count; ++t)
-      convert_row(copy + t * stride(), word_dtype(), token_at(block, first + t), c_.dtype, c_.dim);
-    return copy;
-  }
-
-  // The same tokens' values, step by step: the keys themselves, or pairs of neighbouring tokens.
-  const void* values_of(const void* keys, int64_t count, char* scratch) const {
-    if (!pairs_) return keys;
-    auto* pairs = reinterpret_cast<uint32_t*>(scratch + values_at_);
-    const auto* tokens = static_cast<const uint16_t*>(keys);
-    for (int64_t t = 0; t < count; t += 2)
-      k_.interleave(tokens + 2 * t * stride(), t + 1 < count ? tokens + 2 * (t + 1) * stride() : nullptr, c_.value_dim,
-                    pairs + t / 2 * channels_);
-    return pairs;
+  // Tokens as they lie, or a copy of words; a tile may read rubbish past the last one. Values are the keys themselves, or
+  // pairs of neighbouring tokens.
+  Chunk chunk_of(const Block& block, int64_t first, int64_t count, char* scratch) const {
+    Chunk chunk{first, count, token_at(block, first), nullptr, nullptr};
+    if (!in_place_) {
+      auto* copy = reinterpret_cast<uint32_t*>(scratch + keys_at_);
+      for (int64_t t = 0; t < count; ++t)
+        convert_row(copy + t * stride(), word_dtype(), token_at(block, first + t), c_.dtype, c_.dim);
+      chunk.keys = copy;
+    } else if (first + kMlaChunk < c_.lengths[block.piece]) {
+      chunk.next = token_at(block, first + kMlaChunk);
+    }
+    chunk.values = chunk.keys;
+    if (pairs_) {
+      auto* pairs = reinterpret_cast<uint32_t*>(scratch + values_at_);
+      const auto* tokens = static_cast<const uint16_t*>(chunk.keys);
+      for (int64_t t = 0; t < count; t += 2)
+        k_.interleave(tokens + 2 * t * stride(), t + 1 < count ? tokens + 2 * (t + 1) * stride() : nullptr, c_.value_dim,
+                      pairs + t / 2 * channels_);
+      chunk.values = pairs;
+    }
+    return chunk;
   }
 
   // One group of lanes against one chunk: scores, weights, and what they add to the sums.
-  void attend_chunk(const Block& block, int64_t rows, int64_t group, int64_t first, int64_t count, const void* keys,
-                    const void* values, char* scratch) const {
-    const int64_t lanes = k_.lanes;
+  void attend_chunk(const Block& block, int64_t rows, const MlaWidth& width, int64_t group, const Chunk& chunk,
+                    char* scratch) const {
+    const int64_t lanes = width.lanes;
     auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
     const char* queries = scratch + queries_at_ + static_cast<size_t>(group * lanes * words_) * 4;
     auto* sums = reinterpret_cast<float*>(scratch + sums_at_) + group * lanes * channels_;
     auto* state = reinterpret_cast<float*>(scratch + state_at_) + 2 * group * lanes;
-    const MlaTileFn keys_tile = pairs_ ? k_.keys_pairs : k_.keys_f32, values_tile = pairs_ ? k_.values_pairs : k_.values_f32;
     int32_t seen[kMlaMaxLanes];
     for (int64_t lane = 0; lane < lanes; ++lane) {
       const int64_t row = group * lanes + lane;
-      const int64_t visible = row < rows ? seen_by(block, block.begin + row / block.heads) - first : 0;
-      seen[lane] = static_cast<int32_t>(std::clamp<int64_t>(visible, 0, count));
+      const int64_t visible = row < rows ? seen_by(block, block.begin + row / block.heads) - chunk.first : 0;
+      seen[lane] = static_cast<int32_t>(std::clamp<int64_t>(visible, 0, chunk.count));
     }
     // The first group brings the next chunk nearer, tile by tile.
-    const bool more = group == 0 && in_place_ && first + kMlaChunk < c_.lengths[block.piece];
-    const auto* next = more ? reinterpret_cast<const uint32_t*>(token_at(block, first + kMlaChunk)) : nullptr;
-    for (int64_t t = 0; t < count; t += k_.tile)
-      keys_tile(static_cast<const uint32_t*>(keys) + t * stride(), stride(), queries, words_, nullptr,
-                more ? next + t * words_ : nullptr, scores + t * lanes);
+    const auto* next = static_cast<const uint32_t*>(group == 0 ? chunk.next : nullptr);
+    for (int64_t t = 0; t < chunk.count; t += width.tile)
+      (pairs_ ? width.keys_pairs : width.keys_f32)(static_cast<const uint32_t*>(chunk.keys) + t * stride(), stride(), queries,
+                                                   words_, nullptr, next == nullptr ? nullptr : next + t * words_,
+                                                   scores + t * lanes);
     float kept[kMlaMaxLanes];
-    (pairs_ ? k_.softmax_pairs : k_.softmax_f32)(scores, count, seen, c_.scaling, state, kept, scores);
-    const int64_t steps = pairs_ ? divide_up(count, 2) : count;
-    const int64_t step_words = pairs_ ? channels_ : stride();
-    for (int64_t channel = 0; channel < channels_; channel += k_.tile)
-      values_tile(static_cast<const uint32_t*>(values) + channel, step_words, scores, steps, kept, nullptr,
-                  sums + channel * lanes);
+    (pairs_ ? width.softmax_pairs : width.softmax_f32)(scores, chunk.count, seen, c_.scaling, state, kept, scores);
+    const int64_t steps = pairs_ ? divide_up(chunk.count, 2) : chunk.count, step_words = pairs_ ? channels_ : stride();
+    for (int64_t channel = 0; channel < channels_; channel += width.tile)
+      (pairs_ ? width.values_pairs : width.values_f32)(static_cast<const uint32_t*>(chunk.values) + channel, step_words, scores,
+                                                       steps, kept, nullptr, sums + channel * lanes);
   }
 
-  void write_out(const Block& block, int64_t rows, char* scratch) const {
-    auto* row_of = reinterpret_cast<float*>(scratch + row_at_);
+  void write_out(const Block& block, int64_t rows, int64_t lanes, char* scratch) const {
+    auto* unpacked = reinterpret_cast<float*>(scratch + rows_at_);
     const auto* sums = reinterpret_cast<const float*>(scratch + sums_at_);
     const auto* state = reinterpret_cast<const float*>(scratch + state_at_);
-    const int64_t lanes = k_.lanes;
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t group = row / lanes, lane = row % lanes;
-      const float factor = 1.0f / state[(2 * group + 1) * lanes + lane];
-      const float* sum = sums + group * lanes * channels_ + lane;
-      for (int64_t i = 0; i < c_.value_dim; ++i) row_of[i] = sum[i * lanes];
-      scale_row(row_of, row_of, factor, c_.value_dim);
-      write_row(static_cast<char*>(c_.out) + row_offset(block, row, c_.heads * c_.value_dim, c_.value_dim), c_.dtype, row_of,
-                c_.value_dim);
+    for (int64_t first = 0; first < rows; first += k_.narrow.lanes) {
+      const int64_t group = first / lanes, lane = first % lanes;
+      float factors[kMlaMaxLanes];
+      for (int64_t i = 0; i < k_.narrow.lanes; ++i) factors[i] = 1.0f / state[(2 * group + 1) * lanes + lane + i];
+      k_.unpack(sums + group * lanes * channels_ + lane, lanes, factors, channels_, unpacked, channels_);
+      for (int64_t i = 0; i < std::min<int64_t>(k_.narrow.lanes, rows - first); ++i)
+        write_row(static_cast<char*>(c_.out) + row_offset(block, first + i, c_.heads * c_.value_dim, c_.value_dim), c_.dtype,
+                  unpacked + i * channels_, c_.value_dim);
     }
   }
 
@@ -196,7 +204,7 @@ class Mla {
   const int64_t channels_;  // of a value, rounded up to whole tiles
   const bool in_place_;     // whether a chunk's tokens can be read where they lie
   std::vector<Block> blocks_;
-  size_t queries_at_ = 0, sums_at_ = 0, state_at_ = 0, scores_at_ = 0, keys_at_ = 0, values_at_ = 0, row_at_ = 0;
+  size_t queries_at_ = 0, sums_at_ = 0, state_at_ = 0, scores_at_ = 0, keys_at_ = 0, values_at_ = 0, rows_at_ = 0;
 };
 
 }  // namespace

@@ -47,16 +47,29 @@ using MlaSoftmaxFn = void (*)(float* scores, int64_t count, const int32_t* seen,
 // out[i] = the pair a[i], b[i]; b is null for zeros.
 using MlaInterleaveFn = void (*)(const uint16_t* a, const uint16_t* b, int64_t count, uint32_t* out);
 
-struct MlaKernels {
+// Rows of one vector of lanes into lanes, word by word, and sums of lanes times a factor each into rows, channel by channel
+// (a multiple of the lanes). Words or channels of the lanes lie `stride` lanes apart, rows `row_stride` floats.
+using MlaPackFn = void (*)(const uint32_t* const* rows, int64_t words, uint32_t* lanes, int64_t stride);
+using MlaUnpackFn = void (*)(const float* lanes, int64_t stride, const float* factors, int64_t channels, float* rows,
+                             int64_t row_stride);
+
+// The kernels for blocks of rows of one width.
+struct MlaWidth {
   int lanes, tile;  // tile divides kMlaChunk
   MlaTileFn keys_f32, values_f32;
   MlaSoftmaxFn softmax_f32;
   MlaTileFn keys_pairs, values_pairs;  // null where bf16 is widened
   MlaSoftmaxFn softmax_pairs;
-  MlaInterleaveFn interleave;
 };
 
-constexpr int kMlaMaxLanes = 16;
+struct MlaKernels {
+  MlaWidth narrow, wide;  // of one vector, and of two, which read each a once for both
+  MlaPackFn pack;
+  MlaUnpackFn unpack;
+  MlaInterleaveFn interleave;  // null where bf16 is widened
+};
+
+constexpr int kMlaMaxLanes = 32;
 
 extern const MlaKernels kMlaPortable;
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// The kernels of latent attention for AVX2 with FMA: 16 registers, so tiles of eight.
+// The kernels of latent attention for AVX2 with FMA: 16 registers, so eight accumulators.
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma")
 #define SGL_BATCH_LANES 8
@@ -6,8 +6,6 @@
 #include "attention_mla_vector.h"
 
 namespace sgl_batch {
-const MlaKernels kMlaAvx2{kLanes,      kTile,   keys_tile<F32Word>, values_tile<F32Word>,
-                              softmax_f32, nullptr, nullptr,            nullptr,
-                              nullptr};
+const MlaKernels kMlaAvx2{kF32Width<1>, kF32Width<2>, pack_lanes, unpack_lanes, nullptr};
 }
 #endif

@@ -6,8 +6,6 @@
 #include "attention_mla_vector.h"
 
 namespace sgl_batch {
-const MlaKernels kMlaAvx512{kLanes,      kTile,   keys_tile<F32Word>, values_tile<F32Word>,
-                              softmax_f32, nullptr, nullptr,            nullptr,
-                              nullptr};
+const MlaKernels kMlaAvx512{kF32Width<1>, kF32Width<2>, pack_lanes, unpack_lanes, nullptr};
 }
 #endif

@@ -14,20 +14,22 @@ struct PairWord {
   using Word = uint32_t;
   using Vector = __m512bh;
   static Vector lanes(const Word* b) { return (__m512bh)_mm512_loadu_si512(b); }
-  static void add(VecF& acc, Word a, Vector b) {
-    acc = (VecF)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), b);
-  }
+  static Vector splat_word(Word a) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(a)); }
+  static void add(VecF& acc, Vector a, Vector b) { acc = (VecF)_mm512_dpbf16_ps((__m512)acc, a, b); }
 };
 
+template <int V>
 void softmax_pairs(float* scores, int64_t count, const int32_t* seen, float scaling, float* state, float* kept,
                    void* weights) {
-  softmax_chunk(scores, count, seen, scaling, state, kept);
+  constexpr int kWide = V * kLanes;
+  softmax_chunk<V>(scores, count, seen, scaling, state, kept);
   auto* pairs = static_cast<uint32_t*>(weights);
-  for (int64_t t = 0; t < count; t += 2) {
-    const VecF odd = t + 1 < count ? load(scores + (t + 1) * kLanes) : VecF{};
-    const VecU low = __builtin_convertvector(to_bf16(load(scores + t * kLanes)), VecU);
-    *reinterpret_cast<VecUU*>(pairs + t / 2 * kLanes) = low | __builtin_convertvector(to_bf16(odd), VecU) << 16;
-  }
+  for (int64_t t = 0; t < count; t += 2)
+    for (int lane = 0; lane < kWide; lane += kLanes) {
+      const VecF odd = t + 1 < count ? load(scores + (t + 1) * kWide + lane) : VecF{};
+      const VecU low = __builtin_convertvector(to_bf16(load(scores + t * kWide + lane)), VecU);
+      *reinterpret_cast<VecUU*>(pairs + t / 2 * kWide + lane) = low | __builtin_convertvector(to_bf16(odd), VecU) << 16;
+    }
 }
 
 void interleave(const uint16_t* a, const uint16_t* b, int64_t count, uint32_t* out) {
@@ -37,11 +39,12 @@ void interleave(const uint16_t* a, const uint16_t* b, int64_t count, uint32_t* o
     for (int64_t i = 0; i < count; ++i) out[i] = a[i] | static_cast<uint32_t>(b[i]) << 16;
 }
 
+template <int V>
+constexpr MlaWidth kWidth{Width<V>::kWide,        Width<V>::kTile,        keys_tile<F32Word, V>,  values_tile<F32Word, V>,
+                          softmax_f32<V>, keys_tile<PairWord, V>, values_tile<PairWord, V>, softmax_pairs<V>};
+
 }  // namespace
 
-const MlaKernels kMlaAvx512Bf16{kLanes,      kTile,
-                                keys_tile<F32Word>, values_tile<F32Word>, softmax_f32,
-                                keys_tile<PairWord>, values_tile<PairWord>, softmax_pairs,
-                                interleave};
+const MlaKernels kMlaAvx512Bf16{kWidth<1>, kWidth<2>, pack_lanes, unpack_lanes, interleave};
 }  // namespace sgl_batch
 #endif
