@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison import machine
-from comparison.workload import check_fits, model_config
+from comparison.workload import Workload, check_fits, model_config
 from several_ranks.measuring import Case, Comparison, kinds_of_ranks, run_all
 from several_ranks.report import NOTE, as_json, markdown
 from several_ranks.skewed_checkpoint import make_skewed
@@ -29,6 +29,7 @@ the cores; one rank alone, which they are compared with, gets such a share too. 
 
   tail     outputs with a long tail (P99 is 3.8 x P95, the longest 9 x P95): with migration, without, one rank,
            and one rank on all cores
+  uneven   the same outputs, in an order in which rank 0 gets all the longest: what migration is for
   trace    prompts and outputs of requests drawn from --trace, scaled to the budget: the same
   skewed   sequences that are all alike, on a variant of the checkpoint whose routers favour a few experts of rank 0
            (all else is linked): the checkpoint as it is, the variant, one rank with the variant
@@ -55,8 +56,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--workload",
         action="append",
-        choices=("tail", "trace", "skewed"),
-        help="repeatable (tail and skewed, and trace where there is a --trace)",
+        choices=("tail", "uneven", "trace", "skewed"),
+        help="repeatable (all; trace where there is a --trace)",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="CSV with ContextTokens and GeneratedTokens")
     parser.add_argument("--ranks", type=int, default=2, help="(2)")
@@ -79,7 +80,7 @@ def build(options: argparse.Namespace, variant: Path) -> list[Comparison]:
         raise ConfigError(f"--ranks is {options.ranks}; what is measured takes at least 2")
     if options.rounds < 1:
         raise ConfigError(f"--rounds is {options.rounds}; it must be at least 1")
-    wanted = options.workload or ["tail", *(["trace"] if options.trace else []), "skewed"]
+    wanted = options.workload or ["tail", "uneven", *(["trace"] if options.trace else []), "skewed"]
     if "trace" in wanted and options.trace is None:
         raise ConfigError("--workload trace is asked for without --trace FILE")
     config = model_config(options.model)
@@ -95,11 +96,18 @@ def build(options: argparse.Namespace, variant: Path) -> list[Comparison]:
         if name == "skewed":
             workload, cases = budget.even(), _skewed_cases(options, config, variant)
         else:
-            workload = budget.tail() if name == "tail" else budget.trace(options.trace)
+            workload = _unlike(name, budget, options)
             cases = kinds_of_ranks(options.ranks, _settings(options), options.model.resolve())
         check_fits(workload, config)
         found.append(Comparison(name=name, workload=workload, cases=cases))
     return found
+
+
+def _unlike(name: str, budget: Budget, options: argparse.Namespace) -> Workload:
+    """The workload `name`, of sequences of which some are longer than others."""
+    if name == "trace":
+        return budget.trace(options.trace)
+    return budget.tail() if name == "tail" else budget.uneven(options.ranks)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Called as `PYTHON run_ranks.py SPEC RESULT`, by ranks.py.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import dataclasses
 import hashlib
 import json
@@ -27,21 +28,18 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     import sgl_batch
 
     engine = sgl_batch.Engine(model_path=spec["model"], log_level="error", **spec["engine"])
-    try:
-        answers = engine.line_engine()
-        prompts, output_lens = spec["prompts"], spec["output_lens"]
-        warm_up = prompts[:_WARM_UP_PROMPTS]
-        longest = max(range(len(prompts)), key=lambda number: output_lens[number])
+    atexit.register(engine.shutdown)  # after the result is written: a stop that hangs costs no finished measurement
+    return {**engine.loop.run_until_complete(_run(engine, spec["prompts"], spec["output_lens"])), **_cores_of_ranks()}
 
-        async def run() -> dict[str, Any]:
-            await _timed(engine, answers, warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
-            whole = await _timed(engine, answers, prompts, output_lens)
-            alone = await _timed(engine, answers, [prompts[longest]], [output_lens[longest]])
-            return {**whole, "longest_alone_s": alone["seconds"]}
 
-        return {**engine.loop.run_until_complete(run()), "cores": _cores_of_ranks()}
-    finally:
-        engine.shutdown()
+async def _run(engine: Any, prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
+    """A warm-up, the workload, and its longest sequence alone."""
+    answers, warm_up = engine.line_engine(), prompts[:_WARM_UP_PROMPTS]
+    await _timed(engine, answers, warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
+    whole = await _timed(engine, answers, prompts, output_lens)
+    longest = max(range(len(prompts)), key=lambda number: output_lens[number])
+    alone = await _timed(engine, answers, [prompts[longest]], [output_lens[longest]])
+    return {**whole, "longest_alone_s": alone["seconds"]}
 
 
 async def _generate(engine: Any, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
@@ -87,13 +85,14 @@ async def _watch(answers: Any, last: Any, begun: float, over: asyncio.Event, act
             active.append((time.perf_counter() - begun, rows))
 
 
-def _cores_of_ranks() -> list[list[int]]:
+def _cores_of_ranks() -> dict[str, list[list[int]]]:
     """The cores of each scheduler process, by rank."""
     import psutil
 
     below = psutil.Process().children(recursive=True)
     ranks = [process for process in below if "scheduler" in " ".join(process.cmdline())]
-    return [process.cpu_affinity() for process in sorted(ranks, key=lambda process: " ".join(process.cmdline()))]
+    ordered = sorted(ranks, key=lambda process: " ".join(process.cmdline()))
+    return {"cores": [process.cpu_affinity() for process in ordered]}
 
 
 def main() -> None:

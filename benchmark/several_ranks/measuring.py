@@ -16,6 +16,7 @@ from comparison.workload import Workload
 
 from several_ranks.figures import Run
 from sgl_batch.core.answers import EngineStats
+from sgl_batch.distributed.rank_cores import read_cpus, share_of
 from sgl_batch.errors import EngineError
 
 
@@ -53,8 +54,7 @@ def kinds_of_ranks(num_ranks: int, settings: dict[str, Any], model: Path) -> lis
     """
     sizes = dict.fromkeys(("tp_size", "dp_size", "ep_size"), num_ranks)
     several = {**settings, **sizes, "enable_dp_attention": True, "rank_timeout_s": 60.0}
-    cores = sorted(os.sched_getaffinity(0))
-    own = cores[: max(1, len(cores) // num_ranks)]
+    own = share_of(read_cpus(os.sched_getaffinity(0)), 0, num_ranks)
     return [
         Case(name="migration", model=model, engine={**several, "migration": "even"}, num_ranks=num_ranks),
         Case(name="no migration", model=model, engine={**several, "migration": "never"}, num_ranks=num_ranks),

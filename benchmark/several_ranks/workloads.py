@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from comparison.workload import Workload
@@ -85,6 +86,15 @@ class Budget:
         """Prompts of one length, outputs with the made-up tail, in random order."""
         output_lens = tail_lengths(self.num_prompts, self.output_tokens)
         random.Random(self._seed).shuffle(output_lens)
+        return self._workload(self._even(self.input_tokens), output_lens)
+
+    def uneven(self, num_ranks: int) -> Workload:
+        """The same lengths, in an order in which ranks that take turns get them by length: rank 0 all the longest."""
+        longest_first = tail_lengths(self.num_prompts, self.output_tokens)[::-1]
+        size = -(-self.num_prompts // num_ranks)
+        by_rank = [longest_first[rank * size : (rank + 1) * size] for rank in range(num_ranks)]
+        turns = zip_longest(*by_rank)
+        output_lens = [length for turn in turns for length in turn if length is not None]
         return self._workload(self._even(self.input_tokens), output_lens)
 
     def trace(self, path: Path) -> Workload:

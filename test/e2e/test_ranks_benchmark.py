@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,4 +30,6 @@ def test_skewed_routing_loads_one_rank_and_makes_the_other_wait(repo_root: Path,
     assert min(per_expert[:4]) > max(per_expert[4:])
     assert all(rank["part_s"]["stall"] > 0 for rank in skewed["ranks"])
     assert all(rank["counters"]["prefill_us"] > 0 for rank in even["ranks"])
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not set(even["cores"][0]) & set(even["cores"][1]), "each rank has cores of its own"
     assert "skewed, one rank: the same tokens in all rounds." in done.stdout

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.distributed.rank_cores import read_cpus, share_of
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.layers.counter_sampler import CounterSampler
@@ -103,10 +104,9 @@ def _place(directory: Path, args: tuple[Any, ...]) -> RankPlace | None:
     place = RankPlace(rank=rank, world_size=server_args.dp_size, directory=directory)
     place.rendezvous.publish("pid", rank, str(os.getpid()))
     if server_args.device == "cpu":
-        cores = sorted(os.sched_getaffinity(0))
-        first, last = (len(cores) * index // place.world_size for index in (rank, rank + 1))
-        os.sched_setaffinity(0, cores[first : max(last, first + 1)])
-        torch.set_num_threads(max(1, last - first))
+        cores = share_of(read_cpus(os.sched_getaffinity(0)), rank, place.world_size)
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
     return place
 
 

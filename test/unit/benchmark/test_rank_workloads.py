@@ -37,6 +37,14 @@ def test_a_seed_gives_the_same_workload_and_another_the_same_lengths_in_another_
     assert {len(prompt) for prompt in first.prompts} == {32}
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_in_an_uneven_workload_ranks_that_take_turns_get_sequences_by_length(num_ranks):
+    lengths = budget().uneven(num_ranks).output_lens
+    assert sorted(lengths) == sorted(budget().tail().output_lens)
+    by_rank = [lengths[rank::num_ranks] for rank in range(num_ranks)]
+    assert [length for of_rank in by_rank for length in of_rank] == sorted(lengths, reverse=True)
+
+
 def test_scaled_lengths_keep_their_shape_and_are_never_nothing():
     assert scaled([100, 200, 700], 10) == [1, 2, 7]
     assert scaled([1, 1, 1000], 30) == [1, 1, 30]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import build, main, parse
 
+from sgl_batch.distributed.rank_cores import Cpu
 from sgl_batch.errors import ConfigError
 
 
@@ -28,16 +29,20 @@ def test_a_bad_argument_ends_the_command_with_one_line(argv, said, repo_root, ca
     assert message.count("\n") == 1
 
 
+def _cpu(number: int) -> Cpu:
+    return Cpu(socket=0, node=0, core=number, number=number)
+
+
 def test_every_workload_has_one_lone_rank_on_its_share_of_the_cores(repo_root, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("several_ranks.measuring.read_cpus", lambda _: [_cpu(number) for number in range(4)])
     model = repo_root / "test" / "models" / "tiny-qwen3-moe"
     found = build(parse(["--model", str(model)]), tmp_path)
-    assert [comparison.name for comparison in found] == ["tail", "skewed"]
+    assert [comparison.name for comparison in found] == ["tail", "uneven", "skewed"]
     for comparison in found:
         lone = next(case for case in comparison.cases if case.num_ranks == 1)
         assert lone.cores == [0, 1]
         assert {case.cores for case in comparison.cases if case is not lone} == {None}
-    even, skewed, lone = found[1].cases
+    even, skewed, lone = found[2].cases
     assert even.model == model.resolve()
     assert skewed.model == lone.model == tmp_path
 

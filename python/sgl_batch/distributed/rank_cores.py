@@ -1,0 +1,54 @@
+"""Owns which cores of a machine each rank gets: whole physical cores, neighbours, on as few sockets as can be.
+
+Linux numbers the second hardware threads of all cores behind the first ones: half of the numbers is every core's first
+thread, not half of the cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_SYSFS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Cpu:
+    """A logical CPU, in the order in which they are shared out. `core`: the lowest number of those of its core."""
+
+    socket: int
+    node: int
+    core: int
+    number: int
+
+
+def read_cpus(numbers: Iterable[int], sysfs: Path = _SYSFS) -> list[Cpu]:
+    """Where these CPUs lie; what the system does not say counts as one socket, and each CPU as a core."""
+    found = []
+    for number in sorted(numbers):
+        directory = sysfs / f"cpu{number}"
+        nodes = sorted(int(path.name.removeprefix("node")) for path in directory.glob("node[0-9]*"))
+        siblings = _text(directory / "topology" / "thread_siblings_list") or str(number)
+        core = int(siblings.replace("-", ",").split(",")[0])
+        socket = int(_text(directory / "topology" / "physical_package_id") or 0)
+        found.append(Cpu(socket=socket, node=nodes[0] if nodes else 0, core=core, number=number))
+    return found
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="ascii").strip() if path.is_file() else ""
+
+
+def share_of(cpus: Iterable[Cpu], rank: int, world_size: int) -> list[int]:
+    """The numbers of this rank's CPUs: physical cores shared out evenly in order, or CPUs where cores are too few.
+
+    With more ranks than CPUs, several ranks get the same one.
+    """
+    ordered = sorted(cpus)
+    cores: dict[int, list[int]] = {}
+    for cpu in ordered:
+        cores.setdefault(cpu.core, []).append(cpu.number)
+    units = list(cores.values()) if len(cores) >= world_size else [[cpu.number] for cpu in ordered]
+    first, last = (len(units) * index // world_size for index in (rank, rank + 1))
+    return sorted(number for unit in units[first : max(last, first + 1)] for number in unit)
