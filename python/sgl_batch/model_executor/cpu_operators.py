@@ -21,6 +21,7 @@ from sgl_batch.sglang_adapter.layers import (
     allow_plain_positions,
     expert_layers,
     put_linear_under,
+    put_lm_head_under,
     register_attention_backend,
     register_forward,
 )
@@ -56,6 +57,9 @@ class CpuOperators:
             CpuDeepseek(family, self._weights, self.expert_sums, self._counters).adopt(model)
         for module in put_linear_under(model, self._weights.linear, unless=self._weights.__contains__):
             self._weights.add_linear(module.weight)
+        head = put_lm_head_under(model, self._weights.linear)
+        if head is not None:
+            self._weights.add_linear(head.weight)
         for layer in expert_layers(model):
             self._weights.add_experts(layer.w13_weight, layer.w2_weight)
 

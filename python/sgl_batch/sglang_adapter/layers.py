@@ -20,11 +20,16 @@ with bootstrap.importing():
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
-    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+    from sglang.srt.layers.quantization.unquant import (
+        UnquantizedEmbeddingMethod,
+        UnquantizedFusedMoEMethod,
+        UnquantizedLinearMethod,
+    )
     from sglang.srt.layers.rotary_embedding import RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
     from sglang.srt.utils import BumpAllocator
 
@@ -32,12 +37,14 @@ __all__ = [
     "TOP_K_ALL",
     "AttentionBackend",
     "DeepseekScalingRotaryEmbedding",
+    "ParallelLMHead",
     "RMSNorm",
     "RotaryEmbedding",
     "Sampler",
     "StandardCombineInput",
     "StandardTopKOutput",
     "TopK",
+    "UnquantizedEmbeddingMethod",
     "UnquantizedFusedMoEMethod",
     "XGrammarGrammar",
     "XGrammarGrammarBackend",
@@ -47,6 +54,7 @@ __all__ = [
     "number_scratch",
     "put_forwards_under",
     "put_linear_under",
+    "put_lm_head_under",
     "register_attention_backend",
     "register_forward",
     "register_grammar_backend",
@@ -115,6 +123,27 @@ def number_scratch(device: Any) -> Any:
 def forget_attention_inputs() -> None:
     """Let go of what the layer communicator has kept of a batch for latent attention, which has read it."""
     get_attn_tp_context().clear_attn_inputs()
+
+
+def put_lm_head_under(model: Any, linear: Callable[..., Any]) -> Any | None:
+    """Let the output projection of a loaded model compute with `linear(x, weight, bias)`; returns it.
+
+    None where it stays SGLang's: its weight is also the embedding's, is quantised, or shall be multiplied in float32.
+    """
+
+    # SGLang asks a method for the product unless it knows its class by name for an unquantised one.
+    class LmHeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+        def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            return linear(x.to(layer.weight.dtype), layer.weight, bias)
+
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, ParallelLMHead) or type(head.quant_method) is not UnquantizedEmbeddingMethod:
+        return None
+    pointers = [weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False)]
+    if pointers.count(head.weight.data_ptr()) > 1 or model.logits_processor.use_fp32_lm_head:
+        return None
+    head.quant_method = LmHeadMethod()
+    return head
 
 
 def expert_layers(model: Any) -> list[Any]:

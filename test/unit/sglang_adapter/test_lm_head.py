@@ -1,0 +1,53 @@
+"""The output projection computes by our product where its weight is its own; otherwise it stays SGLang's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sgl_batch.sglang_adapter.layers import ParallelLMHead, UnquantizedEmbeddingMethod, put_lm_head_under
+
+
+class Head(ParallelLMHead):
+    """SGLang's class with a weight alone: its own start asks for process groups."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        torch.nn.Module.__init__(self)
+        self.weight, self.quant_method = weight, UnquantizedEmbeddingMethod()
+
+
+class Model(torch.nn.Module):
+    def __init__(self, *, tied: bool = False, fp32: bool = False) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        weight = self.embed.weight if tied else torch.nn.Parameter(torch.randn(8, 4))
+        self.lm_head = Head(weight)
+        self.logits_processor = SimpleNamespace(use_fp32_lm_head=fp32)
+
+
+def doubled(x, weight, bias=None):
+    return 2 * x @ weight.T
+
+
+def test_sglang_asks_our_product_for_the_logits():
+    from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+
+    model = Model()
+    head = put_lm_head_under(model, doubled)
+    x = torch.randn(3, 4)
+    assert head is model.lm_head
+    assert should_apply_lm_head_quant_method(head, head.quant_method)
+    assert torch.equal(head.quant_method.apply(head, x), doubled(x, head.weight))
+
+
+@pytest.mark.parametrize("kind", [{"tied": True}, {"fp32": True}], ids=str)
+def test_a_weight_that_is_used_otherwise_too_stays_as_it_is(kind):
+    model = Model(**kind)
+    assert put_lm_head_under(model, doubled) is None
+    assert type(model.lm_head.quant_method) is UnquantizedEmbeddingMethod
+
+
+def test_a_model_without_an_output_projection_is_left_alone():
+    assert put_lm_head_under(torch.nn.Linear(2, 2), doubled) is None
