@@ -129,5 +129,23 @@ void by_rows(const Tile& tile) {
   Kernel<M>::run(tile);
 }
 
+// Everything but the tile for bf16 is the same for all instruction sets.
+constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16) {
+  return {
+      .name = name,
+      .max_rows = kRows,
+      .bf16_pairs = bf16_pairs,
+      .tile_bf16 = tile_bf16,
+      .tile_f32 = by_rows<TileF32, kRows>,
+      .store = store_rows,
+      .silu_mul = silu_mul,
+      .softmax_step = softmax_step,
+      .norm_row = norm_row,
+      .rotate_head = rotate_head,
+      .widen = widen,
+      .scale_columns = scale_columns,
+  };
+}
+
 }  // namespace
 }  // namespace sgl_batch

@@ -3,17 +3,16 @@
 
 #include <cstdint>
 
-#include "gemm.h"
+#include "packing.h"
 
 namespace sgl_batch {
 
-// out[rows, n] = x[rows, k] * w^T (+ bias); w is a packed [n, k]; bias is null or f32 [n]; out has x's number type.
+// out[rows, n] = x[rows, k] * w^T (+ bias); w is [n, k]; bias is null or f32 [n]; out has x's number type.
 struct LinearCall {
-  int64_t rows, n, k;
+  int64_t rows;
   const void* x;
   DType x_dtype;
-  const void* w;
-  DType w_dtype;
+  PackedWeight w;
   const float* bias;
   void* out;
 };
