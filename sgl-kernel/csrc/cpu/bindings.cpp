@@ -77,8 +77,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   }
   auto out = at::empty({x.size(0), n}, x.options());
   const PackedWeight packed{weight.data_ptr(), weight_dtype_of(weight, "weight"), scales_of(weight, scales, n, "weight"), n, k};
-  run_linear({x.size(0), x.data_ptr(), dtype_of(x, "x"), packed, bias.has_value() ? bias_f32.data_ptr<float>() : nullptr,
-              out.data_ptr()});
+  run_linear({x.size(0), 1, x.data_ptr(), k, 0, dtype_of(x, "x"), packed, bias.has_value() ? bias_f32.data_ptr<float>() : nullptr,
+              out.data_ptr(), n, 0});
   return out;
 }
 

@@ -23,7 +23,8 @@ struct Left {
   }
   template <typename Word>
   Word word(int row, int index = 0) const {
-    return reinterpret_cast<const Word*>(at[row / 3] + (row % 3) * stride)[index];
+    typedef Word Unaligned __attribute__((aligned(1), may_alias));
+    return reinterpret_cast<const Unaligned*>(at[row / 3] + (row % 3) * stride)[index];
   }
   void advance(int64_t bytes) {
 #pragma GCC unroll 16

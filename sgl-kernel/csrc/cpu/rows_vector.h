@@ -71,7 +71,7 @@ constexpr float kLog2E = 1.44269504088896341f;
     }
 }
 
-void scale_columns(float* c, int64_t c_stride, int rows, const float* scales) {
+[[maybe_unused]] void scale_columns(float* c, int64_t c_stride, int rows, const float* scales) {
   for (int i = 0; i < rows; ++i)
     for (int column = 0; column < kPanel; column += kLanes) {
       float* at = c + i * c_stride + column;
@@ -80,7 +80,7 @@ void scale_columns(float* c, int64_t c_stride, int rows, const float* scales) {
 }
 
 // Whole numbers up to 127 need no rounding.
-void widen(const int8_t* from, int64_t count, uint16_t* to) {
+[[maybe_unused]] void widen(const int8_t* from, int64_t count, uint16_t* to) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     const VecF value = __builtin_convertvector(*reinterpret_cast<const VecBU*>(from + i), VecF);

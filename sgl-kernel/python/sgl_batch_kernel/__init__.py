@@ -49,8 +49,9 @@ def experts(
     """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
     `w13`: [E, 2I, M], of which the gate half [E, 0:I, M] and the up half are packed each by itself; `w2`: packed
-    [E, M, I]. Weights of int8 have `w13_scales` [E, 2I] and `w2_scales` [E, M], float32. `topk_ids_TK`: int32, negative for a choice that belongs to nobody here; `topk_weights_TK`: f32.
-    The output has x's number type, or f32 where `f32_output`. A token's result depends on that token alone.
+    [E, M, I]. Weights of int8 have `w13_scales` [E, 2I] and `w2_scales` [E, M], float32. `topk_ids_TK`: int32, negative
+    for a choice that belongs to nobody here; `topk_weights_TK`: f32. The output has x's number type, or f32 where
+    `f32_output`. A token's result depends on that token alone.
     """
     out: tuple[torch.Tensor, torch.Tensor] = _ops.experts(
         x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output, w13_scales, w2_scales
