@@ -13,6 +13,7 @@ namespace sgl_batch {
 namespace {
 
 constexpr int64_t kRowsPerBlock = 96;  // rows (tokens x query heads of one KV head) that share a pass over the pages
+constexpr int64_t kChunk = 64;         // tokens of one step of the softmax
 
 // Tokens [begin, end) of a piece, for KV heads [head, last_head).
 struct Block {
@@ -21,8 +22,7 @@ struct Block {
 
 // One head's part of a page.
 struct Pages {
-  const char* keys;
-  const char* values;
+  PackedWeight keys, values;
 };
 
 class Attention {
@@ -34,7 +34,10 @@ class Attention {
         tile_(isa_.tile(call.dtype)),
         group_(call.q_heads / call.kv_heads),
         tokens_per_block_(std::max<int64_t>(1, kRowsPerBlock / group_)),
-        padded_page_(round_up(call.page, kPanel)),
+        chunk_(call.page % kChunk == 0 || kChunk % call.page == 0 ? kChunk : call.page),
+        part_(std::min(chunk_, call.page)),
+        // Products of a page of fewer tokens than a panel has go past its part of a row.
+        score_stride_(round_up(chunk_, kPanel) + (part_ < kPanel ? kPanel : 0)),
         padded_dim_(round_up(call.dim, kPanel)) {
     int64_t count = 0;
     for (int64_t piece = 0; piece < c_.pieces; ++piece)
@@ -55,8 +58,8 @@ class Attention {
     queries_at_ = one.take(static_cast<size_t>(rows * c_.dim) * 4);
     sums_at_ = one.take(static_cast<size_t>(rows * padded_dim_) * 4);
     state_at_ = one.take(static_cast<size_t>(rows) * 2 * 4);
-    scores_at_ = one.take(static_cast<size_t>(kMaxRows * padded_page_) * 4);
-    weights_at_ = one.take(static_cast<size_t>(kMaxRows * padded_page_) * 4);
+    scores_at_ = one.take(static_cast<size_t>(kMaxRows * score_stride_) * 4);
+    weights_at_ = one.take(static_cast<size_t>(kMaxRows * score_stride_) * 4);
     spare_at_ = one.take(static_cast<size_t>(kPanel * std::max(c_.dim, c_.page)) * 4);
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     static thread_local Workspace workspace;
@@ -82,10 +85,12 @@ class Attention {
 
   size_t element() const { return size_of(c_.dtype); }
 
-  Pages pages_at(const Block& block, int64_t head, int64_t page) const {
-    const int64_t number = c_.tables[c_.table_starts[block.piece] + page];
+  // The page of the given token of a block's sequence, for one head.
+  Pages pages_at(const Block& block, int64_t head, int64_t token) const {
+    const int64_t number = c_.tables[c_.table_starts[block.piece] + token / c_.page];
     const size_t at = static_cast<size_t>((number * c_.kv_heads + head) * c_.page * c_.dim) * element();
-    return {static_cast<const char*>(c_.k_pages) + at, static_cast<const char*>(c_.v_pages) + at};
+    return {{static_cast<const char*>(c_.k_pages) + at, c_.dtype, nullptr, c_.page, c_.dim},
+            {static_cast<const char*>(c_.v_pages) + at, c_.dtype, nullptr, c_.dim, c_.page}};
   }
 
   // Row r of a block is query head r % group_ of its token r / group_.
@@ -107,12 +112,10 @@ class Attention {
                   static_cast<const char*>(c_.q) + row_offset(block, head, row, c_.q_stride), c_.dtype, c_.dim);
     }
     const Tiles tiles(0, rows, isa_.max_rows);
-    const int64_t pages = divide_up(seen_by(block, block.end - 1), c_.page);
-    Pages here = pages_at(block, head, 0);
-    for (int64_t page = 0; page < pages; ++page) {
-      const Pages next = page + 1 < pages ? pages_at(block, head, page + 1) : after;
-      for (int64_t tile = 0; tile < tiles.count; ++tile) attend_tile(block, page * c_.page, here, next, tiles, tile, scratch);
-      here = next;
+    const int64_t tokens = seen_by(block, block.end - 1);
+    for (int64_t first = 0; first < tokens; first += chunk_) {
+      const Pages next = first + chunk_ < tokens ? pages_at(block, head, first + chunk_) : after;
+      for (int64_t tile = 0; tile < tiles.count; ++tile) attend_tile(block, head, first, next, tiles, tile, scratch);
     }
     for (int64_t row = 0; row < rows; ++row) {
       float* sum = sums + row * padded_dim_;
@@ -123,46 +126,63 @@ class Attention {
 
   int64_t query_bytes() const { return c_.dim * static_cast<int64_t>(size_of(row_dtype_)); }
 
-  // One tile of rows against a page whose first token is `first`: scores, weights, and what they add to the sums.
-  void attend_tile(const Block& block, int64_t first, const Pages& here, const Pages& next, const Tiles& tiles, int64_t tile,
+  // One tile of rows against the chunk that begins at token `first`: scores, weights, and what they add to the sums.
+  void attend_tile(const Block& block, int64_t head, int64_t first, const Pages& next, const Tiles& tiles, int64_t tile,
                    char* scratch) const {
     const int64_t row = tiles.at(tile);
     const int m = tiles.size(tile);
-    const int64_t most = std::min(c_.page, seen_by(block, block.begin + (row + m - 1) / group_) - first);
+    const int64_t most = std::min(chunk_, seen_by(block, block.begin + (row + m - 1) / group_) - first);
     if (most <= 0) return;
     auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
     auto* state = reinterpret_cast<float*>(scratch + state_at_) + 2 * row;
     auto* sums = reinterpret_cast<float*>(scratch + sums_at_) + row * padded_dim_;
-    const int64_t k_panel = kPanel * c_.dim * static_cast<int64_t>(element());
-    for (int64_t panel = 0; panel * kPanel < most; ++panel)
-      tile_({scratch + queries_at_ + row * query_bytes(), query_bytes(),
-             full_panel(here.keys, c_.page, c_.dim, panel, c_.dtype, scratch + spare_at_), c_.dim, m, scores + panel * kPanel,
-             padded_page_, false, ahead(tiles, tile, next.keys + panel * k_panel, c_.dim)});
+    const char* queries = scratch + queries_at_ + row * query_bytes();
+    for (int64_t part = 0; part < most; part += part_)
+      score(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), next, queries,
+            scores + part, tiles, tile, scratch);
     char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
-    const int64_t weight_bytes = padded_page_ * static_cast<int64_t>(size_of(row_dtype_));
     for (int i = 0; i < m; ++i) {
-      const int64_t seen = std::clamp<int64_t>(seen_by(block, block.begin + (row + i) / group_) - first, 0, c_.page);
-      const float kept = isa_.softmax_step(scores + i * padded_page_, seen, round_up(most, kPanel), c_.scaling, state + 2 * i,
-                                           row_dtype_, weights + i * weight_bytes);
+      const int64_t seen = std::clamp<int64_t>(seen_by(block, block.begin + (row + i) / group_) - first, 0, chunk_);
+      const float kept = isa_.softmax_step(scores + i * score_stride_, seen, round_up(most, kPanel), c_.scaling, state + 2 * i,
+                                           row_dtype_, weights + i * weight_bytes());
       if (kept != 1.0f) scale_row(sums + i * padded_dim_, sums + i * padded_dim_, kept, c_.dim);
     }
-    // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
-    const int64_t k = std::min(c_.page, round_up(most, 2));
-    const int64_t v_panel = kPanel * c_.page * static_cast<int64_t>(element());
-    for (int64_t panel = 0; panel * kPanel < c_.dim; ++panel)
-      tile_({weights, weight_bytes, full_panel(here.values, c_.dim, c_.page, panel, c_.dtype, scratch + spare_at_), k, m,
-             sums + panel * kPanel, padded_dim_, true, ahead(tiles, tile, next.values + panel * v_panel, k)});
+    for (int64_t part = 0; part < most; part += part_)
+      add_values(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), next,
+                 weights + part * static_cast<int64_t>(size_of(row_dtype_)), sums, tiles, tile, scratch);
   }
 
-  Ahead ahead(const Tiles& tiles, int64_t tile, const void* panel, int64_t k) const {
-    return tiles.ahead(tile, panel, k, c_.dtype == DType::kBf16 ? 2 : 1);
+  int64_t weight_bytes() const { return score_stride_ * static_cast<int64_t>(size_of(row_dtype_)); }
+
+  // Scores against `count` tokens of a page from `offset` on, which is a multiple of the panel's width where it is not 0.
+  void score(const Pages& here, int64_t offset, int64_t count, const Pages& next, const char* queries, float* scores,
+             const Tiles& tiles, int64_t tile, char* scratch) const {
+    for (int64_t done = 0; done < count; done += kPanel) {
+      const int64_t panel = (offset + done) / kPanel;
+      tile_({queries, query_bytes(), here.keys.ready(panel, isa_, scratch + spare_at_), c_.dim, tiles.size(tile), scores + done,
+             score_stride_, false,
+             tiles.ahead(tile, next.keys.panel(done / kPanel), here.keys.panel_bytes(), tile_steps(c_.dtype, c_.dim))});
+    }
+  }
+
+  // Adds the weighted values of those tokens to the sums.
+  void add_values(const Pages& here, int64_t offset, int64_t count, const Pages& next, const char* weights, float* sums,
+                  const Tiles& tiles, int64_t tile, char* scratch) const {
+    // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
+    const int64_t k = std::min(part_, round_up(count, 2)), steps = tile_steps(c_.dtype, k);
+    for (int64_t panel = 0; panel < here.values.panels(); ++panel)
+      tile_({weights, weight_bytes(), here.values.ready(panel, isa_, scratch + spare_at_, offset, offset + k), k,
+             tiles.size(tile), sums + panel * kPanel, padded_dim_, true,
+             tiles.ahead(tile, next.values.panel(panel), kStepBytes * steps, steps)});
   }
 
   const AttentionCall& c_;
   const Isa& isa_;
   const DType row_dtype_;
   const TileFn tile_;
-  const int64_t group_, tokens_per_block_, padded_page_, padded_dim_;
+  const int64_t group_, tokens_per_block_;
+  const int64_t chunk_, part_;  // tokens of a step of the softmax, and those of them that lie in one page
+  const int64_t score_stride_, padded_dim_;
   std::vector<Block> blocks_;
   size_t queries_at_ = 0, sums_at_ = 0, state_at_ = 0, scores_at_ = 0, weights_at_ = 0, spare_at_ = 0;
 };

@@ -3,7 +3,7 @@
 #include <torch/library.h>
 
 #include "attention_mla.h"
-#include "head_linear.h"
+#include "linear.h"
 #include "tensor_checks.h"
 
 namespace sgl_batch {
@@ -41,8 +41,9 @@ void linear_by_head(const at::Tensor& x, const at::Tensor& weight, at::Tensor ou
   const DType dtype = dtype_of(x, "x");
   TORCH_CHECK(dtype == DType::kF32 || (x.stride(0) % 2 == 0 && x.stride(1) % 2 == 0), "rows of bfloat16 x are ", x.stride(0),
               " apart and heads ", x.stride(1), ": both must be even");
-  run_head_linear({x.size(0), heads, n, k, x.data_ptr(), x.stride(0), x.stride(1), dtype, weight.data_ptr(),
-                   dtype_of(weight, "weight"), out.data_ptr(), out.stride(0), out.stride(1)});
+  const PackedWeight packed{weight.data_ptr(), dtype_of(weight, "weight"), nullptr, n, k};
+  run_linear({x.size(0), heads, x.data_ptr(), x.stride(0), x.stride(1), dtype, packed, nullptr, out.data_ptr(), out.stride(0),
+              out.stride(1)});
 }
 
 }  // namespace

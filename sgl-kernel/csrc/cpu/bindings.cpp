@@ -21,9 +21,10 @@ namespace {
 template <typename Each>
 void each_matrix(at::Tensor& weight, const Each& each) {
   check(weight, 3, "weight");
-  const DType dtype = dtype_of(weight, "weight");
+  const DType dtype = weight_dtype_of(weight, "weight");
   const int64_t n = weight.size(1), k = weight.size(2);
-  TORCH_CHECK(dtype == DType::kF32 || k % 2 == 0, "a bfloat16 weight has ", k, " inputs; packing needs an even number");
+  TORCH_CHECK(dtype == DType::kF32 || k % 2 == 0, "a weight of ", weight.scalar_type(), " has ", k,
+              " inputs; packing needs an even number");
   const auto scratch = at::empty({num_threads(), kPanel * k}, weight.options());
   auto* base = static_cast<char*>(weight.data_ptr());
   run_tasks(weight.size(0), [&](int64_t index, int thread) {
@@ -36,8 +37,9 @@ void pack(at::Tensor weight) { each_matrix(weight, pack_matrix); }
 void unpack(at::Tensor weight) { each_matrix(weight, unpack_matrix); }
 
 std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
-                                           const at::Tensor& topk_weights, const at::Tensor& topk_ids,
-                                           bool f32_output) {
+                                           const at::Tensor& topk_weights, const at::Tensor& topk_ids, bool f32_output,
+                                           const std::optional<at::Tensor>& w13_scales,
+                                           const std::optional<at::Tensor>& w2_scales) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
   check(w13, 3, "w13");
   check(w2, 3, "w2");
@@ -56,12 +58,14 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
   run_experts({tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"), w13.data_ptr(),
-               w2.data_ptr(), dtype_of(w13, "w13"), topk_weights.data_ptr<float>(), topk_ids.data_ptr<int32_t>(),
+               w2.data_ptr(), weight_dtype_of(w13, "w13"), scales_of(w13, w13_scales, num_experts * 2 * inter, "w13"),
+               scales_of(w2, w2_scales, num_experts * hidden, "w2"), topk_weights.data_ptr<float>(), topk_ids.data_ptr<int32_t>(),
                out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>()});
   return {out, rows_per_expert};
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& scales) {
   check(x, 2, "x");
   check(weight, 2, "weight");
   const int64_t n = weight.size(0), k = weight.size(1);
@@ -72,8 +76,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
     bias_f32 = bias->to(at::kFloat).contiguous();
   }
   auto out = at::empty({x.size(0), n}, x.options());
-  run_linear({x.size(0), n, k, x.data_ptr(), dtype_of(x, "x"), weight.data_ptr(), dtype_of(weight, "weight"),
-              bias.has_value() ? bias_f32.data_ptr<float>() : nullptr, out.data_ptr()});
+  const PackedWeight packed{weight.data_ptr(), weight_dtype_of(weight, "weight"), scales_of(weight, scales, n, "weight"), n, k};
+  run_linear({x.size(0), 1, x.data_ptr(), k, 0, dtype_of(x, "x"), packed, bias.has_value() ? bias_f32.data_ptr<float>() : nullptr,
+              out.data_ptr(), n, 0});
   return out;
 }
 
@@ -146,9 +151,9 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("pack_(Tensor(a!) weight) -> ()");
   library.def("unpack_(Tensor(a!) weight) -> ()");
   library.def(
-      "experts(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, bool f32_output) -> (Tensor, "
-      "Tensor)");
-  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+      "experts(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, bool f32_output, Tensor? "
+      "w13_scales, Tensor? w2_scales) -> (Tensor, Tensor)");
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   library.def("rotary(Tensor(a!) x, Tensor positions, Tensor cos_sin, int head_dim, bool neox) -> ()");
   library.def(

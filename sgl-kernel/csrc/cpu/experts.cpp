@@ -66,7 +66,7 @@ class Experts {
     const int64_t places = tokens_per_group_ * c_.top_k;
     Carver one;
     rows_at_ = one.take(row_bytes(c_.hidden) * kTilesPerBlock * isa_.max_rows);
-    panels_at_ = one.take(size_of(c_.w_dtype) * kPanel * std::max(c_.hidden, c_.inter) * 2);
+    panels_at_ = one.take(2 * std::max(w13(0, 0).spare_bytes(), w2(0).spare_bytes()));
     gates_at_ = one.take(sizeof(float) * kMaxRows * kPanel * 2);
     slots_at_ = one.take(sizeof(int32_t) * places);
     sum_at_ = one.take(sizeof(float) * kPanel * down_panels_per_task_);
@@ -86,39 +86,47 @@ class Experts {
   char* scratch(int thread) const { return scratch_ + scratch_bytes_ * thread; }
   size_t row_bytes(int64_t count) const { return static_cast<size_t>(count) * size_of(row_dtype_); }
   char* inter_row(int64_t row) const { return inter_ + static_cast<size_t>(row) * inter_stride_; }
-  const char* weight(const void* base, int64_t elements) const {
-    return static_cast<const char*>(base) + static_cast<size_t>(elements) * size_of(c_.w_dtype);
+
+  // The gate matrix of an expert (half 0) or its up matrix (half 1).
+  PackedWeight w13(int64_t expert, int64_t half) const {
+    return part(c_.w13, c_.w13_scales, 2 * expert + half, c_.inter, c_.hidden);
+  }
+  PackedWeight w2(int64_t expert) const { return part(c_.w2, c_.w2_scales, expert, c_.hidden, c_.inter); }
+  PackedWeight part(const void* base, const float* scales, int64_t index, int64_t n, int64_t k) const {
+    const char* data = static_cast<const char*>(base) + static_cast<size_t>(index * n * k) * size_of(c_.w_dtype);
+    return {data, c_.w_dtype, scales == nullptr ? nullptr : scales + index * n, n, k};
   }
 
   // One block's rows through some of an expert's gate and up panels: SiLU(gate) * up.
   void gate_up(const Block& block, int64_t chunk, char* scratch) const {
     char* rows = scratch + rows_at_;
     gather(block, rows);
-    const char* gate = weight(c_.w13, block.expert * 2 * c_.inter * c_.hidden);
-    const char* up = weight(gate, c_.inter * c_.hidden);
+    const PackedWeight gate = w13(block.expert, 0), up = w13(block.expert, 1);
     char* spare = scratch + panels_at_;
     auto* gates = reinterpret_cast<float*>(scratch + gates_at_);
     auto* ups = gates + kMaxRows * kPanel;
     const Tiles tiles(block.begin, block.end, isa_.max_rows);
-    const int64_t panels = divide_up(c_.inter, kPanel), panel_bytes = static_cast<int64_t>(size_of(c_.w_dtype)) * kPanel * c_.hidden;
-    for (int64_t panel = chunk * up_panels_per_task_; panel < std::min((chunk + 1) * up_panels_per_task_, panels); ++panel) {
-      const void* gate_panel = full_panel(gate, c_.inter, c_.hidden, panel, c_.w_dtype, spare);
-      const void* up_panel = full_panel(up, c_.inter, c_.hidden, panel, c_.w_dtype, spare + panel_bytes);
-      const int64_t next = std::min(panel + 1, panels - 1) * panel_bytes;
+    const auto stride = static_cast<int64_t>(row_bytes(c_.hidden));
+    const int64_t first = chunk * up_panels_per_task_, last = std::min(first + up_panels_per_task_, gate.panels());
+    for (int64_t panel = first; panel < last; ++panel) {
+      const void* gate_panel = gate.ready(panel, isa_, spare);
+      const void* up_panel = up.ready(panel, isa_, spare + gate.spare_bytes());
+      const int64_t next = std::min(panel + 1, gate.panels() - 1);
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int m = tiles.size(tile);
-        const char* a = rows + static_cast<size_t>(tiles.at(tile) - block.begin) * row_bytes(c_.hidden);
-        const auto stride = static_cast<int64_t>(row_bytes(c_.hidden));
-        tile_({a, stride, gate_panel, c_.hidden, m, gates, kPanel, false, ahead(tiles, tile, gate + next, c_.hidden)});
-        tile_({a, stride, up_panel, c_.hidden, m, ups, kPanel, false, ahead(tiles, tile, up + next, c_.hidden)});
+        const char* a = rows + (tiles.at(tile) - block.begin) * stride;
+        tile_({a, stride, gate_panel, c_.hidden, m, gates, kPanel, false, ahead(tiles, tile, gate, next)});
+        tile_({a, stride, up_panel, c_.hidden, m, ups, kPanel, false, ahead(tiles, tile, up, next)});
+        gate.scale(panel, isa_, gates, kPanel, m);
+        up.scale(panel, isa_, ups, kPanel, m);
         isa_.silu_mul(gates, ups, m, row_dtype_, inter_row(tiles.at(tile)) + row_bytes(panel * kPanel),
                       static_cast<int64_t>(inter_stride_));
       }
     }
   }
 
-  Ahead ahead(const Tiles& tiles, int64_t tile, const void* panel, int64_t k) const {
-    return tiles.ahead(tile, panel, k, c_.w_dtype == DType::kBf16 ? 2 : 1);
+  static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedWeight& weight, int64_t panel) {
+    return tiles.ahead(tile, weight.panel(panel), weight.panel_bytes(), tile_steps(weight.dtype, weight.k));
   }
 
   void gather(const Block& block, char* rows) const {
@@ -157,17 +165,16 @@ class Experts {
   }
 
   void down_products(int64_t expert, const Tiles& tiles, int64_t first, int64_t panels, float* products, char* scratch) const {
-    const char* matrix = weight(c_.w2, expert * c_.hidden * c_.inter);
-    const int64_t panel_bytes = static_cast<int64_t>(size_of(c_.w_dtype)) * kPanel * c_.inter;
+    const PackedWeight weight = w2(expert), after = w2(std::min(expert + 1, c_.experts - 1));
     for (int64_t p = 0; p < panels; ++p) {
-      const void* panel = full_panel(matrix, c_.hidden, c_.inter, first + p, c_.w_dtype, scratch + panels_at_);
-      // After the last one of this expert comes the first one of the next.
-      const char* next = matrix + (p + 1 < panels ? first + p + 1 : first + divide_up(c_.hidden, kPanel)) * panel_bytes;
-      if (p + 1 == panels && expert + 1 == c_.experts) next = static_cast<const char*>(panel);
-      for (int64_t tile = 0; tile < tiles.count; ++tile)
-        tile_({inter_row(tiles.at(tile)), static_cast<int64_t>(inter_stride_), panel, c_.inter, tiles.size(tile),
-               products + (tiles.at(tile) - tiles.begin) * panels * kPanel + p * kPanel, panels * kPanel, false,
-               ahead(tiles, tile, next, c_.inter)});
+      const void* panel = weight.ready(first + p, isa_, scratch + panels_at_);
+      const bool last = p + 1 == panels;
+      for (int64_t tile = 0; tile < tiles.count; ++tile) {
+        float* to = products + (tiles.at(tile) - tiles.begin) * panels * kPanel + p * kPanel;
+        tile_({inter_row(tiles.at(tile)), static_cast<int64_t>(inter_stride_), panel, c_.inter, tiles.size(tile), to,
+               panels * kPanel, false, ahead(tiles, tile, last ? after : weight, last ? first : first + p + 1)});
+        weight.scale(first + p, isa_, to, panels * kPanel, tiles.size(tile));
+      }
     }
   }
 

@@ -8,7 +8,8 @@
 namespace sgl_batch {
 
 // T tokens of `hidden` numbers, each with `top_k` choices among `experts` experts of `inter` intermediate channels.
-// w13: per expert the packed gate matrix [inter, hidden], then the packed up matrix; w2: packed [hidden, inter].
+// w13: per expert the packed gate matrix [inter, hidden], then the packed up matrix; w2: packed [hidden, inter]. Those of
+// int8 have a scale for each output: [experts, 2 * inter] and [experts, hidden].
 // A choice with a negative id belongs to nobody here and counts as nothing.
 struct ExpertsCall {
   int64_t tokens, top_k, hidden, inter, experts;
@@ -18,6 +19,8 @@ struct ExpertsCall {
   const void* w13;
   const void* w2;
   DType w_dtype;
+  const float* w13_scales;
+  const float* w2_scales;
   const float* topk_weights;  // [T, top_k]
   const int32_t* topk_ids;    // [T, top_k]
   void* out;                  // [T, hidden]

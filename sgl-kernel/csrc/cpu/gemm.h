@@ -3,6 +3,7 @@
 //
 // A weight [N, K] is packed into panels of kPanel output columns; panel p begins at element p * kPanel * K and holds
 //   bf16: [K / 2][w][2]   a pair of neighbouring k for each column, as bf16 dot-product instructions want it
+//   int8: [K / 2][w][2]   likewise; it is widened to bf16, which holds it exactly, before it meets rows
 //   f32:  [K][w]
 // with w = min(kPanel, N - p * kPanel), so that a packed matrix has exactly the size of the plain one.
 //
@@ -21,9 +22,15 @@ constexpr int kPanel = 32;
 constexpr int kMaxRows = 12;
 constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel: one f32 or one pair of bf16 for each column
 
-enum class DType { kBf16, kF32 };
+enum class DType { kBf16, kF32, kI8 };
 
-inline size_t size_of(DType dtype) { return dtype == DType::kBf16 ? 2 : 4; }
+inline size_t size_of(DType dtype) { return dtype == DType::kI8 ? 1 : dtype == DType::kBf16 ? 2 : 4; }
+
+// How many steps over k a tile takes.
+inline int64_t tile_steps(DType weight, int64_t k) { return weight == DType::kF32 ? k : (k + 1) / 2; }
+
+// What a weight is when a tile takes it.
+inline DType tile_dtype(DType weight) { return weight == DType::kI8 ? DType::kBf16 : weight; }
 
 inline float bf16_to_f32(uint16_t value) {
   const uint32_t bits = static_cast<uint32_t>(value) << 16;
@@ -66,6 +73,11 @@ using StoreFn = void (*)(const float* from, int64_t from_stride, int rows, DType
 // silu(gate) * up over rows of kPanel, stored likewise; gate and up have rows of kPanel one after the other.
 using SiluMulFn = void (*)(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride);
 
+// int8 to bf16.
+using WidenFn = void (*)(const int8_t* from, int64_t count, uint16_t* to);
+// Rows of kPanel f32, `c_stride` apart, times `scales`, column by column.
+using ScaleColumnsFn = void (*)(float* c, int64_t c_stride, int rows, const float* scales);
+
 // One row's step of a softmax over blocks. Of `width` scores (a multiple of kPanel) the first `valid` count; their
 // weights exp(scaling * (score - maximum)), zero for the others, go to `weights` in the given number type; f32 weights
 // may lie in the place of the scores. state holds the running maximum of scores and sum of weights; scaling is above 0.
@@ -96,10 +108,12 @@ struct Isa {
   SoftmaxStepFn softmax_step;
   NormRowFn norm_row;
   RotateHeadFn rotate_head;
+  WidenFn widen;
+  ScaleColumnsFn scale_columns;
 
   // What rows of activations must be to meet a weight, and the tile for it.
-  DType row_dtype(DType weight) const { return bf16_pairs ? weight : DType::kF32; }
-  TileFn tile(DType weight) const { return weight == DType::kBf16 ? tile_bf16 : tile_f32; }
+  DType row_dtype(DType weight) const { return bf16_pairs ? tile_dtype(weight) : DType::kF32; }
+  TileFn tile(DType weight) const { return weight == DType::kF32 ? tile_f32 : tile_bf16; }
 };
 
 // The best instruction set of this machine, or the one that SGL_BATCH_ISA names. Throws std::runtime_error when it

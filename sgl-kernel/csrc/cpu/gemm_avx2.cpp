@@ -6,6 +6,6 @@
 #include "gemm_vector.h"
 
 namespace sgl_batch {
-const Isa kAvx2{"avx2", kRows, false, by_rows<TileBf16, kRows>, by_rows<TileF32, kRows>, store_rows, silu_mul, softmax_step, norm_row, rotate_head};
+constinit const Isa kAvx2 = isa_with("avx2", false, by_rows<TileBf16, kRows>);
 }
 #endif

@@ -6,6 +6,6 @@
 #include "gemm_vector.h"
 
 namespace sgl_batch {
-const Isa kAvx512{"avx512", kRows, false, by_rows<TileBf16, kRows>, by_rows<TileF32, kRows>, store_rows, silu_mul, softmax_step, norm_row, rotate_head};
+constinit const Isa kAvx512 = isa_with("avx512", false, by_rows<TileBf16, kRows>);
 }
 #endif

@@ -34,7 +34,6 @@ struct TilePairs {
 
 }  // namespace
 
-const Isa kAvx512Bf16{"avx512_bf16", kRows, true, by_rows<TilePairs, kRows>, by_rows<TileF32, kRows>, store_rows, silu_mul,
-                      softmax_step, norm_row, rotate_head};
+constinit const Isa kAvx512Bf16 = isa_with("avx512_bf16", true, by_rows<TilePairs, kRows>);
 }  // namespace sgl_batch
 #endif

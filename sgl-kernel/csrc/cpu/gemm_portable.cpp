@@ -4,5 +4,5 @@
 #include "gemm_vector.h"
 
 namespace sgl_batch {
-const Isa kPortable{"portable", kRows, false, by_rows<TileBf16, kRows>, by_rows<TileF32, kRows>, store_rows, silu_mul, softmax_step, norm_row, rotate_head};
+constinit const Isa kPortable = isa_with("portable", false, by_rows<TileBf16, kRows>);
 }

@@ -23,7 +23,8 @@ struct Left {
   }
   template <typename Word>
   Word word(int row, int index = 0) const {
-    return reinterpret_cast<const Word*>(at[row / 3] + (row % 3) * stride)[index];
+    typedef Word Unaligned __attribute__((aligned(1), may_alias));
+    return reinterpret_cast<const Unaligned*>(at[row / 3] + (row % 3) * stride)[index];
   }
   void advance(int64_t bytes) {
 #pragma GCC unroll 16
@@ -127,6 +128,24 @@ void by_rows(const Tile& tile) {
     if (tile.m < M) return by_rows<Kernel, M - 1>(tile);
   }
   Kernel<M>::run(tile);
+}
+
+// Everything but the tile for bf16 is the same for all instruction sets.
+constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16) {
+  return {
+      .name = name,
+      .max_rows = kRows,
+      .bf16_pairs = bf16_pairs,
+      .tile_bf16 = tile_bf16,
+      .tile_f32 = by_rows<TileF32, kRows>,
+      .store = store_rows,
+      .silu_mul = silu_mul,
+      .softmax_step = softmax_step,
+      .norm_row = norm_row,
+      .rotate_head = rotate_head,
+      .widen = widen,
+      .scale_columns = scale_columns,
+  };
 }
 
 }  // namespace

@@ -2,60 +2,96 @@
 
 #include <algorithm>
 
-#include "packing.h"
 #include "rows.h"
 #include "tasks.h"
 #include "workspace.h"
 
 namespace sgl_batch {
+namespace {
 
-void run_linear(const LinearCall& c) {
-  if (c.rows == 0) return;
-  const Isa& kernels = isa();
-  const DType row_dtype = kernels.row_dtype(c.w_dtype);
-  const TileFn tile_fn = kernels.tile(c.w_dtype);
-  const int64_t blocks = divide_up(c.rows, kTilesPerBlock * kernels.max_rows), panels = divide_up(c.n, kPanel);
-  const int64_t chunks = std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks), 1, panels);
-  const int64_t k_per_step = c.w_dtype == DType::kBf16 ? 2 : 1;
-  const bool in_place = row_dtype == c.x_dtype;
-  const size_t x_row = static_cast<size_t>(c.k) * size_of(c.x_dtype), a_row = static_cast<size_t>(c.k) * size_of(row_dtype);
-  const size_t panel_bytes = size_of(c.w_dtype) * kPanel * c.k, out_row = static_cast<size_t>(c.n) * size_of(c.x_dtype);
-  Carver carver;
-  const size_t rows_at = carver.take(in_place ? 0 : a_row * c.rows);
-  const size_t spare_at = carver.take(panel_bytes * num_threads());
-  static thread_local Workspace workspace;
-  char* base = static_cast<char*>(workspace.at_least(carver.total()));
-  const char* a = in_place ? static_cast<const char*>(c.x) : base + rows_at;
-  const auto block_begin = [&](int64_t block) { return c.rows * block / blocks; };
+class Linear {
+ public:
+  explicit Linear(const LinearCall& call)
+      : c_(call),
+        isa_(isa()),
+        row_dtype_(isa_.row_dtype(c_.w.dtype)),
+        tile_(isa_.tile(c_.w.dtype)),
+        in_place_(row_dtype_ == c_.x_dtype),
+        blocks_(divide_up(c_.rows, kTilesPerBlock * isa_.max_rows)),
+        chunks_(std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_ * c_.heads), 1, c_.w.panels())),
+        element_(static_cast<int64_t>(size_of(c_.x_dtype))),
+        row_bytes_(c_.w.k * static_cast<int64_t>(size_of(row_dtype_))) {}
 
-  if (!in_place)
-    run_tasks(blocks, [&](int64_t block, int) {
-      for (int64_t row = block_begin(block); row < block_begin(block + 1); ++row)
-        convert_row(base + rows_at + row * a_row, row_dtype, static_cast<const char*>(c.x) + row * x_row, c.x_dtype, c.k);
+  void run() {
+    Carver carver;
+    const size_t rows_at = carver.take(in_place_ ? 0 : static_cast<size_t>(row_bytes_ * c_.rows * c_.heads));
+    const size_t spare_at = carver.take(c_.w.spare_bytes() * num_threads());
+    static thread_local Workspace workspace;
+    char* base = static_cast<char*>(workspace.at_least(carver.total()));
+    converted_ = base + rows_at;
+    if (!in_place_) run_tasks(c_.heads * blocks_, [this](int64_t task, int) { convert(task / blocks_, task % blocks_); });
+    // The blocks of one chunk come one after the other: its weights are then in the caches.
+    run_tasks(c_.heads * chunks_ * blocks_, [&](int64_t task, int thread) {
+      multiply(task / blocks_ / chunks_, task / blocks_ % chunks_, task % blocks_, base + spare_at + c_.w.spare_bytes() * thread);
     });
-  // The blocks of one chunk come one after the other: its weights are then in the caches.
-  run_tasks(chunks * blocks, [&](int64_t task, int thread) {
-    const int64_t chunk = task / blocks, block = task % blocks;
-    const Tiles tiles(block_begin(block), block_begin(block + 1), kernels.max_rows);
+  }
+
+ private:
+  int64_t block_begin(int64_t block) const { return c_.rows * block / blocks_; }
+  const char* given(int64_t head, int64_t row) const {
+    return static_cast<const char*>(c_.x) + (row * c_.x_row + head * c_.x_head) * element_;
+  }
+  char* converted(int64_t head, int64_t row) const { return converted_ + (head * c_.rows + row) * row_bytes_; }
+
+  void convert(int64_t head, int64_t block) const {
+    for (int64_t row = block_begin(block); row < block_begin(block + 1); ++row)
+      convert_row(converted(head, row), row_dtype_, given(head, row), c_.x_dtype, c_.w.k);
+  }
+
+  // A block of a head's rows through a chunk of its panels.
+  void multiply(int64_t head, int64_t chunk, int64_t block, char* spare) const {
+    PackedWeight w = c_.w;
+    w.data = static_cast<const char*>(w.data) + static_cast<size_t>(head * w.n * w.k) * size_of(w.dtype);
+    const Tiles tiles(block_begin(block), block_begin(block + 1), isa_.max_rows);
     alignas(64) float result[kMaxRows * kPanel];
-    for (int64_t panel = panels * chunk / chunks; panel < panels * (chunk + 1) / chunks; ++panel) {
-      const void* weight = full_panel(c.w, c.n, c.k, panel, c.w_dtype, base + spare_at + panel_bytes * thread);
-      const char* next = static_cast<const char*>(c.w) + std::min(panel + 1, panels - 1) * panel_bytes;
-      const int64_t column = panel * kPanel, width = std::min<int64_t>(kPanel, c.n - column);
+    for (int64_t panel = w.panels() * chunk / chunks_; panel < w.panels() * (chunk + 1) / chunks_; ++panel) {
+      const void* ready = w.ready(panel, isa_, spare);
+      const char* next = w.panel(std::min(panel + 1, w.panels() - 1));
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
+        const int64_t row = tiles.at(tile);
         const int m = tiles.size(tile);
-        tile_fn({a + tiles.at(tile) * a_row, static_cast<int64_t>(a_row), weight, c.k, m, result, kPanel, false,
-                 tiles.ahead(tile, next, c.k, k_per_step)});
-        if (c.bias != nullptr)
-          for (int i = 0; i < m; ++i) add_row(result + i * kPanel, c.bias + column, width);
-        char* out = static_cast<char*>(c.out) + tiles.at(tile) * out_row + static_cast<size_t>(column) * size_of(c.x_dtype);
-        if (width == kPanel)
-          kernels.store(result, kPanel, m, c.x_dtype, out, static_cast<int64_t>(out_row));
-        else
-          for (int i = 0; i < m; ++i) write_row(out + i * out_row, c.x_dtype, result + i * kPanel, width);
+        tile_({in_place_ ? given(head, row) : converted(head, row), in_place_ ? c_.x_row * element_ : row_bytes_, ready, w.k, m,
+               result, kPanel, false, tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k))});
+        w.scale(panel, isa_, result, kPanel, m);
+        store(head, panel, row, m, result);
       }
     }
-  });
+  }
+
+  void store(int64_t head, int64_t panel, int64_t row, int m, float* result) const {
+    const int64_t column = panel * kPanel, width = c_.w.width(panel), out_bytes = c_.out_row * element_;
+    if (c_.bias != nullptr)
+      for (int i = 0; i < m; ++i) add_row(result + i * kPanel, c_.bias + column, width);
+    char* out = static_cast<char*>(c_.out) + row * out_bytes + (head * c_.out_head + column) * element_;
+    if (width == kPanel)
+      isa_.store(result, kPanel, m, c_.x_dtype, out, out_bytes);
+    else
+      for (int i = 0; i < m; ++i) write_row(out + i * out_bytes, c_.x_dtype, result + i * kPanel, width);
+  }
+
+  const LinearCall& c_;
+  const Isa& isa_;
+  const DType row_dtype_;
+  const TileFn tile_;
+  const bool in_place_;  // rows meet weights in their own number type
+  const int64_t blocks_, chunks_, element_, row_bytes_;
+  char* converted_ = nullptr;
+};
+
+}  // namespace
+
+void run_linear(const LinearCall& call) {
+  if (call.rows > 0) Linear(call).run();
 }
 
 }  // namespace sgl_batch

@@ -1,21 +1,25 @@
-// Owns the product of rows with one packed weight.
+// Owns the product of rows with packed weights: of whole rows with one weight, or of the parts of rows that belong to
+// heads, each with a weight of its own.
 #pragma once
 
 #include <cstdint>
 
-#include "gemm.h"
+#include "packing.h"
 
 namespace sgl_batch {
 
-// out[rows, n] = x[rows, k] * w^T (+ bias); w is a packed [n, k]; bias is null or f32 [n]; out has x's number type.
+// out[row, head, 0:n] = x[row, head, 0:k] * w[head]^T (+ bias); strides are in elements, numbers of a head lie one after
+// the other. w is packed, [n, k] of the first head, with those of the others behind it. bias is null or f32 [n], for one
+// head alone. out has x's number type.
 struct LinearCall {
-  int64_t rows, n, k;
+  int64_t rows, heads;
   const void* x;
+  int64_t x_row, x_head;
   DType x_dtype;
-  const void* w;
-  DType w_dtype;
+  PackedWeight w;
   const float* bias;
   void* out;
+  int64_t out_row, out_head;
 };
 
 void run_linear(const LinearCall& call);

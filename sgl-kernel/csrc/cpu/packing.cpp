@@ -6,48 +6,86 @@
 namespace sgl_batch {
 namespace {
 
-// A panel of a bf16 matrix is an array of pairs, so that both number types move elements of 4 bytes: a pair of bf16
-// along k, or one f32.
-template <typename Move>
-void each_panel(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch, Move move) {
-  const int64_t steps = dtype == DType::kBf16 ? k / 2 : k;
-  auto* words = static_cast<uint32_t*>(matrix);
-  auto* copy = static_cast<uint32_t*>(scratch);
+// A panel is an array of words: a pair of bf16 or int8 along k, or one f32.
+template <typename Word, typename Move>
+void each_panel(void* matrix, int64_t n, int64_t steps, void* scratch, Move move) {
+  auto* words = static_cast<Word*>(matrix);
+  auto* copy = static_cast<Word*>(scratch);
   for (int64_t first = 0; first < n; first += kPanel) {
     const int64_t width = std::min<int64_t>(kPanel, n - first);
-    uint32_t* panel = words + first * steps;
-    std::memcpy(copy, panel, static_cast<size_t>(width * steps) * 4);
+    Word* panel = words + first * steps;
+    std::memcpy(copy, panel, static_cast<size_t>(width * steps) * sizeof(Word));
     move(copy, panel, width, steps);
+  }
+}
+
+template <typename Word>
+void pack_words(void* matrix, int64_t n, int64_t steps, void* scratch) {
+  each_panel<Word>(matrix, n, steps, scratch, [](const Word* from, Word* to, int64_t width, int64_t count) {
+    for (int64_t step = 0; step < count; ++step)
+      for (int64_t column = 0; column < width; ++column) to[step * width + column] = from[column * count + step];
+  });
+}
+
+template <typename Word>
+void unpack_words(void* matrix, int64_t n, int64_t steps, void* scratch) {
+  each_panel<Word>(matrix, n, steps, scratch, [](const Word* from, Word* to, int64_t width, int64_t count) {
+    for (int64_t column = 0; column < width; ++column)
+      for (int64_t step = 0; step < count; ++step) to[column * count + step] = from[step * width + column];
+  });
+}
+
+// `to` may end where `from` does.
+template <typename Word>
+void pad_words(const void* from, int64_t width, int64_t steps, void* to) {
+  const auto* words = static_cast<const Word*>(from);
+  auto* padded = static_cast<Word*>(to);
+  for (int64_t step = 0; step < steps; ++step) {
+    std::memmove(padded + step * kPanel, words + step * width, static_cast<size_t>(width) * sizeof(Word));
+    std::memset(padded + step * kPanel + width, 0, static_cast<size_t>(kPanel - width) * sizeof(Word));
   }
 }
 
 }  // namespace
 
 void pack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch) {
-  each_panel(matrix, n, k, dtype, scratch, [](const uint32_t* from, uint32_t* to, int64_t width, int64_t steps) {
-    for (int64_t step = 0; step < steps; ++step)
-      for (int64_t column = 0; column < width; ++column) to[step * width + column] = from[column * steps + step];
-  });
+  if (dtype == DType::kI8)
+    pack_words<uint16_t>(matrix, n, k / 2, scratch);
+  else
+    pack_words<uint32_t>(matrix, n, dtype == DType::kBf16 ? k / 2 : k, scratch);
 }
 
 void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch) {
-  each_panel(matrix, n, k, dtype, scratch, [](const uint32_t* from, uint32_t* to, int64_t width, int64_t steps) {
-    for (int64_t column = 0; column < width; ++column)
-      for (int64_t step = 0; step < steps; ++step) to[column * steps + step] = from[step * width + column];
-  });
+  if (dtype == DType::kI8)
+    unpack_words<uint16_t>(matrix, n, k / 2, scratch);
+  else
+    unpack_words<uint32_t>(matrix, n, dtype == DType::kBf16 ? k / 2 : k, scratch);
 }
 
-const void* full_panel(const void* packed, int64_t n, int64_t k, int64_t panel, DType dtype, void* scratch) {
-  const int64_t steps = dtype == DType::kBf16 ? k / 2 : k;
-  const int64_t width = std::min<int64_t>(kPanel, n - panel * kPanel);
-  const auto* words = static_cast<const uint32_t*>(packed) + panel * kPanel * steps;
-  if (width == kPanel) return words;
-  auto* padded = static_cast<uint32_t*>(scratch);
-  for (int64_t step = 0; step < steps; ++step) {
-    std::memcpy(padded + step * kPanel, words + step * width, static_cast<size_t>(width) * 4);
-    std::memset(padded + step * kPanel + width, 0, static_cast<size_t>(kPanel - width) * 4);
+const void* PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64_t first, int64_t last) const {
+  const int columns = width(index);
+  const char* at = panel(index) + first * columns * static_cast<int64_t>(size_of(dtype));
+  const int64_t count = last - first;
+  if (dtype == DType::kI8) {
+    // A narrow panel is widened as it is into the end of the full one, and spread out from there.
+    auto* wide = static_cast<uint16_t*>(spare) + (kPanel - columns) * count;
+    isa.widen(reinterpret_cast<const int8_t*>(at), columns * count, wide);
+    if (columns < kPanel) pad_words<uint32_t>(wide, columns, count / 2, spare);
+    return spare;
   }
-  return padded;
+  if (columns == kPanel) return at;
+  pad_words<uint32_t>(at, columns, tile_steps(dtype, count), spare);
+  return spare;
+}
+
+void PackedWeight::scale(int64_t index, const Isa& isa, float* c, int64_t c_stride, int rows) const {
+  if (scales == nullptr) return;
+  const int columns = width(index);
+  const float* own = scales + index * kPanel;
+  if (columns == kPanel) return isa.scale_columns(c, c_stride, rows, own);
+  float padded[kPanel] = {};
+  std::copy(own, own + columns, padded);
+  isa.scale_columns(c, c_stride, rows, padded);
 }
 
 }  // namespace sgl_batch

@@ -1,4 +1,4 @@
-// Owns the packed form of weights: panels, made in place.
+// Owns the packed form of weights: panels, made in place, and how they are made ready for a tile.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,30 @@
 
 namespace sgl_batch {
 
-// Pack one plain matrix [N, K] in place, or back. `scratch` holds kPanel * K elements. bf16 needs an even K.
+// Pack one plain matrix [N, K] in place, or back. `scratch` holds kPanel * K elements. bf16 and int8 need an even K.
 void pack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch);
 void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch);
 
-// The panel with its full width: itself, or for the narrower last one a copy padded with zeros in `scratch`.
-const void* full_panel(const void* packed, int64_t n, int64_t k, int64_t panel, DType dtype, void* scratch);
+// A packed matrix [n, k]. One of int8 has a scale for each of its n outputs, with which products are multiplied.
+struct PackedWeight {
+  const void* data;
+  DType dtype;
+  const float* scales;
+  int64_t n, k;
+
+  int64_t panels() const { return (n + kPanel - 1) / kPanel; }
+  int64_t panel_bytes() const { return static_cast<int64_t>(size_of(dtype)) * kPanel * k; }
+  const char* panel(int64_t index) const { return static_cast<const char*>(data) + index * panel_bytes(); }
+  int width(int64_t index) const { return static_cast<int>(n - index * kPanel < kPanel ? n - index * kPanel : kPanel); }
+
+  // The panel as a tile takes it, with its full width: itself, or a copy in `spare`, of spare_bytes(), widened from int8
+  // and padded with zeros. Of all k, or of [first, last) of them.
+  size_t spare_bytes() const { return size_of(tile_dtype(dtype)) * kPanel * static_cast<size_t>(k); }
+  const void* ready(int64_t index, const Isa& isa, void* spare) const { return ready(index, isa, spare, 0, k); }
+  const void* ready(int64_t index, const Isa& isa, void* spare, int64_t first, int64_t last) const;
+
+  // Multiplies rows of products with the given panel by the scales of its columns, where there are any.
+  void scale(int64_t index, const Isa& isa, float* c, int64_t c_stride, int rows) const;
+};
 
 }  // namespace sgl_batch

@@ -15,6 +15,7 @@ typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
 typedef float VecFU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 typedef uint32_t VecUU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+typedef int8_t VecBU __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef uint16_t VecHU __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
 
 inline VecF load(const float* from) { return *reinterpret_cast<const VecFU*>(from); }
@@ -68,6 +69,24 @@ constexpr float kLog2E = 1.44269504088896341f;
       const VecF mixed = g / (1.0f + exp2_clamped(g * -kLog2E)) * load(up + i * kPanel + column);
       put(static_cast<char*>(to) + i * to_stride, column, mixed, dtype);
     }
+}
+
+[[maybe_unused]] void scale_columns(float* c, int64_t c_stride, int rows, const float* scales) {
+  for (int i = 0; i < rows; ++i)
+    for (int column = 0; column < kPanel; column += kLanes) {
+      float* at = c + i * c_stride + column;
+      store(at, load(at) * load(scales + column));
+    }
+}
+
+// Whole numbers up to 127 need no rounding.
+[[maybe_unused]] void widen(const int8_t* from, int64_t count, uint16_t* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const VecF value = __builtin_convertvector(*reinterpret_cast<const VecBU*>(from + i), VecF);
+    *reinterpret_cast<VecHU*>(to + i) = __builtin_convertvector((VecU)value >> 16, VecH);
+  }
+  for (; i < count; ++i) to[i] = f32_to_bf16(from[i]);
 }
 
 // Lane j of the result is lane j ^ distance.

@@ -25,10 +25,10 @@ struct Tiles {
   int64_t at(int64_t tile) const { return begin + rows * tile / count; }
   int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
 
-  // What the given tile brings closer of a panel of `k` that follows: together the tiles bring all of it.
-  Ahead ahead(int64_t tile, const void* panel, int64_t k, int64_t k_per_step) const {
-    const int64_t step = divide_up(kStepBytes, count);
-    return {static_cast<const char*>(panel) + tile * step * (k / k_per_step), step};
+  // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow: together the tiles bring them all.
+  Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps) const {
+    const int64_t step = divide_up(bytes, steps * count);
+    return {static_cast<const char*>(from) + tile * step * steps, step};
   }
 
   int64_t begin, rows, count;

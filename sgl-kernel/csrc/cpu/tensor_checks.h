@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
+
 #include "gemm.h"
 
 namespace sgl_batch {
@@ -13,9 +15,25 @@ inline DType dtype_of(const at::Tensor& tensor, const char* name) {
   return DType::kF32;
 }
 
+// Of weights, which may be int8 too.
+inline DType weight_dtype_of(const at::Tensor& tensor, const char* name) {
+  return tensor.scalar_type() == at::kChar ? DType::kI8 : dtype_of(tensor, name);
+}
+
 inline void check(const at::Tensor& tensor, int64_t dim, const char* name) {
   TORCH_CHECK(tensor.dim() == dim, name, " has ", tensor.dim(), " dimensions, not ", dim);
   TORCH_CHECK(tensor.is_contiguous(), name, " is not contiguous");
+}
+
+// The scales of a weight's `count` outputs: int8 has them, other number types have none.
+inline const float* scales_of(const at::Tensor& weight, const std::optional<at::Tensor>& scales, int64_t count,
+                              const char* name) {
+  const bool needed = weight.scalar_type() == at::kChar;
+  TORCH_CHECK(needed == scales.has_value(), name, " is ", weight.scalar_type(), needed ? " without" : " with", " scales");
+  if (!needed) return nullptr;
+  TORCH_CHECK(scales->is_contiguous() && scales->scalar_type() == at::kFloat && scales->numel() == count, "scales of ", name,
+              " are ", scales->scalar_type(), scales->sizes(), "; use contiguous float32, one for each of ", count, " outputs");
+  return scales->data_ptr<float>();
 }
 
 inline void check_index(const at::Tensor& tensor, const char* name) {

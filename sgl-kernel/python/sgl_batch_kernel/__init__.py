@@ -26,7 +26,7 @@ def runnable_isas() -> list[str]:
 
 
 def pack_(weight: torch.Tensor) -> None:
-    """Pack plain matrices [B, N, K], bf16 (K even) or f32, in place for `experts` and `linear`."""
+    """Pack plain matrices [B, N, K], bf16 or int8 (K even) or f32, in place for `experts` and `linear`."""
     _ops.pack_(weight)
 
 
@@ -43,20 +43,30 @@ def experts(
     topk_ids_TK: torch.Tensor,
     *,
     f32_output: bool = False,
+    w13_scales: torch.Tensor | None = None,
+    w2_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
     `w13`: [E, 2I, M], of which the gate half [E, 0:I, M] and the up half are packed each by itself; `w2`: packed
-    [E, M, I]. `topk_ids_TK`: int32, negative for a choice that belongs to nobody here; `topk_weights_TK`: f32.
-    The output has x's number type, or f32 where `f32_output`. A token's result depends on that token alone.
+    [E, M, I]. Weights of int8 have `w13_scales` [E, 2I] and `w2_scales` [E, M], float32. `topk_ids_TK`: int32, negative
+    for a choice that belongs to nobody here; `topk_weights_TK`: f32. The output has x's number type, or f32 where
+    `f32_output`. A token's result depends on that token alone.
     """
-    out: tuple[torch.Tensor, torch.Tensor] = _ops.experts(x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output)
+    out: tuple[torch.Tensor, torch.Tensor] = _ops.experts(
+        x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output, w13_scales, w2_scales
+    )
     return out
 
 
-def linear(x_TK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows [T, K] times a packed weight [N, K], plus a bias [N]; the result has x's number type."""
-    out: torch.Tensor = _ops.linear(x_TK, weight, bias)
+def linear(
+    x_TK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows [T, K] times a packed weight [N, K], plus a bias [N]; the result has x's number type.
+
+    A weight of int8 has `scales` [N], float32.
+    """
+    out: torch.Tensor = _ops.linear(x_TK, weight, bias, scales)
     return out
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import sgl_batch_kernel as kernels
 import torch
-from kernel_cases import DTYPES, TOLERANCE, attention_in_float64, relative_error
+from kernel_attention import attention_in_float64
+from kernel_checks import DTYPES, TOLERANCE, relative_error
 
 # page, row, value, heads: DeepSeek's own sizes, the tiny checkpoint's, and sizes that fit no vector, tile or block.
 SHAPES = (

@@ -1,0 +1,29 @@
+"""What the kernels' cases share: how far a result may lie from float64, and what may not change its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+DTYPES = (torch.float32, torch.bfloat16)
+Check = tuple[str, bool]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if expected.numel() == 0:
+        return 0.0 if found.shape == expected.shape else float("inf")
+    if not bool(torch.isfinite(found).all()):
+        return float("inf")
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def same_on_any_threads(compute: Callable[[], torch.Tensor]) -> bool:
+    """Whether one thread, three and this machine's number give the same bits, and again when repeated."""
+    number = torch.get_num_threads()
+    results = []
+    for threads in (1, 3, number, number):
+        torch.set_num_threads(threads)
+        results.append(compute())
+    return all(torch.equal(result, results[0]) for result in results)
