@@ -26,6 +26,7 @@ def _flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+CPU_WEIGHT_DTYPES = ("auto", "int8")
 EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
 
 
@@ -55,6 +56,12 @@ class ForwardConfig:
         "what computes the experts: auto (native on a CPU; on a GPU the fastest as measured there, else SGLang's own), "
         "or one of sglang, triton, deepgemm (GPU), native (CPU), torch",
         choices=EXPERT_RUNNERS,
+    )
+    cpu_weight_dtype: str = _flag(
+        "auto",
+        "on a CPU: auto keeps weights in the model's number type; int8 rounds those of experts and linear layers, with a "
+        "scale for each output, but not routers and the output projection: half the memory, and other tokens",
+        choices=CPU_WEIGHT_DTYPES,
     )
 
 

@@ -8,73 +8,115 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
 from sgl_batch.layers import cpu_gemm
+from sgl_batch.layers.int8_weights import from_int8, to_int8
 from sgl_batch.layers.moe import cpu_experts
+
+
+@dataclass(slots=True, kw_only=True)
+class _Packed:
+    """A weight whose data lie packed, as matrices [B, N, K] of `shape`; `scales` [B, N] where they are of int8."""
+
+    weight: torch.Tensor
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    scales: torch.Tensor | None = None
+
+    @property
+    def matrices(self) -> torch.Tensor:
+        return self.weight.data.view(self.shape)
 
 
 class PackedWeights:
     """Weights packed in place, so that packing takes no memory: a packed tensor keeps its shape, not its order.
 
     `kernels`: the module `sgl_batch_kernel`, or None where it is not installed: then nothing is ever packed, and torch
-    operators compute everything.
+    operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except those
+    that are added as `exact`; such a tensor changes its number type.
     """
 
-    def __init__(self, kernels: ModuleType | None) -> None:
+    def __init__(self, kernels: ModuleType | None, *, int8: bool = False) -> None:
         self._kernels = kernels
-        self._matrices: dict[int, torch.Tensor] = {}
+        self._int8 = int8
+        self._packed: dict[int, _Packed] = {}
 
-    def add_linear(self, weight: torch.Tensor) -> bool:
+    def add_linear(self, weight: torch.Tensor, *, exact: bool = False) -> bool:
         """Pack a weight [out, in]; False where the kernels cannot take it."""
-        return self._pack([weight.data[None]])
+        return self._pack([(weight, (1, *weight.shape))], exact=exact)
 
     def add_experts(self, w13: torch.Tensor, w2: torch.Tensor) -> bool:
-        """Pack the experts' weights [E, 2I, M], gate and up half each by itself, and [E, M, I]; False likewise."""
-        experts, double, hidden = w13.shape
-        return self._pack([w13.data.view(2 * experts, double // 2, hidden), w2.data])
+        """Pack the experts' weights [E, 2I, M], gate and up half each by itself, and [E, M, I]; False likewise.
+
+        Those of a lone expert may come as [2I, M] and [M, I].
+        """
+        hidden, inter = w2.shape[-2:]
+        return self._pack([(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))])
 
     def add_by_head(self, weight_HNK: torch.Tensor) -> bool:
-        """Pack a weight [out, in] for each head; False likewise."""
-        return self._pack([weight_HNK.data])
+        """Pack a weight [out, in] for each head; False likewise. They are not rounded."""
+        return self._pack([(weight_HNK, tuple(weight_HNK.shape))], exact=True)
 
-    def _pack(self, tensors: list[torch.Tensor]) -> bool:
-        if self._kernels is None or not all(_packable(tensor) for tensor in tensors):
+    def _pack(self, weights: list[tuple[torch.Tensor, tuple[int, ...]]], *, exact: bool = False) -> bool:
+        if self._kernels is None or not all(_packable(weight) for weight, _ in weights):
             return False
-        for tensor in tensors:
-            assert tensor.data_ptr() not in self._matrices, "a weight is packed once"
-            self._kernels.pack_(tensor)
-            self._matrices[tensor.data_ptr()] = tensor
+        for weight, shape in weights:
+            assert weight not in self, "a weight is packed once"
+            batches, outputs, inputs = weight.data.view(shape).shape
+            packed = _Packed(weight=weight, shape=(batches, outputs, inputs), dtype=weight.dtype)
+            self._put(packed, int8=self._int8 and not exact and inputs % 2 == 0)
         return True
 
+    def _put(self, packed: _Packed, *, int8: bool) -> None:
+        assert self._kernels is not None, "without kernels nothing is packed"
+        if int8:
+            rounded, packed.scales = to_int8(packed.matrices)
+            packed.weight.data = rounded.view(packed.weight.shape)
+        self._kernels.pack_(packed.matrices)
+        self._packed[packed.weight.data_ptr()] = packed
+
+    def _take(self, packed: _Packed) -> None:
+        assert self._kernels is not None, "without kernels nothing is packed"
+        del self._packed[packed.weight.data_ptr()]
+        self._kernels.unpack_(packed.matrices)
+        if packed.scales is not None:
+            packed.weight.data = from_int8(packed.matrices, packed.scales, packed.dtype).view(packed.weight.shape)
+
     def __len__(self) -> int:
-        return len(self._matrices)
+        return len(self._packed)
 
     def __contains__(self, weight: torch.Tensor) -> bool:
         """Whether a weight begins where a packed one does."""
-        return weight.data_ptr() in self._matrices
+        return weight.data_ptr() in self._packed
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """All weights in their plain order inside the block, packed again after it."""
-        if self._kernels is not None:
-            for tensor in self._matrices.values():
-                self._kernels.unpack_(tensor)
+        """All weights in their plain order and number type inside the block, packed again after it.
+
+        Rounded weights that nobody writes to are rounded to the same again.
+        """
+        everything = list(self._packed.values())
+        for packed in everything:
+            self._take(packed)
         try:
             yield
         finally:
-            if self._kernels is not None:
-                for tensor in self._matrices.values():
-                    self._kernels.pack_(tensor)
+            for packed in everything:
+                self._put(packed, int8=packed.scales is not None)
+
+    def _scales(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return self._packed[weight.data_ptr()].scales
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [..., in] times a weight [out, in], plus a bias [out]; the result has x's number type."""
         if self._kernels is None or weight not in self:
             return cpu_gemm.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        out: torch.Tensor = self._kernels.linear(rows, weight, bias)
+        out: torch.Tensor = self._kernels.linear(rows, weight, bias, scales=self._scales(weight))
         return out.view(*x.shape[:-1], -1)
 
     def by_head(self, x_THK: torch.Tensor, weight_HNK: torch.Tensor, *, out_THN: torch.Tensor) -> None:
@@ -107,6 +149,8 @@ class PackedWeights:
             topk_weights_TK.to(torch.float32).contiguous(),
             topk_ids_TK.to(torch.int32).contiguous(),
             f32_output=f32_output,
+            w13_scales=self._scales(w13),
+            w2_scales=self._scales(w2),
         )
         return done
 

@@ -82,7 +82,7 @@ def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kw
     place = _place(directory, args)
     counters, operators, gpu_experts = Counters(), None, None
     if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
-        operators = CpuOperators(counters, config.forward.expert_runner)
+        operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
         operators.register()
     else:
         gpu_experts = GpuExperts(config.forward.expert_runner, torch.cuda.get_device_name())

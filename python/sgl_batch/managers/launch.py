@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from sgl_batch.config import BatchConfig
+from sgl_batch.config import BatchConfig, ForwardConfig
 from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe.expert_runner import check_runner
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
@@ -69,6 +70,7 @@ def default_arguments(kwargs: dict[str, Any], b_moe_decode: int | None) -> dict[
 def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, Any]:
     """SGLang's arguments with our defaults where none was given. Raises ConfigError for what cannot work."""
     check_runner(config.forward.expert_runner, on_cpu=on_cpu(kwargs))
+    _check_weight_dtype(config.forward, on_cpu=on_cpu(kwargs))
     merged = default_arguments(kwargs, config.forward.b_moe_decode)
     merged.update({name: value for name, value in kwargs.items() if value is not None or name not in merged})
     for name in _FIXED:
@@ -85,6 +87,19 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     if merged.get("speculative_algorithm"):
         raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
     return merged
+
+
+def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
+    """Rounded weights are for the native kernels alone. Raises ConfigError."""
+    if forward.cpu_weight_dtype == "auto":
+        return
+    asked = f"cpu_weight_dtype is {forward.cpu_weight_dtype!r}"
+    if not on_cpu:
+        raise ConfigError(f"{asked}, which is for a CPU: leave it out, and see SGLang's --quantization")
+    if native_kernels() is None:
+        raise ConfigError(f"{asked}, and the native kernels are not there: run scripts/install")
+    if forward.expert_runner not in ("auto", "native"):
+        raise ConfigError(f"{asked}, and expert_runner {forward.expert_runner!r} takes no such weights: choose native")
 
 
 def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,9 @@ class CpuDeepseek:
         for attention in blocks[_ATTENTION]:
             latent_attention.pack(attention, self._weights)
         for gate in blocks[_GATE]:
-            self._weights.add_linear(gate.weight)
+            self._weights.add_linear(gate.weight, exact=True)
         for mlp in blocks[_MLP]:
-            self._weights.add_experts(mlp.gate_up_proj.weight[None], mlp.down_proj.weight[None])
+            self._weights.add_experts(mlp.gate_up_proj.weight, mlp.down_proj.weight)
 
     def _attention(
         self, module: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any, **_: Any

@@ -14,7 +14,7 @@ from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, crea
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_deepseek import CpuDeepseek
-from sgl_batch.model_executor.families import DeepseekFamily, family_of
+from sgl_batch.model_executor.families import DeepseekFamily, Family, family_of
 from sgl_batch.sglang_adapter.layers import (
     StandardCombineInput,
     UnquantizedFusedMoEMethod,
@@ -31,13 +31,13 @@ from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 class CpuOperators:
     """The operators of one scheduler process: `register` before the model is built, `adopt` after it is loaded.
 
-    `expert_runner`: the flag's value; then what computes the experts.
+    `expert_runner`: the flag's value; then what computes the experts. `weight_dtype`: the flag's value.
     """
 
-    def __init__(self, counters: Counters, expert_runner: str) -> None:
+    def __init__(self, counters: Counters, expert_runner: str, weight_dtype: str) -> None:
         self._counters = counters
         self._kernels = native_kernels()
-        self._weights = PackedWeights(self._kernels)
+        self._weights = PackedWeights(self._kernels, int8=weight_dtype == "int8")
         self.expert_runner = expert_runner
         if expert_runner == "auto":
             self.expert_runner = "torch" if self._kernels is None else "native"
@@ -62,15 +62,19 @@ class CpuOperators:
         allow_plain_positions()
 
     def adopt(self, model: Any) -> None:
-        """Pack the weights of a loaded model for the native kernels, and compute its linear layers with them."""
+        """Pack the weights of a loaded model for the native kernels, and compute its linear layers with them.
+
+        Routers and the output projection are never rounded: they choose experts and tokens.
+        """
         family = family_of(model)
         if isinstance(family, DeepseekFamily):
             CpuDeepseek(family, self._weights, self.expert_sums, self._counters).adopt(model)
+        routers = _routers(model, family)
         for module in put_linear_under(model, self._weights.linear, unless=self._weights.__contains__):
-            self._weights.add_linear(module.weight)
+            self._weights.add_linear(module.weight, exact=module in routers)
         head = put_lm_head_under(model, self._weights.linear)
         if head is not None and head.weight not in self._weights:
-            self._weights.add_linear(head.weight)
+            self._weights.add_linear(head.weight, exact=True)
         if self.expert_runner == "native":
             for layer in expert_layers(model):
                 self._weights.add_experts(layer.w13_weight, layer.w2_weight)
@@ -100,3 +104,11 @@ class CpuOperators:
             )
         self._counters.add_expert_call(rows_per_expert)
         return StandardCombineInput(hidden_states=out)
+
+
+def _routers(model: Any, family: Family | None) -> list[Any]:
+    """The modules that choose experts; none are known of a family without an adapter."""
+    if family is None:
+        return []
+    blocks = (family.expert_block(layer) for layer in family.layers(model))
+    return [block.gate for block in blocks if block is not None]

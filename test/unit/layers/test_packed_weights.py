@@ -94,6 +94,65 @@ def test_what_the_kernels_cannot_take_stays_plain(weight):
     assert (packed.linear(x, weight) == weight.shape[1]).all()
 
 
+@pytest.fixture
+def rounding():
+    return PackedWeights(native_kernels(), int8=True)
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What a weight stands for after rounding each output's weights to 255 values."""
+    scale = weight.float().abs().amax(-1, keepdim=True) / 127
+    return ((weight.float() / scale).round() * scale).to(weight.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounded_weights_compute_what_they_stand_for_in_less_memory(rounding, dtype):
+    weight, x = draw(16, HIDDEN, dtype=dtype), draw(7, HIDDEN).to(torch.bfloat16).to(dtype)
+    plain = weight.clone()
+    assert rounding.add_linear(weight)
+    assert weight.dtype == torch.int8
+    expected = x.double() @ rounded(plain.float()).double().t()
+    assert close(rounding.linear(x, weight), expected.to(dtype))
+
+
+@pytest.mark.parametrize("lone", [False, True])
+def test_rounded_experts_compute_what_they_stand_for(rounding, lone):
+    experts = 1 if lone else EXPERTS
+    w13, w2 = draw(experts, 2 * INTER, HIDDEN).bfloat16() / 7, draw(experts, HIDDEN, INTER).bfloat16() / 6
+    plain = rounded(w13), rounded(w2)
+    given = (w13[0], w2[0]) if lone else (w13, w2)
+    x, weights = draw(20, HIDDEN).bfloat16(), torch.rand(20, 1)
+    ids = torch.arange(20)[:, None] % experts
+    assert rounding.add_experts(*given)
+    w13, w2 = (given[0][None], given[1][None]) if lone else given
+    out, _ = rounding.experts(x, w13, w2, weights, ids)
+    assert close(out, combined_experts(x, *plain, weights, ids)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounded_weights_are_whole_where_they_are_written_and_rounded_to_the_same_again(rounding, dtype):
+    weight, x = draw(16, HIDDEN, dtype=dtype), draw(3, HIDDEN, dtype=dtype)
+    plain = weight.clone()
+    rounding.add_linear(weight)
+    before = rounding.linear(x, weight)
+    with rounding.plain():
+        assert torch.equal(weight, rounded(plain))
+    assert torch.equal(rounding.linear(x, weight), before)
+    with rounding.plain():
+        weight.copy_(plain * 2)
+    assert torch.equal(rounding.linear(x, weight), before * 2)
+
+
+def test_a_weight_of_zeros_and_one_that_must_stay_exact(rounding):
+    zeros, exact, x = torch.zeros(16, HIDDEN), draw(16, HIDDEN), draw(3, HIDDEN)
+    plain = exact.clone()
+    rounding.add_linear(zeros)
+    rounding.add_linear(exact, exact=True)
+    assert rounding.linear(x, zeros).eq(0).all()
+    assert exact.dtype == torch.float32
+    assert close(rounding.linear(x, exact), x @ plain.t())
+
+
 def test_without_kernels_nothing_is_packed():
     packed = PackedWeights(None)
     assert not packed.add_linear(torch.ones(8, 8))

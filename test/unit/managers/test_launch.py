@@ -10,8 +10,10 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from sgl_batch.errors import EngineError
-from sgl_batch.managers.launch import start_errors
+from sgl_batch.config import from_mapping
+from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.managers import launch
+from sgl_batch.managers.launch import sglang_arguments, start_errors
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -80,3 +82,26 @@ def test_a_start_that_fails_gives_back_the_handler_by_which_another_engine_learn
         assert signal.getsignal(signal.SIGQUIT) is handler
     finally:
         signal.signal(signal.SIGQUIT, before)
+
+
+INT8 = {"cpu_weight_dtype": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "on_cpu", "kernels", "message"),
+    [
+        (INT8, False, object(), "is for a CPU: leave it out, and see SGLang's --quantization"),
+        (INT8, True, None, "the native kernels are not there: run scripts/install"),
+        (
+            {**INT8, "expert_runner": "torch"},
+            True,
+            object(),
+            "expert_runner 'torch' takes no such weights: choose native",
+        ),
+    ],
+)
+def test_rounded_weights_are_refused_where_nothing_can_multiply_them(options, on_cpu, kernels, message, monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
+    monkeypatch.setattr(launch, "native_kernels", lambda: kernels)
+    with pytest.raises(ConfigError, match=f"cpu_weight_dtype is 'int8'.*{message}"):
+        sglang_arguments({}, from_mapping(options))

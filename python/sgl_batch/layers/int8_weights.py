@@ -1,0 +1,31 @@
+"""Owns the int8 form of weights: each output has a scale of its own, the largest of its weights becomes 127.
+
+Which weights take that form is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LARGEST = 127
+
+
+def to_int8(weight_BNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights rounded to int8 [B, N, K] and the scales [B, N], float32, that their outputs are multiplied by."""
+    rounded = torch.empty(weight_BNK.shape, dtype=torch.int8)
+    scales = torch.empty(weight_BNK.shape[:2])
+    # One matrix after the other: a whole layer in float32 would be the peak of loading.
+    for index, weight_NK in enumerate(weight_BNK):
+        exact = weight_NK.float()
+        scales[index] = exact.abs().amax(-1) / _LARGEST
+        scales[index][scales[index] == 0] = 1.0
+        rounded[index] = (exact / scales[index][:, None]).round_().clamp_(-_LARGEST, _LARGEST)
+    return rounded, scales
+
+
+def from_int8(rounded_BNK: torch.Tensor, scales_BN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weights [B, N, K] that rounded ones stand for."""
+    weights = torch.empty(rounded_BNK.shape, dtype=dtype)
+    for index, rounded_NK in enumerate(rounded_BNK):
+        weights[index] = rounded_NK.float() * scales_BN[index][:, None]
+    return weights
