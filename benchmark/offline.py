@@ -32,6 +32,7 @@ Measure the same offline workload through several engines, each in a fresh proce
 
   sgl_batch                sgl_batch.Engine
   sgl_batch_no_accumulate  the same with accumulate=False: experts called once per attention sub-batch
+  sgl_batch_int8           the same with cpu_weight_dtype=int8
   stock                    stock SGLang, on a CPU with the smallest shim that lets it start
   hf                       Hugging Face transformers, generate() over static batches
   vllm                     vLLM, where installed (see --vllm-python)
@@ -92,7 +93,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="ENGINE:NAME=VALUE",
-        help="argument for an engine's constructor; sgl_batch's also go to sgl_batch_no_accumulate; repeatable",
+        help="argument for an engine's constructor; sgl_batch's also go to its variants; repeatable",
     )
     how.add_argument("--out", type=Path, metavar="DIR", help="for record and logs (benchmark/out/DATE-TIME)")
     make = parser.add_argument_group("a model to measure with")
@@ -128,7 +129,8 @@ def parse_engine_arguments(texts: list[str]) -> dict[str, dict[str, Any]]:
             found[engine][name] = json.loads(value)
         except ValueError:
             found[engine][name] = value
-    found["sgl_batch_no_accumulate"] = {**found["sgl_batch"], **found["sgl_batch_no_accumulate"]}
+    for variant in ("sgl_batch_no_accumulate", "sgl_batch_int8"):
+        found[variant] = {**found["sgl_batch"], **found[variant]}
     return found
 
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 import atexit
 from typing import Any
 
+# What sets our engine's variants apart.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sgl_batch": {},
+    "sgl_batch_no_accumulate": {"accumulate": False},
+    "sgl_batch_int8": {"cpu_weight_dtype": "int8"},
+}
+
 
 class SglangRunner:
     """An engine with sglang.Engine's interface, asked for exact numbers of greedy tokens."""
@@ -33,7 +40,7 @@ class SglangRunner:
 
 
 def start(spec: dict[str, Any]) -> SglangRunner:
-    """The engine that the spec names: sgl_batch, sgl_batch_no_accumulate or stock."""
+    """The engine that the spec names: sgl_batch, a variant of it, or stock."""
     arguments = {"model_path": spec["model"], "dtype": spec["dtype"], "log_level": "error", **spec["arguments"]}
     if spec["engine"] == "stock":
         from sgl_batch.sglang_adapter.stock_engine import StockEngine
@@ -41,6 +48,4 @@ def start(spec: dict[str, Any]) -> SglangRunner:
         return SglangRunner(StockEngine(**arguments))
     from sgl_batch import Engine
 
-    if spec["engine"] == "sgl_batch_no_accumulate":
-        arguments["accumulate"] = False
-    return SglangRunner(Engine(**arguments))
+    return SglangRunner(Engine(**arguments, **VARIANTS[spec["engine"]]))

@@ -59,8 +59,8 @@ class ForwardConfig:
     )
     cpu_weight_dtype: str = _flag(
         "auto",
-        "on a CPU: auto keeps weights in the model's number type; int8 rounds those of experts and linear layers, with a "
-        "scale for each output, but not routers and the output projection: half the memory, and other tokens",
+        "on a CPU: auto keeps weights in the model's number type; int8 rounds those of experts and linear layers, with "
+        "a scale for each output, but not routers and the output projection: half the memory, and other tokens",
         choices=CPU_WEIGHT_DTYPES,
     )
 
