@@ -159,7 +159,7 @@ class Attention {
              const Tiles& tiles, int64_t tile, char* scratch) const {
     for (int64_t done = 0; done < count; done += kPanel) {
       const int64_t panel = (offset + done) / kPanel;
-      tile_({queries, query_bytes(), here.keys.ready(panel, isa_, scratch + spare_at_), c_.dim, tiles.size(tile), scores + done,
+      tile_({queries, query_bytes(), here.keys.ready_part(panel, scratch + spare_at_, 0, c_.dim), c_.dim, tiles.size(tile), scores + done,
              score_stride_, false,
              tiles.ahead(tile, next.keys.panel(done / kPanel), here.keys.panel_bytes(), tile_steps(c_.dtype, c_.dim))});
     }
@@ -171,7 +171,7 @@ class Attention {
     // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
     const int64_t k = std::min(part_, round_up(count, 2)), steps = tile_steps(c_.dtype, k);
     for (int64_t panel = 0; panel < here.values.panels(); ++panel)
-      tile_({weights, weight_bytes(), here.values.ready(panel, isa_, scratch + spare_at_, offset, offset + k), k,
+      tile_({weights, weight_bytes(), here.values.ready_part(panel, scratch + spare_at_, offset, offset + k), k,
              tiles.size(tile), sums + panel * kPanel, padded_dim_, true,
              tiles.ahead(tile, next.values.panel(panel), kStepBytes * steps, steps)});
   }

@@ -26,7 +26,6 @@ class Experts {
       : c_(call),
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.w_dtype)),
-        tile_(isa_.tile(call.w_dtype)),
         routing_(route(call.topk_ids, call.topk_weights, call.tokens, call.top_k, call.experts)) {
     const int64_t most = kTilesPerBlock * isa_.max_rows;
     for (int64_t expert = 0; expert < c_.experts; ++expert) {
@@ -109,14 +108,14 @@ class Experts {
     const auto stride = static_cast<int64_t>(row_bytes(c_.hidden));
     const int64_t first = chunk * up_panels_per_task_, last = std::min(first + up_panels_per_task_, gate.panels());
     for (int64_t panel = first; panel < last; ++panel) {
-      const void* gate_panel = gate.ready(panel, isa_, spare);
-      const void* up_panel = up.ready(panel, isa_, spare + gate.spare_bytes());
+      const ReadyPanel gate_panel = gate.ready(panel, isa_, spare, tiles.count);
+      const ReadyPanel up_panel = up.ready(panel, isa_, spare + gate.spare_bytes(), tiles.count);
       const int64_t next = std::min(panel + 1, gate.panels() - 1);
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int m = tiles.size(tile);
         const char* a = rows + (tiles.at(tile) - block.begin) * stride;
-        tile_({a, stride, gate_panel, c_.hidden, m, gates, kPanel, false, ahead(tiles, tile, gate, next)});
-        tile_({a, stride, up_panel, c_.hidden, m, ups, kPanel, false, ahead(tiles, tile, up, next)});
+        gate_panel.tile({a, stride, gate_panel.data, c_.hidden, m, gates, kPanel, false, ahead(tiles, tile, gate, next)});
+        up_panel.tile({a, stride, up_panel.data, c_.hidden, m, ups, kPanel, false, ahead(tiles, tile, up, next)});
         gate.scale(panel, isa_, gates, kPanel, m);
         up.scale(panel, isa_, ups, kPanel, m);
         isa_.silu_mul(gates, ups, m, row_dtype_, inter_row(tiles.at(tile)) + row_bytes(panel * kPanel),
@@ -167,11 +166,11 @@ class Experts {
   void down_products(int64_t expert, const Tiles& tiles, int64_t first, int64_t panels, float* products, char* scratch) const {
     const PackedWeight weight = w2(expert), after = w2(std::min(expert + 1, c_.experts - 1));
     for (int64_t p = 0; p < panels; ++p) {
-      const void* panel = weight.ready(first + p, isa_, scratch + panels_at_);
+      const ReadyPanel panel = weight.ready(first + p, isa_, scratch + panels_at_, tiles.count);
       const bool last = p + 1 == panels;
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         float* to = products + (tiles.at(tile) - tiles.begin) * panels * kPanel + p * kPanel;
-        tile_({inter_row(tiles.at(tile)), static_cast<int64_t>(inter_stride_), panel, c_.inter, tiles.size(tile), to,
+        panel.tile({inter_row(tiles.at(tile)), static_cast<int64_t>(inter_stride_), panel.data, c_.inter, tiles.size(tile), to,
                panels * kPanel, false, ahead(tiles, tile, last ? after : weight, last ? first : first + p + 1)});
         weight.scale(first + p, isa_, to, panels * kPanel, tiles.size(tile));
       }
@@ -181,7 +180,6 @@ class Experts {
   const ExpertsCall& c_;
   const Isa& isa_;
   const DType row_dtype_;
-  const TileFn tile_;
   const Routing routing_;
   std::vector<Block> blocks_;
   int64_t up_panels_per_task_ = 1, up_chunks_ = 1, down_panels_per_task_ = 1, down_chunks_ = 1;

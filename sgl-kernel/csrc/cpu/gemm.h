@@ -3,7 +3,7 @@
 //
 // A weight [N, K] is packed into panels of kPanel output columns; panel p begins at element p * kPanel * K and holds
 //   bf16: [K / 2][w][2]   a pair of neighbouring k for each column, as bf16 dot-product instructions want it
-//   int8: [K / 2][w][2]   likewise; it is widened to bf16, which holds it exactly, before it meets rows
+//   int8: [K / 2][w][2]   likewise; it is widened to bf16, which holds it exactly, before it meets rows or as it does
 //   f32:  [K][w]
 // with w = min(kPanel, N - p * kPanel), so that a packed matrix has exactly the size of the plain one.
 //
@@ -29,7 +29,7 @@ inline size_t size_of(DType dtype) { return dtype == DType::kI8 ? 1 : dtype == D
 // How many steps over k a tile takes.
 inline int64_t tile_steps(DType weight, int64_t k) { return weight == DType::kF32 ? k : (k + 1) / 2; }
 
-// What a weight is when a tile takes it.
+// What a weight is when rows meet it.
 inline DType tile_dtype(DType weight) { return weight == DType::kI8 ? DType::kBf16 : weight; }
 
 inline float bf16_to_f32(uint16_t value) {
@@ -103,6 +103,7 @@ struct Isa {
   bool bf16_pairs;  // activations meet bf16 weights as bf16 pairs
   TileFn tile_bf16;
   TileFn tile_f32;
+  TileFn tile_i8;  // takes a panel of int8 as it lies
   StoreFn store;
   SiluMulFn silu_mul;
   SoftmaxStepFn softmax_step;
@@ -111,8 +112,9 @@ struct Isa {
   WidenFn widen;
   ScaleColumnsFn scale_columns;
 
-  // What rows of activations must be to meet a weight, and the tile for it.
+  // What rows of activations must be to meet a weight.
   DType row_dtype(DType weight) const { return bf16_pairs ? tile_dtype(weight) : DType::kF32; }
+  // For panels in the form of a tile.
   TileFn tile(DType weight) const { return weight == DType::kF32 ? tile_f32 : tile_bf16; }
 };
 

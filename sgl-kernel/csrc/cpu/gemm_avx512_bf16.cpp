@@ -10,17 +10,25 @@
 namespace sgl_batch {
 namespace {
 
-template <int M>
+struct PairsBf16 {
+  static constexpr int kBytes = 2;
+  static __m512bh load(const char* from) { return (__m512bh)_mm512_loadu_si512(from); }
+};
+struct PairsI8 {
+  static constexpr int kBytes = 1;
+  static __m512bh load(const char* from) { return (__m512bh)Pairs(reinterpret_cast<const int8_t*>(from)).bf16(); }
+};
+
+template <int M, typename Weights>
 struct TilePairs {
   static void run(const Tile& tile) {
     VecF acc[M][kVectors];
     begin_block<M>(acc, tile, 0);
-    const uint32_t* b = static_cast<const uint32_t*>(tile.panel);
+    const char* b = static_cast<const char*>(tile.panel);
     Left<M> left(tile);
     Prefetch prefetch(tile, 0);
-    for (int64_t step = 0; step < tile.k; step += 2, b += kPanel, left.advance(4), prefetch.advance()) {
-      const __m512bh low = (__m512bh)_mm512_loadu_si512(b);
-      const __m512bh high = (__m512bh)_mm512_loadu_si512(b + kLanes);
+    for (int64_t step = 0; step < tile.k; step += 2, b += 2 * kPanel * Weights::kBytes, left.advance(4), prefetch.advance()) {
+      const __m512bh low = Weights::load(b), high = Weights::load(b + 2 * kLanes * Weights::kBytes);
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {
         const __m512bh row = (__m512bh)_mm512_set1_epi32(left.template word<int>(i));
@@ -32,8 +40,14 @@ struct TilePairs {
   }
 };
 
+template <int M>
+struct TileBf16Pairs : TilePairs<M, PairsBf16> {};
+template <int M>
+struct TileI8Pairs : TilePairs<M, PairsI8> {};
+
 }  // namespace
 
-constinit const Isa kAvx512Bf16 = isa_with("avx512_bf16", true, by_rows<TilePairs, kRows>);
+constinit const Isa kAvx512Bf16 =
+    isa_with("avx512_bf16", true, by_rows<TileBf16Pairs, kRows>, by_rows<TileI8Pairs, kRows>);
 }  // namespace sgl_batch
 #endif

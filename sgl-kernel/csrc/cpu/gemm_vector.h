@@ -89,24 +89,37 @@ struct TileF32 {
   }
 };
 
-// A bf16 pair in a 32-bit lane: its low half is the even k, its high half the odd one.
-template <int M>
-struct TileBf16 {
+// Weights of one step over two k, of kLanes columns. A bf16 pair lies in a 32-bit lane: its low half is the even k.
+struct WeightsBf16 {
+  static constexpr int kBytes = 2;
+  static void load(const char* from, VecF& even, VecF& odd) {
+    const VecU pair = *reinterpret_cast<const VecUU*>(from);
+    even = (VecF)(pair << 16);
+    odd = (VecF)(pair & 0xffff0000u);
+  }
+};
+struct WeightsI8 {
+  static constexpr int kBytes = 1;
+  static void load(const char* from, VecF& even, VecF& odd) {
+    const Pairs pairs(reinterpret_cast<const int8_t*>(from));
+    even = pairs.first;
+    odd = pairs.second;
+  }
+};
+
+template <int M, typename Weights>
+struct TileOfPairs {
   static void run(const Tile& tile) {
     for (int column = 0; column < kPanel; column += kLanes * kVectors) {
       VecF acc[M][kVectors];
       begin_block<M>(acc, tile, column);
-      const uint32_t* b = static_cast<const uint32_t*>(tile.panel) + column;
+      const char* b = static_cast<const char*>(tile.panel) + 2 * column * Weights::kBytes;
       Left<M> left(tile);
       Prefetch prefetch(tile, column);
-      for (int64_t step = 0; step < tile.k; step += 2, b += kPanel, left.advance(8), prefetch.advance()) {
+      for (int64_t step = 0; step < tile.k; step += 2, b += 2 * kPanel * Weights::kBytes, left.advance(8), prefetch.advance()) {
         VecF even[kVectors], odd[kVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          const VecU pair = *reinterpret_cast<const VecUU*>(b + v * kLanes);
-          even[v] = (VecF)(pair << 16);
-          odd[v] = (VecF)(pair & 0xffff0000u);
-        }
+        for (int v = 0; v < kVectors; ++v) Weights::load(b + 2 * v * kLanes * Weights::kBytes, even[v], odd[v]);
 #pragma GCC unroll 16
         for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
@@ -121,6 +134,11 @@ struct TileBf16 {
   }
 };
 
+template <int M>
+struct TileBf16 : TileOfPairs<M, WeightsBf16> {};
+template <int M>
+struct TileI8 : TileOfPairs<M, WeightsI8> {};
+
 // One compiled kernel for each number of rows.
 template <template <int> class Kernel, int M>
 void by_rows(const Tile& tile) {
@@ -130,14 +148,15 @@ void by_rows(const Tile& tile) {
   Kernel<M>::run(tile);
 }
 
-// Everything but the tile for bf16 is the same for all instruction sets.
-constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16) {
+// Everything but the tiles for pairs is the same for all instruction sets.
+constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, TileFn tile_i8) {
   return {
       .name = name,
       .max_rows = kRows,
       .bf16_pairs = bf16_pairs,
       .tile_bf16 = tile_bf16,
       .tile_f32 = by_rows<TileF32, kRows>,
+      .tile_i8 = tile_i8,
       .store = store_rows,
       .silu_mul = silu_mul,
       .softmax_step = softmax_step,

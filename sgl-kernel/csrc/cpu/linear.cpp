@@ -15,7 +15,6 @@ class Linear {
       : c_(call),
         isa_(isa()),
         row_dtype_(isa_.row_dtype(c_.w.dtype)),
-        tile_(isa_.tile(c_.w.dtype)),
         in_place_(row_dtype_ == c_.x_dtype),
         blocks_(divide_up(c_.rows, kTilesPerBlock * isa_.max_rows)),
         chunks_(std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_ * c_.heads), 1, c_.w.panels())),
@@ -55,12 +54,12 @@ class Linear {
     const Tiles tiles(block_begin(block), block_begin(block + 1), isa_.max_rows);
     alignas(64) float result[kMaxRows * kPanel];
     for (int64_t panel = w.panels() * chunk / chunks_; panel < w.panels() * (chunk + 1) / chunks_; ++panel) {
-      const void* ready = w.ready(panel, isa_, spare);
+      const ReadyPanel ready = w.ready(panel, isa_, spare, tiles.count);
       const char* next = w.panel(std::min(panel + 1, w.panels() - 1));
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int64_t row = tiles.at(tile);
         const int m = tiles.size(tile);
-        tile_({in_place_ ? given(head, row) : converted(head, row), in_place_ ? c_.x_row * element_ : row_bytes_, ready, w.k, m,
+        ready.tile({in_place_ ? given(head, row) : converted(head, row), in_place_ ? c_.x_row * element_ : row_bytes_, ready.data, w.k, m,
                result, kPanel, false, tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k))});
         w.scale(panel, isa_, result, kPanel, m);
         store(head, panel, row, m, result);
@@ -82,7 +81,6 @@ class Linear {
   const LinearCall& c_;
   const Isa& isa_;
   const DType row_dtype_;
-  const TileFn tile_;
   const bool in_place_;  // rows meet weights in their own number type
   const int64_t blocks_, chunks_, element_, row_bytes_;
   char* converted_ = nullptr;

@@ -62,19 +62,23 @@ void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratc
     unpack_words<uint32_t>(matrix, n, dtype == DType::kBf16 ? k / 2 : k, scratch);
 }
 
-const void* PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64_t first, int64_t last) const {
+ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const {
+  const int columns = width(index);
+  if (dtype != DType::kI8) return {ready_part(index, spare, 0, k), isa.tile(dtype)};
+  // Widening costs as much as a tile of few rows: it is done once where several tiles share it.
+  if (tiles == 1 && columns == kPanel) return {panel(index), isa.tile_i8};
+  // A narrow panel is widened as it is into the end of the full one, and spread out from there.
+  auto* wide = static_cast<uint16_t*>(spare) + (kPanel - columns) * k;
+  isa.widen(reinterpret_cast<const int8_t*>(panel(index)), columns * k, wide);
+  if (columns < kPanel) pad_words<uint32_t>(wide, columns, k / 2, spare);
+  return {spare, isa.tile_bf16};
+}
+
+const void* PackedWeight::ready_part(int64_t index, void* spare, int64_t first, int64_t last) const {
   const int columns = width(index);
   const char* at = panel(index) + first * columns * static_cast<int64_t>(size_of(dtype));
-  const int64_t count = last - first;
-  if (dtype == DType::kI8) {
-    // A narrow panel is widened as it is into the end of the full one, and spread out from there.
-    auto* wide = static_cast<uint16_t*>(spare) + (kPanel - columns) * count;
-    isa.widen(reinterpret_cast<const int8_t*>(at), columns * count, wide);
-    if (columns < kPanel) pad_words<uint32_t>(wide, columns, count / 2, spare);
-    return spare;
-  }
   if (columns == kPanel) return at;
-  pad_words<uint32_t>(at, columns, tile_steps(dtype, count), spare);
+  pad_words<uint32_t>(at, columns, tile_steps(dtype, last - first), spare);
   return spare;
 }
 

@@ -11,6 +11,12 @@ namespace sgl_batch {
 void pack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch);
 void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch);
 
+// A panel of full width, and the tile that takes it.
+struct ReadyPanel {
+  const void* data;
+  TileFn tile;
+};
+
 // A packed matrix [n, k]. One of int8 has a scale for each of its n outputs, with which products are multiplied.
 struct PackedWeight {
   const void* data;
@@ -23,11 +29,11 @@ struct PackedWeight {
   const char* panel(int64_t index) const { return static_cast<const char*>(data) + index * panel_bytes(); }
   int width(int64_t index) const { return static_cast<int>(n - index * kPanel < kPanel ? n - index * kPanel : kPanel); }
 
-  // The panel as a tile takes it, with its full width: itself, or a copy in `spare`, of spare_bytes(), widened from int8
-  // and padded with zeros. Of all k, or of [first, last) of them.
+  // The panel with its full width: itself, or a copy in `spare`, of spare_bytes(), widened from int8 and padded with
+  // zeros. Of all k, for a number of tiles, or of [first, last), of a matrix that is not of int8.
   size_t spare_bytes() const { return size_of(tile_dtype(dtype)) * kPanel * static_cast<size_t>(k); }
-  const void* ready(int64_t index, const Isa& isa, void* spare) const { return ready(index, isa, spare, 0, k); }
-  const void* ready(int64_t index, const Isa& isa, void* spare, int64_t first, int64_t last) const;
+  ReadyPanel ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const;
+  const void* ready_part(int64_t index, void* spare, int64_t first, int64_t last) const;
 
   // Multiplies rows of products with the given panel by the scales of its columns, where there are any.
   void scale(int64_t index, const Isa& isa, float* c, int64_t c_stride, int rows) const;

@@ -15,7 +15,6 @@ typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
 typedef float VecFU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 typedef uint32_t VecUU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
-typedef int8_t VecBU __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef uint16_t VecHU __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
 
 inline VecF load(const float* from) { return *reinterpret_cast<const VecFU*>(from); }
@@ -79,13 +78,22 @@ constexpr float kLog2E = 1.44269504088896341f;
     }
 }
 
-// Whole numbers up to 127 need no rounding.
+// Pairs of int8: the first ones of the pairs and the second ones.
+struct Pairs {
+  explicit Pairs(const int8_t* from) {
+    const VecU pairs = __builtin_convertvector(*reinterpret_cast<const VecHU*>(from), VecU);
+    first = __builtin_convertvector((VecI)(pairs << 24) >> 24, VecF);
+    second = __builtin_convertvector((VecI)(pairs << 16) >> 24, VecF);
+  }
+  // As pairs of bf16: whole numbers up to 127 need no rounding.
+  VecU bf16() const { return (VecU)first >> 16 | ((VecU)second & 0xffff0000u); }
+
+  VecF first, second;
+};
+
 [[maybe_unused]] void widen(const int8_t* from, int64_t count, uint16_t* to) {
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const VecF value = __builtin_convertvector(*reinterpret_cast<const VecBU*>(from + i), VecF);
-    *reinterpret_cast<VecHU*>(to + i) = __builtin_convertvector((VecU)value >> 16, VecH);
-  }
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) *reinterpret_cast<VecUU*>(to + i) = Pairs(from + i).bf16();
   for (; i < count; ++i) to[i] = f32_to_bf16(from[i]);
 }
 
