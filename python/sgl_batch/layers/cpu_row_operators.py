@@ -11,6 +11,8 @@ from sgl_batch.sglang_adapter.layers import (
     DeepseekScalingRotaryEmbedding,
     RMSNorm,
     RotaryEmbedding,
+    is_plain_norm,
+    put_qk_norm_rope_under,
     register_forward,
 )
 
@@ -24,15 +26,8 @@ def register(kernels: ModuleType, dispatch_key: str) -> None:
         residual: torch.Tensor | None = None,
         post_residual_addition: torch.Tensor | None = None,
     ) -> Any:
-        plain = (
-            post_residual_addition is None
-            and norm.variance_size_override is None
-            and norm.override_orig_dtype in (None, x.dtype)
-            and not norm.cast_x_before_out_mul
-            and not norm.fp32_residual
-            and (residual is None or residual.dtype == x.dtype)
-        )
-        if not plain:
+        same_type = norm.override_orig_dtype in (None, x.dtype) and (residual is None or residual.dtype == x.dtype)
+        if post_residual_addition is not None or not same_type or not is_plain_norm(norm):
             return norm.forward_native(x, residual, post_residual_addition)
         rows = x.reshape(-1, x.shape[-1])
         if rows.stride(-1) != 1:
@@ -68,3 +63,22 @@ def register(kernels: ModuleType, dispatch_key: str) -> None:
     register_forward(RMSNorm, rms_norm, dispatch_key)
     for embedding_class in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
         register_forward(embedding_class, rotary, dispatch_key)
+
+
+def adopt(kernels: ModuleType, model: Any) -> None:
+    """Norm and rotate the heads of a loaded model's queries and keys in one pass, where it norms them."""
+
+    def qk_norm_rope(attention: Any, qkv: torch.Tensor, positions: torch.Tensor) -> None:
+        kernels.qk_norm_rope(
+            qkv,
+            attention.q_norm.weight.data,
+            attention.k_norm.weight.data,
+            attention.q_norm.variance_epsilon,
+            positions.flatten().to(torch.int64),
+            attention.rotary_emb.cos_sin_cache,
+            q_heads=attention.num_heads,
+            k_heads=attention.num_kv_heads,
+            neox=attention.rotary_emb.is_neox_style,
+        )
+
+    put_qk_norm_rope_under(model, qk_norm_rope)

@@ -69,6 +69,8 @@ class CpuOperators:
         family = family_of(model)
         if isinstance(family, DeepseekFamily):
             CpuDeepseek(family, self._weights, self.expert_sums, self._counters).adopt(model)
+        if self._kernels is not None:
+            cpu_row_operators.adopt(self._kernels, model)
         routers = _routers(model, family)
         for module in put_linear_under(model, self._weights.linear, unless=self._weights.__contains__):
             self._weights.add_linear(module.weight, exact=module in routers)

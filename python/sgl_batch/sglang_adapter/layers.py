@@ -51,11 +51,13 @@ __all__ = [
     "allow_plain_positions",
     "expert_layers",
     "forget_attention_inputs",
+    "is_plain_norm",
     "number_scratch",
     "put_experts_under",
     "put_forwards_under",
     "put_linear_under",
     "put_lm_head_under",
+    "put_qk_norm_rope_under",
     "register_attention_backend",
     "register_forward",
     "register_grammar_backend",
@@ -93,6 +95,45 @@ def put_forwards_under(model: Any, forwards: Mapping[str, Callable[..., Any]]) -
             module.forward = partial(forwards[name], module)
             found[name].append(module)
     return found
+
+
+def put_qk_norm_rope_under(model: Any, compute: Callable[..., None]) -> int:
+    """Let attention that norms each head of queries and keys do so, and rotate them, by `compute`; returns how many.
+
+    `compute(attention, qkv, positions)` writes to qkv [T, q | k | v]. Attention of other norms or positions stays.
+    """
+
+    def under(attention: Any) -> Callable[..., Any]:
+        def apply_qk_norm_rope(qkv: Any, positions: Any, forward_batch: Any) -> Any:
+            compute(attention, qkv, positions)
+            return qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+
+        return apply_qk_norm_rope
+
+    found = [m for m in model.modules() if hasattr(m, "apply_qk_norm_rope") and _norms_and_rotates_plainly(m)]
+    for attention in found:
+        attention.apply_qk_norm_rope = under(attention)
+        attention._used_fused_qk_norm_rope_last_call = False
+    return len(found)
+
+
+def _norms_and_rotates_plainly(attention: Any) -> bool:
+    norms = (attention.q_norm, attention.k_norm)
+    return (
+        all(type(norm) is RMSNorm and is_plain_norm(norm) for norm in norms)
+        and type(attention.rotary_emb) is RotaryEmbedding
+        and norms[0].variance_epsilon == norms[1].variance_epsilon
+    )
+
+
+def is_plain_norm(norm: Any) -> bool:
+    """Whether a norm is over whole rows, with one rounding at its end."""
+    return (
+        norm.variance_size_override is None
+        and norm.override_orig_dtype in (None, norm.weight.dtype)
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
+    )
 
 
 def allow_plain_positions() -> None:

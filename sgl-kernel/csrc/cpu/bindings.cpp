@@ -101,22 +101,40 @@ std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const std::opti
   return {out, residual.has_value() ? summed : out};
 }
 
-void rotary(at::Tensor x, const at::Tensor& positions, const at::Tensor& cos_sin, int64_t head_dim, bool neox) {
-  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) % head_dim == 0, "x is ", x.sizes(), " with strides ",
-              x.strides(), " for heads of ", head_dim);
+RotaryCall rotary_call(const at::Tensor& x, const at::Tensor& positions, const at::Tensor& cos_sin, int64_t heads,
+                       int64_t head_dim, bool neox) {
   check(positions, 1, "positions");
   check(cos_sin, 2, "cos_sin");
   TORCH_CHECK(positions.size(0) == x.size(0) && positions.scalar_type() == at::kLong, "positions are ",
               positions.scalar_type(), positions.sizes(), " for ", x.size(0), " rows; use int64");
   TORCH_CHECK(cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= head_dim, "cos_sin is ", cos_sin.sizes(),
               "; use [positions, an even number up to ", head_dim, "]");
-  if (x.size(0) == 0) return;
+  if (x.size(0) == 0) return {};
   const auto* first = positions.data_ptr<int64_t>();
   const auto [least, most] = std::minmax_element(first, first + positions.size(0));
   TORCH_CHECK(*least >= 0 && *most < cos_sin.size(0), "a position lies outside of the ", cos_sin.size(0),
               " positions of cos_sin");
-  run_rotary({x.size(0), x.size(1) / head_dim, head_dim, cos_sin.size(1), positions.data_ptr<int64_t>(),
-              cos_sin.data_ptr(), dtype_of(cos_sin, "cos_sin"), neox, x.data_ptr(), x.stride(0), dtype_of(x, "x")});
+  return {x.size(0), heads, head_dim, cos_sin.size(1), positions.data_ptr<int64_t>(), cos_sin.data_ptr(),
+          dtype_of(cos_sin, "cos_sin"), neox, x.data_ptr(), x.stride(0), dtype_of(x, "x")};
+}
+
+void rotary(at::Tensor x, const at::Tensor& positions, const at::Tensor& cos_sin, int64_t head_dim, bool neox) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) % head_dim == 0, "x is ", x.sizes(), " with strides ",
+              x.strides(), " for heads of ", head_dim);
+  run_rotary(rotary_call(x, positions, cos_sin, x.size(1) / head_dim, head_dim, neox));
+}
+
+void qk_norm_rope(at::Tensor qkv, const at::Tensor& q_weight, const at::Tensor& k_weight, double eps,
+                  const at::Tensor& positions, const at::Tensor& cos_sin, int64_t q_heads, int64_t k_heads, bool neox) {
+  check(q_weight, 1, "q_weight");
+  check(k_weight, 1, "k_weight");
+  const int64_t head_dim = q_weight.size(0), heads = q_heads + k_heads;
+  TORCH_CHECK(k_weight.size(0) == head_dim && k_weight.scalar_type() == q_weight.scalar_type(), "q_weight is ",
+              q_weight.scalar_type(), q_weight.sizes(), " and k_weight ", k_weight.scalar_type(), k_weight.sizes());
+  TORCH_CHECK(qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(1) >= heads * head_dim, "qkv is ", qkv.sizes(),
+              " with strides ", qkv.strides(), " for ", heads, " heads of ", head_dim);
+  run_qk_norm_rope({rotary_call(qkv, positions, cos_sin, heads, head_dim, neox), q_heads, q_weight.data_ptr(),
+                    k_weight.data_ptr(), dtype_of(q_weight, "q_weight"), static_cast<float>(eps)});
 }
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, const at::Tensor& starts,
@@ -156,6 +174,8 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   library.def("rotary(Tensor(a!) x, Tensor positions, Tensor cos_sin, int head_dim, bool neox) -> ()");
+  library.def("qk_norm_rope(Tensor(a!) qkv, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, "
+              "Tensor cos_sin, int q_heads, int k_heads, bool neox) -> ()");
   library.def(
       "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor starts, Tensor lengths, Tensor table_starts, Tensor "
       "tables, int page, int dim, float scaling) -> Tensor");
@@ -170,5 +190,6 @@ TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("linear", sgl_batch::linear);
   library.impl("rms_norm", sgl_batch::rms_norm);
   library.impl("rotary", sgl_batch::rotary);
+  library.impl("qk_norm_rope", sgl_batch::qk_norm_rope);
   library.impl("attention", sgl_batch::attention);
 }

@@ -33,7 +33,11 @@ void run_rms_norm(const RmsNormCall& c) {
   });
 }
 
-void run_rotary(const RotaryCall& c) {
+namespace {
+
+// Calls before(head, place, thread) for every head, then rotates it.
+template <typename Before>
+void rotate_rows(const RotaryCall& c, const Before& before) {
   const int64_t half = c.rotary_dim / 2;
   const RotateHeadFn rotate_head = isa().rotate_head;
   const size_t element = size_of(c.dtype);
@@ -46,9 +50,28 @@ void run_rotary(const RotaryCall& c) {
       read_row(cosine, static_cast<const char*>(c.cos_sin) + angles, c.cos_sin_dtype, c.rotary_dim);
       for (int64_t head = 0; head < c.heads; ++head) {
         char* place = static_cast<char*>(c.x) + static_cast<size_t>(r * c.x_stride + head * c.head_dim) * element;
+        before(head, place, thread);
         rotate_head(place, cosine, cosine + half, half, c.neox, c.dtype);
       }
     }
+  });
+}
+
+}  // namespace
+
+void run_rotary(const RotaryCall& c) {
+  rotate_rows(c, [](int64_t, void*, int) {});
+}
+
+void run_qk_norm_rope(const QkNormRopeCall& c) {
+  const int64_t width = c.heads.head_dim;
+  std::vector<float> q_weight(width), k_weight(width), scratch(static_cast<size_t>(width) * num_threads());
+  read_row(q_weight.data(), c.q_weight, c.weight_dtype, width);
+  read_row(k_weight.data(), c.k_weight, c.weight_dtype, width);
+  const NormRowFn norm_row = isa().norm_row;
+  rotate_rows(c.heads, [&](int64_t head, void* place, int thread) {
+    norm_row({place, nullptr, nullptr, place}, (head < c.q_heads ? q_weight : k_weight).data(), c.eps, width, c.heads.dtype,
+             scratch.data() + width * thread);
   });
 }
 

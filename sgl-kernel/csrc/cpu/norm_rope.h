@@ -40,4 +40,17 @@ struct RotaryCall {
 
 void run_rotary(const RotaryCall& call);
 
+// Both for the query and key heads of rows [q heads | k heads | whatever follows], in place: each head's norm by itself,
+// rounded to `dtype`, then its rotation. Equals run_rms_norm and run_rotary one after the other.
+struct QkNormRopeCall {
+  RotaryCall heads;  // of queries and keys together
+  int64_t q_heads;
+  const void* q_weight;  // [head_dim]
+  const void* k_weight;  // [head_dim]
+  DType weight_dtype;
+  float eps;
+};
+
+void run_qk_norm_rope(const QkNormRopeCall& call);
+
 }  // namespace sgl_batch

@@ -83,6 +83,25 @@ def rotary(x_T: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor, 
     _ops.rotary(x_T, positions_T, cos_sin, head_dim, neox)
 
 
+def qk_norm_rope(
+    qkv_T: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    eps: float,
+    positions_T: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    q_heads: int,
+    k_heads: int,
+    neox: bool,
+) -> None:
+    """Norm and rotate every query and key head of rows [T, (q_heads + k_heads) * D and more] in place.
+
+    The same bits as `rms_norm` of each head and `rotary` after it.
+    """
+    _ops.qk_norm_rope(qkv_T, q_weight_D, k_weight_D, eps, positions_T, cos_sin, q_heads, k_heads, neox)
+
+
 PANEL = 32
 """Columns of a packed panel: of a page's keys, tokens; of its values, channels."""
 
