@@ -20,6 +20,13 @@ struct Block {
   int64_t piece, head, last_head, begin, end;
 };
 
+// One head's rows of a block.
+struct Rows {
+  const char* queries;
+  float* state;
+  float* sums;
+};
+
 // One head's part of a page.
 struct Pages {
   PackedWeight keys, values;
@@ -42,12 +49,15 @@ class Attention {
     int64_t count = 0;
     for (int64_t piece = 0; piece < c_.pieces; ++piece)
       count += divide_up(c_.starts[piece + 1] - c_.starts[piece], tokens_per_block_);
-    // The heads of a page lie one after the other: where there are blocks enough, one takes them all.
-    const int64_t heads = count >= kTasksPerThread * num_threads() ? c_.kv_heads : 1;
-    for (int64_t piece = 0; piece < c_.pieces; ++piece)
+    const bool enough = count >= kTasksPerThread * num_threads();
+    for (int64_t piece = 0; piece < c_.pieces; ++piece) {
+      // The heads of a page lie one after the other: where there are blocks enough, one of few rows takes them all.
+      const int64_t tokens = c_.starts[piece + 1] - c_.starts[piece];
+      const int64_t heads = enough && tokens * c_.q_heads <= tokens_per_block_ * group_ ? c_.kv_heads : 1;
       for (int64_t head = 0; head < c_.kv_heads; head += heads)
-        for (int64_t token = 0, tokens = c_.starts[piece + 1] - c_.starts[piece]; token < tokens; token += tokens_per_block_)
+        for (int64_t token = 0; token < tokens; token += tokens_per_block_)
           blocks_.push_back({piece, head, head + heads, token, std::min(tokens, token + tokens_per_block_)});
+    }
     // Long ones first, so that no thread begins one at the end.
     std::stable_sort(blocks_.begin(), blocks_.end(), [this](const Block& a, const Block& b) { return work(a) > work(b); });
   }
@@ -66,12 +76,8 @@ class Attention {
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
     const auto count = static_cast<int64_t>(blocks_.size());
     run_tasks_ahead(count, [&](int64_t index, int64_t next, int thread) {
-      const Block& block = blocks_[index];
-      for (int64_t head = block.head; head < block.last_head; ++head) {
-        const bool last = head + 1 == block.last_head;
-        const Block& after = last && next < count ? blocks_[next] : block;
-        attend(block, head, pages_at(after, last ? after.head : head + 1, 0), base + bytes * thread);
-      }
+      const Block& after = blocks_[next < count ? next : index];
+      attend(blocks_[index], pages_at(after, after.head, 0), base + bytes * thread);
     });
   }
 
@@ -99,28 +105,34 @@ class Attention {
     return static_cast<size_t>(token * stride + (head * group_ + row % group_) * c_.dim) * element();
   }
 
-  // `after`: what is read when this block's head is done.
-  void attend(const Block& block, int64_t head, const Pages& after, char* scratch) const {
-    const int64_t rows = (block.end - block.begin) * group_;
-    auto* sums = reinterpret_cast<float*>(scratch + sums_at_);
+  // `after`: what is read when this block is done.
+  void attend(const Block& block, const Pages& after, char* scratch) const {
+    const int64_t rows = (block.end - block.begin) * group_, heads = block.last_head - block.head;
     auto* state = reinterpret_cast<float*>(scratch + state_at_);
-    std::fill(sums, sums + rows * padded_dim_, 0.0f);
-    for (int64_t row = 0; row < rows; ++row) {
-      state[2 * row] = -std::numeric_limits<float>::infinity();
-      state[2 * row + 1] = 0.0f;
-      convert_row(scratch + queries_at_ + row * query_bytes(), row_dtype_,
-                  static_cast<const char*>(c_.q) + row_offset(block, head, row, c_.q_stride), c_.dtype, c_.dim);
+    auto* sums = reinterpret_cast<float*>(scratch + sums_at_);
+    std::fill(sums, sums + heads * rows * padded_dim_, 0.0f);
+    for (int64_t at = 0; at < heads * rows; ++at) {
+      state[2 * at] = -std::numeric_limits<float>::infinity();
+      state[2 * at + 1] = 0.0f;
+      convert_row(scratch + queries_at_ + at * query_bytes(), row_dtype_,
+                  static_cast<const char*>(c_.q) + row_offset(block, block.head + at / rows, at % rows, c_.q_stride), c_.dtype,
+                  c_.dim);
     }
     const Tiles tiles(0, rows, isa_.max_rows);
     const int64_t tokens = seen_by(block, block.end - 1);
-    for (int64_t first = 0; first < tokens; first += chunk_) {
-      const Pages next = first + chunk_ < tokens ? pages_at(block, head, first + chunk_) : after;
-      for (int64_t tile = 0; tile < tiles.count; ++tile) attend_tile(block, head, first, next, tiles, tile, scratch);
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-      float* sum = sums + row * padded_dim_;
-      scale_row(sum, sum, 1.0f / state[2 * row + 1], c_.dim);
-      write_row(static_cast<char*>(c_.out) + row_offset(block, head, row, c_.q_heads * c_.dim), c_.dtype, sum, c_.dim);
+    for (int64_t first = 0; first < tokens; first += chunk_)
+      for (int64_t head = 0; head < heads; ++head) {
+        const Pages next = head + 1 < heads          ? pages_at(block, block.head + head + 1, first)
+                           : first + chunk_ < tokens ? pages_at(block, block.head, first + chunk_)
+                                                     : after;
+        const Rows own{scratch + queries_at_ + head * rows * query_bytes(), state + 2 * head * rows, sums + head * rows * padded_dim_};
+        for (int64_t tile = 0; tile < tiles.count; ++tile) attend_tile(block, block.head + head, first, next, tiles, tile, own, scratch);
+      }
+    for (int64_t at = 0; at < heads * rows; ++at) {
+      float* sum = sums + at * padded_dim_;
+      scale_row(sum, sum, 1.0f / state[2 * at + 1], c_.dim);
+      write_row(static_cast<char*>(c_.out) + row_offset(block, block.head + at / rows, at % rows, c_.q_heads * c_.dim), c_.dtype,
+                sum, c_.dim);
     }
   }
 
@@ -128,15 +140,15 @@ class Attention {
 
   // One tile of rows against the chunk that begins at token `first`: scores, weights, and what they add to the sums.
   void attend_tile(const Block& block, int64_t head, int64_t first, const Pages& next, const Tiles& tiles, int64_t tile,
-                   char* scratch) const {
+                   const Rows& own, char* scratch) const {
     const int64_t row = tiles.at(tile);
     const int m = tiles.size(tile);
     const int64_t most = std::min(chunk_, seen_by(block, block.begin + (row + m - 1) / group_) - first);
     if (most <= 0) return;
     auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
-    auto* state = reinterpret_cast<float*>(scratch + state_at_) + 2 * row;
-    auto* sums = reinterpret_cast<float*>(scratch + sums_at_) + row * padded_dim_;
-    const char* queries = scratch + queries_at_ + row * query_bytes();
+    float* state = own.state + 2 * row;
+    float* sums = own.sums + row * padded_dim_;
+    const char* queries = own.queries + row * query_bytes();
     for (int64_t part = 0; part < most; part += part_)
       score(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), next, queries,
             scores + part, tiles, tile, scratch);
