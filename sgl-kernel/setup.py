@@ -1,5 +1,9 @@
-"""Builds the operators against the torch of this environment: `pip install --no-build-isolation sgl-kernel/`."""
+"""Builds the operators against the torch of this environment: `pip install --no-build-isolation sgl-kernel/`.
 
+SGL_BATCH_KERNEL_FLAGS: more flags for the compiler, after our own.
+"""
+
+import os
 from pathlib import Path
 
 from setuptools import setup
@@ -23,6 +27,7 @@ setup(
                 "-Wall",
                 "-Wextra",
                 "-Wno-psabi",
+                *os.environ.get("SGL_BATCH_KERNEL_FLAGS", "").split(),
             ],
         )
     ],

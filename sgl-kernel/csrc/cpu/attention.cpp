@@ -74,6 +74,7 @@ class Attention {
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
+    for (int thread = 0; thread < num_threads(); ++thread) one.guard(base + bytes * thread);
     const auto count = static_cast<int64_t>(blocks_.size());
     run_tasks_ahead(count, [&](int64_t index, int64_t next, int thread) {
       const Block& after = blocks_[next < count ? next : index];

@@ -69,6 +69,7 @@ class Mla {
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
+    for (int thread = 0; thread < num_threads(); ++thread) one.guard(base + bytes * thread);
     run_tasks(static_cast<int64_t>(blocks_.size()),
               [&](int64_t index, int thread) { attend(blocks_[index], base + bytes * thread); });
   }

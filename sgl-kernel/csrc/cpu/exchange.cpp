@@ -134,8 +134,9 @@ void Exchange::publish_tokens(const TokenFormat& format, const char* x, size_t x
     for (int64_t t = first; t < last; ++t)
       std::memcpy(own + layout_.x + t * row_bytes, x + t * x_stride_bytes, static_cast<size_t>(row_bytes));
   });
-  std::memcpy(own + layout_.ids, ids, static_cast<size_t>(choices) * 4);
-  std::memcpy(own + layout_.weights, weights, static_cast<size_t>(choices) * 4);
+  // Not memcpy: without tokens there may be no memory, and memcpy must not be given a null pointer even for no bytes.
+  std::copy_n(ids, choices, reinterpret_cast<int32_t*>(own + layout_.ids));
+  std::copy_n(weights, choices, reinterpret_cast<float*>(own + layout_.weights));
   publish(header(rank_).exchanged, tokens_phase_);
   await_all(&RegionHeader::exchanged, tokens_phase_);
   check_formats();

@@ -80,6 +80,8 @@ class Experts {
     char* base = static_cast<char*>(workspace.at_least(all.total()));
     inter_ = base + inter_at;
     scratch_ = base + scratch_at;
+    all.guard(base);
+    for (int thread = 0; thread < num_threads(); ++thread) one.guard(scratch(thread));
   }
 
   char* scratch(int thread) const { return scratch_ + scratch_bytes_ * thread; }

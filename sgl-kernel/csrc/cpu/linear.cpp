@@ -27,6 +27,7 @@ class Linear {
     const size_t spare_at = carver.take(c_.w.spare_bytes() * num_threads());
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(carver.total()));
+    carver.guard(base);
     converted_ = base + rows_at;
     if (!in_place_) run_tasks(c_.heads * blocks_, [this](int64_t task, int) { convert(task / blocks_, task % blocks_); });
     // The blocks of one chunk come one after the other: its weights are then in the caches.

@@ -1,10 +1,18 @@
-// Owns scratch memory that outlives a call: it grows, stays, and lies on huge pages where the kernel grants them.
+// Owns scratch memory that outlives a call: it grows, stays, and lies on huge pages where the kernel grants them. In a
+// build with AddressSanitizer nothing can be read or written between and behind its parts.
 #pragma once
 
 #include <sys/mman.h>
 
 #include <cstddef>
 #include <new>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+
+#include <utility>
+#include <vector>
+#endif
 
 namespace sgl_batch {
 
@@ -17,7 +25,18 @@ class Workspace {
 
   // At least `bytes` bytes, aligned to a page; their content is undefined. Valid until the next call.
   void* at_least(size_t bytes) {
-    if (bytes <= size_) return memory_;
+    if (bytes > size_) grow(bytes);
+#ifdef __SANITIZE_ADDRESS__
+    ASAN_UNPOISON_MEMORY_REGION(memory_, bytes);
+    ASAN_POISON_MEMORY_REGION(static_cast<char*>(memory_) + bytes, size_ - bytes);
+#endif
+    return memory_;
+  }
+
+ private:
+  static constexpr size_t kHugePage = size_t{1} << 21;
+
+  void grow(size_t bytes) {
     release();
     const size_t rounded = (bytes + kHugePage - 1) / kHugePage * kHugePage;
     void* memory = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -27,13 +46,12 @@ class Workspace {
 #endif
     memory_ = memory;
     size_ = rounded;
-    return memory_;
   }
 
- private:
-  static constexpr size_t kHugePage = size_t{1} << 21;
-
   void release() {
+#ifdef __SANITIZE_ADDRESS__
+    ASAN_UNPOISON_MEMORY_REGION(memory_, size_);
+#endif
     if (memory_ != nullptr) munmap(memory_, size_);
     memory_ = nullptr;
     size_ = 0;
@@ -49,11 +67,26 @@ class Carver {
   size_t take(size_t bytes) {
     const size_t at = next_;
     next_ += (bytes + 63) / 64 * 64;
+#ifdef __SANITIZE_ADDRESS__
+    next_ += kGap;
+    gaps_.emplace_back(at + bytes, next_);
+#endif
     return at;
   }
   size_t total() const { return next_; }
 
+  // To be called for the memory of every thread that has these parts.
+  void guard([[maybe_unused]] char* base) const {
+#ifdef __SANITIZE_ADDRESS__
+    for (const auto& [from, to] : gaps_) ASAN_POISON_MEMORY_REGION(base + from, to - from);
+#endif
+  }
+
  private:
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr size_t kGap = 4096;
+  std::vector<std::pair<size_t, size_t>> gaps_;
+#endif
   size_t next_ = 0;
 };
 
