@@ -14,6 +14,7 @@ class Event(enum.Enum):
     COMBINE_PREFILL = "combined into a prefill group"
     YIELD_PREFILLED = "yielded after prefill"
     COMBINE_DECODE = "combined into the decode group"
+    SUSPEND = "suspended"
     DEPART = "gone to another rank"
     ARRIVE = "arrived from another rank"
     FINISH = "finished"
@@ -27,6 +28,9 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.PREFILLING, Event.FINISH): Status.FINISHED,
     (Status.PREFILLING, Event.ABORT): Status.ABORTED,
     (Status.READY, Event.COMBINE_DECODE): Status.RUNNING,
+    (Status.RUNNING, Event.SUSPEND): Status.SUSPENDED,
+    (Status.SUSPENDED, Event.COMBINE_DECODE): Status.RUNNING,
+    (Status.SUSPENDED, Event.ABORT): Status.ABORTED,
     (Status.READY, Event.ABORT): Status.ABORTED,
     (Status.READY, Event.DEPART): Status.MIGRATING,
     (Status.RUNNING, Event.DEPART): Status.MIGRATING,

@@ -31,10 +31,21 @@ class PageLedger:
         assert pages <= self.free_pages, f"{owner} wants {pages} pages, {self.free_pages} are free"
         self._reserved[owner] = pages
 
+    def resize(self, owner: str, pages: int) -> None:
+        """Let an owner hold more pages than it does, or fewer."""
+        more = pages - self.held(owner)
+        assert more <= self.free_pages, f"{owner} wants {more} pages more, {self.free_pages} are free"
+        self._reserved[owner] = pages
+
     def release(self, owner: str) -> int:
         """Give back what `owner` holds; returns the pages. Releasing twice is a fault."""
         assert owner in self._reserved, f"{owner} holds no reservation"
         return self._reserved.pop(owner)
+
+    def held(self, owner: str) -> int:
+        """Pages that an owner holds. One without a reservation is a fault."""
+        assert owner in self._reserved, f"{owner} holds no reservation"
+        return self._reserved[owner]
 
     def holds(self, owner: str) -> bool:
         return owner in self._reserved

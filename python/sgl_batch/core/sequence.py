@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 
 class Status(enum.Enum):
-    """Where a sequence stands (DESIGN names; SUSPENDED appears with the tier that needs it)."""
+    """Where a sequence stands: SUSPENDED ones wait with their KV in the store tier, in the middle of their output."""
 
     QUEUED = "QUEUED"
     PREFILLING = "PREFILLING"
     READY = "READY"
     RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
     MIGRATING = "MIGRATING"
     FINISHED = "FINISHED"
     ABORTED = "ABORTED"
@@ -23,7 +24,8 @@ class Sequence:
     """One request's generation, as an explicit state machine that can be written down.
 
     Lengths are in tokens. `prompt_group` names the choices of one request (n > 1) that share a prompt;
-    `choice` is the index among them and choice 0 is the leader, which computes the prompt for all.
+    `choice` is the index among them and choice 0 is the leader, which computes the prompt for all. `waits_since` orders
+    those that wait for pages of the device, READY and SUSPENDED alike.
     """
 
     sequence_id: str
@@ -34,6 +36,12 @@ class Sequence:
     choice: int = 0
     status: Status = Status.QUEUED
     generated_tokens: int = 0
+    waits_since: int = 0
+
+    @property
+    def kv_tokens(self) -> int:
+        """Positions whose KV it has, once its prompt is computed: the last token sampled has none yet."""
+        return self.prompt_tokens + max(self.generated_tokens, 1) - 1
 
     @property
     def is_leader(self) -> bool:

@@ -1,0 +1,105 @@
+"""Who keeps device pages at a boundary: rules one by one, then long random runs under pressure."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from sequence_builders import plan, sequence
+from virtual_memory_pressure import VirtualPressure
+
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.residency import decide_residency, pages_to_run
+
+PLAN = plan(b_moe=4, boundary_tokens=8, page_size=8)
+
+
+def runner(arrival: int, *, prompt: int = 8, new: int = 100, generated: int = 1):
+    made = sequence(arrival, prompt=prompt, new=new)
+    made.generated_tokens, made.waits_since = generated, arrival
+    return made
+
+
+def holding(pages: int, *held: tuple) -> PageLedger:
+    ledger = PageLedger(pages, PLAN.page_size)
+    for owner, number in held:
+        ledger.reserve(owner.sequence_id, number)
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("prompt", "generated", "new", "boundary", "pages"),
+    [
+        (8, 1, 100, 8, 3),  # one full page and two free ones
+        (9, 1, 100, 8, 4),
+        (8, 1, 100, 64, 9),  # a boundary is eight pages away
+        (8, 1, 3, 8, 2),  # no more than it can use to its end
+        (8, 2, 100, 8, 4),
+    ],
+)
+def test_a_runner_holds_two_free_pages_or_what_it_can_reach_before_the_next_boundary(
+    prompt, generated, new, boundary, pages
+):
+    one = runner(0, prompt=prompt, new=new, generated=generated)
+    assert pages_to_run(one, PageLedger(100, 8), plan(boundary_tokens=boundary, page_size=8)) == pages
+
+
+def test_where_all_fit_nobody_is_suspended_and_those_that_wait_longest_come():
+    runs, late, early = runner(0), runner(9), runner(3)
+    turn = decide_residency([runs], [late, early], holding(20, (runs, 3)), PLAN)
+    assert turn.suspend == ()
+    assert turn.extend == ((runs, 3),)
+    assert [s for s, _ in turn.restore] == [early, late]
+
+
+def test_the_most_decoded_are_suspended_until_the_others_can_be_extended():
+    young, old, middle = runner(0, generated=1), runner(1, generated=40), runner(2, generated=20)
+    turn = decide_residency([young, old, middle], [], holding(12, (young, 2), (old, 6), (middle, 4)), PLAN)
+    assert turn.suspend == (old,)
+    assert turn.extend == ((young, 3), (middle, 6))
+
+
+def test_one_that_does_not_fit_blocks_those_behind_it():
+    large, small = runner(1, prompt=80), runner(2)
+    turn = decide_residency([], [small, large], holding(11), PLAN)
+    assert turn.restore == ()
+
+
+def test_the_decode_group_takes_no_more_than_its_size_those_on_their_way_among_them():
+    waiting = [runner(i) for i in range(6)]
+    turn = decide_residency([], waiting, holding(100), PLAN, restoring=3)
+    assert len(turn.restore) == 1
+
+
+def test_the_last_runner_gives_way_to_one_whose_kv_is_on_its_way():
+    runs, comes = runner(0, prompt=30, generated=9), runner(1, prompt=30)
+    turn = decide_residency([runs], [], holding(9, (runs, 5), (comes, 4)), PLAN, restoring=1)
+    assert turn.suspend == (runs,)
+
+
+def test_whoever_was_suspended_does_not_come_back_at_the_same_boundary():
+    runs, grown = runner(0, generated=1), runner(1, generated=50)
+    turn = decide_residency([runs, grown], [], holding(10, (runs, 2), (grown, 8)), PLAN)
+    assert turn.suspend == (grown,)
+    assert turn.restore == ()
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("restore_steps", [1, 5])
+def test_ten_thousand_operations_under_pressure_lose_no_page_and_starve_nobody(seed, restore_steps):
+    """Over the seeds: each run goes on until its own share of the operations is done and everybody has finished."""
+    rng = random.Random(seed)
+    pressure = VirtualPressure(rng.randint(20, 60), PLAN, restore_steps=restore_steps)
+    arrivals = 0
+    while pressure.operations < 500:
+        for _ in range(rng.randint(0, 6)):
+            prompt = rng.randint(1, 80)
+            new = rng.randint(2, 8 * 20 - prompt)  # the first token comes with the prompt
+            pressure.add(sequence(arrivals, prompt=prompt, new=new))
+            arrivals += 1
+        if pressure.waiting or pressure.running or pressure.restoring:
+            pressure.page()
+    pressure.run()
+    assert len(pressure.finished) == arrivals
+    assert pressure.ledger.free_pages == pressure.ledger.total_pages
+    assert pressure.suspensions > 0

@@ -1,0 +1,98 @@
+"""Sequences that decode under too few device pages, as `decide_residency` says; every promise is checked each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sgl_batch.core.coroutine import Event, advance
+from sgl_batch.core.page_ledger import PageLedger, pages_for
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.residency import decide_residency
+from sgl_batch.core.sequence import Sequence, Status
+
+
+class VirtualPressure:
+    """A device of some pages and a store without end. `restore_steps`: decode steps that KV takes to come back."""
+
+    def __init__(self, pages: int, plan: Plan, *, restore_steps: int) -> None:
+        self.ledger, self.plan, self.restore_steps = PageLedger(pages, plan.page_size), plan, restore_steps
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.restoring: list[tuple[Sequence, int]] = []
+        self.finished: list[Sequence] = []
+        self.operations = self.suspensions = self._clock = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence whose prompt is computed, and lies in the store."""
+        sequence.status, sequence.generated_tokens = Status.READY, 1
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        self._clock += 1
+        sequence.waits_since = self._clock
+        self.waiting.append(sequence)
+
+    def run(self) -> None:
+        """Until all have finished."""
+        while self.waiting or self.running or self.restoring:
+            self.page()
+
+    def page(self) -> None:
+        """A boundary and the steps after it, which are none where everybody's KV is still on its way."""
+        before = self._progress()
+        self._boundary()
+        for _ in range(self.plan.boundary_tokens if self.running else self.restore_steps):
+            self._step()
+        assert self._progress() > before, "outputs grow, or KV comes nearer"
+
+    def _progress(self) -> tuple[int, int]:
+        everybody = [*self.running, *self.waiting, *(s for s, _ in self.restoring), *self.finished]
+        return sum(s.generated_tokens for s in everybody), -sum(left for _, left in self.restoring)
+
+    def _boundary(self) -> None:
+        oldest = min(self.waiting, key=lambda s: s.waits_since, default=None)
+        turn = decide_residency(self.running, self.waiting, self.ledger, self.plan, restoring=len(self.restoring))
+        for sequence in turn.suspend:
+            self.running.remove(sequence)
+            self.ledger.release(sequence.sequence_id)
+            advance(sequence, Event.SUSPEND, "pages lack")
+            self._wait(sequence)
+            self.suspensions += 1
+        most = max((s.generated_tokens for s in self.running), default=0)
+        assert all(s.generated_tokens >= most for s in turn.suspend), "those that have generated most go first"
+        for sequence, pages in turn.extend:
+            self.ledger.resize(sequence.sequence_id, pages)
+        for sequence, pages in turn.restore:
+            self.waiting.remove(sequence)
+            self.ledger.reserve(sequence.sequence_id, pages)
+            self.restoring.append((sequence, self.restore_steps))
+        assert not turn.restore or turn.restore[0][0] is oldest, "whoever waits longest comes back first"
+        assert not set(map(id, turn.suspend)) & {id(s) for s, _ in turn.restore}, "nobody leaves and comes at once"
+        self.operations += len(turn.suspend) + len(turn.extend) + len(turn.restore)
+        self._conserve()
+
+    def _step(self) -> None:
+        self.restoring = [(s, left - 1) for s, left in self.restoring]
+        self._join([s for s, left in self.restoring if left <= 0])
+        for sequence in list(self.running):
+            sequence.generated_tokens += 1
+            held = self.ledger.held(sequence.sequence_id)
+            assert pages_for(sequence.kv_tokens, self.plan.page_size) <= held, "a runner never meets the end of its pages"
+            if sequence.generated_tokens >= sequence.max_new_tokens:
+                advance(sequence, Event.FINISH, "length")
+                self.running.remove(sequence)
+                self.ledger.release(sequence.sequence_id)
+                self.finished.append(sequence)
+        self._conserve()
+
+    def _join(self, arrived: Iterable[Sequence]) -> None:
+        for sequence in arrived:
+            self.restoring = [(s, left) for s, left in self.restoring if s is not sequence]
+            advance(sequence, Event.COMBINE_DECODE, "its KV is back")
+            self.running.append(sequence)
+
+    def _conserve(self) -> None:
+        holders = [*self.running, *(s for s, _ in self.restoring)]
+        assert self.ledger.reserved_pages == sum(self.ledger.held(s.sequence_id) for s in holders)
+        assert 0 <= self.ledger.free_pages <= self.ledger.total_pages
+        assert len(holders) <= self.plan.decode.b_moe
