@@ -50,7 +50,7 @@ class PlainPool:
 
     def value(self, page: int) -> int | None:
         """What `fill` gave the page; None where its bytes differ."""
-        values = {int(number) for part in self.page(page) for number in part.unique()}
+        values = {int(value) for part in self.page(page) for value in (part.min(), part.max())}
         return values.pop() if len(values) == 1 else None
 
 

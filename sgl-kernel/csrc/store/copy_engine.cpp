@@ -38,7 +38,10 @@ CopyEngine::CopyEngine(std::shared_ptr<SlotTable> table, std::shared_ptr<Medium>
       queue_(mover_.num_pages(), table->geometry().num_slots, limits.most_operations, limits.most_bytes,
              unit_bytes(table->geometry())) {
   try {
-    for (int index = 0; index < limits.num_workers; ++index) workers_.emplace_back([this, index] { work(index); });
+    for (int index = 0; index < limits.num_workers; ++index) {
+      workers_.emplace_back([this] { work(); });
+      pthread_setname_np(workers_.back().native_handle(), ("sgl-copy-" + std::to_string(index)).c_str());
+    }
   } catch (...) {
     close();
     throw;
@@ -149,9 +152,8 @@ void CopyEngine::copy(const CopyPart& part, MoverScratch& scratch) {
   }
 }
 
-void CopyEngine::work(int index) {
+void CopyEngine::work() {
   block_signals();
-  pthread_setname_np(pthread_self(), ("sgl-copy-" + std::to_string(index)).c_str());
   MoverScratch scratch;
   std::vector<Operation> ended;
   std::unique_lock lock(mutex_);

@@ -50,7 +50,7 @@ class CopyEngine {
   CopyTotals totals();
 
  private:
-  void work(int index);
+  void work();
   void copy(const CopyPart& part, MoverScratch& scratch);
   void finish(std::vector<Operation>& ended);
   void check(int64_t first_layer, int64_t last_layer, const std::vector<int64_t>& pages, const std::vector<int64_t>& slots) const;

@@ -69,7 +69,7 @@ CopyPart CopyQueue::next_part() {
   Operation operation = ready_.front();
   int64_t units = std::max<int64_t>(1, kPartBytes / unit_bytes_);
   // Whole pages where they are small: their layers lie together in a file.
-  if (units > operation->num_layers) units -= units % operation->num_layers;
+  if (operation->num_layers > 0 && units > operation->num_layers) units -= units % operation->num_layers;
   const int64_t first = operation->next_unit, last = std::min(operation->num_units(), first + units);
   operation->next_unit = last;
   ++operation->running;
