@@ -128,10 +128,10 @@ def test_a_rank_killed_while_it_changes_the_table_holds_up_nobody(tmp_path: Path
     drawn = random.Random(5)
     small: dict[str, Any] = {"layers": 1, "part_bytes": (64,), "pages": 8}
     geometry = StoreGeometry.of_pool(PlainPool.random(**small))
-    with Form("shared", 1).store(geometry, tmp_path, num_slots=40_000, num_ranks=3) as store:
+    with Form("shared", 1).store(geometry, tmp_path, num_slots=100_000, num_ranks=3) as store:
         own = prepared(store, 100)
         store.complete_store(own)
-        for _ in range(15):
+        for _ in range(500):
             other_rank.start("change", store, pool=small, rank=2)
             # What this rank does goes between what the other does, until the other dies in the middle of something.
             for _ in range(drawn.randrange(20)):
@@ -143,7 +143,10 @@ def test_a_rank_killed_while_it_changes_the_table_holds_up_nobody(tmp_path: Path
             store.audit()
             assert store.counts().ready == 100
             assert store.references(own).tolist() == [1] * 100
-            store.free(prepared(store, 39_900))
+            store.free(prepared(store, 99_900))
+            if store.counts().recoveries == 20:
+                break
+        assert store.counts().recoveries == 20, "the other rank was never killed in the middle of a change"
 
 
 def test_a_rank_killed_while_it_writes_harms_nobody_elses_pages(store: HostKVStore, other_rank: RankProcess) -> None:

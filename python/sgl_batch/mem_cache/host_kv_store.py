@@ -52,6 +52,8 @@ class SlotCounts:
     free: int
     writing: int
     ready: int
+    recoveries: int
+    """How often a rank died in the middle of a change, and the next one counted everything again."""
 
     @property
     def used(self) -> int:
@@ -199,8 +201,8 @@ class HostKVStore:
 
     def counts(self) -> SlotCounts:
         """How many slots are in each state now."""
-        free, writing, ready = self.handle.counts()
-        return SlotCounts(free=free, writing=writing, ready=ready)
+        free, writing, ready, recoveries = self.handle.counts()
+        return SlotCounts(free=free, writing=writing, ready=ready, recoveries=recoveries)
 
     def references(self, slots: Indices) -> torch.Tensor:
         """How many references all ranks together hold to each slot."""

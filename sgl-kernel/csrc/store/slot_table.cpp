@@ -37,6 +37,7 @@ struct SlotTable::Header {
   pthread_mutex_t mutex;
   int64_t used;  // slots [used, num_slots) were never taken and are free
   int64_t num_listed, num_writing, num_ready;
+  int64_t recoveries;
   uint32_t first_free;
   struct {
     int64_t pid, start;
@@ -50,6 +51,7 @@ class SlotTable::Lock {
     if (error != 0 && error != EOWNERDEAD) throw_errno(error, "locking the table of slots");
     if (error == 0) return;
     table.rebuild();
+    ++table.header_->recoveries;
     pthread_mutex_consistent(mutex_);
   }
   ~Lock() { pthread_mutex_unlock(mutex_); }
@@ -295,7 +297,8 @@ void SlotTable::end_copies(const int64_t* slots, int64_t count) {
 
 SlotCounts SlotTable::counts() {
   const Lock lock(*this);
-  return {header_->num_listed + geometry_.num_slots - header_->used, header_->num_writing, header_->num_ready};
+  return {header_->num_listed + geometry_.num_slots - header_->used, header_->num_writing, header_->num_ready,
+          header_->recoveries};
 }
 
 void SlotTable::describe(const int64_t* slots, int64_t count, int64_t* states, int64_t* references) {

@@ -30,6 +30,7 @@ struct StoreFault : std::runtime_error {
 
 struct SlotCounts {
   int64_t free, writing, ready;
+  int64_t recoveries;  // how often a rank died while it held the lock, and the table was made anew
 };
 
 class SlotTable {

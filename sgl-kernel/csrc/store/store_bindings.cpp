@@ -87,9 +87,9 @@ class Store : public torch::CustomClassHolder {
     return guarded([&] { return table->reclaim(static_cast<int>(rank)); });
   }
 
-  std::tuple<int64_t, int64_t, int64_t> counts() {
+  std::tuple<int64_t, int64_t, int64_t, int64_t> counts() {
     const SlotCounts found = table->counts();
-    return {found.free, found.writing, found.ready};
+    return {found.free, found.writing, found.ready, found.recoveries};
   }
 
   std::tuple<at::Tensor, at::Tensor> describe(const at::Tensor& slots) {

@@ -41,8 +41,8 @@ class Store(Protocol):
     def reclaim(self, rank: int) -> int:
         """Drop what a rank holds, this one or one that has ended; returns how many slots became free."""
 
-    def counts(self) -> tuple[int, int, int]:
-        """Slots that are FREE, WRITING and READY."""
+    def counts(self) -> tuple[int, int, int, int]:
+        """Slots that are FREE, WRITING and READY; how often a rank died in the middle of a change of the table."""
 
     def describe(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """State and number of references of each."""
