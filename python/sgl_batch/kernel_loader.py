@@ -34,6 +34,24 @@ def native_kernels() -> ModuleType | None:
     return sgl_batch_kernel
 
 
+def kv_store_kernels() -> ModuleType:
+    """The native library's store of KV pages (`sgl_batch_kernel.kv_store`).
+
+    Raises ConfigError where it cannot be loaded: nothing else copies pages to a store.
+    """
+    if native_kernels() is not None:
+        try:
+            from sgl_batch_kernel import kv_store
+        except ImportError:
+            pass  # built before there was a store
+        else:
+            return kv_store
+    raise ConfigError(
+        "the host KV store needs the native kernels, which cannot be loaded here or are of an older version: build "
+        "them with scripts/install, or run without a store"
+    )
+
+
 def kernels_in_use() -> str:
     """What computes experts and linear layers on a CPU: the native kernels' instruction set, or "torch"."""
     kernels = native_kernels()

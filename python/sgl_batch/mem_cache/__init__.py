@@ -1,1 +1,1 @@
-"""Where KV lives: the device page pool and the allocator of its pages."""
+"""Where KV lives: the device page pools, the allocator of their pages, the host KV store and copies between both."""

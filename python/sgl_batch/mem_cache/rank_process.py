@@ -1,0 +1,38 @@
+"""Owns whether the process that was a rank still runs on this machine, not what becomes of its slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PROCESSES = Path("/proc")
+# In a line of /proc/PID/stat, counted behind the program's name.
+_STATE, _START = 0, 19
+_ENDED = ("Z", "X")
+
+
+def _stat(path: Path) -> list[str] | None:
+    """The fields behind the program's name, which may hold anything; None where there is no such process."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def process_start(pid: int) -> int:
+    """When the process began, in the system's ticks: two processes with the same number began at different times."""
+    fields = _stat(_PROCESSES / str(pid) / "stat")
+    if fields is None:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return int(fields[_START])
+
+
+def is_running(pid: int, start: int) -> bool:
+    """Whether any thread of that process may still write to memory or to a file."""
+    fields = _stat(_PROCESSES / str(pid) / "stat")
+    if fields is None or int(fields[_START]) != start:
+        return False
+    if fields[_STATE] not in _ENDED:
+        return True
+    # The first thread of a killed process may have ended while another one is still within a system call.
+    threads = (_stat(path / "stat") for path in (_PROCESSES / str(pid) / "task").glob("*"))
+    return any(thread is not None and thread[_STATE] not in _ENDED for thread in threads)

@@ -1,0 +1,90 @@
+"""Owns where the layers and parts of a page lie in a slot of the host KV store. How many slots there are is given.
+
+A slot holds one page, all layers. Layer after layer, each layer's parts one after the other, then its checksum where
+checksums are wanted; parts begin at multiples of 64 bytes, slots at multiples of 4096.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sgl_batch.errors import ConfigError
+
+_PART_ALIGNMENT = 64
+_SLOT_ALIGNMENT = 4096
+_CHECKSUM_BYTES = 8
+
+
+class PagedPool(Protocol):
+    """A device tier's pages."""
+
+    layer_num: int
+
+    def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """What a layer's pages consist of, each [num_pages, ...]."""
+
+
+def _aligned(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreGeometry:
+    """The sizes of a page. `part_bytes`: of each part of a layer; all layers are alike."""
+
+    num_layers: int
+    part_bytes: tuple[int, ...]
+    checksums: bool = False
+
+    @classmethod
+    def of_pool(cls, pool: PagedPool, *, checksums: bool = False) -> StoreGeometry:
+        """That of a pool's pages. Raises ConfigError where its layers differ."""
+        sizes = {
+            tuple(part[0].numel() * part.element_size() for part in pool.page_parts(layer))
+            for layer in range(pool.layer_num)
+        }
+        if len(sizes) != 1:
+            raise ConfigError(
+                f"pages of this model have {len(sizes)} different sizes in its layers ({sorted(sizes)} bytes); the "
+                "host KV store has a form for one only: run without a store"
+            )
+        return cls(num_layers=pool.layer_num, part_bytes=sizes.pop(), checksums=checksums)
+
+    @property
+    def part_offsets(self) -> tuple[int, ...]:
+        """Where each part begins in its layer."""
+        offsets, end = [], 0
+        for num_bytes in self.part_bytes:
+            offsets.append(end)
+            end = _aligned(end + num_bytes, _PART_ALIGNMENT)
+        return tuple(offsets)
+
+    @property
+    def checksum_offset(self) -> int | None:
+        """Where the checksum of a layer lies in it."""
+        if not self.checksums:
+            return None
+        return _aligned(self.part_offsets[-1] + self.part_bytes[-1], _PART_ALIGNMENT)
+
+    @property
+    def layer_bytes(self) -> int:
+        """From layer to layer."""
+        end = self.part_offsets[-1] + self.part_bytes[-1]
+        if self.checksum_offset is not None:
+            end = self.checksum_offset + _CHECKSUM_BYTES
+        return _aligned(end, _PART_ALIGNMENT)
+
+    @property
+    def slot_bytes(self) -> int:
+        """From slot to slot: what a page takes in the store."""
+        return _aligned(self.num_layers * self.layer_bytes, _SLOT_ALIGNMENT)
+
+    def numbers(self, num_slots: int) -> list[int]:
+        """This geometry as the native library takes it."""
+        offset = self.checksum_offset
+        parts = zip(self.part_bytes, self.part_offsets, strict=True)
+        head = [num_slots, self.num_layers, self.layer_bytes, self.slot_bytes, -1 if offset is None else offset]
+        return head + [number for part in parts for number in part]

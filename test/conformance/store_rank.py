@@ -1,0 +1,79 @@
+"""A rank of a host KV store as a process of its own, for tests that kill it; each command forks a new one.
+
+Commands are lines of JSON on the input: what to do, as which rank, of which store. The child writes a line when it is
+at it, and goes on until it is killed; then its parent takes the next command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from store_cases import PlainPool, prepared
+
+from sgl_batch.mem_cache.host_kv_store import HostKVStore, StoreAddress
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
+from sgl_batch.mem_cache.store_geometry import StoreGeometry
+
+Tell = Callable[[list[int]], None]
+
+
+def hold(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
+    """Five slots READY with pages 0 to 4, five WRITING, and one more reference to the first."""
+    engine = NativeCopyEngine(store, pool)
+    slots = prepared(store, 5)
+    engine.store_pages(range(pool.layer_num), range(5), slots).wait()
+    store.complete_store(slots)
+    store.share(slots[:1])
+    prepared(store, 5)
+    tell(slots.tolist())
+    signal.pause()
+
+
+def change(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
+    """In the table nearly all of the time: takes and frees half of the store again and again."""
+    slots = prepared(store, store.num_slots // 2)
+    store.free(slots)
+    tell([])
+    while True:
+        slots = prepared(store, store.num_slots // 2)
+        store.complete_store(slots)
+        store.share(slots)
+        store.free(slots)
+        store.free(slots)
+
+
+def write(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
+    """Copying all of the time, with two workers and several tickets in the queue."""
+    engine = NativeCopyEngine(store, pool, num_workers=2, max_tickets=8)
+    slots = prepared(store, 20)
+    engine.store_pages(range(pool.layer_num), range(20), slots).wait()
+    tell(slots.tolist())
+    while True:
+        engine.store_pages(range(pool.layer_num), range(20), slots)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        command: dict[str, Any] = json.loads(line)
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        pool = PlainPool.random(**command["pool"])
+        geometry = StoreGeometry.of_pool(pool, checksums=command["checksums"])
+        store = HostKVStore.join(StoreAddress(**command["address"]), geometry, rank=command["rank"])
+
+        def tell(slots: list[int]) -> None:
+            sys.stdout.write(json.dumps({"pid": os.getpid(), "slots": slots}) + "\n")
+            sys.stdout.flush()
+
+        {"hold": hold, "change": change, "write": write}[command["do"]](store, pool, tell)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Copies run beside the caller, in order where they touch the same pages, bounded, and each ends for whoever waits."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from store_cases import FORMS, Form, PlainPool, prepared, store_and_engine, stored
+
+from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine, NativeTicket
+from sgl_batch.mem_cache.store_errors import CopyCancelled, StoreFault
+
+pytest.importorskip("sgl_batch_kernel.kv_store")
+LARGE = 16 << 20  # bytes of a page that takes milliseconds to copy
+BACKLOG = 500  # copies of such a page, one after the other: a second or more that a test can do something in
+ONE_LAYER = range(1)
+
+Parts = tuple[HostKVStore, NativeCopyEngine, PlainPool]
+
+
+@pytest.fixture(params=FORMS, ids=str)
+def form(request: pytest.FixtureRequest) -> Form:
+    assert isinstance(request.param, Form)
+    return request.param
+
+
+@pytest.fixture
+def large(form: Form, tmp_path: Path) -> Iterator[Parts]:
+    """Few pages of one layer, so large that copies are seen under way; page i is filled with i."""
+    pool = PlainPool([(torch.zeros(6, LARGE, dtype=torch.uint8),)])
+    for page in range(6):
+        pool.fill(page, page)
+    with store_and_engine(form, pool, tmp_path, num_slots=8, max_bytes=1 << 40) as (store, engine):
+        yield store, engine, pool
+
+
+@contextlib.contextmanager
+def backlog(store: HostKVStore, engine: NativeCopyEngine) -> Iterator[list[NativeTicket]]:
+    """Copies of all pages that keep what touches them waiting; at the end those that have not begun are cancelled."""
+    slot = prepared(store, 1)
+    # One slot: they run one after the other.
+    tickets = [engine.store_pages(ONE_LAYER, [turn % 6], slot) for turn in range(BACKLOG)]
+    try:
+        yield tickets
+    finally:
+        for ticket in tickets:
+            ticket.cancel()
+        for ticket in tickets:
+            with contextlib.suppress(CopyCancelled):
+                ticket.wait()
+        store.free(slot)
+
+
+def test_copies_that_touch_the_same_device_page_run_in_the_order_of_submission(form: Form, tmp_path: Path) -> None:
+    pool = PlainPool.random(layers=2, part_bytes=(30_000, 12_000), pages=8)
+    pages, others, rounds = list(range(4)), list(range(4, 8)), range(24)
+    with store_and_engine(form, pool, tmp_path, num_slots=200) as (store, engine):
+        sources = []
+        for turn in rounds:
+            for page in pages:
+                pool.fill(page, 5 * turn + page)
+            sources.append(stored(store, engine, pages))
+        targets = [prepared(store, 4) for _ in rounds]
+        tickets = []
+        for source, target in zip(sources, targets, strict=True):
+            tickets += [engine.load_pages(range(2), source, pages), engine.store_pages(range(2), pages, target)]
+        for ticket in tickets:
+            ticket.wait()
+        store.complete_store(torch.cat(targets))
+        for turn, target in zip(rounds, targets, strict=True):
+            engine.load_pages(range(2), target, others).wait()
+            assert [pool.value(page) for page in others] == [5 * turn + page for page in pages]
+
+
+def test_copies_to_the_same_slot_run_in_the_order_of_submission(large: Parts) -> None:
+    store, engine, pool = large
+    slot = prepared(store, 1)
+    tickets = [engine.store_pages(ONE_LAYER, [page], slot) for page in (1, 2, 3, 4)]
+    for ticket in tickets:
+        ticket.wait()
+    store.complete_store(slot)
+    engine.load_pages(ONE_LAYER, slot, [0]).wait()
+    assert pool.value(0) == 4
+
+
+def test_a_cancelled_copy_keeps_its_place_for_those_behind_it(large: Parts) -> None:
+    store, engine, pool = large
+    slots = stored(store, engine, [1, 2, 3]).tolist()
+    with backlog(store, engine):
+        first, second, third = (engine.load_pages(ONE_LAYER, [slot], [0]) for slot in slots)
+        assert second.cancel()
+    third.wait()
+    assert first.done
+    assert pool.value(0) == 3
+    with pytest.raises(CopyCancelled):
+        second.wait()
+
+
+def test_a_cancelled_copy_touches_nothing_and_its_slots_are_free_to_go(large: Parts) -> None:
+    store, engine, pool = large
+    slot = stored(store, engine, [1])
+    with backlog(store, engine):
+        load = engine.load_pages(ONE_LAYER, torch.cat((slot, slot)), [0, 5])
+        assert load.cancel()
+        assert not load.cancel(), "nothing is left to leave out"
+    for _ in range(2):
+        with pytest.raises(CopyCancelled):
+            load.wait()
+    assert (pool.value(0), pool.value(5)) == (0, 5)
+    store.free(slot)
+    done = engine.load_pages(ONE_LAYER, stored(store, engine, [2]), [0])
+    done.wait()
+    assert not done.cancel(), "what has ended cannot be cancelled"
+    done.wait()
+
+
+def test_a_slot_of_a_copy_under_way_can_neither_be_freed_nor_completed(large: Parts) -> None:
+    store, engine, _ = large
+    slot = prepared(store, 1)
+    with backlog(store, engine):
+        ticket = engine.store_pages(ONE_LAYER, [0], slot)
+        for call in (store.free, store.complete_store):
+            with pytest.raises(StoreFault, match=r"while a copy .* is under way"):
+                call(slot)
+        with pytest.raises(StoreFault, match="close the copy engine first"):
+            store.close()
+    ticket.wait()
+    store.complete_store(slot)
+    store.free(slot)
+
+
+def test_waiting_ends_after_its_time_and_the_copy_goes_on(large: Parts) -> None:
+    store, engine, pool = large
+    slot = stored(store, engine, [4])
+    with backlog(store, engine):
+        load = engine.load_pages(ONE_LAYER, slot, [0])
+        with pytest.raises(TimeoutError, match=r"0\.001 s"):
+            load.wait(0.001)
+        assert not load.done
+    load.wait(60.0)
+    assert load.done
+    assert pool.value(0) == 4
+    assert engine.counters().ticket_wait_s >= 0.001
+
+
+def test_submitting_waits_while_too_many_copies_have_not_ended(form: Form, tmp_path: Path) -> None:
+    pool = PlainPool.random(layers=1, part_bytes=(1 << 20,), pages=20)
+    with store_and_engine(form, pool, tmp_path, max_tickets=2) as (store, engine):
+        slots, tickets = prepared(store, 20), []
+        for turn in range(200):
+            tickets.append(engine.store_pages(ONE_LAYER, [turn % 20], slots[turn % 20 : turn % 20 + 1]))
+            assert sum(not ticket.done for ticket in tickets) <= 2
+        for ticket in tickets:
+            ticket.wait()
+        counters = engine.counters()
+        assert counters.submit_wait_s > 0
+        assert (counters.tickets, counters.stored_pages, counters.stored_bytes) == (200, 200, 200 << 20)
+
+
+def test_a_copy_larger_than_the_queue_runs_alone(form: Form, tmp_path: Path) -> None:
+    pool = PlainPool.random(layers=2, part_bytes=(1 << 16,), pages=20)
+    with store_and_engine(form, pool, tmp_path, max_bytes=1 << 17) as (store, engine):
+        slots = prepared(store, 20)
+        tickets = [engine.store_pages(range(2), range(20), slots) for _ in range(5)]
+        assert sum(not ticket.done for ticket in tickets) <= 1
+        for ticket in tickets:
+            ticket.wait()
+
+
+def test_several_threads_submit_to_a_full_queue_without_deadlock(form: Form, tmp_path: Path) -> None:
+    pool = PlainPool.random(layers=2, part_bytes=(5000,), pages=40)
+    before = [part.clone() for parts in pool.parts for part in parts]
+    with store_and_engine(form, pool, tmp_path, max_tickets=1) as (store, engine):
+        faults: list[BaseException] = []
+
+        def work(first: int) -> None:
+            pages = list(range(first, first + 10))
+            try:
+                for _ in range(50):
+                    slots = stored(store, engine, pages)
+                    engine.load_pages(range(2), slots, pages[::-1]).wait()
+                    engine.load_pages(range(2), slots, pages).wait()
+                    store.free(slots)
+            except BaseException as fault:  # noqa: BLE001 (handed to the main thread)
+                faults.append(fault)
+
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(0, 40, 10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert faults == []
+        assert store.counts().used == 0
+        assert engine.counters().submit_wait_s > 0
+    after = [part for parts in pool.parts for part in parts]
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+
+
+def test_other_python_threads_run_while_one_waits_and_while_pages_are_copied(large: Parts) -> None:
+    store, engine, _ = large
+    begun = threading.Event()
+    with backlog(store, engine) as tickets:
+
+        def wait() -> None:
+            begun.set()
+            with contextlib.suppress(CopyCancelled):
+                tickets[-1].wait()
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        begun.wait()
+        turns = 0
+        while not tickets[-1].done and turns < 50:
+            turns += 1
+    waiter.join()
+    assert turns == 50, "the interpreter's lock was held until the copy had ended"
+
+
+def test_closing_cancels_what_has_not_begun_and_waits_for_what_has(large: Parts) -> None:
+    store, engine, _ = large
+    with backlog(store, engine) as tickets:
+        engine.close()
+        assert all(ticket.done for ticket in tickets)
+        with pytest.raises(CopyCancelled):
+            tickets[-1].wait()
+    slot = prepared(store, 1)
+    with pytest.raises(StoreFault, match="the copy engine is closed"):
+        engine.store_pages(ONE_LAYER, [0], slot)
+    engine.close()
+    assert engine.counters().tickets == len(tickets)
+
+
+def test_closing_wakes_who_waits_for_room(form: Form, tmp_path: Path) -> None:
+    pool = PlainPool([(torch.zeros(6, LARGE, dtype=torch.uint8),)])
+    with store_and_engine(form, pool, tmp_path, num_slots=8, max_tickets=1) as (store, engine):
+        slot = prepared(store, 1)
+        ended: list[str] = []
+
+        def submit() -> None:
+            try:
+                while True:
+                    engine.store_pages(ONE_LAYER, [1], slot)
+                    begun.set()
+            except StoreFault as fault:
+                ended.append(str(fault))
+
+        begun = threading.Event()
+        thread = threading.Thread(target=submit)
+        thread.start()
+        begun.wait()
+        engine.close()
+        thread.join()
+        assert ended == ["the copy engine is closed"]
+        store.free(slot)
+
+
+def test_an_engine_that_is_dropped_ends_its_threads_and_copies(form: Form, tmp_path: Path) -> None:
+    pool = PlainPool([(torch.zeros(6, LARGE, dtype=torch.uint8),)])
+    with store_and_engine(form, pool, tmp_path, num_slots=8) as (store, kept):
+        kept.close()
+        dropped = NativeCopyEngine(store, pool, num_workers=form.num_workers, max_bytes=1 << 40)
+        slot = prepared(store, 1)
+        ticket = [dropped.store_pages(ONE_LAYER, [1], slot) for _ in range(BACKLOG)][-1]
+        assert "sgl-copy-0" in _thread_names()
+        del dropped
+        gc.collect()
+        assert ticket.done
+        assert "sgl-copy-0" not in _thread_names()
+        store.free(slot)
+
+
+def _thread_names() -> set[str]:
+    return {path.read_text(encoding="utf-8").strip() for path in Path("/proc/self/task").glob("*/comm")}
+
+
+def test_no_pages_at_all_are_copied_at_once(form: Form, tmp_path: Path) -> None:
+    with store_and_engine(form, PlainPool.random(), tmp_path) as (_, engine):
+        engine.store_pages(range(3), [], []).wait(10.0)
+        engine.load_pages(range(0), torch.empty(0), torch.empty(0)).wait(10.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pages", "message"),
+    [
+        (range(0, 4), [1, 2], "layers 0 to 4 of 3"),
+        (range(-1, 2), [1, 2], "layers -1 to 2 of 3"),
+        (range(0, 3, 2), [1, 2], "is no span of layers"),
+        (range(3), [1], "1 device pages and 2 slots"),
+        (range(3), [1, 40], "device page 40 of 40"),
+        (range(3), [-1, 0], "device page -1 of 40"),
+    ],
+)
+def test_copies_of_what_is_not_there_are_refused(layers: range, pages: list[int], message: str, tmp_path: Path) -> None:
+    with store_and_engine(FORMS[0], PlainPool.random(), tmp_path) as (store, engine):
+        slots = prepared(store, 2)
+        with pytest.raises(StoreFault, match=message):
+            engine.store_pages(layers, pages, slots)
+        store.free(slots)
+
+
+def test_a_device_page_cannot_be_loaded_from_two_slots_at_once(tmp_path: Path) -> None:
+    with store_and_engine(FORMS[0], PlainPool.random(), tmp_path) as (store, engine):
+        slots = stored(store, engine, [1, 2])
+        with pytest.raises(StoreFault, match="device page 7 stands twice among the targets"):
+            engine.load_pages(range(3), slots, [7, 7])
+        store.free(slots)

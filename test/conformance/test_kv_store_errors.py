@@ -1,0 +1,223 @@
+"""What the system refuses reaches whoever waits, with path, sizes and remedy; the engine goes on with the next copy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from store_cases import FORMS, Form, PlainPool, prepared, store_and_engine, stored
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.store_errors import CopyError
+from sgl_batch.mem_cache.store_geometry import StoreGeometry
+
+pytest.importorskip("sgl_batch_kernel.kv_store")
+FILES = [form for form in FORMS if form.kind == "file"]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "sgl-batch-test", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no small file system can be mounted here; the limit on the size of files is tested instead")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("form", FILES, ids=str)
+def test_a_full_disk_says_path_bytes_and_remedy_and_later_copies_work(form: Form, small_disk: Path) -> None:
+    pool = PlainPool.random(layers=2, part_bytes=(MIB // 2,), pages=4)
+    with store_and_engine(form, pool, small_disk, num_slots=4) as (store, engine):
+        (small_disk / "of somebody else").write_bytes(bytes(6 * MIB))
+        slots = prepared(store, 4)
+        ticket = engine.store_pages(range(2), range(4), slots)
+        with pytest.raises(CopyError) as caught:
+            ticket.wait()
+        assert caught.value.errno == errno.ENOSPC
+        told = str(caught.value)
+        assert f"of the file {small_disk}/sgl-batch-kv-store-" in told
+        assert (
+            "No space left on device; the whole store needs 2097152 bytes more, and its file system has 0 free" in told
+        )
+        assert "name another directory (--kv-store-dir) or a smaller store (--kv-store-bytes)" in told
+        (small_disk / "of somebody else").unlink()
+        engine.store_pages(range(2), range(4), slots).wait()
+        assert engine.counters().errors == 1
+
+
+def test_a_store_that_does_not_fit_on_its_disk_is_refused_with_both_sizes(small_disk: Path) -> None:
+    geometry = StoreGeometry(num_layers=1, part_bytes=(MIB,))
+    with pytest.raises(
+        ConfigError, match=r"needs 9437184 bytes in .*disk \(--kv-store-dir\), of which 8388608 are free"
+    ):
+        HostKVStore.create(geometry, num_bytes=9 * MIB, directory=small_disk)
+
+
+@pytest.mark.parametrize("form", FILES, ids=str)
+def test_a_limit_on_the_size_of_files_is_told_and_lower_slots_still_work(form: Form, tmp_path: Path) -> None:
+    pool = PlainPool.random(layers=2, part_bytes=(MIB // 2,), pages=4)
+    with store_and_engine(form, pool, tmp_path, num_slots=4) as (store, engine):
+        slots = sorted(prepared(store, 4).tolist())
+        with file_size_limit(2 * MIB + 100):
+            with pytest.raises(CopyError, match=r"to slot 2: .*File too large; lift the limit .*ulimit -f") as caught:
+                engine.store_pages(range(2), [2], slots[2:3]).wait()
+            assert caught.value.errno == errno.EFBIG
+            engine.store_pages(range(2), [0, 1], slots[:2]).wait()
+        store.complete_store(slots[:2])
+        engine.load_pages(range(2), slots[:2], [2, 3]).wait()
+        assert all((new == old).all() for new, old in zip(pool.page(3), pool.page(1), strict=True))
+
+
+def test_a_store_over_the_limit_on_the_size_of_files_is_refused(tmp_path: Path) -> None:
+    geometry = StoreGeometry(num_layers=1, part_bytes=(MIB,))
+    with file_size_limit(2 * MIB), pytest.raises(ConfigError, match=r"of 4194304 bytes .*ulimit -f"):
+        HostKVStore.create(geometry, num_bytes=4 * MIB, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot make a file in .*nowhere .*--kv-store-dir"):
+        HostKVStore.create(
+            StoreGeometry(num_layers=1, part_bytes=(MIB,)), num_bytes=4 * MIB, directory=tmp_path / "nowhere"
+        )
+
+
+@pytest.mark.parametrize("form", FILES, ids=str)
+def test_a_file_that_was_cut_short_is_an_error_for_its_slots_alone(form: Form, tmp_path: Path) -> None:
+    pool = PlainPool.random(layers=2, part_bytes=(4096,), pages=8)
+    with store_and_engine(form, pool, tmp_path, num_slots=4) as (store, engine):
+        slots = sorted(stored(store, engine, [0, 1, 2, 3]).tolist())
+        os.truncate(store.address.data_path, 2 * store.geometry.slot_bytes + 4096)
+        with pytest.raises(
+            CopyError, match=r"from slot 3: .* has only 20480 bytes: 8192 from byte 24576 .*cut it short"
+        ):
+            engine.load_pages(range(2), slots[3:], [7]).wait()
+        with pytest.raises(CopyError, match=r"from slot 2: .*: 4096 from byte 20480"):
+            engine.load_pages(range(2), slots[2:3], [6]).wait()
+        engine.load_pages(range(2), slots[:2], [4, 5]).wait()
+        assert engine.counters().errors == 2
+
+
+def _damage(form: Form, store: HostKVStore, at: int) -> None:
+    """Change one bit of the stored data."""
+    if form.kind != "file":
+        store.memory()[at] ^= 1
+        return
+    with open(store.address.data_path, "r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_checksum_finds_a_single_changed_bit_and_names_slot_and_layer(form: Form, tmp_path: Path) -> None:
+    pool = PlainPool.random(layers=3, part_bytes=(1000, 200), pages=8)
+    with store_and_engine(form, pool, tmp_path, checksums=True, num_slots=4) as (store, engine):
+        slots = sorted(stored(store, engine, [0, 1, 2, 3]).tolist())
+        geometry = store.geometry
+        _damage(form, store, 2 * geometry.slot_bytes + geometry.layer_bytes + geometry.part_offsets[1] + 199)
+        with pytest.raises(CopyError, match=r"from slot 2: the checksum of layer 1 does not match") as caught:
+            engine.load_pages(range(3), slots[2:3], [4]).wait()
+        assert caught.value.errno is None
+        engine.load_pages(range(2, 3), slots[2:3], [4]).wait()
+        engine.load_pages(range(3), [slots[0], slots[1], slots[3]], [4, 5, 6]).wait()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_checksum_finds_a_layer_that_was_stored_in_an_earlier_use_of_the_slot_only(
+    form: Form, tmp_path: Path
+) -> None:
+    pool = PlainPool.random(layers=3, part_bytes=(4096,), pages=8)
+    with store_and_engine(form, pool, tmp_path, checksums=True, num_slots=1) as (store, engine):
+        store.free(stored(store, engine, [0]))
+        slots = prepared(store, 1)
+        engine.store_pages(range(2), [0], slots).wait()
+        store.complete_store(slots)
+        engine.load_pages(range(2), slots, [1]).wait()
+        with pytest.raises(CopyError, match="the checksum of layer 2 does not match"):
+            engine.load_pages(range(3), slots, [1]).wait()
+
+
+# Each call moves at most 1,000 bytes and every third is interrupted; on a file of the store only.
+_SHORT_CALLS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+static int ours(int fd) {
+  char link[64], path[256];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t length = readlink(link, path, sizeof path - 1);
+  if (length < 0) return 0;
+  path[length] = 0;
+  return strstr(path, "sgl-batch-kv-store-") != NULL;
+}
+static int calls;
+#define SHORT(NAME) \
+  ssize_t NAME(int fd, const struct iovec* pieces, int count, off_t at) { \
+    ssize_t (*real)(int, const struct iovec*, int, off_t) = dlsym(RTLD_NEXT, #NAME); \
+    if (!ours(fd)) return real(fd, pieces, count, at); \
+    if (++calls % 3 == 0) { errno = EINTR; return -1; } \
+    if (getenv("FAIL_AFTER") && calls > atoi(getenv("FAIL_AFTER"))) { errno = EIO; return -1; } \
+    struct iovec first = pieces[0]; \
+    if (first.iov_len > 1000) first.iov_len = 1000; \
+    return real(fd, &first, 1, at); \
+  }
+SHORT(preadv) SHORT(pwritev) SHORT(preadv64) SHORT(pwritev64)
+"""
+
+
+@pytest.fixture(scope="module")
+def short_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library before libc whose reads and writes do little at a time."""
+    place = tmp_path_factory.mktemp("short_calls")
+    source, library = place / "short_calls.c", place / "short_calls.so"
+    source.write_text("#include <stdio.h>\n" + _SHORT_CALLS, encoding="utf-8")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    return library
+
+
+def _run_below(library: Path, tmp_path: Path, **environment: str) -> str:
+    command = [sys.executable, str(Path(__file__).parent / "store_round_trip.py"), str(tmp_path)]
+    surroundings = {**os.environ, "LD_PRELOAD": str(library), **environment}
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_reads_and_writes_that_do_less_than_asked_are_continued(short_calls: Path, tmp_path: Path) -> None:
+    assert _run_below(short_calls, tmp_path) == "equal\n"
+
+
+def test_an_error_of_the_device_reaches_the_waiter_with_its_number(short_calls: Path, tmp_path: Path) -> None:
+    told = _run_below(short_calls, tmp_path, FAIL_AFTER="20")
+    assert told.startswith(f"errno {errno.EIO}: layers 0 to 1 of device page 0 to slot 0: writing ")
+    assert "Input/output error" in told
