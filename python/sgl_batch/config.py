@@ -81,6 +81,21 @@ class ScheduleConfig:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """Memory tiers (BatchGen 5.3): where the KV of sequences waits that the device has no pages for."""
+
+    kv_store_bytes: int = _flag(
+        0,
+        "size of the host KV store, where sequences wait, prefilled or suspended, for which the device has no pages; "
+        "nothing is computed twice (0: no store; a sequence is admitted when all pages it can need are free)",
+        minimum=0,
+    )
+    kv_store_dir: str | None = _flag(None, "directory for a file that is the host KV store, in place of memory")
+    kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")
+    kv_copy_threads: int = _flag(1, "threads that copy pages between the device and the host KV store", minimum=1)
+
+
 MIGRATIONS = ("even", "never", "always")
 TOKEN_DISPATCHERS = ("auto", "shared", "gloo", "nccl", "deepep")
 
@@ -120,6 +135,7 @@ class BatchConfig:
 
     forward: ForwardConfig = dataclasses.field(default_factory=ForwardConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     ranks: RankConfig = dataclasses.field(default_factory=RankConfig)
     trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
 
@@ -147,6 +163,7 @@ class BatchConfig:
 _SECTIONS: dict[str, type[Any]] = {
     "forward": ForwardConfig,
     "schedule": ScheduleConfig,
+    "memory": MemoryConfig,
     "ranks": RankConfig,
     "trace": TraceConfig,
 }

@@ -23,15 +23,21 @@ class Admission:
         return (self.leader, *self.followers)
 
 
-def refusal(sequence: Sequence, ledger: PageLedger) -> str | None:
-    """Why a sequence can never fit, with the numbers; None if it can (invariant 4: a line's own error)."""
+def refusal(sequence: Sequence, ledger: PageLedger, store: PageLedger | None = None) -> str | None:
+    """Why a sequence can never fit, with the numbers; None if it can (invariant 4: a line's own error).
+
+    `store`: the account of the host KV store, where there is one.
+    """
     need, page = ledger.whole_pages(sequence), ledger.page_size
-    if need <= ledger.total_pages:
+    if need > ledger.total_pages:
+        where, remedy = f"the device holds {ledger.total_pages}", f"--max-total-tokens to at least {need * page}"
+    elif store is not None and need > store.total_pages:
+        where, remedy = f"the host KV store holds {store.total_pages}", "--kv-store-bytes"
+    else:
         return None
     return (
         f"the prompt has {sequence.prompt_tokens} tokens and up to {sequence.max_new_tokens} are to be generated: "
-        f"{need} pages of {page} tokens, but the device holds {ledger.total_pages}; "
-        f"lower max_tokens, shorten the prompt, or raise --max-total-tokens to at least {need * page}"
+        f"{need} pages of {page} tokens, but {where}; lower max_tokens, shorten the prompt, or raise {remedy}"
     )
 
 

@@ -94,9 +94,14 @@ def decide_at_boundary(state: State, plan: Plan, ledger: PageLedger, order: Orde
     return DecodeStep(at_boundary=True) if state.running else Idle()
 
 
-def prefill_units(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> list[Admission]:
-    """Queued units to prefill now: once begun (`filling`), prefill goes on until enough are ready."""
-    resident = state.running + len(state.ready)
+def prefill_units(
+    state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy, *, returning: int = 0
+) -> list[Admission]:
+    """Queued units to prefill now: once begun (`filling`), prefill goes on until enough are ready.
+
+    `returning`: sequences that neither run nor wait, because their KV is on its way back to the device.
+    """
+    resident = state.running + len(state.ready) + returning
     target = plan.ready_target if state.filling else plan.refill_watermark * plan.decode.b_moe
     if not state.queued or resident >= max(target, 1):
         return []

@@ -34,10 +34,8 @@ class BoundaryExecutor:
 
     def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter) -> None:
         self._scheduler, self.plan, self._counters = scheduler, plan, counters
-        allocator = scheduler.token_to_kv_pool_allocator
         self._sharing = PromptSharing(scheduler)
-        ledger = PageLedger(allocator.size // plan.page_size, plan.page_size)
-        self.table = SequenceTable(ledger, self._sharing, counters, trace)
+        self.table = self._make_table(trace)
         self._order = FifoOrder()
         self._queued = SequenceQueue()
         self._forks: dict[str, list[Any]] = {}
@@ -45,6 +43,13 @@ class BoundaryExecutor:
         self._steps = 0
         self._filling = False
         self._changes_at_boundary = -1
+
+    def _make_table(self, trace: TraceWriter) -> SequenceTable:
+        return SequenceTable(self._device_ledger(), self._sharing, self._counters, trace)
+
+    def _device_ledger(self) -> PageLedger:
+        size = self.plan.page_size
+        return PageLedger(self._scheduler.token_to_kv_pool_allocator.size // size, size)
 
     # Intake.
 
@@ -106,6 +111,11 @@ class BoundaryExecutor:
         return self.table.ledger
 
     @property
+    def _admission_ledger(self) -> PageLedger:
+        """The account in which a sequence's pages are reserved when it is admitted."""
+        return self.table.ledger
+
+    @property
     def clock(self) -> PartClock:
         """Where this rank's time goes."""
         return self._counters.clock
@@ -162,7 +172,7 @@ class BoundaryExecutor:
 
     def _prefill_units(self, units: tuple[Admission, ...]) -> Any:
         for unit in units:
-            reserve(unit, self.ledger)
+            reserve(unit, self._admission_ledger)
             if unit.followers:
                 group = unit.leader.prompt_group or ""
                 self._forks[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]

@@ -19,12 +19,14 @@ from sgl_batch.distributed.shared_memory import shared_regions
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use, native_kernels
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
 from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.run_context import RunContext
+from sgl_batch.managers.tiered_executor import TieredExecutor
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.sglang_adapter.scheduling import (
@@ -55,13 +57,18 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
-        self.executor = BoundaryExecutor(
-            self,
-            self.tp_worker.model_runner.plan,
-            context.counters,
-            TraceWriter(context.config.trace.trace_file),
-        )
+        self.executor = self._make_executor(context)
         self.rank_steps = None if context.place is None else self._join(context.place)
+
+    def _make_executor(self, context: RunContext) -> BoundaryExecutor:
+        runner, trace = self.tp_worker.model_runner, TraceWriter(context.config.trace.trace_file)
+        memory = context.config.memory
+        if memory.kv_store_bytes == 0:
+            return BoundaryExecutor(self, runner.plan, context.counters, trace)
+        if runner.layer_runner is None:
+            raise ConfigError("this model runs through SGLang's own forward, which has no host KV store: leave it out")
+        tiers = KVTiers(self, runner.layer_runner, memory, context.counters)
+        return TieredExecutor(self, runner.plan, context.counters, trace, tiers)
 
     def _join(self, place: RankPlace) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""

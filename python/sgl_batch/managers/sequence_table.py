@@ -25,16 +25,25 @@ class SequenceTable:
     """Sequences and requests by id, the READY ones in order, and the account of pages.
 
     `changes` counts what has come and what has changed its state, so that nothing is decided twice over the same.
+    `store_ledger`: the account of the store's pages, where KV can wait there; SUSPENDED sequences are among the READY.
     """
 
-    def __init__(self, ledger: PageLedger, sharing: PromptSharing, counters: Counters, trace: TraceWriter) -> None:
-        self.ledger = ledger
+    def __init__(
+        self,
+        ledger: PageLedger,
+        sharing: PromptSharing,
+        counters: Counters,
+        trace: TraceWriter,
+        *,
+        store_ledger: PageLedger | None = None,
+    ) -> None:
+        self.ledger, self.store_ledger = ledger, store_ledger
         self.changes = 0
         self._sharing, self._counters, self._trace = sharing, counters, trace
         self._sequences: dict[str, Sequence] = {}
         self._requests: dict[str, Any] = {}
         self._ready: dict[str, Sequence] = {}
-        self._arrivals = 0
+        self._arrivals = self._waits = 0
 
     @property
     def is_empty(self) -> bool:
@@ -63,7 +72,7 @@ class SequenceTable:
 
     def enter(self, request: Any) -> Sequence:
         """Take in a request as a QUEUED sequence; one that can never fit is marked with its error."""
-        error = refusal(self._sequence_of(request), self.ledger)
+        error = refusal(self._sequence_of(request), self.ledger, self.store_ledger)
         if error is not None and request.to_finish is None:
             request.set_finish_with_abort(error)
         sequence = self._sequence_of(request)
@@ -81,7 +90,8 @@ class SequenceTable:
         refused = request.to_finish is not None
         prompt_tokens = len(request.origin_input_ids)
         wants_prompt_logprobs = request.return_logprob and 0 <= request.logprob_start_len < prompt_tokens
-        shares = tag is not None and not wants_prompt_logprobs and not refused
+        # In the store every sequence has slots of its own so far.
+        shares = tag is not None and not wants_prompt_logprobs and not refused and self.store_ledger is None
         return Sequence(
             sequence_id=request.rid,
             arrival=self._arrivals,
@@ -98,8 +108,17 @@ class SequenceTable:
 
     def prefilled(self, name: str) -> Transition:
         """A sequence has its prompt's KV, and is READY."""
+        return yield_(self._wait(name), finished=False, why="its KV is kept for decode")
+
+    def suspended(self, name: str) -> Transition:
+        """A sequence that ran waits in the store."""
+        return advance(self._wait(name), Event.SUSPEND, "pages of the device lack")
+
+    def _wait(self, name: str) -> Sequence:
         sequence = self._ready[name] = self._sequences[name]
-        return yield_(sequence, finished=False, why="its KV is kept for decode")
+        self._waits += 1
+        sequence.waits_since = self._waits
+        return sequence
 
     def take_ready(self, name: str) -> Any:
         """Its request, of a sequence that is READY no longer."""
@@ -126,8 +145,9 @@ class SequenceTable:
 
     def _drop(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id], self._requests[sequence.sequence_id]
-        if self.ledger.holds(sequence.sequence_id):
-            self.ledger.release(sequence.sequence_id)
+        for ledger in (self.ledger, self.store_ledger):
+            if ledger is not None and ledger.holds(sequence.sequence_id):
+                ledger.release(sequence.sequence_id)
         group = sequence.prompt_group
         if group is not None and self._sharing.leave(group, sequence.sequence_id):
             self.ledger.release(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from typing import Any
 
@@ -58,12 +59,18 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
         keys, values = (num_pages, *self.layout.key_shape), (num_pages, *self.layout.value_shape)
         self.k_pages: list[torch.Tensor] = [lazy_zeros(keys, dtype) for _ in range(layer_num)]
         self.v_pages: list[torch.Tensor] = [lazy_zeros(values, dtype) for _ in range(layer_num)]
+        self.first_page = 0
         self.head_num, self.head_dim, self.v_head_dim = head_num, head_dim, head_dim
         self._finalize_allocation_log(size)
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
         """What a layer's pages consist of, each [num_pages, ...]; layers are counted from this process's first."""
         return self.k_pages[layer], self.v_pages[layer]
+
+    def redirect(self, parts: Seq[tuple[torch.Tensor, ...]], first_page: int) -> None:
+        """Let layers read and write other memory: `parts` of each as in page_parts, with pages from `first_page` on."""
+        self.k_pages, self.v_pages = [keys for keys, _ in parts], [values for _, values in parts]
+        self.first_page = first_page
 
     @property
     def native_layout(self) -> bool:
@@ -105,4 +112,4 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
 
     def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and offset of each slot."""
-        return slots // self.page_size, slots % self.page_size
+        return slots // self.page_size - self.first_page, slots % self.page_size

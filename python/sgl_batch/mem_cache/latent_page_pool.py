@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         self.row_dim = kv_lora_rank + qk_rope_head_dim
         shape = (size // page_size + 1, page_size, self.row_dim)
         self.pages: list[torch.Tensor] = [lazy_zeros(shape, dtype) for _ in range(layer_num)]
+        self.first_page = 0
         # The native kernels read bf16 in pairs.
         self.native_layout = dtype == torch.float32 or (
             dtype == torch.bfloat16 and kv_lora_rank % 2 == 0 and qk_rope_head_dim % 2 == 0
@@ -48,6 +50,11 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
         """What a layer's pages consist of, each [num_pages, ...]; layers are counted from this process's first."""
         return (self.pages[layer],)
+
+    def redirect(self, parts: Seq[tuple[torch.Tensor, ...]], first_page: int) -> None:
+        """Let layers read and write other memory: `parts` of each as in page_parts, with pages from `first_page` on."""
+        self.pages = [rows for (rows,) in parts]
+        self.first_page = first_page
 
     def get_pages(self, layer_id: int) -> torch.Tensor:
         """A layer's pages [num_pages, page_size, row]."""
@@ -74,12 +81,16 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
     def set_kv_buffer(self, layer: Any, loc: Any, cache_k: torch.Tensor, cache_v: torch.Tensor | None) -> None:
         """Write the rows `cache_k` [tokens, 1, row] of one layer at slots `loc` [tokens]; values are part of them."""
         slots, _, _ = unwrap_write_loc(loc)
-        self.get_key_buffer(layer.layer_id)[slots] = cache_k.to(self.dtype)
+        self.get_key_buffer(layer.layer_id)[self._places(slots)] = cache_k.to(self.dtype)
 
     def read_slots(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [tokens, 1, row] and values [tokens, 1, kv_lora_rank] at `slots` [tokens]: a copy."""
-        rows = self.get_key_buffer(layer_id)[slots]
+        rows = self.get_key_buffer(layer_id)[self._places(slots)]
         return rows, rows[..., : self.kv_lora_rank]
+
+    def _places(self, slots: torch.Tensor) -> torch.Tensor:
+        first: int = self.first_page * self.page_size
+        return slots - first
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy the slots `src_loc` to `tgt_loc` in every layer; source and target must not overlap."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from sgl_batch.sglang_adapter.memory import BaseTokenToKVPoolAllocator
+
+_MOST_STAGED = 1 << 20
 
 
 class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
@@ -28,6 +32,21 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         self.release_pages = torch.empty(0, dtype=torch.int64, device=self.device)
         self.is_not_in_free_group = True
         self.free_group: list[torch.Tensor] = []
+
+    @contextmanager
+    def staging(self) -> Iterator[None]:
+        """Inside, slots are those of pages behind the device's own, counted from the first; nobody gives them back."""
+        own = self.free_pages
+        self.free_pages = torch.arange(self.first_staged, self.first_staged + _MOST_STAGED)
+        try:
+            yield
+        finally:
+            self.free_pages = own
+
+    @property
+    def first_staged(self) -> int:
+        """The number of the first page behind the device's own."""
+        return self.num_pages + 1
 
     def _take(self, num_pages: int) -> torch.Tensor | None:
         if num_pages > len(self.free_pages):
@@ -98,6 +117,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
             self.free_group.append(free_index)
             return
         pages = torch.unique(free_index.to(torch.int64) // self.page_size)
+        pages = pages[pages < self.first_staged]
         # In front: the next to be taken were written before. The kernel gives a page its memory at its first write, so
         # the pool holds what was once in use together, and not, after a long run, all of it.
         self.free_pages = torch.cat((pages, self.free_pages))

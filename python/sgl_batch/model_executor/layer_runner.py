@@ -7,7 +7,7 @@ any family with an adapter in `families`.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +17,16 @@ from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family
+
+
+class PrefillSink(Protocol):
+    """Who takes the KV of a prefill group away, layer by layer. Layers are counted from this process's first."""
+
+    def layer_begins(self, layer: int) -> None:
+        """Attention of a layer is about to write."""
+
+    def rows_attended(self, layer: int, end: int) -> None:
+        """The KV of the group's rows up to `end` is written in a layer."""
 
 
 class LayerRunner:
@@ -44,6 +54,7 @@ class LayerRunner:
         self.plan, self.counters, self.can_reenter = plan, counters, can_reenter
         self.expert_part, self.exchange = expert_part, exchange
         self.expert_calls = 1
+        self.prefill_sink: PrefillSink | None = None
 
     def forward(self, forward_batch: Any) -> Any:
         """Logits for a prefill group or a decode group, as the model's own forward gives them."""
@@ -83,14 +94,18 @@ class LayerRunner:
     ) -> torch.Tensor:
         residual: torch.Tensor | None = None
         buffer = AccumulationBuffer(len(hidden), hidden.shape[-1], hidden.dtype, hidden.device)
-        for layer in self.family.layers(self.model):
-            with self.counters.clock.part("attention"):
-                if len(sub_batches) == 1:
-                    hidden, residual = self._attention(layer, sub_batches[0], hidden, residual)
-                else:
-                    for sub in sub_batches:
-                        buffer.write(sub.span, *self._attention(layer, sub, hidden, residual))
-                    hidden, residual = buffer.combined()
+        sink = None if forward_batch.forward_mode.is_decode() else self.prefill_sink
+        for index, layer in enumerate(self.family.layers(self.model)):
+            if sink is not None:
+                sink.layer_begins(index)
+            for sub in sub_batches:
+                with self.counters.clock.part("attention"):
+                    yielded = self._attention(layer, sub, hidden, residual)
+                    if len(sub_batches) > 1:
+                        buffer.write(sub.span, *yielded)
+                if sink is not None:
+                    sink.rows_attended(index, sub.span[1])
+            hidden, residual = yielded if len(sub_batches) == 1 else buffer.combined()
             hidden = self._experts(layer, forward_batch, hidden, phase)
             hidden, residual = self.family.finish_layer(layer, hidden, residual, forward_batch)
         assert residual is not None, "a model has at least one layer"

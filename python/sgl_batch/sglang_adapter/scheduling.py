@@ -29,7 +29,10 @@ __all__ = [
     "await_input",
     "decode_batch",
     "decode_batches",
+    "detach",
     "end_aborted",
+    "end_detached",
+    "free_slots",
     "give_prefix",
     "mark_aborted",
     "merge_into",
@@ -170,6 +173,27 @@ def end_aborted(scheduler: Any, request: Any) -> None:
     mark_aborted(request)
     request.update_finish_state()
     release_kv_cache(request, scheduler.tree_cache)
+    request.time_stats.set_completion_time()
+    scheduler.output_streamer.stream_output([request], request.return_logprob)
+
+
+def detach(scheduler: Any, request: Any) -> None:
+    """Take from a request its place in the table of slots; its KV lies elsewhere, and its slots are not freed."""
+    scheduler.req_to_token_pool.free(request)
+    request.kv = None
+    request.prefix_indices = request.prefix_indices[:0]
+
+
+def free_slots(scheduler: Any, request: Any) -> None:
+    """Give back the slots of a request's KV."""
+    slots = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv.kv_allocated_len]
+    scheduler.token_to_kv_pool_allocator.free(slots)
+
+
+def end_detached(scheduler: Any, request: Any) -> None:
+    """End a request as aborted that holds no slots, and answer it with what it has generated."""
+    mark_aborted(request)
+    request.update_finish_state()
     request.time_stats.set_completion_time()
     scheduler.output_streamer.stream_output([request], request.return_logprob)
 

@@ -77,7 +77,7 @@ class VirtualPressure:
         for sequence in list(self.running):
             sequence.generated_tokens += 1
             held = self.ledger.held(sequence.sequence_id)
-            assert pages_for(sequence.kv_tokens, self.plan.page_size) <= held, "a runner never meets the end of its pages"
+            assert pages_for(sequence.kv_tokens, self.plan.page_size) <= held, "a runner never lacks a page"
             if sequence.generated_tokens >= sequence.max_new_tokens:
                 advance(sequence, Event.FINISH, "length")
                 self.running.remove(sequence)

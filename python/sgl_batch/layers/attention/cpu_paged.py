@@ -131,7 +131,9 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if self._kernels is not None:
-            self.forward_metadata = native_paged.pieces_of(forward_batch, self.req_to_token, self.pool.page_size)
+            self.forward_metadata = native_paged.pieces_of(
+                forward_batch, self.req_to_token, self.pool.page_size, self.pool.first_page
+            )
             return
         if forward_batch.forward_mode.is_decode():
             self.forward_metadata = page_table(

@@ -22,8 +22,11 @@ class PieceMetadata:
     tables: torch.Tensor
 
 
-def pieces_of(forward_batch: Any, req_to_token: torch.Tensor, page_size: int) -> PieceMetadata:
-    """The pieces of a sub-batch: one row each in decode, the new tokens of each sequence in prefill."""
+def pieces_of(forward_batch: Any, req_to_token: torch.Tensor, page_size: int, first_page: int) -> PieceMetadata:
+    """The pieces of a sub-batch: one row each in decode, the new tokens of each sequence in prefill.
+
+    Pages are counted from `first_page`.
+    """
     lengths_B = forward_batch.seq_lens.to(torch.int64)
     if forward_batch.forward_mode.is_decode():
         starts = torch.arange(len(lengths_B) + 1)
@@ -36,7 +39,9 @@ def pieces_of(forward_batch: Any, req_to_token: torch.Tensor, page_size: int) ->
     owner_P = torch.repeat_interleave(torch.arange(len(lengths_B)), num_pages_B)
     rank_P = torch.arange(len(owner_P)) - table_starts_B[owner_P]
     slots_P = req_to_token[forward_batch.req_pool_indices[owner_P], rank_P * page_size].to(torch.int64)
-    return PieceMetadata(starts=starts, lengths=lengths_B, table_starts=table_starts_B, tables=slots_P // page_size)
+    return PieceMetadata(
+        starts=starts, lengths=lengths_B, table_starts=table_starts_B, tables=slots_P // page_size - first_page
+    )
 
 
 def attend(

@@ -1,0 +1,121 @@
+"""Owns a rank's two tiers of KV together: device pages, the store, and the staging between them, by request.
+
+Which requests, and when, is the executor's affair.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_batch.config import MemoryConfig
+from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.managers.stored_kv import StoredKV
+from sgl_batch.mem_cache.copy_engine import Ticket
+from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
+from sgl_batch.mem_cache.prefill_staging import PrefillStaging
+from sgl_batch.mem_cache.store_geometry import StoreGeometry
+from sgl_batch.model_executor.counters import Counters
+
+
+class KVTiers:
+    """Made after the scheduler's pools. `runner`: the layer runner, which hands a prefill group's KV over."""
+
+    def __init__(self, scheduler: Any, runner: Any, memory: MemoryConfig, counters: Counters) -> None:
+        self._scheduler, self._runner, self._counters = scheduler, runner, counters
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._pool = self._allocator.get_kvcache()
+        self._page_size: int = scheduler.page_size
+        self._store = HostKVStore.create(
+            StoreGeometry.of_pool(self._pool, checksums=memory.kv_store_checksums),
+            num_bytes=memory.kv_store_bytes,
+            directory=None if memory.kv_store_dir is None else Path(memory.kv_store_dir),
+        )
+        self._engine = NativeCopyEngine(self._store, self._pool, num_workers=memory.kv_copy_threads)
+        self.stored = StoredKV(
+            self._store, self._engine, page_size=self._page_size, layers=self._pool.layer_num, counters=counters
+        )
+        self._staging = PrefillStaging(
+            self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
+        )
+        self._group: list[tuple[Any, torch.Tensor]] = []
+
+    @property
+    def num_slots(self) -> int:
+        """How many pages the store holds."""
+        return self._store.num_slots
+
+    def _pages(self, tokens: int) -> int:
+        return pages_for(tokens, self._page_size)
+
+    # Prefill.
+
+    def staging(self) -> AbstractContextManager[None]:
+        """Inside, new slots are those of staged pages."""
+        staging: AbstractContextManager[None] = self._allocator.staging()
+        return staging
+
+    def begin_prefill(self, requests: list[Any]) -> None:
+        """The next forward pass is that of these requests, whose slots were given inside `staging`."""
+        lengths = [len(request.origin_input_ids) for request in requests]
+        slots = self.stored.take(sum(self._pages(length) for length in lengths))
+        self._staging.begin(lengths, slots)
+        parts = slots.split([self._pages(length) for length in lengths])
+        self._group = list(zip(requests, parts, strict=True))
+        self._runner.prefill_sink = self._staging
+
+    def end_prefill(self) -> None:
+        """The pass is over: all prompts are in the store."""
+        waited = self._staging.waited_s
+        self._runner.prefill_sink = None
+        self._staging.end()
+        self._counters.add("staging_wait_us", round(1e6 * (self._staging.waited_s - waited)))
+        self._counters.counts["staging_peak_bytes"] = self._staging.peak_bytes
+        for request, slots in self._group:
+            self.stored.adopt(request.rid, slots, len(request.origin_input_ids))
+        self._group = []
+
+    # Decode.
+
+    def write_through(self, requests: list[Any]) -> None:
+        """Of requests that have made a step, the pages that it has filled leave for the store."""
+        full = [request for request in requests if request.kv_committed_len % self._page_size == 0]
+        if full:
+            last = [request.kv_committed_len - 1 for request in full]
+            self.stored.write_through([request.rid for request in full], self._pages_at(full, last))
+
+    def suspend(self, requests: list[Any]) -> None:
+        """All KV of these requests is in the store when this returns; their slots are still theirs."""
+        tokens = [request.kv_committed_len for request in requests]
+        pages = self._pages_at(requests, [length - 1 for length in tokens])
+        pages[torch.tensor([length % self._page_size == 0 for length in tokens])] = -1
+        self.stored.suspend([request.rid for request in requests], pages)
+
+    def _pages_at(self, requests: list[Any], positions: list[int]) -> torch.Tensor:
+        """The device page [N] in which each request has the KV of one position."""
+        rows = torch.tensor([request.req_pool_idx for request in requests])
+        table: torch.Tensor = self._scheduler.req_to_token_pool.req_to_token
+        return table[rows, torch.tensor(positions)].to(torch.int64) // self._page_size
+
+    def restore(self, request: Any) -> tuple[torch.Tensor, Ticket]:
+        """Device pages for a request's KV, and the copy to them."""
+        num_pages = self._pages(request.kv_committed_len)
+        slots = self._allocator.alloc(num_pages * self._page_size)
+        assert slots is not None, f"{num_pages} pages were reserved for {request.rid}"
+        pages = slots[:: self._page_size] // self._page_size
+        return pages, self.stored.restore(request.rid, pages)
+
+    def slots_of(self, request: Any, pages: torch.Tensor) -> torch.Tensor:
+        """The slots [tokens] of a request's KV in its device pages."""
+        slots = pages[:, None] * self._page_size + torch.arange(self._page_size)
+        return slots.flatten()[: request.kv_committed_len]
+
+    def close(self) -> None:
+        """End the copies and leave the store."""
+        self._staging.close()
+        self._engine.close()
+        self._store.close()

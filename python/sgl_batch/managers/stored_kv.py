@@ -1,0 +1,140 @@
+"""Owns the KV of a rank's sequences in the store: which slots each has, and the copies between these and its pages.
+
+Every page of KV lies in the store from the moment it is full, so that whoever is suspended copies no more than its open
+page. Who is suspended and restored is decided in core/residency.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from sgl_batch.mem_cache.copy_engine import CopyEngine, Ticket
+from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.model_executor.counters import Counters
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    """A sequence's slots, page after page. `open`: whether the last of them is of a page that is not full."""
+
+    slots: list[int] = field(default_factory=list)
+    open: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copy:
+    """Pages on their way to slots of a sequence, or of one that has ended meanwhile."""
+
+    ticket: Ticket
+    slots: torch.Tensor
+    owners: list[str]
+
+
+class StoredKV:
+    """Slots by sequence. Copies to the store run in the background; `sync` completes those that have ended."""
+
+    def __init__(
+        self, store: HostKVStore, engine: CopyEngine, *, page_size: int, layers: int, counters: Counters
+    ) -> None:
+        self._store, self._engine, self._page_size = store, engine, page_size
+        self._layers, self._counters = range(layers), counters
+        self._records: dict[str, _Record] = {}
+        self._copies: list[_Copy] = []
+        self._dying: list[int] = []
+
+    def take(self, pages: int) -> torch.Tensor:
+        """Slots to write to. That there are enough was settled at admission."""
+        slots = self._store.prepare_store(pages)
+        if slots is None:
+            self.sync(wait=True)
+            slots = self._store.prepare_store(pages)
+        assert slots is not None, f"{pages} slots were reserved, {self._store.counts().free} are free"
+        return slots
+
+    def adopt(self, name: str, slots: torch.Tensor, tokens: int) -> None:
+        """A sequence's prompt of `tokens` is in these READY slots."""
+        self._records[name] = _Record(slots=slots.tolist(), open=tokens % self._page_size != 0)
+
+    def write_through(self, names: list[str], pages: torch.Tensor) -> None:
+        """Pages that have just become full, one of each sequence, leave for the store."""
+        slots = self.take(len(names))
+        for name, slot in zip(names, slots.tolist(), strict=True):
+            self._records[name].slots.append(slot)
+        self._send(names, pages, slots)
+        self._counters.add("pages_written_through", len(names))
+
+    def suspend(self, names: list[str], open_pages: torch.Tensor) -> None:
+        """Everything of these sequences is in the store when this returns.
+
+        `open_pages` [N]: of each the page that is not full, or -1 where there is none.
+        """
+        partial = open_pages >= 0
+        owners = [name for name, has in zip(names, partial.tolist(), strict=True) if has]
+        if owners:
+            slots = self.take(len(owners))
+            for name, slot in zip(owners, slots.tolist(), strict=True):
+                self._records[name].slots.append(slot)
+                self._records[name].open = True
+            self._send(owners, open_pages[partial], slots)
+        self._counters.add("pages_copied_to_suspend", len(owners))
+        self.sync(wait=True)
+
+    def _send(self, owners: list[str], pages: torch.Tensor, slots: torch.Tensor) -> None:
+        ticket = self._engine.store_pages(self._layers, pages, slots)
+        self._copies.append(_Copy(ticket=ticket, slots=slots, owners=owners))
+
+    def restore(self, name: str, pages: torch.Tensor) -> Ticket:
+        """Copy a sequence's KV to device pages, in its order; call `restored` when the ticket is done."""
+        slots = torch.tensor(self._records[name].slots)
+        assert len(slots) == len(pages), f"{name} has {len(slots)} pages in the store, {len(pages)} on the device"
+        self._counters.add("pages_restored", len(slots))
+        return self._engine.load_pages(self._layers, slots, pages)
+
+    def restored(self, name: str) -> None:
+        """A sequence's KV is on the device; its open page will be another one when it is full."""
+        record = self._records[name]
+        if record.open:
+            self._store.free([record.slots.pop()])
+            record.open = False
+
+    def pages_of(self, name: str) -> int:
+        """How many pages of a sequence lie in the store."""
+        return len(self._records[name].slots)
+
+    def forget(self, name: str) -> None:
+        """A sequence has ended. Its slots are free as soon as no copy to them is under way."""
+        record = self._records.pop(name, None)
+        if record is not None:
+            self._dying += record.slots
+            self._bury()
+
+    def _bury(self) -> None:
+        busy = {slot for copy in self._copies for slot in copy.slots.tolist()} if self._copies else set()
+        free = [slot for slot in self._dying if slot not in busy]
+        if free:
+            self._store.free(free)
+            self._dying = [slot for slot in self._dying if slot in busy]
+
+    def sync(self, *, wait: bool) -> None:
+        """Complete the copies that have ended, of all if `wait`. Raises CopyError where one failed."""
+        began = time.perf_counter()
+        left = []
+        for copy in self._copies:
+            if wait or copy.ticket.done:
+                copy.ticket.wait()
+                self._store.complete_store(copy.slots)
+            else:
+                left.append(copy)
+        self._copies = left
+        self._bury()
+        if wait:
+            self._counters.add("store_wait_us", round(1e6 * (time.perf_counter() - began)))
+
+    def busy_pages(self, names: Iterable[str]) -> bool:
+        """Whether a copy of one of these sequences is under way."""
+        wanted = set(names)
+        return any(wanted.intersection(copy.owners) for copy in self._copies)

@@ -1,0 +1,181 @@
+"""Owns carrying out decisions where KV waits in the host store: staged prefill, suspending, restoring, write-through.
+
+It decides nothing itself: who keeps device pages is decided in core/residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_batch.core.coroutine import Event
+from sgl_batch.core.page_boundary import PrefillGroup, boundary_due, prefill_units
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.primitives import combine
+from sgl_batch.core.residency import Residency, decide_residency
+from sgl_batch.core.sequence import Sequence
+from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.kv_tiers import KVTiers
+from sgl_batch.managers.sequence_table import SequenceTable
+from sgl_batch.managers.trace import TraceWriter
+from sgl_batch.mem_cache.copy_engine import Ticket
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.sglang_adapter.moving import take_in, without
+from sgl_batch.sglang_adapter.scheduling import (
+    decode_batches,
+    detach,
+    end_detached,
+    free_slots,
+    mark_aborted,
+    merge_into,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Returning:
+    """A sequence whose KV is on its way to device pages [P]."""
+
+    request: Any
+    pages: torch.Tensor
+    ticket: Ticket
+
+
+class TieredExecutor(BoundaryExecutor):
+    """A boundary executor over two tiers. The store's account holds all that a sequence can need, from admission on.
+
+    The device's account holds what runners need until the next boundary, and what is on its way back to the device.
+    """
+
+    def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter, tiers: KVTiers) -> None:
+        self._tiers = tiers
+        super().__init__(scheduler, plan, counters, trace)
+        self._returning: list[_Returning] = []
+        self._staged = False
+
+    def _make_table(self, trace: TraceWriter) -> SequenceTable:
+        store = PageLedger(self._tiers.num_slots, self.plan.page_size)
+        return SequenceTable(self._device_ledger(), self._sharing, self._counters, trace, store_ledger=store)
+
+    @property
+    def _admission_ledger(self) -> PageLedger:
+        assert self.table.store_ledger is not None, "there is a store"
+        return self.table.store_ledger
+
+    # Decide, then do.
+
+    def next_batch(self, running: Any) -> tuple[Any | None, Any]:
+        running = self._join_returned(running)
+        if boundary_due(self.state(running), self.plan):
+            state = self.state(running)
+            group = prefill_units(state, self.plan, self._admission_ledger, self._order, returning=len(self._returning))
+            if group:
+                return self.prefill(PrefillGroup(units=tuple(group))), running
+            running = self._turn_page(running)
+            if not running.reqs:
+                self._filling = False
+                return None, running
+        return self.decode_step(running), running
+
+    def _turn_page(self, running: Any) -> Any:
+        """Sync, Evict, Extend, Refill; where nobody can run, wait for whoever comes back."""
+        self._tiers.stored.sync(wait=False)
+        sequences = [self._grown(request) for request in running.reqs]
+        turn = decide_residency(sequences, self.table.ready, self.ledger, self.plan, restoring=len(self._returning))
+        self._suspend(turn, running)
+        for sequence, pages in turn.extend:
+            self.ledger.resize(sequence.sequence_id, pages)
+        self._restore(turn)
+        if not running.reqs and self._returning:
+            with self._counters.clock.part("copies"):
+                for returning in self._returning:
+                    returning.ticket.wait()
+            running = self._join_returned(running)
+        self.begin_page()
+        return running
+
+    def _grown(self, request: Any) -> Sequence:
+        sequence = self.table[request.rid]
+        sequence.generated_tokens = len(request.output_ids)
+        return sequence
+
+    def _suspend(self, turn: Residency, running: Any) -> None:
+        if not turn.suspend:
+            return
+        requests = [self.table.request_named(sequence.sequence_id) for sequence in turn.suspend]
+        with self._counters.clock.part("copies"):
+            self._tiers.suspend(requests)
+            for request in requests:
+                without(running, request)
+                free_slots(self._scheduler, request)
+                detach(self._scheduler, request)
+                self.ledger.release(request.rid)
+        self.table.record([self.table.suspended(request.rid) for request in requests])
+        self._counters.add("suspensions", len(requests))
+
+    def _restore(self, turn: Residency) -> None:
+        with self._counters.clock.part("copies"):
+            for sequence, pages in turn.restore:
+                self.ledger.reserve(sequence.sequence_id, pages)
+                request = self.table.take_ready(sequence.sequence_id)
+                device_pages, ticket = self._tiers.restore(request)
+                self._returning.append(_Returning(request=request, pages=device_pages, ticket=ticket))
+
+    def _join_returned(self, running: Any) -> Any:
+        """The decode batch with those whose KV has come back."""
+        arrived = [returning for returning in self._returning if returning.ticket.done]
+        if not arrived:
+            return running
+        self._returning = [returning for returning in self._returning if returning not in arrived]
+        requests = [returning.request for returning in arrived]
+        with self._counters.clock.part("copies"):
+            for returning in arrived:
+                returning.ticket.wait()
+                self._tiers.stored.restored(returning.request.rid)
+                take_in(self._scheduler, returning.request, self._tiers.slots_of(returning.request, returning.pages))
+            for joining in decode_batches(self._scheduler, requests):
+                running = merge_into(running, joining)
+        sequences = [self.table[request.rid] for request in requests]
+        self.table.record(combine(sequences, Event.COMBINE_DECODE, "its KV is back on the device"))
+        self._changes_at_boundary = self.table.changes
+        return running
+
+    # Prefill, layer by layer to the store.
+
+    def _prefill(self, requests: list[Any], why: str) -> Any:
+        self._staged = True
+        with self._tiers.staging():
+            batch = super()._prefill(requests, why)
+        self._tiers.begin_prefill(requests)
+        return batch
+
+    def after_results(self, batch: Any) -> None:
+        prefilled = batch.forward_mode.is_extend()
+        names = [request.rid for request in batch.reqs]
+        if prefilled:
+            with self._counters.clock.part("copies"):
+                self._tiers.end_prefill()
+        super().after_results(batch)
+        gone = [name for name in names if name not in self.table]
+        for name in gone:
+            self._tiers.stored.forget(name)
+        left = [request for request in batch.reqs if not request.finished()]
+        if prefilled:
+            for request in left:
+                detach(self._scheduler, request)
+        else:
+            with self._counters.clock.part("copies"):
+                self._tiers.write_through(left)
+
+    def abort_outside_batches(self, is_meant: Callable[[str], bool]) -> None:
+        for name in [s.sequence_id for s in self.table.ready if is_meant(s.sequence_id)]:
+            request = self.table.take_ready(name)
+            end_detached(self._scheduler, request)
+            self.table.record([self.table.finish(request)])
+            self._tiers.stored.forget(name)
+        for returning in self._returning:
+            if is_meant(returning.request.rid):
+                mark_aborted(returning.request)

@@ -1,0 +1,122 @@
+"""Owns the two layers of KV that the device holds of a prefill group on its way to the store (BatchGen 5.2).
+
+Even layers write to one half, odd layers to the other; a layer waits until what lay in its half two layers ago is
+copied. Which sequences make a group, and their slots in the store, are given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sgl_batch.mem_cache.copy_engine import CopyEngine, Ticket
+from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
+
+_HALVES = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """Pages of a group in the order of its rows. `ends` [P]: the row with which a page is complete, plus one."""
+
+    slots: torch.Tensor
+    ends: torch.Tensor
+    tickets: dict[int, list[Ticket]] = field(default_factory=dict)
+    sent: int = 0
+
+
+class PrefillStaging:
+    """Two layers of pages in memory of their own, as many as the largest group so far needed.
+
+    `pool`: the device's pages, whose layers are led here while a group is prefilled; `first_page`: the number of the
+    first page here, behind the device's own. Waits for copies are added up in `waited_s`.
+    """
+
+    def __init__(self, store: HostKVStore, pool: Any, *, first_page: int, num_workers: int) -> None:
+        self._store, self._pool, self._first_page, self._num_workers = store, pool, first_page, num_workers
+        self.layer_num: int = pool.layer_num
+        self._own = [pool.page_parts(layer) for layer in range(pool.layer_num)]
+        self._halves: list[tuple[torch.Tensor, ...]] = []
+        self._engine: CopyEngine | None = None
+        self._group: _Group | None = None
+        self.waited_s = 0.0
+        self.peak_bytes = 0
+
+    def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """As a pool has them: a layer's half."""
+        return self._halves[layer % _HALVES]
+
+    def begin(self, lengths: Seq[int], slots: torch.Tensor) -> None:
+        """Lead the pool's layers here for a group of prompts of `lengths` tokens, whose pages go to `slots` [P].
+
+        The prompts' pages here are numbered one after the other, in the order of their rows.
+        """
+        assert self._group is None, "one group is prefilled at a time"
+        size = self._pool.page_size
+        ends, row = [], 0
+        for length in lengths:
+            ends += [row + min(end, length) for end in range(size, length + size, size)]
+            row += length
+        assert len(ends) == len(slots), f"{len(ends)} pages for {len(slots)} slots"
+        self._make_room(len(ends))
+        self._group = _Group(slots=slots, ends=torch.tensor(ends))
+        self._pool.redirect([self.page_parts(layer) for layer in range(self.layer_num)], self._first_page)
+
+    def _make_room(self, pages: int) -> None:
+        if self._halves and len(self._halves[0][0]) >= pages:
+            return
+        self.close()
+        self._halves = [
+            tuple(part.new_zeros((pages, *part.shape[1:])) for part in self._own[0]) for _ in range(_HALVES)
+        ]
+        self.peak_bytes = sum(part.nbytes for half in self._halves for part in half)
+        self._engine = NativeCopyEngine(self._store, self, num_workers=self._num_workers)
+
+    def layer_begins(self, layer: int) -> None:
+        """Attention of a layer is about to write to its half."""
+        assert self._group is not None, "a group has begun"
+        self._group.sent = 0
+        self._wait(self._group.tickets.pop(layer - _HALVES, []))
+
+    def rows_attended(self, layer: int, end: int) -> None:
+        """The pages that are complete with row `end` leave for the store."""
+        group = self._group
+        assert group is not None, "a group has begun"
+        assert self._engine is not None, "it has room"
+        complete = int(torch.searchsorted(group.ends, end, right=True))
+        if complete == group.sent:
+            return
+        pages, slots = torch.arange(group.sent, complete), group.slots[group.sent : complete]
+        ticket = self._engine.store_pages(range(layer, layer + 1), pages, slots)
+        group.tickets.setdefault(layer, []).append(ticket)
+        group.sent = complete
+
+    def end(self) -> None:
+        """All is in the store: the slots are READY, and the pool's layers are its own again.
+
+        Raises CopyError where a copy failed.
+        """
+        group = self._group
+        assert group is not None, "a group has begun"
+        self._group = None
+        self._pool.redirect(self._own, 0)
+        for tickets in group.tickets.values():
+            self._wait(tickets)
+        self._store.complete_store(group.slots)
+
+    def _wait(self, tickets: list[Ticket]) -> None:
+        began = time.perf_counter()
+        for ticket in tickets:
+            ticket.wait()
+        self.waited_s += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Let go of the memory. No group is under way."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine, self._halves = None, []
