@@ -138,6 +138,7 @@ extern const Isa kPortable;
 extern const Isa kAvx2;
 extern const Isa kAvx512;
 extern const Isa kAvx512Bf16;
+extern const TileKernel kAmxBf16Tile;
 #endif
 
 }  // namespace sgl_batch
