@@ -38,7 +38,7 @@ class Attention {
       : c_(call),
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.dtype)),
-        tile_(isa_.tile(call.dtype)),
+        tile_(isa_.chained_tile(call.dtype)),
         group_(call.q_heads / call.kv_heads),
         tokens_per_block_(std::max<int64_t>(1, kRowsPerBlock / group_)),
         chunk_(call.page % kChunk == 0 || kChunk % call.page == 0 ? kChunk : call.page),
@@ -68,8 +68,8 @@ class Attention {
     queries_at_ = one.take(static_cast<size_t>(rows * c_.dim) * 4);
     sums_at_ = one.take(static_cast<size_t>(rows * padded_dim_) * 4);
     state_at_ = one.take(static_cast<size_t>(rows) * 2 * 4);
-    scores_at_ = one.take(static_cast<size_t>(kMaxRows * score_stride_) * 4);
-    weights_at_ = one.take(static_cast<size_t>(kMaxRows * score_stride_) * 4);
+    scores_at_ = one.take(static_cast<size_t>(tile_.max_rows * score_stride_) * 4);
+    weights_at_ = one.take(static_cast<size_t>(tile_.max_rows * score_stride_) * 4);
     spare_at_ = one.take(static_cast<size_t>(kPanel * std::max(c_.dim, c_.page)) * 4);
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     static thread_local Workspace workspace;
@@ -119,7 +119,7 @@ class Attention {
                   static_cast<const char*>(c_.q) + row_offset(block, block.head + at / rows, at % rows, c_.q_stride), c_.dtype,
                   c_.dim);
     }
-    const Tiles tiles(0, rows, isa_.max_rows);
+    const Tiles tiles(0, rows, tile_.max_rows);
     const int64_t tokens = seen_by(block, block.end - 1);
     for (int64_t first = 0; first < tokens; first += chunk_)
       for (int64_t head = 0; head < heads; ++head) {
@@ -172,9 +172,9 @@ class Attention {
              const Tiles& tiles, int64_t tile, char* scratch) const {
     for (int64_t done = 0; done < count; done += kPanel) {
       const int64_t panel = (offset + done) / kPanel;
-      tile_({queries, query_bytes(), here.keys.ready_part(panel, scratch + spare_at_, 0, c_.dim), c_.dim, tiles.size(tile), scores + done,
-             score_stride_, false,
-             tiles.ahead(tile, next.keys.panel(done / kPanel), here.keys.panel_bytes(), tile_steps(c_.dtype, c_.dim))});
+      tile_.run({queries, query_bytes(), here.keys.ready_part(panel, scratch + spare_at_, 0, c_.dim), c_.dim,
+                 tiles.size(tile), scores + done, score_stride_, false,
+                 tiles.ahead(tile, next.keys.panel(done / kPanel), here.keys.panel_bytes(), tile_steps(c_.dtype, c_.dim))});
     }
   }
 
@@ -184,15 +184,15 @@ class Attention {
     // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
     const int64_t k = std::min(part_, round_up(count, 2)), steps = tile_steps(c_.dtype, k);
     for (int64_t panel = 0; panel < here.values.panels(); ++panel)
-      tile_({weights, weight_bytes(), here.values.ready_part(panel, scratch + spare_at_, offset, offset + k), k,
-             tiles.size(tile), sums + panel * kPanel, padded_dim_, true,
-             tiles.ahead(tile, next.values.panel(panel), kStepBytes * steps, steps)});
+      tile_.run({weights, weight_bytes(), here.values.ready_part(panel, scratch + spare_at_, offset, offset + k), k,
+                 tiles.size(tile), sums + panel * kPanel, padded_dim_, true,
+                 tiles.ahead(tile, next.values.panel(panel), kStepBytes * steps, steps)});
   }
 
   const AttentionCall& c_;
   const Isa& isa_;
   const DType row_dtype_;
-  const TileFn tile_;
+  const TileKernel& tile_;  // chained, so that a result does not depend on how pages cut the values' k
   const int64_t group_, tokens_per_block_;
   const int64_t chunk_, part_;  // tokens of a step of the softmax, and those of them that lie in one page
   const int64_t score_stride_, padded_dim_;

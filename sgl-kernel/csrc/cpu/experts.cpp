@@ -26,8 +26,9 @@ class Experts {
       : c_(call),
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.w_dtype)),
+        tile_(isa_.tile(call.w_dtype)),
         routing_(route(call.topk_ids, call.topk_weights, call.tokens, call.top_k, call.experts)) {
-    const int64_t most = kTilesPerBlock * isa_.max_rows;
+    const int64_t most = kTilesPerBlock * tile_.max_rows;
     for (int64_t expert = 0; expert < c_.experts; ++expert) {
       const int64_t begin = routing_.offsets[expert], rows = routing_.offsets[expert + 1] - begin;
       c_.rows_per_expert[expert] = rows;
@@ -64,9 +65,9 @@ class Experts {
   void lay_out() {
     const int64_t places = tokens_per_group_ * c_.top_k;
     Carver one;
-    rows_at_ = one.take(row_bytes(c_.hidden) * kTilesPerBlock * isa_.max_rows);
+    rows_at_ = one.take(row_bytes(c_.hidden) * kTilesPerBlock * tile_.max_rows);
     panels_at_ = one.take(2 * std::max(w13(0, 0).spare_bytes(), w2(0).spare_bytes()));
-    gates_at_ = one.take(sizeof(float) * kMaxRows * kPanel * 2);
+    gates_at_ = one.take(sizeof(float) * tile_.max_rows * kPanel * 2);
     slots_at_ = one.take(sizeof(int32_t) * places);
     sum_at_ = one.take(sizeof(float) * kPanel * down_panels_per_task_);
     products_at_ = one.take(sizeof(float) * places * kPanel * down_panels_per_task_);
@@ -105,8 +106,9 @@ class Experts {
     const PackedWeight gate = w13(block.expert, 0), up = w13(block.expert, 1);
     char* spare = scratch + panels_at_;
     auto* gates = reinterpret_cast<float*>(scratch + gates_at_);
-    auto* ups = gates + kMaxRows * kPanel;
-    const Tiles tiles(block.begin, block.end, isa_.max_rows);
+    auto* ups = gates + tile_.max_rows * kPanel;
+    const Tiles tiles(block.begin, block.end, tile_.max_rows);
+    const TileUse use(tile_);
     const auto stride = static_cast<int64_t>(row_bytes(c_.hidden));
     const int64_t first = chunk * up_panels_per_task_, last = std::min(first + up_panels_per_task_, gate.panels());
     for (int64_t panel = first; panel < last; ++panel) {
@@ -145,13 +147,14 @@ class Experts {
     const int64_t stride = panels * kPanel;
     auto* slots = reinterpret_cast<int32_t*>(scratch + slots_at_);
     auto* products = reinterpret_cast<float*>(scratch + products_at_);
+    const TileUse use(tile_);
     int64_t slot = 0;
     for (int64_t expert = 0; expert < c_.experts; ++expert) {
       const auto [from, to] = routing_.rows_of(expert, begin, end);
       if (from == to) continue;
       for (int64_t row = from; row < to; ++row)
         slots[routing_.rows[row].place - begin * c_.top_k] = static_cast<int32_t>(slot + row - from);
-      down_products(expert, Tiles(from, to, isa_.max_rows), first, panels, products + slot * stride, scratch);
+      down_products(expert, Tiles(from, to, tile_.max_rows), first, panels, products + slot * stride, scratch);
       slot += to - from;
     }
     auto* sum = reinterpret_cast<float*>(scratch + sum_at_);
@@ -182,6 +185,7 @@ class Experts {
   const ExpertsCall& c_;
   const Isa& isa_;
   const DType row_dtype_;
+  const TileKernel& tile_;
   const Routing routing_;
   std::vector<Block> blocks_;
   int64_t up_panels_per_task_ = 1, up_chunks_ = 1, down_panels_per_task_ = 1, down_chunks_ = 1;

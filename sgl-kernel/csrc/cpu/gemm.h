@@ -9,8 +9,9 @@
 //
 // Rows of activations lie as they are: bf16 where Isa::bf16_pairs and the weight is bf16, otherwise f32.
 //
-// Every output is one chain of multiply-adds over k in ascending order, however many rows a tile has: a row's result
-// does not depend on the rows beside it.
+// A tile adds up each output in an order that depends on k alone, however many rows it has: a row's result does not
+// depend on the rows beside it. A chained tile's order is one chain of multiply-adds over k in ascending order, so that
+// a k cut into parts, each added to what was there, gives the bits of the whole.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,7 @@
 namespace sgl_batch {
 
 constexpr int kPanel = 32;
-constexpr int kMaxRows = 12;
+constexpr int kMaxRows = 32;  // of a tile, on any instruction set
 constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel: one f32 or one pair of bf16 for each column
 
 enum class DType { kBf16, kF32, kI8 };
@@ -68,6 +69,14 @@ struct Tile {
 };
 using TileFn = void (*)(const Tile& tile);
 
+// The tiles for weights of one number type, all of the same order.
+struct TileKernel {
+  TileFn run;         // takes panels as they are when rows meet them
+  TileFn run_i8;      // takes panels of int8 as they lie; null where they are never met
+  int max_rows;       // of a tile, at most kMaxRows
+  void (*release)();  // gives back what a tile sets up on its thread, see TileUse in tasks.h; null where it sets up nothing
+};
+
 // Rows of kPanel f32, `from_stride` apart, into rows of bf16 or f32, `to_stride` bytes apart, rounded to nearest.
 using StoreFn = void (*)(const float* from, int64_t from_stride, int rows, DType dtype, void* to, int64_t to_stride);
 // silu(gate) * up over rows of kPanel, stored likewise; gate and up have rows of kPanel one after the other.
@@ -99,11 +108,10 @@ using RotateHeadFn = void (*)(void* head, const float* cosine, const float* sine
 
 struct Isa {
   const char* name;
-  int max_rows;     // rows of a tile, at most kMaxRows
   bool bf16_pairs;  // activations meet bf16 weights as bf16 pairs
-  TileFn tile_bf16;
-  TileFn tile_f32;
-  TileFn tile_i8;  // takes a panel of int8 as it lies
+  TileKernel tile_bf16;
+  TileKernel tile_bf16_chained;  // sets up nothing
+  TileKernel tile_f32;           // chained, and sets up nothing
   StoreFn store;
   SiluMulFn silu_mul;
   SoftmaxStepFn softmax_step;
@@ -114,8 +122,8 @@ struct Isa {
 
   // What rows of activations must be to meet a weight.
   DType row_dtype(DType weight) const { return bf16_pairs ? tile_dtype(weight) : DType::kF32; }
-  // For panels in the form of a tile.
-  TileFn tile(DType weight) const { return weight == DType::kF32 ? tile_f32 : tile_bf16; }
+  const TileKernel& tile(DType weight) const { return weight == DType::kF32 ? tile_f32 : tile_bf16; }
+  const TileKernel& chained_tile(DType weight) const { return weight == DType::kF32 ? tile_f32 : tile_bf16_chained; }
 };
 
 // The best instruction set of this machine, or the one that SGL_BATCH_ISA names. Throws std::runtime_error when it
@@ -130,6 +138,7 @@ extern const Isa kPortable;
 extern const Isa kAvx2;
 extern const Isa kAvx512;
 extern const Isa kAvx512Bf16;
+extern const TileKernel kAmxBf16Tile;
 #endif
 
 }  // namespace sgl_batch

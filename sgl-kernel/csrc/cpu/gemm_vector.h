@@ -11,6 +11,7 @@ namespace sgl_batch {
 namespace {
 
 constexpr int kRows = SGL_BATCH_ROWS;
+static_assert(kRows <= kMaxRows);
 constexpr int kVectors = 2;  // vectors of columns that a block of accumulators is wide
 
 // The rows of a tile's left side. Three share a pointer, so that twelve need four registers and one stride.
@@ -148,15 +149,18 @@ void by_rows(const Tile& tile) {
   Kernel<M>::run(tile);
 }
 
+constexpr TileKernel kernel_of(TileFn run, TileFn run_i8) {
+  return {.run = run, .run_i8 = run_i8, .max_rows = kRows, .release = nullptr};
+}
+
 // Everything but the tiles for pairs is the same for all instruction sets.
 constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, TileFn tile_i8) {
   return {
       .name = name,
-      .max_rows = kRows,
       .bf16_pairs = bf16_pairs,
-      .tile_bf16 = tile_bf16,
-      .tile_f32 = by_rows<TileF32, kRows>,
-      .tile_i8 = tile_i8,
+      .tile_bf16 = kernel_of(tile_bf16, tile_i8),
+      .tile_bf16_chained = kernel_of(tile_bf16, tile_i8),
+      .tile_f32 = kernel_of(by_rows<TileF32, kRows>, nullptr),
       .store = store_rows,
       .silu_mul = silu_mul,
       .softmax_step = softmax_step,

@@ -4,10 +4,24 @@
 #include <string>
 #include <vector>
 
+#include "amx_tiles.h"
 #include "gemm.h"
 
 namespace sgl_batch {
 namespace {
+
+#if defined(__x86_64__)
+// AVX512-BF16 with a tile of its own for bf16 weights. Attention keeps the chained one: its k comes in parts.
+const Isa& amx_bf16() {
+  static const Isa composed = [] {
+    Isa isa = kAvx512Bf16;
+    isa.name = "amx_bf16";
+    isa.tile_bf16 = kAmxBf16Tile;
+    return isa;
+  }();
+  return composed;
+}
+#endif
 
 // Best first.
 std::vector<const Isa*> runnable() {
@@ -16,7 +30,10 @@ std::vector<const Isa*> runnable() {
   __builtin_cpu_init();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&kAvx512Bf16);
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  static const bool amx_bf16_tiles = avx512_bf16 && tiles_are_usable();
+  if (amx_bf16_tiles) found.push_back(&amx_bf16());
+  if (avx512_bf16) found.push_back(&kAvx512Bf16);
   if (avx512) found.push_back(&kAvx512);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2);
 #endif

@@ -15,8 +15,9 @@ class Linear {
       : c_(call),
         isa_(isa()),
         row_dtype_(isa_.row_dtype(c_.w.dtype)),
+        tile_(isa_.tile(c_.w.dtype)),
         in_place_(row_dtype_ == c_.x_dtype),
-        blocks_(divide_up(c_.rows, kTilesPerBlock * isa_.max_rows)),
+        blocks_(divide_up(c_.rows, kTilesPerBlock * tile_.max_rows)),
         chunks_(std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_ * c_.heads), 1, c_.w.panels())),
         element_(static_cast<int64_t>(size_of(c_.x_dtype))),
         row_bytes_(c_.w.k * static_cast<int64_t>(size_of(row_dtype_))) {}
@@ -52,7 +53,8 @@ class Linear {
   void multiply(int64_t head, int64_t chunk, int64_t block, char* spare) const {
     PackedWeight w = c_.w;
     w.data = static_cast<const char*>(w.data) + static_cast<size_t>(head * w.n * w.k) * size_of(w.dtype);
-    const Tiles tiles(block_begin(block), block_begin(block + 1), isa_.max_rows);
+    const Tiles tiles(block_begin(block), block_begin(block + 1), tile_.max_rows);
+    const TileUse use(tile_);
     alignas(64) float result[kMaxRows * kPanel];
     for (int64_t panel = w.panels() * chunk / chunks_; panel < w.panels() * (chunk + 1) / chunks_; ++panel) {
       const ReadyPanel ready = w.ready(panel, isa_, spare, tiles.count);
@@ -82,6 +84,7 @@ class Linear {
   const LinearCall& c_;
   const Isa& isa_;
   const DType row_dtype_;
+  const TileKernel& tile_;
   const bool in_place_;  // rows meet weights in their own number type
   const int64_t blocks_, chunks_, element_, row_bytes_;
   char* converted_ = nullptr;

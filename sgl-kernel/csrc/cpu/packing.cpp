@@ -64,14 +64,14 @@ void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratc
 
 ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const {
   const int columns = width(index);
-  if (dtype != DType::kI8) return {ready_part(index, spare, 0, k), isa.tile(dtype)};
+  if (dtype != DType::kI8) return {ready_part(index, spare, 0, k), isa.tile(dtype).run};
   // Widening costs as much as a tile of few rows: it is done once where several tiles share it.
-  if (tiles == 1 && columns == kPanel) return {panel(index), isa.tile_i8};
+  if (tiles == 1 && columns == kPanel) return {panel(index), isa.tile(dtype).run_i8};
   // A narrow panel is widened as it is into the end of the full one, and spread out from there.
   auto* wide = static_cast<uint16_t*>(spare) + (kPanel - columns) * k;
   isa.widen(reinterpret_cast<const int8_t*>(panel(index)), columns * k, wide);
   if (columns < kPanel) pad_words<uint32_t>(wide, columns, k / 2, spare);
-  return {spare, isa.tile_bf16};
+  return {spare, isa.tile(dtype).run};
 }
 
 const void* PackedWeight::ready_part(int64_t index, void* spare, int64_t first, int64_t last) const {

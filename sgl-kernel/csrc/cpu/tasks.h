@@ -34,6 +34,21 @@ struct Tiles {
   int64_t begin, rows, count;
 };
 
+// As long as it lives a task may use these tiles. What they set up on the thread is given back in the end, so that nobody
+// else who runs on this thread later finds it.
+class TileUse {
+ public:
+  explicit TileUse(const TileKernel& kernel) : release_(kernel.release) {}
+  TileUse(const TileUse&) = delete;
+  TileUse& operator=(const TileUse&) = delete;
+  ~TileUse() {
+    if (release_ != nullptr) release_();
+  }
+
+ private:
+  void (*const release_)();
+};
+
 // Calls task(index, next, thread) for every index in [0, count); `next` is the one that the same thread takes after it,
 // or `count`. Threads are numbered from 0 below num_threads().
 template <typename Task>

@@ -1,0 +1,292 @@
+// Owns the checks of the AMX tile: against float64, a row's bits beside others, what is read, what is written, what it
+// leaves behind. On a processor without AMX its instructions are emulated; there alone accesses are checked row by row.
+//
+// Prints what executes the instructions, then a line for each rule that does not hold, and ends with 1 if there was one.
+// With an argument it breaks a rule of the instructions, which the emulation must refuse.
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "amx_emulation.h"
+#include "amx_tiles.h"
+#include "gemm.h"
+
+namespace sgl_batch {
+
+// The tile for panels of int8 takes its widening from here. This one needs no AVX512.
+constinit const Isa kAvx512Bf16{
+    .name = "widening alone",
+    .bf16_pairs = true,
+    .tile_bf16 = {},
+    .tile_bf16_chained = {},
+    .tile_f32 = {},
+    .store = nullptr,
+    .silu_mul = nullptr,
+    .softmax_step = nullptr,
+    .norm_row = nullptr,
+    .rotate_head = nullptr,
+    .widen =
+        [](const int8_t* from, int64_t count, uint16_t* to) {
+          for (int64_t i = 0; i < count; ++i) to[i] = f32_to_bf16(from[i]);
+        },
+    .scale_columns = nullptr,
+};
+
+}  // namespace sgl_batch
+
+namespace {
+
+using namespace sgl_batch;
+
+enum class Weights { kNormal, kWhole, kI8 };  // whole numbers as bf16, and the same ones as int8
+
+constexpr int kRows = kMaxRows;
+constexpr int64_t kCStride = 40;  // of which kPanel are written
+constexpr float kUntouched = -12345.0f;
+
+int failures = 0;
+bool emulated = false;
+
+void expect(bool holds, const std::string& rule) {
+  if (holds) return;
+  ++failures;
+  std::printf("does not hold: %s\n", rule.c_str());
+}
+
+// Memory that ends where nothing may be read.
+class Guarded {
+ public:
+  explicit Guarded(size_t bytes) : bytes_(bytes), whole_((bytes + kPage - 1) / kPage * kPage + kPage) {
+    base_ = static_cast<char*>(mmap(nullptr, whole_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (base_ == MAP_FAILED || mprotect(base_ + whole_ - kPage, kPage, PROT_NONE) != 0) std::abort();
+    memset(base_, 0xff, whole_ - kPage);  // NaN in every number type
+  }
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+  ~Guarded() { munmap(base_, whole_); }
+  char* data() const { return base_ + whole_ - kPage - bytes_; }
+
+ private:
+  static constexpr size_t kPage = 4096;
+  size_t bytes_, whole_;
+  char* base_;
+};
+
+// Rows, a panel and what sums begin with, of one k. Between rows lie NaN, behind the last one nothing.
+struct Case {
+  Case(int64_t depth, int64_t gap, bool adds, Weights weights = Weights::kNormal)
+      : k(depth),
+        stride(2 * depth + gap),
+        add(adds),
+        i8(weights == Weights::kI8),
+        a(static_cast<size_t>((kRows - 1) * stride + 2 * k)),
+        panel(static_cast<size_t>((i8 ? 1 : 2) * k * kPanel)),
+        begin(kRows * kPanel) {
+    std::mt19937 random(static_cast<unsigned>(k * 1000 + gap));
+    std::normal_distribution<float> normal;
+    for (int row = 0; row < kRows; ++row)
+      for (int64_t i = 0; i < k; ++i) put(a.data() + row * stride, i, f32_to_bf16(normal(random)));
+    for (int64_t i = 0; i < k * kPanel; ++i) {
+      const auto whole = static_cast<int>(random() % 255) - 127;
+      const float value = weights == Weights::kNormal ? normal(random) : static_cast<float>(whole);
+      if (i8)
+        panel.data()[i] = static_cast<char>(value);
+      else
+        put(panel.data(), i, f32_to_bf16(value));
+    }
+    for (float& value : begin) value = adds ? normal(random) : 0.0f;
+  }
+
+  static void put(char* to, int64_t index, uint16_t value) { memcpy(to + 2 * index, &value, 2); }
+  static double get(const char* from, int64_t index) {
+    uint16_t value;
+    memcpy(&value, from + 2 * index, 2);
+    return bf16_to_f32(value);
+  }
+  double left(int row, int64_t i) const { return get(a.data() + row * stride, i); }
+  double right(int64_t i, int column) const {
+    const int64_t at = (i / 2 * kPanel + column) * 2 + i % 2;
+    return i8 ? static_cast<signed char>(panel.data()[at]) : get(panel.data(), at);
+  }
+  std::string name() const { return "k " + std::to_string(k) + (add ? ", added" : "") + (i8 ? ", int8" : ""); }
+
+  int64_t k, stride;
+  bool add, i8;
+  Guarded a, panel;
+  std::vector<float> begin;
+};
+
+// What a tile of rows [first, first + m) gives, with the numbers between its rows and after them.
+std::vector<float> multiply(const Case& given, int first, int m) {
+  const Guarded memory(sizeof(float) * static_cast<size_t>((m - 1) * kCStride + kPanel));
+  auto* c = reinterpret_cast<float*>(memory.data());
+  for (int row = 0; row < m; ++row) {
+    for (int64_t i = 0; i < (row + 1 < m ? kCStride : kPanel); ++i) c[row * kCStride + i] = kUntouched;
+    if (given.add) memcpy(c + row * kCStride, &given.begin[(first + row) * kPanel], sizeof(float) * kPanel);
+  }
+  const char* a = given.a.data() + first * given.stride;
+  if (emulated) {
+    amx_emulation::forget_allowed();
+    for (int row = 0; row < m; ++row) amx_emulation::allow(a + row * given.stride, 2 * given.k, false);
+    for (int row = 0; row < m; ++row) amx_emulation::allow(c + row * kCStride, sizeof(float) * kPanel, true);
+    if (!given.i8) amx_emulation::allow(given.panel.data(), 2 * given.k * kPanel, false);
+    constexpr size_t kScratch = 16384;  // the tile's own, below on the stack
+    amx_emulation::allow(static_cast<const char*>(__builtin_frame_address(0)) - kScratch, kScratch, false);
+  }
+  (given.i8 ? kAmxBf16Tile.run_i8 : kAmxBf16Tile.run)(
+      {a, given.stride, given.panel.data(), given.k, m, c, kCStride, given.add, {given.panel.data(), 7}});
+  if (emulated) amx_emulation::forget_allowed();
+  return std::vector<float>(c, c + (m - 1) * kCStride + kPanel);
+}
+
+bool same(const float* a, const float* b) { return memcmp(a, b, sizeof(float) * kPanel) == 0; }
+
+// Every row alone, within what 24 bits allow of the exact sum.
+std::vector<std::vector<float>> check_rows_alone(const Case& given) {
+  std::vector<std::vector<float>> rows;
+  double worst = 0;
+  for (int row = 0; row < kRows; ++row) {
+    rows.push_back(multiply(given, row, 1));
+    for (int column = 0; column < kPanel; ++column) {
+      double sum = given.begin[row * kPanel + column], size = std::fabs(sum);
+      for (int64_t i = 0; i < given.k; ++i) {
+        sum += given.left(row, i) * given.right(i, column);
+        size += std::fabs(given.left(row, i) * given.right(i, column));
+      }
+      const double error = std::fabs(rows[row][column] - sum) / size;
+      if (!(error <= worst)) worst = error;  // NaN too
+    }
+  }
+  expect(worst < 3e-7, given.name() + ": within rounding of float64, not " + std::to_string(worst * 1e7) + "e-7");
+  return rows;
+}
+
+void check_case(const Case& given) {
+  const auto alone = check_rows_alone(given);
+  for (int m = 1; m <= kRows; ++m)
+    for (const int first : {0, kRows - m}) {
+      const auto found = multiply(given, first, m);
+      bool own = true, untouched = true;
+      for (int row = 0; row < m; ++row) {
+        own = own && same(&found[row * kCStride], alone[first + row].data());
+        if (row + 1 == m) continue;
+        for (int64_t i = kPanel; i < kCStride; ++i) untouched = untouched && found[row * kCStride + i] == kUntouched;
+      }
+      const std::string name = given.name() + ", rows from " + std::to_string(first) + ": " + std::to_string(m);
+      expect(own, name + ": a row's bits are those it has alone");
+      expect(untouched, name + ": nothing is written beside the rows");
+    }
+}
+
+void check_int8(int64_t k) {
+  const Case whole(k, 0, true, Weights::kWhole), given(k, 0, true, Weights::kI8);
+  check_case(given);
+  expect(multiply(given, 0, kRows) == multiply(whole, 0, kRows), given.name() + ": the bits of the same numbers as bf16");
+}
+
+// The sum of even k 2^24 - 2^24 and of odd k 1 + 1: apart, they make 2; one after the other, 1.
+float in_order() {
+  const Case given(4, 0, false);
+  for (int64_t i = 0; i < 4; ++i) Case::put(given.a.data(), i, f32_to_bf16(i % 2 == 1 ? 1.0f : i == 0 ? 0x1p24f : -0x1p24f));
+  for (int64_t i = 0; i < 4 * kPanel; ++i) Case::put(given.panel.data(), i, f32_to_bf16(1.0f));
+  return multiply(given, 0, 1)[0];
+}
+
+// left * right + begin, where results or what they are made of may be too small to be normal.
+float small(float left, float right, float begin) {
+  Case given(2, 0, true);
+  for (int64_t i = 0; i < 2; ++i) Case::put(given.a.data(), i, f32_to_bf16(i == 0 ? left : 0.0f));
+  for (int64_t i = 0; i < 2 * kPanel; ++i) Case::put(given.panel.data(), i, f32_to_bf16(right));
+  given.begin[0] = begin;
+  return multiply(given, 0, 1)[0];
+}
+
+void check_arithmetic() {
+  expect(in_order() == 2.0f, "even and odd k are added up apart");
+  expect(small(0x1p-60f, 0x1p-60f, 0x1p-100f) == 0x1p-100f + 0x1p-120f, "small numbers count");
+  expect(small(0x1p-70f, 0x1p-70f, 0.0f) == 0.0f, "a product too small to be normal is zero");
+  expect(small(0x1p-130f, 0x1p20f, 0.0f) == 0.0f, "a number too small to be normal is zero");
+  expect(small(0.0f, 0.0f, 0x1p-130f) == 0.0f, "so is a sum's beginning");
+  expect(std::isnan(small(std::numeric_limits<float>::infinity(), 0.0f, 1.0f)), "infinity times zero is no number");
+}
+
+TileConfig current_config() {
+  TileConfig config;
+  asm volatile("sttilecfg (%0)" : : "r"(&config) : "memory");
+  return config;
+}
+
+void check_configuration() {
+  const Case given(64, 0, false);
+  const auto expected = multiply(given, 0, 9);
+  expect(current_config().palette == 1 && current_config().rows[0] == 9, "a tile configures as many rows as it has");
+  kAmxBf16Tile.release();
+  expect(current_config().palette == 0 && current_config().rows[0] == 0, "release leaves nothing configured");
+  TileConfig others;
+  others.rows[0] = 3;
+  others.row_bytes[0] = 8;
+  configure_tiles(others);
+  expect(multiply(given, 0, 9) == expected, "a task does not trust what somebody else has configured");
+  kAmxBf16Tile.release();
+}
+
+void check_threads() {
+  const Case given(130, 6, false);
+  const auto here = multiply(given, 0, 9);
+  std::vector<float> there;
+  std::thread([&] {
+    there = multiply(given, 0, 9);
+    kAmxBf16Tile.release();
+  }).join();
+  expect(there == here, "a thread configures its own tiles, whatever another has configured");
+  expect(multiply(given, 0, 9) == here, "a thread's tiles stay when another releases its own");
+  kAmxBf16Tile.release();
+}
+
+void break_a_rule(const std::string& rule) {
+  static const Guarded memory(1024);
+  TileConfig config;
+  for (const int tile : {0, 1, 2}) {
+    config.rows[tile] = static_cast<uint8_t>(rule == "unlike rows" && tile == 0 ? 15 : 16);
+    config.row_bytes[tile] = 64;
+  }
+  if (rule == "17 rows") config.rows[0] = 17;
+  if (rule == "reserved") config.reserved[0] = 1;
+  if (rule != "unconfigured") configure_tiles(config);
+  if (rule == "left out") zero_tile<3>();
+  if (rule == "after release") release_tiles();
+  amx_emulation::allow(memory.data(), rule == "read outside" ? 1023 : 1024, rule != "written outside");
+  load_tile<1>(memory.data(), 64);
+  load_tile<2>(memory.data(), 64);
+  multiply_tiles<0, 1, 2>();
+  store_tile<1>(memory.data(), 64);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  emulated = !tiles_are_usable();
+  if (emulated) amx_emulation::install();
+  std::printf("%s\n", emulated ? "emulation" : "hardware");
+  std::fflush(stdout);
+  if (argc > 1) {
+    if (emulated) break_a_rule(argv[1]);
+    return 0;
+  }
+  check_arithmetic();
+  for (const int64_t k : {2, 6, 30, 32, 34, 64, 130, 1024}) {
+    for (const bool add : {false, true})
+      for (const int64_t gap : {0, 6}) check_case(Case(k, gap, add));
+    check_int8(k);
+  }
+  check_configuration();
+  check_threads();
+  return failures == 0 ? 0 : 1;
+}
