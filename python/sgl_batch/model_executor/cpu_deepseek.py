@@ -7,6 +7,7 @@ Routed experts are added up in float32, then come the shared experts' output and
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,9 +33,15 @@ class CpuDeepseek:
     """Puts its methods under the blocks of a loaded model of the family."""
 
     def __init__(
-        self, family: DeepseekFamily, weights: PackedWeights, expert_sums: ExpertSums, counters: Counters
+        self,
+        family: DeepseekFamily,
+        kernels: ModuleType | None,
+        weights: PackedWeights,
+        expert_sums: ExpertSums,
+        counters: Counters,
     ) -> None:
-        self._family, self._weights, self._expert_sums, self._counters = family, weights, expert_sums, counters
+        self._family, self._kernels, self._weights = family, kernels, weights
+        self._expert_sums, self._counters = expert_sums, counters
 
     def adopt(self, model: Any) -> None:
         """Pack the blocks' weights and let them compute here. Before the model's other linear layers are packed."""
@@ -96,6 +103,7 @@ class CpuDeepseek:
             scoring=config.scoring_func,
             bias_E=config.correction_bias,
             renormalize=config.renormalize,
+            kernels=self._kernels,
         )
         return StandardTopKOutput(topk_weights=weights_TK, topk_ids=ids_TK, router_logits=logits_TE)
 

@@ -10,6 +10,7 @@ import torch
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
+from sgl_batch.layers.moe import cpu_topk
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
@@ -48,7 +49,7 @@ class CpuOperators:
             self._run = create_expert_runner(self.expert_runner)
 
     def register(self) -> None:
-        """Register attention, experts, row operators and grammar masks with SGLang."""
+        """Register attention, experts and their choice, row operators and grammar masks with SGLang."""
 
         # SGLang binds it to its expert method as a plain function, which a bound method is not.
         def experts_forward(method: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -58,6 +59,7 @@ class CpuOperators:
         register_forward(UnquantizedFusedMoEMethod, experts_forward, CPU_DISPATCH_KEY)
         if self._kernels is not None:
             cpu_row_operators.register(self._kernels, CPU_DISPATCH_KEY)
+            cpu_topk.register(self._kernels, CPU_DISPATCH_KEY)
         cpu_grammar.register()
         allow_plain_positions()
 
@@ -68,7 +70,7 @@ class CpuOperators:
         """
         family = family_of(model)
         if isinstance(family, DeepseekFamily):
-            CpuDeepseek(family, self._weights, self.expert_sums, self._counters).adopt(model)
+            CpuDeepseek(family, self._kernels, self._weights, self.expert_sums, self._counters).adopt(model)
         if self._kernels is not None:
             cpu_row_operators.adopt(self._kernels, model)
         routers = _routers(model, family)

@@ -106,6 +106,31 @@ using NormRowFn = void (*)(const NormRow& r, const float* weight, float eps, int
 // Turns 2 * half numbers of a head in place; pairs lie `half` apart where `neox`, otherwise side by side.
 using RotateHeadFn = void (*)(void* head, const float* cosine, const float* sine, int64_t half, bool neox, DType dtype);
 
+// How rows choose among experts: `top_k` of those in its `kept_groups` best groups of `groups` equal ones, by softmax or
+// sigmoid of its logits, plus `bias` for the choice alone (with room for kPanel more than the experts, or null). See topk.h.
+struct TopKRule {
+  int64_t experts, groups, kept_groups, top_k;
+  bool sigmoid, renormalize;
+  const float* bias;
+};
+// Some rows, at most kTopKRows: rows of logits are `stride` bytes apart, those of weights and ids `top_k` numbers.
+struct TopKRows {
+  int64_t count;
+  const void* logits;
+  int64_t stride;
+  DType dtype;
+  float* weights;
+  int32_t* ids;
+};
+constexpr int64_t kTopKRows = 8;
+// For each row kPanel numbers more than there are experts, and as many keys for groups.
+struct TopKScratch {
+  float* scores;
+  int32_t* keys;
+  int32_t* group_keys;
+};
+using ChooseFn = void (*)(const TopKRule& rule, const TopKRows& rows, const TopKScratch& scratch);
+
 struct Isa {
   const char* name;
   bool bf16_pairs;  // activations meet bf16 weights as bf16 pairs
@@ -119,6 +144,7 @@ struct Isa {
   RotateHeadFn rotate_head;
   WidenFn widen;
   ScaleColumnsFn scale_columns;
+  ChooseFn choose;
 
   // What rows of activations must be to meet a weight.
   DType row_dtype(DType weight) const { return bf16_pairs ? tile_dtype(weight) : DType::kF32; }

@@ -6,6 +6,7 @@
 #include "gemm.h"
 #include "norm_rope_vector.h"
 #include "rows_vector.h"
+#include "topk_vector.h"
 
 namespace sgl_batch {
 namespace {
@@ -168,6 +169,7 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, Tile
       .rotate_head = rotate_head,
       .widen = widen,
       .scale_columns = scale_columns,
+      .choose = choose,
   };
 }
 

@@ -218,3 +218,27 @@ def latent_attention(
 def linear_by_head(x_THK: torch.Tensor, weight_HNK: torch.Tensor, out_THN: torch.Tensor) -> None:
     """Write rows of each head times the head's packed weight to `out_THN`; x and out may be parts of wider rows."""
     _ops.linear_by_head(x_THK, weight_HNK, out_THN)
+
+
+def topk(
+    logits_TE: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scoring: str = "softmax",
+    bias_E: torch.Tensor | None = None,
+    groups: int = 1,
+    kept_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best experts of each row, best first: weights, f32, and ids, int32, [T, K] both.
+
+    Weights are scores by `scoring`, "softmax" or "sigmoid", divided by their sum where `renormalize`. A row chooses
+    among the experts of its `kept_groups` best of `groups` groups. Logits rank; with a bias, bf16 or f32, scores plus
+    bias do. A group ranks by its best expert, with a bias by the sum of its two best. Equal ranks go to the lowest id.
+    NaN ranks highest and gives weights of NaN. A row's result depends on that row alone.
+    """
+    assert scoring in ("softmax", "sigmoid"), f"{scoring!r} is neither softmax nor sigmoid"
+    out: tuple[torch.Tensor, torch.Tensor] = _ops.topk(
+        logits_TE, top_k, scoring == "sigmoid", renormalize, bias_E, groups, kept_groups
+    )
+    return out

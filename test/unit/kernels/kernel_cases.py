@@ -15,6 +15,7 @@ import sgl_batch_kernel as kernels
 import torch
 from kernel_attention import attention_cases
 from kernel_checks import DTYPES, TOLERANCE, Check, relative_error
+from kernel_choices import choice_cases
 from kernel_products import expert_cases, linear_cases
 
 
@@ -69,7 +70,8 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     checked, failures = 0, []
-    for name, holds in itertools.chain(expert_cases(), linear_cases(), row_cases(), attention_cases()):
+    cases = (expert_cases(), linear_cases(), row_cases(), attention_cases(), choice_cases())
+    for name, holds in itertools.chain.from_iterable(cases):
         checked += 1
         if not holds:
             failures.append(name)

@@ -73,12 +73,13 @@ class Blocks:
         torch.manual_seed(0)
         self.moe = DeepseekV2MoE(dtype)
         self.hidden = torch.randn(ROWS, HIDDEN).to(dtype)
-        self.weights = PackedWeights(native_kernels() if operators == "native" else None)
+        kernels = native_kernels() if operators == "native" else None
+        self.weights = PackedWeights(kernels)
         self.weights.add_experts(self.moe.experts.w13, self.moe.experts.w2)
         self.counters, self.family = Counters(), DeepseekFamily()
         model = nn.Module()
         model.layers, model.config = nn.ModuleList([self.moe]), SimpleNamespace(**config)
-        CpuDeepseek(self.family, self.weights, self.sums, self.counters).adopt(model)
+        CpuDeepseek(self.family, kernels, self.weights, self.sums, self.counters).adopt(model)
 
     def sums(
         self, experts: Experts, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor

@@ -9,6 +9,7 @@ Shape suffixes: T rows, E experts, N groups, K choices.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -23,9 +24,30 @@ class Grouping:
 
 
 def grouped_topk(
-    logits_TE: torch.Tensor, grouping: Grouping, *, scoring: str, bias_E: torch.Tensor | None, renormalize: bool
+    logits_TE: torch.Tensor,
+    grouping: Grouping,
+    *,
+    scoring: str,
+    bias_E: torch.Tensor | None,
+    renormalize: bool,
+    kernels: ModuleType | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, float32, and ids, int32, of each row's experts: [T, K] both. `scoring`: "softmax" or "sigmoid"."""
+    """Weights, float32, and ids, int32, of each row's experts: [T, K] both. `scoring`: "softmax" or "sigmoid".
+
+    `kernels`: the module `sgl_batch_kernel`, or None where it is not installed. It takes logits and bias of bf16 or
+    float32, and of equal ranks the lower id; torch takes any of them.
+    """
+    if kernels is not None:
+        done: tuple[torch.Tensor, torch.Tensor] = kernels.topk(
+            logits_TE,
+            grouping.top_k,
+            renormalize=renormalize,
+            scoring=scoring,
+            bias_E=bias_E,
+            groups=grouping.groups,
+            kept_groups=grouping.kept_groups,
+        )
+        return done
     scores_TE = _scores(logits_TE, scoring)
     ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(torch.float32)
     if grouping.kept_groups < grouping.groups:

@@ -1,0 +1,39 @@
+"""SGLang's layer that chooses experts: which of its options are the plain choice, and what it tells of each choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_batch.sglang_adapter import bootstrap
+
+with bootstrap.importing():
+    from sglang.srt.environ import envs
+    from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
+    from sglang.srt.layers.moe.topk import StandardTopKOutput, capture_routed_experts_if_allowed
+
+
+def is_plain_choice(topk: Any, given: dict[str, Any]) -> bool:
+    """Whether the layer, called with these options, chooses by softmax of the logits alone, and that is all."""
+    config = topk.topk_config
+    simulated = envs.SGLANG_SIMULATE_UNIFORM_EXPERTS.get() or envs.SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS.get()
+    return (
+        config.scoring_func == "softmax"
+        and not config.use_grouped_topk
+        and config.num_fused_shared_experts == 0
+        and config.custom_routing_function is None
+        and config.correction_bias is None
+        and not config.apply_routed_scaling_factor_on_output
+        and topk.waterfill_balancer is None
+        and not topk.enable_waterfill
+        and not simulated
+        and all(value is None for value in given.values())
+    )
+
+
+def choice_made(topk: Any, weights_TK: torch.Tensor, ids_TK: torch.Tensor, logits_TE: torch.Tensor) -> Any:
+    """The layer's answer, told to whoever counts or captures choices."""
+    capture_routed_experts_if_allowed(topk.topk_config, topk.layer_id, ids_TK)
+    get_global_expert_distribution_recorder().on_select_experts(topk_ids=ids_TK)
+    return StandardTopKOutput(topk_weights=weights_TK, topk_ids=ids_TK, router_logits=logits_TE)
