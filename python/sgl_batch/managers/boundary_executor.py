@@ -110,6 +110,10 @@ class BoundaryExecutor:
         """The account of pages."""
         return self.table.ledger
 
+    def store_state(self) -> dict[str, int]:
+        """What the host KV store has; nothing where there is none."""
+        return {}
+
     @property
     def _admission_ledger(self) -> PageLedger:
         """The account in which a sequence's pages are reserved when it is admitted."""

@@ -49,6 +49,11 @@ class KVTiers:
         """How many pages the store holds."""
         return self._store.num_slots
 
+    def store_state(self) -> dict[str, int]:
+        """Pages of the store, those free of them, and the bytes of one."""
+        counts, slot_bytes = self._store.counts(), self._store.geometry.slot_bytes
+        return {"total_pages": self._store.num_slots, "free_pages": counts.free, "page_bytes": slot_bytes}
+
     def _pages(self, tokens: int) -> int:
         return pages_for(tokens, self._page_size)
 
@@ -75,6 +80,7 @@ class KVTiers:
         self._staging.end()
         self._counters.add("staging_wait_us", round(1e6 * (self._staging.waited_s - waited)))
         self._counters.counts["staging_peak_bytes"] = self._staging.peak_bytes
+        self._counters.counts["staging_peak_pages"] = self._staging.peak_pages
         for request, slots in self._group:
             self.stored.adopt(request.rid, slots, len(request.origin_input_ids))
         self._group = []

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_batch.config import BatchConfig, ForwardConfig
+from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
 from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe.expert_runner import check_runner
@@ -83,7 +83,9 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
     if merged.get("pp_size", 1) != 1:
         raise ConfigError(f"pp_size is {merged['pp_size']}; this release has no pipeline parallelism: use pp_size=1")
-    merged.update(_rank_arguments(merged))
+    ranks = _rank_arguments(merged)
+    _check_store(config.memory, on_cpu=on_cpu(kwargs), several_ranks=bool(ranks))
+    merged.update(ranks)
     if merged.get("speculative_algorithm"):
         raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
     return merged
@@ -100,6 +102,19 @@ def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
         raise ConfigError(f"{asked}, and the native kernels are not there: run scripts/install")
     if forward.expert_runner not in ("auto", "native"):
         raise ConfigError(f"{asked}, and expert_runner {forward.expert_runner!r} takes no such weights: choose native")
+
+
+def _check_store(memory: MemoryConfig, *, on_cpu: bool, several_ranks: bool) -> None:
+    """What this release has no host KV store for. Raises ConfigError."""
+    if memory.kv_store_bytes == 0:
+        if memory.kv_store_dir is not None:
+            raise ConfigError("kv_store_dir is given without a size: say kv_store_bytes too")
+        return
+    asked = f"kv_store_bytes is {memory.kv_store_bytes}"
+    if not on_cpu:
+        raise ConfigError(f"{asked}; the host KV store has no form for GPUs yet: leave it out")
+    if several_ranks:
+        raise ConfigError(f"{asked}; several ranks have no host KV store yet: leave it out, or --tp, --dp and --ep")
 
 
 def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:

@@ -221,6 +221,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "plan": self.tp_worker.model_runner.plan.as_dict(),
             "free_pages": self.executor.ledger.free_pages,
             "total_pages": self.executor.ledger.total_pages,
+            "store": self.executor.store_state(),
             "rank": 0 if self.context.place is None else self.context.place.rank,
         }
         return GetInternalStateReqOutput(internal_state=state)

@@ -65,6 +65,9 @@ class TieredExecutor(BoundaryExecutor):
         assert self.table.store_ledger is not None, "there is a store"
         return self.table.store_ledger
 
+    def store_state(self) -> dict[str, int]:
+        return self._tiers.store_state()
+
     # Decide, then do.
 
     def next_batch(self, running: Any) -> tuple[Any | None, Any]:

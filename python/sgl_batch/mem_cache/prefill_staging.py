@@ -45,7 +45,7 @@ class PrefillStaging:
         self._engine: CopyEngine | None = None
         self._group: _Group | None = None
         self.waited_s = 0.0
-        self.peak_bytes = 0
+        self.peak_bytes = self.peak_pages = 0
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
         """As a pool has them: a layer's half."""
@@ -74,6 +74,7 @@ class PrefillStaging:
         self._halves = [
             tuple(part.new_zeros((pages, *part.shape[1:])) for part in self._own[0]) for _ in range(_HALVES)
         ]
+        self.peak_pages = pages
         self.peak_bytes = sum(part.nbytes for half in self._halves for part in half)
         self._engine = NativeCopyEngine(self._store, self, num_workers=self._num_workers)
 
