@@ -36,7 +36,7 @@ def draw(figures: dict[str, Any], target: Path) -> None:
             panel.fill_between(sizes, [min(r) for r in rates], [max(r) for r in rates], color=color, alpha=0.2, lw=0)
             panel.plot(sizes, [statistics.median(r) for r in rates], "o-", ms=4, color=color, label=label)
         panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(mpl.ticker.ScalarFormatter())
+        panel.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:.0f}"))
         panel.set_ylim(bottom=0)
         panel.set_title(phase)
         panel.set_xlabel(f"b_moe: {_UNITS[phase]} of a group")
