@@ -43,10 +43,16 @@ def row_cases() -> Iterator[Check]:
         expected = before.double()
         expected[:, 50:178] = torch.cat((rotated, heads[..., rotary_dim:]), dim=-1).flatten(1)
         yield f"rotary {dtype} {neox} {rotary_dim}", relative_error(wide, expected) < TOLERANCE[dtype]
-    for dtype, neox, (q_heads, k_heads), head_dim in itertools.product(DTYPES, (False, True), ((3, 2), (1, 1)), (48, 64)):
+    for dtype, neox, (q_heads, k_heads), head_dim in itertools.product(
+        DTYPES, (False, True), ((3, 2), (1, 1)), (48, 64)
+    ):
         both = (q_heads + k_heads) * head_dim
         wide, positions = torch.randn(7, both + 50).to(dtype), torch.randint(0, 50, (7,))
-        angles, q_weight, k_weight = torch.randn(50, 32), torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype)
+        angles, q_weight, k_weight = (
+            torch.randn(50, 32),
+            torch.randn(head_dim).to(dtype),
+            torch.randn(head_dim).to(dtype),
+        )
         expected = wide.clone()
         for weight, part in ((q_weight, slice(0, q_heads * head_dim)), (k_weight, slice(q_heads * head_dim, both))):
             heads, _ = kernels.rms_norm(wide[:, part].reshape(-1, head_dim), None, weight, 1e-6)
