@@ -21,8 +21,9 @@ class Pages:
     def __init__(self, shapes: Shapes, num_pages: int) -> None:
         self.shapes, self.num_pages = shapes, num_pages
         shape = (num_pages, shapes.kv_heads, PAGE * shapes.head_dim)
-        self.keys = torch.empty(shape, dtype=torch.bfloat16).normal_()
-        self.values = torch.empty(shape, dtype=torch.bfloat16).normal_()
+        # The pool's own memory: on huge pages where the kernel grants them.
+        self.keys = lazy_zeros(shape, torch.bfloat16).normal_()
+        self.values = lazy_zeros(shape, torch.bfloat16).normal_()
 
     def call(self, kernels: Any, new_tokens: list[int], lengths: list[int]) -> Callable[[], object]:
         """Attention of sequences of `lengths` tokens of which the last `new_tokens` are new."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,13 @@ def test_a_store_larger_than_the_machines_memory_is_refused() -> None:
 def test_without_the_native_kernels_a_store_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sgl_batch.kernel_loader.native_kernels", lambda: None)
     with pytest.raises(ConfigError, match=r"needs the native kernels.*scripts/install"):
+        HostKVStore.create(StoreGeometry(num_layers=1, part_bytes=(64,)), num_bytes=1 << 20)
+
+
+def test_kernels_from_before_there_was_a_store_are_refused_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sgl_batch_kernel.kv_store", None)
+    monkeypatch.delattr("sgl_batch_kernel.kv_store", raising=False)
+    with pytest.raises(ConfigError, match="or are of an older version"):
         HostKVStore.create(StoreGeometry(num_layers=1, part_bytes=(64,)), num_bytes=1 << 20)
 
 

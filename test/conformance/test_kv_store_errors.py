@@ -38,13 +38,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+def limited(kind: int, num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (num_bytes, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(kind, (soft, hard))
 
 
 @pytest.mark.parametrize("form", FILES, ids=str)
@@ -81,7 +81,7 @@ def test_a_limit_on_the_size_of_files_is_told_and_lower_slots_still_work(form: F
     pool = PlainPool.random(layers=2, part_bytes=(MIB // 2,), pages=4)
     with store_and_engine(form, pool, tmp_path, num_slots=4) as (store, engine):
         slots = sorted(prepared(store, 4).tolist())
-        with file_size_limit(2 * MIB + 100):
+        with limited(resource.RLIMIT_FSIZE, 2 * MIB + 100):
             with pytest.raises(CopyError, match=r"to slot 2: .*File too large; lift the limit .*ulimit -f") as caught:
                 engine.store_pages(range(2), [2], slots[2:3]).wait()
             assert caught.value.errno == errno.EFBIG
@@ -93,9 +93,16 @@ def test_a_limit_on_the_size_of_files_is_told_and_lower_slots_still_work(form: F
 
 def test_a_store_over_the_limit_on_the_size_of_files_is_refused(tmp_path: Path) -> None:
     geometry = StoreGeometry(num_layers=1, part_bytes=(MIB,))
-    with file_size_limit(2 * MIB), pytest.raises(ConfigError, match=r"of 4194304 bytes .*ulimit -f"):
+    with limited(resource.RLIMIT_FSIZE, 2 * MIB), pytest.raises(ConfigError, match=r"of 4194304 bytes .*ulimit -f"):
         HostKVStore.create(geometry, num_bytes=4 * MIB, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_for_which_there_is_no_address_space_is_refused() -> None:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + 64 * MIB
+    with limited(resource.RLIMIT_AS, limit), pytest.raises(ConfigError, match=r"268435456 bytes .*ulimit -v"):
+        HostKVStore.create(StoreGeometry(num_layers=1, part_bytes=(MIB,)), num_bytes=256 * MIB)
 
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -131,12 +131,16 @@ def test_a_rank_killed_while_it_changes_the_table_holds_up_nobody(tmp_path: Path
     with Form("shared", 1).store(geometry, tmp_path, num_slots=100_000, num_ranks=3) as store:
         own = prepared(store, 100)
         store.complete_store(own)
-        for _ in range(500):
+        for _ in range(1000):
             other_rank.start("change", store, pool=small, rank=2)
-            # What this rank does goes between what the other does, until the other dies in the middle of something.
-            for _ in range(drawn.randrange(20)):
+            # What this rank does goes between what the other does. Then the other is left to it for a while, since it
+            # would be killed while it waits for this rank's last call, and dies in the middle of something.
+            for _ in range(drawn.randint(1, 5)):
                 store.share(own)
                 store.free(own)
+            until = time.perf_counter() + drawn.uniform(0.001, 0.003)
+            while time.perf_counter() < until:
+                os.sched_yield()
             other_rank.kill()
             store.audit()
             store.reclaim(2)

@@ -86,6 +86,12 @@ class HostKVStore:
                     file_name=files.name,
                 )
                 self._enter()
+        except RuntimeError as error:
+            files.close()
+            raise ConfigError(
+                f"the system refuses a host KV store of {num_slots * geometry.slot_bytes} bytes ({error}): name a "
+                "smaller one (--kv-store-bytes), or lift the limit on address space (ulimit -v)"
+            ) from error
         except BaseException:
             files.close()
             raise

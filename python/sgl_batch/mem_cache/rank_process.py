@@ -34,5 +34,8 @@ def is_running(pid: int, start: int) -> bool:
     if fields[_STATE] not in _ENDED:
         return True
     # The first thread of a killed process may have ended while another one is still within a system call.
-    threads = (_stat(path / "stat") for path in (_PROCESSES / str(pid) / "task").glob("*"))
+    try:
+        threads = [_stat(thread / "stat") for thread in (_PROCESSES / str(pid) / "task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
     return any(thread is not None and thread[_STATE] not in _ENDED for thread in threads)

@@ -14,8 +14,6 @@
 #include <system_error>
 #include <vector>
 
-#include "stream_copy.h"
-
 namespace sgl_batch {
 namespace {
 
@@ -32,13 +30,11 @@ class Memory : public Medium {
   ~Memory() override { munmap(base_, bytes_); }
 
   void write(int64_t offset, const iovec* pieces, int count) override {
-    each(offset, pieces, count, [](char* there, const iovec& piece) { stream_copy(there, piece.iov_base, piece.iov_len); });
-    stream_fence();
+    each(offset, pieces, count, [](char* there, const iovec& piece) { std::memcpy(there, piece.iov_base, piece.iov_len); });
   }
 
   void read(int64_t offset, const iovec* pieces, int count) override {
-    each(offset, pieces, count, [](char* there, const iovec& piece) { stream_copy(piece.iov_base, there, piece.iov_len); });
-    stream_fence();
+    each(offset, pieces, count, [](char* there, const iovec& piece) { std::memcpy(piece.iov_base, there, piece.iov_len); });
   }
 
   char* memory() override { return base_; }
@@ -46,8 +42,17 @@ class Memory : public Medium {
  private:
   template <typename Copy>
   void each(int64_t offset, const iovec* pieces, int count, const Copy& copy) {
-    for (int i = 0; i < count; offset += static_cast<int64_t>(pieces[i++].iov_len))
+    for (int i = 0; i < count; offset += static_cast<int64_t>(pieces[i++].iov_len)) {
+      if (i + 1 < count) fetch(pieces[i + 1]);
       if (pieces[i].iov_base != nullptr) copy(base_ + offset, pieces[i]);
+    }
+  }
+
+  // The next piece lies somewhere else, where the hardware does not look ahead: with pieces of 4 KiB its first lines would
+  // cost half the time of a copy.
+  static void fetch(const iovec& piece) {
+    for (size_t at = 0; piece.iov_base != nullptr && at < std::min<size_t>(piece.iov_len, 1024); at += 64)
+      __builtin_prefetch(static_cast<const char*>(piece.iov_base) + at);
   }
 
   size_t bytes_;

@@ -2,21 +2,14 @@
 #include "slot_table.h"
 
 #include <pthread.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <system_error>
 
 namespace sgl_batch {
 namespace {
 
-constexpr uint64_t kMagic = 0x31656c6261547653;
-constexpr uint32_t kNone = UINT32_MAX;
-constexpr int kGeometryNumbers = Geometry::kNumbers + 2 * kMostParts;
+constexpr uint32_t kNone = SlotMemory::kNone;
 
 const char* name_of(SlotState state) {
   return state == SlotState::kFree ? "FREE" : state == SlotState::kWriting ? "WRITING" : "READY";
@@ -26,29 +19,21 @@ const char* name_of(SlotState state) {
 // keeps the order of one thread's stores for whoever takes the lock after it.
 void keep_order() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-void throw_errno(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
+int checked_rank(int rank, int num_ranks) {
+  if (num_ranks < 1 || num_ranks > kMostStoreRanks || rank < 0 || rank >= num_ranks)
+    throw StoreFault("rank " + std::to_string(rank) + " of " + std::to_string(num_ranks) + "; at most " +
+                     std::to_string(kMostStoreRanks) + " ranks share a store");
+  return rank;
+}
 
 }  // namespace
-
-struct SlotTable::Header {
-  uint64_t magic;
-  int64_t geometry[kGeometryNumbers];
-  int64_t num_ranks;
-  pthread_mutex_t mutex;
-  int64_t used;  // slots [used, num_slots) were never taken and are free
-  int64_t num_listed, num_writing, num_ready;
-  int64_t recoveries;
-  uint32_t first_free;
-  struct {
-    int64_t pid, start;
-  } occupants[kMostStoreRanks];
-};
 
 class SlotTable::Lock {
  public:
   explicit Lock(SlotTable& table) : mutex_(&table.header_->mutex) {
     const int error = pthread_mutex_lock(mutex_);
-    if (error != 0 && error != EOWNERDEAD) throw_errno(error, "locking the table of slots");
+    if (error != 0 && error != EOWNERDEAD)
+      throw std::system_error(error, std::generic_category(), "locking the table of slots");
     if (error == 0) return;
     table.rebuild();
     ++table.header_->recoveries;
@@ -63,50 +48,19 @@ class SlotTable::Lock {
 };
 
 SlotTable::SlotTable(int fd, bool create, const std::vector<int64_t>& geometry, int num_ranks, int rank)
-    : geometry_(Geometry::of(geometry)), num_ranks_(num_ranks), rank_(rank), copies_(nullptr, &std::free) {
-  if (num_ranks < 1 || num_ranks > kMostStoreRanks || rank < 0 || rank >= num_ranks)
-    throw StoreFault("rank " + std::to_string(rank) + " of " + std::to_string(num_ranks) + "; at most " +
-                    std::to_string(kMostStoreRanks) + " ranks share a store");
-  const auto slots = static_cast<size_t>(geometry_.num_slots);
-  static_assert(sizeof(Header) <= 4096 && sizeof(Slot) == 16);
-  bytes_ = 4096 + slots * (sizeof(Slot) + 4 * static_cast<size_t>(num_ranks));
-  if (create && ftruncate(fd, static_cast<off_t>(bytes_)) != 0) throw_errno(errno, "sizing the table of slots");
-  struct stat found {};
-  if (fstat(fd, &found) != 0) throw_errno(errno, "looking at the table of slots");
-  // Beyond the end of a file its mapping cannot be read.
-  if (found.st_size < 4096) throw StoreFault("this is no table of slots");
-  void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED) throw_errno(errno, "mapping the table of slots");
-  header_ = static_cast<Header*>(memory);
-  slots_ = reinterpret_cast<Slot*>(static_cast<char*>(memory) + 4096);
-  refs_ = reinterpret_cast<uint32_t*>(slots_ + slots);
-  int64_t numbers[kGeometryNumbers] = {};
-  std::copy(geometry.begin(), geometry.end(), numbers);
-  if (create) {
-    pthread_mutexattr_t attributes;
-    pthread_mutexattr_init(&attributes);
-    pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
-    pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
-    pthread_mutex_init(&header_->mutex, &attributes);
-    pthread_mutexattr_destroy(&attributes);
-    std::copy_n(numbers, kGeometryNumbers, header_->geometry);
-    header_->num_ranks = num_ranks;
-    header_->first_free = kNone;
-    header_->magic = kMagic;
-  } else if (header_->magic != kMagic || header_->num_ranks != num_ranks ||
-             !std::equal(numbers, numbers + kGeometryNumbers, header_->geometry)) {
-    munmap(memory, bytes_);
-    throw StoreFault("the store was made for other pages, another size or another number of ranks");
-  }
+    : geometry_(Geometry::of(geometry)),
+      num_ranks_(num_ranks),
+      rank_(checked_rank(rank, num_ranks)),
+      memory_(fd, create, geometry, static_cast<int>(geometry_.num_slots), num_ranks),
+      header_(&memory_.header()),
+      slots_(memory_.slots()),
+      refs_(memory_.refs()),
+      copies_(nullptr, &std::free) {
   // Zero, and claimed only where it is written.
-  copies_.reset(static_cast<std::atomic<uint32_t>*>(std::calloc(slots, sizeof(std::atomic<uint32_t>))));
-  if (copies_ == nullptr) {
-    munmap(memory, bytes_);
-    throw std::bad_alloc();
-  }
+  using Count = std::atomic<uint32_t>;
+  copies_.reset(static_cast<Count*>(std::calloc(static_cast<size_t>(geometry_.num_slots), sizeof(Count))));
+  if (copies_ == nullptr) throw std::bad_alloc();
 }
-
-SlotTable::~SlotTable() { munmap(header_, bytes_); }
 
 void SlotTable::enter(int64_t pid, int64_t start) {
   const Lock lock(*this);
@@ -125,7 +79,7 @@ std::vector<std::pair<int64_t, int64_t>> SlotTable::occupants() {
 }
 
 std::string SlotTable::named(int64_t slot) const {
-  const Slot& s = slots_[slot];
+  const SlotRecord& s = slots_[slot];
   return "slot " + std::to_string(slot) + " (" + name_of(s.state) + ", " + std::to_string(s.references) +
          " references, " + std::to_string(refs(slot, rank_)) + " of them this rank's)";
 }
@@ -135,7 +89,7 @@ void SlotTable::check_range(int64_t slot) const {
     throw StoreFault("slot " + std::to_string(slot) + " of " + std::to_string(geometry_.num_slots));
 }
 
-void SlotTable::set_state(Slot& slot, SlotState state) {
+void SlotTable::set_state(SlotRecord& slot, SlotState state) {
   for (const auto& [which, change] : {std::pair{slot.state, -1}, std::pair{state, 1}}) {
     if (which == SlotState::kWriting) header_->num_writing += change;
     if (which == SlotState::kReady) header_->num_ready += change;
@@ -156,7 +110,7 @@ void SlotTable::rebuild() {
   header_->first_free = kNone;
   header_->num_listed = header_->num_writing = header_->num_ready = 0;
   for (int64_t i = header_->used - 1; i >= 0; --i) {
-    Slot& slot = slots_[i];
+    SlotRecord& slot = slots_[i];
     slot.references = 0;
     for (int rank = 0; rank < num_ranks_; ++rank) slot.references += refs(i, rank);
     const SlotState state = slot.state == SlotState::kReady ? SlotState::kReady : SlotState::kWriting;
@@ -183,7 +137,7 @@ std::vector<int64_t> SlotTable::take(int64_t count) {
       index = header_->used++;
     }
     keep_order();
-    Slot& slot = slots_[index];
+    SlotRecord& slot = slots_[index];
     ++slot.generation;
     slot.references = 1;
     set_state(slot, SlotState::kWriting);

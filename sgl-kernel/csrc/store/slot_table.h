@@ -6,27 +6,17 @@
 #pragma once
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "geometry.h"
+#include "slot_memory.h"
 
 namespace sgl_batch {
-
-constexpr int kMostStoreRanks = 64;
-
-enum class SlotState : uint32_t { kFree, kWriting, kReady };
-
-// A mistake of the caller: which slot, what it is, what it had to be. Nothing has changed.
-struct StoreFault : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 struct SlotCounts {
   int64_t free, writing, ready;
@@ -38,9 +28,6 @@ class SlotTable {
   // Maps the table in `fd`, which it does not keep: `create` makes a new one there, otherwise it must be one with the
   // same geometry and number of ranks. Throws std::system_error or StoreFault.
   SlotTable(int fd, bool create, const std::vector<int64_t>& geometry, int num_ranks, int rank);
-  ~SlotTable();
-  SlotTable(const SlotTable&) = delete;
-  SlotTable& operator=(const SlotTable&) = delete;
 
   // This process is the rank from now on. `start` tells it from a later process with the same number.
   void enter(int64_t pid, int64_t start);
@@ -70,17 +57,12 @@ class SlotTable {
   int rank() const { return rank_; }
 
  private:
-  struct Header;
-  struct Slot {
-    uint32_t references, next_free, generation;
-    SlotState state;
-  };
   class Lock;
 
   uint32_t& refs(int64_t slot, int rank) const { return refs_[slot * num_ranks_ + rank]; }
   std::string named(int64_t slot) const;
   void check_range(int64_t slot) const;
-  void set_state(Slot& slot, SlotState state);
+  void set_state(SlotRecord& slot, SlotState state);
   void make_free(int64_t slot);
   void rebuild();
   template <typename Do, typename Undo>
@@ -88,9 +70,9 @@ class SlotTable {
 
   Geometry geometry_;
   int num_ranks_, rank_;
-  size_t bytes_;
-  Header* header_;
-  Slot* slots_;
+  SlotMemory memory_;
+  SlotHeader* header_;
+  SlotRecord* slots_;
   uint32_t* refs_;
   // Copies under way in this process. Not shared: a rank's own reference keeps a slot alive for its copies.
   std::unique_ptr<std::atomic<uint32_t>[], decltype(&std::free)> copies_;

@@ -87,6 +87,11 @@ class Store : public torch::CustomClassHolder {
     return guarded([&] { return table->reclaim(static_cast<int>(rank)); });
   }
 
+  void begin_copies(const at::Tensor& slots, bool to_slots) {
+    guarded([&] { table->begin_copies(numbers_in(slots, "slots"), slots.numel(), to_slots); });
+  }
+  void end_copies(const at::Tensor& slots) { table->end_copies(numbers_in(slots, "slots"), slots.numel()); }
+
   std::tuple<int64_t, int64_t, int64_t, int64_t> counts() {
     const SlotCounts found = table->counts();
     return {found.free, found.writing, found.ready, found.recoveries};
@@ -193,6 +198,8 @@ TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
       .def("share", &Store::share)
       .def("free", &Store::free)
       .def("reclaim", &Store::reclaim)
+      .def("begin_copies", &Store::begin_copies)
+      .def("end_copies", &Store::end_copies)
       .def("counts", &Store::counts)
       .def("describe", &Store::describe)
       .def("audit", &Store::audit)

@@ -41,6 +41,12 @@ class Store(Protocol):
     def reclaim(self, rank: int) -> int:
         """Drop what a rank holds, this one or one that has ended; returns how many slots became free."""
 
+    def begin_copies(self, slots: torch.Tensor, to_slots: bool) -> None:
+        """Check that this rank may copy to or from these slots, and keep it from letting go of them until the end."""
+
+    def end_copies(self, slots: torch.Tensor) -> None:
+        """Those of a `begin_copies` have ended. CopyEngine below does both by itself."""
+
     def counts(self) -> tuple[int, int, int, int]:
         """Slots that are FREE, WRITING and READY; how often a rank died in the middle of a change of the table."""
 
