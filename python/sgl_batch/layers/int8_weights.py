@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import torch
 
+from sgl_batch.layers.huge_pages import prefer_huge_pages
+
 _LARGEST = 127
 
 
 def to_int8(weight_BNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights rounded to int8 [B, N, K] and the scales [B, N], float32, that their outputs are multiplied by."""
     rounded = torch.empty(weight_BNK.shape, dtype=torch.int8)
+    prefer_huge_pages(rounded)
     scales = torch.empty(weight_BNK.shape[:2])
     # One matrix after the other: a whole layer in float32 would be the peak of loading.
     for index, weight_NK in enumerate(weight_BNK):

@@ -13,6 +13,7 @@ from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.distributed.rank_place import RankPlace, backend_for
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.huge_pages import huge_parameters
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
@@ -67,7 +68,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def load_model(self) -> None:
         """Load the model; of several ranks, each its share of the experts."""
         place = self.place
-        with nullcontext() if place is None else expert_shard(place.rank, place.world_size):
+        shard = nullcontext() if place is None else expert_shard(place.rank, place.world_size)
+        with shard, huge_parameters():
             super().load_model()
 
     def init_attention_backends(self) -> None:
