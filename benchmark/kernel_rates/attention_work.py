@@ -10,6 +10,7 @@ import torch
 
 from kernel_rates.shapes import Shapes
 from kernel_rates.work import Work
+from sgl_batch.mem_cache.device_page_pool import lazy_zeros
 
 PAGE = 64
 _LONGEST_PROMPT = 4096
