@@ -1,0 +1,104 @@
+"""A prefill group's KV goes to the store layer by layer, through two halves of memory, whatever the sub-batches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
+from sgl_batch.mem_cache.prefill_staging import PrefillStaging
+from sgl_batch.mem_cache.store_geometry import StoreGeometry
+
+PAGE, LAYERS, WIDTH, FIRST = 4, 5, 8, 100
+
+
+@dataclass
+class Pool:
+    """Device pages of one part, [pages, PAGE, WIDTH] for each layer."""
+
+    layer_num: int = LAYERS
+    page_size: int = PAGE
+    first_page: int = 0
+    parts: list[tuple[torch.Tensor, ...]] = field(
+        default_factory=lambda: [(torch.full((9, PAGE, WIDTH), -1.0),) for _ in range(LAYERS)]
+    )
+
+    def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self.parts[layer]
+
+    def redirect(self, parts, first_page: int) -> None:
+        self.parts, self.first_page = list(parts), first_page
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def store(pool):
+    with HostKVStore.create(StoreGeometry.of_pool(pool, checksums=True), num_bytes=1 << 20) as made:
+        yield made
+
+
+def prefill(pool: Pool, staging: PrefillStaging, lengths: list[int], slots: torch.Tensor, sub_batch: int) -> None:
+    """What a forward pass does: each layer writes the rows of one sub-batch after the other."""
+    staging.begin(lengths, slots)
+    owner = [(sum(-(-n // PAGE) for n in lengths[:i]), at) for i, n in enumerate(lengths) for at in range(n)]
+    for layer in range(LAYERS):
+        staging.layer_begins(layer)
+        for start in range(0, len(owner), sub_batch):
+            rows = owner[start : start + sub_batch]
+            for row, (first, at) in enumerate(rows, start):
+                pool.page_parts(layer)[0][first + at // PAGE, at % PAGE] = 1000 * layer + row
+            staging.rows_attended(layer, start + len(rows))
+    staging.end()
+
+
+@pytest.mark.parametrize(("lengths", "sub_batch"), list(itertools.product([[1], [4, 5], [9, 3, 8, 1]], [1, 3, 64])))
+def test_every_row_of_every_layer_arrives(pool, store, lengths, sub_batch):
+    staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=2)
+    own = [part.clone() for (part,) in pool.parts]
+    pages = [-(-length // PAGE) for length in lengths]
+    slots = store.prepare_store(sum(pages))
+    prefill(pool, staging, lengths, slots, sub_batch)
+    assert pool.first_page == 0
+    assert all(torch.equal(part, before) for (part,), before in zip(pool.parts, own, strict=True)), "device pages stay"
+    back = NativeCopyEngine(store, pool)
+    back.load_pages(range(LAYERS), slots, range(sum(pages))).wait()
+    row = 0
+    for length, first in zip(lengths, itertools.accumulate([0, *pages]), strict=False):
+        for layer in range(LAYERS):
+            found = pool.parts[layer][0][first : first + -(-length // PAGE)].flatten(0, 1)[:length, 0]
+            assert found.tolist() == [1000 * layer + row + at for at in range(length)]
+        row += length
+    back.close()
+    staging.close()
+
+
+def test_a_large_group_needs_the_memory_of_two_layers_and_a_small_one_after_it_no_more(pool, store):
+    staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=1)
+    prefill(pool, staging, [40], store.prepare_store(10), 64)
+    most = staging.peak_bytes
+    assert most == 2 * 10 * PAGE * WIDTH * 4
+    prefill(pool, staging, [3], store.prepare_store(1), 64)
+    assert staging.peak_bytes == most
+    staging.close()
+
+
+def test_slots_are_ready_only_when_the_group_has_ended(pool, store):
+    staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=1)
+    slots = store.prepare_store(2)
+    staging.begin([5], slots)
+    assert pool.first_page == FIRST
+    assert store.counts().ready == 0
+    for layer in range(LAYERS):
+        staging.layer_begins(layer)
+        staging.rows_attended(layer, 5)
+    staging.end()
+    assert store.counts().ready == 2
+    staging.close()
