@@ -106,6 +106,12 @@ using NormRowFn = void (*)(const NormRow& r, const float* weight, float eps, int
 // Turns 2 * half numbers of a head in place; pairs lie `half` apart where `neox`, otherwise side by side.
 using RotateHeadFn = void (*)(void* head, const float* cosine, const float* sine, int64_t half, bool neox, DType dtype);
 
+// Words of 4 bytes: word j of row i goes to word i of row j. Rows are `from_stride` and `to_stride` bytes apart.
+using TransposeWordsFn = void (*)(const void* from, int64_t from_stride, int64_t rows, int64_t words, void* to,
+                                  int64_t to_stride);
+// to[2 * i] = even[i] and to[2 * i + 1] = odd[i].
+using ZipHalvesFn = void (*)(const uint16_t* even, const uint16_t* odd, int64_t count, uint16_t* to);
+
 // How rows choose among experts: `top_k` of those in its `kept_groups` best groups of `groups` equal ones, by softmax or
 // sigmoid of its logits, plus `bias` for the choice alone (with room for kPanel more than the experts, or null). See topk.h.
 struct TopKRule {
@@ -145,6 +151,8 @@ struct Isa {
   WidenFn widen;
   ScaleColumnsFn scale_columns;
   ChooseFn choose;
+  TransposeWordsFn transpose_words;
+  ZipHalvesFn zip_halves;
 
   // What rows of activations must be to meet a weight.
   DType row_dtype(DType weight) const { return bf16_pairs ? tile_dtype(weight) : DType::kF32; }

@@ -5,6 +5,7 @@
 
 #include "gemm.h"
 #include "norm_rope_vector.h"
+#include "page_rows_vector.h"
 #include "rows_vector.h"
 #include "topk_vector.h"
 
@@ -170,6 +171,8 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, Tile
       .widen = widen,
       .scale_columns = scale_columns,
       .choose = choose,
+      .transpose_words = transpose_words,
+      .zip_halves = zip_halves,
   };
 }
 

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "tasks.h"
 #include "tensor_checks.h"
@@ -13,40 +14,91 @@ namespace {
 constexpr int64_t kTokensPerTask = 64;
 
 // Pages of keys are [heads][page / width][dim / step][width][step] with `width` tokens a panel, and pages of values
-// [heads][dim / width][page / step][width][step] with `width` channels a panel. Elements have 2 or 4 bytes.
+// [heads][dim / width][page / step][width][step] with `width` channels a panel. `step` numbers are one word of 4 bytes:
+// two channels of a token's keys, or one channel of two tokens' values, or a single f32.
 struct PageWriteCall {
   int64_t tokens, heads, dim, page, key_width, value_width, step;
-  size_t element;
-  void* k_pages;
-  void* v_pages;
+  char* k_pages;
+  char* v_pages;
   const int64_t* slots;  // [tokens] page * page size + offset
-  const void* keys;      // [tokens] rows of [heads][dim]
-  const void* values;
-  int64_t key_stride, value_stride;  // elements from token to token
+  const char* keys;      // [tokens] rows of [heads][dim]
+  const char* values;
+  int64_t key_stride, value_stride;  // bytes from token to token
 };
+constexpr int64_t kWord = 4;
 
-template <typename Element>
-void write_token(const PageWriteCall& c, int64_t token) {
-  const int64_t page = c.slots[token] / c.page, offset = c.slots[token] % c.page;
-  const int64_t head_size = c.page * c.dim, begin = page * c.heads * head_size;
-  const auto* key = static_cast<const Element*>(c.keys) + token * c.key_stride;
-  const auto* value = static_cast<const Element*>(c.values) + token * c.value_stride;
-  const int64_t panel = offset / c.key_width * c.key_width * c.dim, column = offset % c.key_width;
-  for (int64_t head = 0; head < c.heads; ++head, key += c.dim, value += c.dim) {
-    auto* to = static_cast<Element*>(c.k_pages) + begin + head * head_size + panel + column * c.step;
-    for (int64_t d = 0; d < c.dim; d += c.step)
-      for (int64_t half = 0; half < c.step; ++half) to[d * c.key_width + half] = key[d + half];
-    to = static_cast<Element*>(c.v_pages) + begin + head * head_size + offset / c.step * c.value_width * c.step + offset % c.step;
-    for (int64_t d = 0; d < c.dim; d += c.value_width, to += c.page * c.value_width)
-      for (int64_t i = 0; i < c.value_width; ++i) to[i * c.step] = value[d + i];
+// Tokens at `offset` of a page and behind it, one head of each: `from` are their rows, `to` is the head's part of the page.
+void write_keys(const PageWriteCall& c, const char* from, int64_t offset, int64_t count, char* to) {
+  const int64_t words = c.dim / c.step;
+  while (count > 0) {
+    const int64_t column = offset % c.key_width, some = std::min(count, c.key_width - column);
+    isa().transpose_words(from, c.key_stride, some, words, to + ((offset - column) * words + column) * kWord,
+                          c.key_width * kWord);
+    from += some * c.key_stride;
+    offset += some;
+    count -= some;
   }
+}
+
+// A token whose neighbour in the pair comes from elsewhere, perhaps at this very moment: only its own half is touched.
+void write_lone_value(const PageWriteCall& c, const uint16_t* from, uint16_t* to) {
+  for (int64_t d = 0; d < c.dim; d += c.value_width, to += c.page * c.value_width)
+    for (int64_t i = 0; i < c.value_width; ++i) to[2 * i] = from[d + i];
+}
+
+// A whole word for each channel: one token's f32, or the bf16 of two tokens.
+void write_value_words(const PageWriteCall& c, const char* from, char* to) {
+  const int64_t row = c.value_width * kWord / c.step;
+  for (int64_t d = 0; d < c.dim; d += c.value_width, from += row, to += c.page / c.step * c.value_width * kWord)
+    if (c.step == 1)
+      std::memcpy(to, from, static_cast<size_t>(row));
+    else
+      isa().zip_halves(reinterpret_cast<const uint16_t*>(from), reinterpret_cast<const uint16_t*>(from + c.value_stride),
+                       c.value_width, reinterpret_cast<uint16_t*>(to));
+}
+
+void write_values(const PageWriteCall& c, const char* from, int64_t offset, int64_t count, char* to) {
+  while (count > 0) {
+    const bool lone = c.step == 2 && (offset % 2 == 1 || count == 1);
+    char* place = to + offset / c.step * c.value_width * kWord + offset % c.step * (kWord / 2);
+    if (lone)
+      write_lone_value(c, reinterpret_cast<const uint16_t*>(from), reinterpret_cast<uint16_t*>(place));
+    else
+      write_value_words(c, from, place);
+    const int64_t some = lone ? 1 : c.step;
+    from += some * c.value_stride;
+    offset += some;
+    count -= some;
+  }
+}
+
+// Tokens that follow each other in one page.
+void write_run(const PageWriteCall& c, int64_t token, int64_t count) {
+  const int64_t page = c.slots[token] / c.page, offset = c.slots[token] % c.page;
+  const int64_t row = c.dim * kWord / c.step, size = c.page * row;
+  for (int64_t head = 0; head < c.heads; ++head) {
+    const int64_t begin = (page * c.heads + head) * size;
+    write_keys(c, c.keys + token * c.key_stride + head * row, offset, count, c.k_pages + begin);
+    write_values(c, c.values + token * c.value_stride + head * row, offset, count, c.v_pages + begin);
+  }
+}
+
+// How many tokens from the given one on follow each other in one page.
+int64_t run_length(const PageWriteCall& c, int64_t token, int64_t end) {
+  const int64_t slot = c.slots[token];
+  const int64_t most = std::min(end - token, c.page - slot % c.page);
+  int64_t count = 1;
+  while (count < most && c.slots[token + count] == slot + count) ++count;
+  return count;
 }
 
 void run_page_write(const PageWriteCall& call) {
   run_tasks(divide_up(call.tokens, kTokensPerTask), [&](int64_t task, int) {
     const int64_t end = std::min(call.tokens, (task + 1) * kTokensPerTask);
-    for (int64_t token = task * kTokensPerTask; token < end; ++token)
-      call.element == 2 ? write_token<uint16_t>(call, token) : write_token<uint32_t>(call, token);
+    for (int64_t token = task * kTokensPerTask, count; token < end; token += count) {
+      count = run_length(call, token, end);
+      write_run(call, token, count);
+    }
   });
 }
 
@@ -65,14 +117,15 @@ void write_pages(at::Tensor k_pages, at::Tensor v_pages, const at::Tensor& slots
                     rows->scalar_type() == k_pages.scalar_type() && rows->stride(2) == 1 && rows->stride(1) == dim,
                 "rows are ", rows->scalar_type(), rows->sizes(), " with strides ", rows->strides(), " for ", slots.size(0),
                 " slots and pages of ", k_pages.scalar_type(), k_pages.sizes());
-  TORCH_CHECK(k_pages.scalar_type() == v_pages.scalar_type() && (k_pages.element_size() == 2 || k_pages.element_size() == 4),
-              "pages of keys are ", k_pages.scalar_type(), " and of values ", v_pages.scalar_type());
+  const int64_t element = k_pages.element_size();
+  TORCH_CHECK(k_pages.scalar_type() == v_pages.scalar_type() && (step == 1 || step == 2) && element * step == kWord,
+              "pages of keys are ", k_pages.scalar_type(), k_pages.sizes(), " and of values ", v_pages.scalar_type());
   const auto* slot = slots.data_ptr<int64_t>();
   for (int64_t i = 0; i < slots.size(0); ++i)
     TORCH_CHECK(slot[i] >= 0 && slot[i] < pages * page, "slot ", slot[i], " of ", pages * page);
-  run_page_write({slots.size(0), heads, dim, page, key_width, value_width, step, static_cast<size_t>(k_pages.element_size()),
-                  k_pages.data_ptr(), v_pages.data_ptr(), slot, keys.data_ptr(), values.data_ptr(), keys.stride(0),
-                  values.stride(0)});
+  run_page_write({slots.size(0), heads, dim, page, key_width, value_width, step, static_cast<char*>(k_pages.data_ptr()),
+                  static_cast<char*>(v_pages.data_ptr()), slot, static_cast<const char*>(keys.data_ptr()),
+                  static_cast<const char*>(values.data_ptr()), keys.stride(0) * element, values.stride(0) * element});
 }
 
 }  // namespace
