@@ -106,6 +106,19 @@ using NormRowFn = void (*)(const NormRow& r, const float* weight, float eps, int
 // Turns 2 * half numbers of a head in place; pairs lie `half` apart where `neox`, otherwise side by side.
 using RotateHeadFn = void (*)(void* head, const float* cosine, const float* sine, int64_t half, bool neox, DType dtype);
 
+// What happens to each head of one token: an RMS norm, rounded to `dtype`, then the rotation of its first 2 * half numbers.
+struct NormRotate {
+  int64_t width, half;
+  const float* weight;
+  float eps;
+  const float* cosine;
+  const float* sine;
+  bool neox;
+  DType dtype;
+};
+// Heads one after the other, in place. `row`: scratch of `width` floats. The bits are those of the two above.
+using NormRotateHeadsFn = void (*)(void* heads, int64_t count, const NormRotate& c, float* row);
+
 // Words of 4 bytes: word j of row i goes to word i of row j. Rows are `from_stride` and `to_stride` bytes apart.
 using TransposeWordsFn = void (*)(const void* from, int64_t from_stride, int64_t rows, int64_t words, void* to,
                                   int64_t to_stride);
@@ -153,6 +166,7 @@ struct Isa {
   ChooseFn choose;
   TransposeWordsFn transpose_words;
   ZipHalvesFn zip_halves;
+  NormRotateHeadsFn norm_rotate_heads;
 
   // What rows of activations must be to meet a weight.
   DType row_dtype(DType weight) const { return bf16_pairs ? tile_dtype(weight) : DType::kF32; }

@@ -173,6 +173,7 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, Tile
       .choose = choose,
       .transpose_words = transpose_words,
       .zip_halves = zip_halves,
+      .norm_rotate_heads = norm_rotate_heads,
   };
 }
 

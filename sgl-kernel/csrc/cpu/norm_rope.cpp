@@ -35,11 +35,10 @@ void run_rms_norm(const RmsNormCall& c) {
 
 namespace {
 
-// Calls before(head, place, thread) for every head, then rotates it.
-template <typename Before>
-void rotate_rows(const RotaryCall& c, const Before& before) {
+// Calls each(heads, cosine, sine, thread) for the heads of every row.
+template <typename Each>
+void for_each_row(const RotaryCall& c, const Each& each) {
   const int64_t half = c.rotary_dim / 2;
-  const RotateHeadFn rotate_head = isa().rotate_head;
   const size_t element = size_of(c.dtype);
   std::vector<float> scratch(static_cast<size_t>(c.rotary_dim) * num_threads());
   const int64_t rows = rows_per_task(c.heads * c.head_dim);
@@ -48,11 +47,7 @@ void rotate_rows(const RotaryCall& c, const Before& before) {
     for (int64_t r = task * rows; r < std::min(c.rows, (task + 1) * rows); ++r) {
       const size_t angles = static_cast<size_t>(c.positions[r] * c.rotary_dim) * size_of(c.cos_sin_dtype);
       read_row(cosine, static_cast<const char*>(c.cos_sin) + angles, c.cos_sin_dtype, c.rotary_dim);
-      for (int64_t head = 0; head < c.heads; ++head) {
-        char* place = static_cast<char*>(c.x) + static_cast<size_t>(r * c.x_stride + head * c.head_dim) * element;
-        before(head, place, thread);
-        rotate_head(place, cosine, cosine + half, half, c.neox, c.dtype);
-      }
+      each(static_cast<char*>(c.x) + static_cast<size_t>(r * c.x_stride) * element, cosine, cosine + half, thread);
     }
   });
 }
@@ -60,18 +55,28 @@ void rotate_rows(const RotaryCall& c, const Before& before) {
 }  // namespace
 
 void run_rotary(const RotaryCall& c) {
-  rotate_rows(c, [](int64_t, void*, int) {});
+  const RotateHeadFn rotate_head = isa().rotate_head;
+  const size_t head_bytes = static_cast<size_t>(c.head_dim) * size_of(c.dtype);
+  for_each_row(c, [&](char* place, const float* cosine, const float* sine, int) {
+    for (int64_t head = 0; head < c.heads; ++head, place += head_bytes)
+      rotate_head(place, cosine, sine, c.rotary_dim / 2, c.neox, c.dtype);
+  });
 }
 
-void run_qk_norm_rope(const QkNormRopeCall& c) {
-  const int64_t width = c.heads.head_dim;
+void run_qk_norm_rope(const QkNormRopeCall& call) {
+  const RotaryCall& c = call.heads;
+  const int64_t width = c.head_dim;
   std::vector<float> q_weight(width), k_weight(width), scratch(static_cast<size_t>(width) * num_threads());
-  read_row(q_weight.data(), c.q_weight, c.weight_dtype, width);
-  read_row(k_weight.data(), c.k_weight, c.weight_dtype, width);
-  const NormRowFn norm_row = isa().norm_row;
-  rotate_rows(c.heads, [&](int64_t head, void* place, int thread) {
-    norm_row({place, nullptr, nullptr, place}, (head < c.q_heads ? q_weight : k_weight).data(), c.eps, width, c.heads.dtype,
-             scratch.data() + width * thread);
+  read_row(q_weight.data(), call.q_weight, call.weight_dtype, width);
+  read_row(k_weight.data(), call.k_weight, call.weight_dtype, width);
+  const NormRotateHeadsFn norm_rotate_heads = isa().norm_rotate_heads;
+  const size_t q_bytes = static_cast<size_t>(call.q_heads * width) * size_of(c.dtype);
+  for_each_row(c, [&](char* heads, const float* cosine, const float* sine, int thread) {
+    NormRotate one{width, c.rotary_dim / 2, q_weight.data(), call.eps, cosine, sine, c.neox, c.dtype};
+    float* row = scratch.data() + width * thread;
+    norm_rotate_heads(heads, call.q_heads, one, row);
+    one.weight = k_weight.data();
+    norm_rotate_heads(heads + q_bytes, c.heads - call.q_heads, one, row);
   });
 }
 

@@ -27,6 +27,16 @@ inline void put_one(void* row, int64_t column, float value, DType dtype) {
     static_cast<uint16_t*>(row)[column] = f32_to_bf16(value);
 }
 
+inline float sum_up(const float (&sums)[kSums]) {
+  float sum = 0;
+  for (int j = 0; j < kSums; ++j) sum += sums[j];
+  return sum;
+}
+
+inline float norm_factor(float sum, int64_t width, float eps) {
+  return 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
+}
+
 // x (+ residual, which goes to residual_out rounded) into `row`; returns the sum of its squares.
 inline float sum_row(const NormRow& r, int64_t width, DType dtype, float* row) {
   float sums[kSums] = {};
@@ -53,13 +63,11 @@ inline float sum_row(const NormRow& r, int64_t width, DType dtype, float* row) {
     }
     sums[i - whole] += row[i] * row[i];
   }
-  float sum = 0;
-  for (int j = 0; j < kSums; ++j) sum += sums[j];
-  return sum;
+  return sum_up(sums);
 }
 
 void norm_row(const NormRow& r, const float* weight, float eps, int64_t width, DType dtype, float* row) {
-  const float factor = 1.0f / __builtin_sqrtf(sum_row(r, width, dtype, row) / static_cast<float>(width) + eps);
+  const float factor = norm_factor(sum_row(r, width, dtype, row), width, eps);
   const int64_t whole = width / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes)
     put(r.out, static_cast<int>(i), load(row + i) * factor * load(weight + i), dtype);
@@ -80,6 +88,45 @@ void rotate_head(void* head, const float* cosine, const float* sine, int64_t hal
     put_one(head, low, a * cosine[i] - b * sine[i], dtype);
     put_one(head, high, b * cosine[i] + a * sine[i], dtype);
   }
+}
+
+// Of the usual heads, which are turned as a whole: they stay in registers from the first step to the last.
+template <int width>
+inline void norm_rotate_whole(uint16_t* head, const NormRotate& c) {
+  constexpr int kVectors = width / kLanes, kHalf = kVectors / 2, kPartial = kSums / kLanes;
+  VecF h[kVectors], partial[kPartial] = {};
+#pragma GCC unroll 32
+  for (int i = 0; i < kVectors; ++i) {
+    h[i] = get(head, i * kLanes, DType::kBf16);
+    partial[i % kPartial] += h[i] * h[i];
+  }
+  float sums[kSums];
+#pragma GCC unroll 4
+  for (int j = 0; j < kPartial; ++j) store(sums + j * kLanes, partial[j]);
+  const float factor = norm_factor(sum_up(sums), width, c.eps);
+#pragma GCC unroll 32
+  for (int i = 0; i < kVectors; ++i)
+    h[i] = (VecF)(__builtin_convertvector(to_bf16(h[i] * factor * load(c.weight + i * kLanes)), VecU) << 16);
+#pragma GCC unroll 16
+  for (int i = 0; i < kHalf; ++i) {
+    const VecF cosine = load(c.cosine + i * kLanes), sine = load(c.sine + i * kLanes);
+    put(head, i * kLanes, h[i] * cosine - h[kHalf + i] * sine, DType::kBf16);
+    put(head, (kHalf + i) * kLanes, h[kHalf + i] * cosine + h[i] * sine, DType::kBf16);
+  }
+}
+
+void norm_rotate_heads(void* heads, int64_t count, const NormRotate& c, float* row) {
+  const bool whole = c.neox && c.dtype == DType::kBf16 && 2 * c.half == c.width;
+  const int64_t bytes = c.width * static_cast<int64_t>(size_of(c.dtype));
+  for (auto* head = static_cast<char*>(heads); count > 0; --count, head += bytes)
+    if (whole && c.width == 64) {
+      norm_rotate_whole<64>(reinterpret_cast<uint16_t*>(head), c);
+    } else if (whole && c.width == 128) {
+      norm_rotate_whole<128>(reinterpret_cast<uint16_t*>(head), c);
+    } else {
+      norm_row({head, nullptr, nullptr, head}, c.weight, c.eps, c.width, c.dtype, row);
+      rotate_head(head, c.cosine, c.sine, c.half, c.neox, c.dtype);
+    }
 }
 
 }  // namespace

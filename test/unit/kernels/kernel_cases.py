@@ -45,13 +45,13 @@ def row_cases() -> Iterator[Check]:
         expected = before.double()
         expected[:, 50:178] = torch.cat((rotated, heads[..., rotary_dim:]), dim=-1).flatten(1)
         yield f"rotary {dtype} {neox} {rotary_dim}", relative_error(wide, expected) < TOLERANCE[dtype]
-    for dtype, neox, (q_heads, k_heads), head_dim in itertools.product(
-        DTYPES, (False, True), ((3, 2), (1, 1)), (48, 64)
+    for dtype, neox, (q_heads, k_heads), (head_dim, rotary_dim) in itertools.product(
+        DTYPES, (False, True), ((3, 2), (1, 1)), ((48, 32), (64, 32), (64, 64), (128, 128))
     ):
         both = (q_heads + k_heads) * head_dim
         wide, positions = torch.randn(7, both + 50).to(dtype), torch.randint(0, 50, (7,))
         angles, q_weight, k_weight = (
-            torch.randn(50, 32),
+            torch.randn(50, rotary_dim),
             torch.randn(head_dim).to(dtype),
             torch.randn(head_dim).to(dtype),
         )
@@ -63,7 +63,7 @@ def row_cases() -> Iterator[Check]:
         kernels.qk_norm_rope(
             wide, q_weight, k_weight, 1e-6, positions, angles, q_heads=q_heads, k_heads=k_heads, neox=neox
         )
-        yield f"qk_norm_rope {dtype} {neox} {q_heads} {k_heads} {head_dim}", torch.equal(wide, expected)
+        yield f"qk_norm_rope {dtype} {neox} {q_heads} {k_heads} {head_dim} {rotary_dim}", torch.equal(wide, expected)
 
 
 def main() -> None:
