@@ -7,7 +7,6 @@ page. Who is suspended and restored is decided in core/residency.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -101,10 +100,6 @@ class StoredKV:
             self._store.free([record.slots.pop()])
             record.open = False
 
-    def pages_of(self, name: str) -> int:
-        """How many pages of a sequence lie in the store."""
-        return len(self._records[name].slots)
-
     def forget(self, name: str) -> None:
         """A sequence has ended. Its slots are free as soon as no copy to them is under way."""
         record = self._records.pop(name, None)
@@ -133,8 +128,3 @@ class StoredKV:
         self._bury()
         if wait:
             self._counters.add("store_wait_us", round(1e6 * (time.perf_counter() - began)))
-
-    def busy_pages(self, names: Iterable[str]) -> bool:
-        """Whether a copy of one of these sequences is under way."""
-        wanted = set(names)
-        return any(wanted.intersection(copy.owners) for copy in self._copies)

@@ -1,0 +1,95 @@
+"""The slots of sequences in the store: full pages go there as they fill, and none is lost whoever ends when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sgl_batch.managers.stored_kv import StoredKV
+from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
+from sgl_batch.mem_cache.store_geometry import StoreGeometry
+from sgl_batch.model_executor.counters import Counters
+
+PAGE, LAYERS = 4, 3
+
+
+@pytest.fixture
+def pool():
+    parts = [(torch.arange(40.0 * PAGE).view(40, PAGE) + 1000 * layer,) for layer in range(LAYERS)]
+    return SimpleNamespace(layer_num=LAYERS, page_parts=lambda layer: parts[layer])
+
+
+@pytest.fixture
+def counters():
+    return Counters()
+
+
+@pytest.fixture
+def store(pool):
+    with HostKVStore.create(StoreGeometry.of_pool(pool, checksums=True), num_bytes=12 * 4096) as made:
+        yield made
+
+
+@pytest.fixture
+def stored(store, pool, counters):
+    engine = NativeCopyEngine(store, pool)
+    yield StoredKV(store, engine, page_size=PAGE, layers=LAYERS, counters=counters)
+    engine.close()
+
+
+def prompt(stored: StoredKV, store: HostKVStore, name: str, tokens: int) -> None:
+    """A sequence whose prompt lies in the store; what is in the pages is of no matter here."""
+    slots = stored.take(-(-tokens // PAGE))
+    stored._engine.store_pages(range(LAYERS), range(len(slots)), slots).wait()
+    store.complete_store(slots)
+    stored.adopt(name, slots, tokens)
+
+
+def test_a_suspended_sequence_comes_back_as_it_was(stored, store, pool, counters):
+    stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
+    stored.write_through(["a"], torch.tensor([7]))
+    stored.write_through(["a"], torch.tensor([3]))
+    stored.suspend(["a"], torch.tensor([9]))
+    before = [pool.page_parts(layer)[0][[7, 3, 9]].clone() for layer in range(LAYERS)]
+    stored.restore("a", torch.tensor([20, 21, 22])).wait()
+    assert all(torch.equal(pool.page_parts(layer)[0][20:23], before[layer]) for layer in range(LAYERS))
+    stored.restored("a")
+    assert store.counts().used == 2, "the open page will be full as another one"
+    assert counters.counts["pages_copied_to_suspend"] == 1
+    assert counters.counts["pages_written_through"] == 2
+
+
+def test_of_a_sequence_that_ends_with_a_full_page_nothing_is_copied_to_suspend_it(stored, counters):
+    stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
+    stored.write_through(["a"], torch.tensor([7]))
+    stored.suspend(["a"], torch.tensor([-1]))
+    assert counters.counts["pages_copied_to_suspend"] == 0
+
+
+def test_a_prompt_with_an_open_page_gives_its_slot_back_when_it_runs(stored, store):
+    prompt(stored, store, "a", 6)
+    assert store.counts().used == 2
+    stored.restore("a", torch.tensor([5, 6])).wait()
+    stored.restored("a")
+    assert store.counts().used == 1
+
+
+def test_slots_of_one_that_ends_under_a_copy_are_free_when_the_copy_has_ended(stored, store):
+    stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
+    stored.write_through(["a"], torch.tensor([7]))
+    stored.forget("a")
+    stored.sync(wait=True)
+    assert store.counts().free == store.num_slots
+    stored.forget("a")
+    store.audit()
+
+
+def test_slots_that_wait_for_their_copies_are_found_when_all_others_are_taken(stored, store):
+    for name in "abcdef":
+        stored.adopt(name, torch.empty(0, dtype=torch.int64), 0)
+        stored.write_through([name] * 2, torch.tensor([1, 2]))
+        stored.forget(name)
+    assert len(stored.take(store.num_slots)) == store.num_slots
