@@ -144,3 +144,33 @@ def test_a_sequence_that_can_never_fit_the_store_is_refused_with_the_numbers(
     with pytest.raises(ValueError, match=r"313 pages of 8 tokens, but the host KV store holds 64; .* --kv-store-bytes"):
         engine.generate(input_ids=[5] * 2000, sampling_params={"temperature": 0, "max_new_tokens": 500})
     assert engine.generate(input_ids=[5] * 20, sampling_params={"max_new_tokens": 3})["meta_info"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 8, 9, 30])
+def test_choices_in_the_store_compute_their_prompt_once(
+    prompt_tokens: int,
+    model_path: Callable[[str], str],
+    batch_engine: Callable[..., Any],
+    shelf: Any,
+) -> None:
+    prompts = [[7 + index] * prompt_tokens for index in range(12)]
+    sampling = {"n": 4, "temperature": 1.0, "sampling_seed": 3, "max_new_tokens": 20, "ignore_eos": True}
+    expected = [
+        answer["output_ids"]
+        for answer in batch_engine(FAMILIES[0], **SMALL).generate(input_ids=prompts, sampling_params=sampling)
+    ]
+    engine = shelf.get(
+        Engine,
+        model_path=model_path(FAMILIES[0]),
+        dtype="float32",
+        max_total_tokens=PAGE * POOL_PAGES,
+        **store_in(None),
+        **SMALL,
+    )
+    before = engine.batch_stats()["counters"].get("prompt_tokens", 0)
+    answered = engine.generate(input_ids=prompts, sampling_params=sampling)
+    assert [answer["output_ids"] for answer in answered] == expected
+    stats = engine.batch_stats()
+    assert stats["counters"]["prompt_tokens"] - before == 12 * (prompt_tokens + 3), "one row more for each choice"
+    assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
+    assert stats["free_pages"] == POOL_PAGES

@@ -231,9 +231,12 @@ class BoundaryExecutor:
             if group is not None and sequence.is_leader and group in self._forks:
                 followers = self._forks.pop(group)
                 with self._counters.clock.part("copies"):
-                    self._sharing.fork(group, request, followers)
+                    self._fork(group, request, followers)
                 self._counters.add("prompts_shared", len(followers))
-                self._forked.extend(followers)
+
+    def _fork(self, group: str, leader: Any, followers: list[Any]) -> None:
+        self._sharing.fork(group, leader, followers)
+        self._forked.extend(followers)
 
     def after_results(self, batch: Any) -> None:
         """Yield what was prefilled, and let go of what has finished."""

@@ -99,7 +99,7 @@ class KVTiers:
         tokens = [request.kv_committed_len for request in requests]
         pages = self._pages_at(requests, [length - 1 for length in tokens])
         pages[torch.tensor([length % self._page_size == 0 for length in tokens])] = -1
-        self.stored.suspend([request.rid for request in requests], pages)
+        self.stored.suspend([request.rid for request in requests], pages, tokens)
 
     def _pages_at(self, requests: list[Any], positions: list[int]) -> torch.Tensor:
         """The device page [N] in which each request has the KV of one position."""
@@ -109,16 +109,16 @@ class KVTiers:
 
     def restore(self, request: Any) -> tuple[torch.Tensor, Ticket]:
         """Device pages for a request's KV, and the copy to them."""
-        num_pages = self._pages(request.kv_committed_len)
+        num_pages = self._pages(self.stored.tokens_of(request.rid))
         slots = self._allocator.alloc(num_pages * self._page_size)
         assert slots is not None, f"{num_pages} pages were reserved for {request.rid}"
         pages = slots[:: self._page_size] // self._page_size
         return pages, self.stored.restore(request.rid, pages)
 
-    def slots_of(self, request: Any, pages: torch.Tensor) -> torch.Tensor:
-        """The slots [tokens] of a request's KV in its device pages."""
+    def slots_of(self, name: str, pages: torch.Tensor) -> torch.Tensor:
+        """The slots [tokens] of the KV of a sequence that comes back, in its device pages."""
         slots = pages[:, None] * self._page_size + torch.arange(self._page_size)
-        return slots.flatten()[: request.kv_committed_len]
+        return slots.flatten()[: self.stored.tokens_of(name)]
 
     def close(self) -> None:
         """End the copies and leave the store."""

@@ -5,7 +5,7 @@ Which of them runs, waits or moves next is decided in core/; batches of them are
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from sgl_batch.core.admission import refusal
 from sgl_batch.core.coroutine import Event, Transition, advance
@@ -14,11 +14,17 @@ from sgl_batch.core.primitives import migrate, yield_
 from sgl_batch.core.rank_agreement import Movable
 from sgl_batch.core.sequence import Sequence, Status
 from sgl_batch.managers import prompt_groups
-from sgl_batch.managers.prompt_sharing import PromptSharing
 from sgl_batch.managers.sequence_queue import SequencesView
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.moving import movable
+
+
+class SharedPrompts(Protocol):
+    """Who still reads the prompts that choices share."""
+
+    def leave(self, group: str, request_id: str) -> bool:
+        """A choice has finished; whether it was the last that read its group's prompt."""
 
 
 class SequenceTable:
@@ -31,7 +37,7 @@ class SequenceTable:
     def __init__(
         self,
         ledger: PageLedger,
-        sharing: PromptSharing,
+        sharing: SharedPrompts,
         counters: Counters,
         trace: TraceWriter,
         *,
@@ -90,8 +96,7 @@ class SequenceTable:
         refused = request.to_finish is not None
         prompt_tokens = len(request.origin_input_ids)
         wants_prompt_logprobs = request.return_logprob and 0 <= request.logprob_start_len < prompt_tokens
-        # In the store every sequence has slots of its own so far.
-        shares = tag is not None and not wants_prompt_logprobs and not refused and self.store_ledger is None
+        shares = tag is not None and not wants_prompt_logprobs and not refused
         return Sequence(
             sequence_id=request.rid,
             arrival=self._arrivals,
@@ -113,6 +118,10 @@ class SequenceTable:
     def suspended(self, name: str) -> Transition:
         """A sequence that ran waits in the store."""
         return advance(self._wait(name), Event.SUSPEND, "pages of the device lack")
+
+    def forked(self, name: str) -> None:
+        """A choice waits in the store with all of its prompt but the last token, QUEUED until that is computed."""
+        self._wait(name)
 
     def _wait(self, name: str) -> Sequence:
         sequence = self._ready[name] = self._sequences[name]
@@ -150,7 +159,7 @@ class SequenceTable:
                 ledger.release(sequence.sequence_id)
         group = sequence.prompt_group
         if group is not None and self._sharing.leave(group, sequence.sequence_id):
-            self.ledger.release(group)
+            (self.store_ledger or self.ledger).release(group)
 
     # What comes from other ranks and goes there.
 

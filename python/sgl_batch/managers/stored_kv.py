@@ -18,10 +18,14 @@ from sgl_batch.model_executor.counters import Counters
 
 @dataclass(slots=True, kw_only=True)
 class _Record:
-    """A sequence's slots, page after page. `open`: whether the last of them is of a page that is not full."""
+    """A sequence's slots, page after page. `open`: whether the last of them is of a page that is not full.
+
+    `tokens`: how many have their KV in the slots, where the sequence waits.
+    """
 
     slots: list[int] = field(default_factory=list)
     open: bool = False
+    tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +60,13 @@ class StoredKV:
 
     def adopt(self, name: str, slots: torch.Tensor, tokens: int) -> None:
         """A sequence's prompt of `tokens` is in these READY slots."""
-        self._records[name] = _Record(slots=slots.tolist(), open=tokens % self._page_size != 0)
+        self._records[name] = _Record(slots=slots.tolist(), open=tokens % self._page_size != 0, tokens=tokens)
+
+    def fork(self, leader: str, follower: str, *, tokens: int) -> None:
+        """Let a sequence begin with the first `tokens` of another's prompt, in the same slots."""
+        slots = self._records[leader].slots[: -(-tokens // self._page_size)]
+        self._store.share(slots)
+        self._records[follower] = _Record(slots=list(slots), open=tokens % self._page_size != 0, tokens=tokens)
 
     def write_through(self, names: list[str], pages: torch.Tensor) -> None:
         """Pages that have just become full, one of each sequence, leave for the store."""
@@ -66,11 +76,17 @@ class StoredKV:
         self._send(names, pages, slots)
         self._counters.add("pages_written_through", len(names))
 
-    def suspend(self, names: list[str], open_pages: torch.Tensor) -> None:
+    def tokens_of(self, name: str) -> int:
+        """How many tokens of a sequence that waits have their KV in the store."""
+        return self._records[name].tokens
+
+    def suspend(self, names: list[str], open_pages: torch.Tensor, tokens: list[int]) -> None:
         """Everything of these sequences is in the store when this returns.
 
-        `open_pages` [N]: of each the page that is not full, or -1 where there is none.
+        `open_pages` [N]: of each the page that is not full, or -1 where there is none. `tokens`: how many have KV.
         """
+        for name, number in zip(names, tokens, strict=True):
+            self._records[name].tokens = number
         partial = open_pages >= 0
         owners = [name for name, has in zip(names, partial.tolist(), strict=True) if has]
         if owners:

@@ -21,6 +21,7 @@ from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.sequence_table import SequenceTable
+from sgl_batch.managers.stored_sharing import StoredSharing
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.copy_engine import Ticket
 from sgl_batch.model_executor.counters import Counters
@@ -30,6 +31,7 @@ from sgl_batch.sglang_adapter.scheduling import (
     detach,
     end_detached,
     free_slots,
+    give_prefix,
     mark_aborted,
     merge_into,
 )
@@ -51,14 +53,16 @@ class TieredExecutor(BoundaryExecutor):
     """
 
     def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter, tiers: KVTiers) -> None:
-        self._tiers = tiers
+        self._tiers, self._stored_sharing = tiers, StoredSharing()
         super().__init__(scheduler, plan, counters, trace)
         self._returning: list[_Returning] = []
+        self._arrived_forks: list[Any] = []
+        self._fresh: list[Any] = []
         self._staged = False
 
     def _make_table(self, trace: TraceWriter) -> SequenceTable:
         store = PageLedger(self._tiers.num_slots, self.plan.page_size)
-        return SequenceTable(self._device_ledger(), self._sharing, self._counters, trace, store_ledger=store)
+        return SequenceTable(self._device_ledger(), self._stored_sharing, self._counters, trace, store_ledger=store)
 
     @property
     def _admission_ledger(self) -> PageLedger:
@@ -72,12 +76,16 @@ class TieredExecutor(BoundaryExecutor):
 
     def next_batch(self, running: Any) -> tuple[Any | None, Any]:
         running = self._join_returned(running)
+        if self._arrived_forks:
+            return self.fork_batch(), running
         if boundary_due(self.state(running), self.plan):
             state = self.state(running)
             group = prefill_units(state, self.plan, self._admission_ledger, self._order, returning=len(self._returning))
             if group:
                 return self.prefill(PrefillGroup(units=tuple(group))), running
             running = self._turn_page(running)
+            if self._arrived_forks:
+                return self.fork_batch(), running
             if not running.reqs:
                 self._filling = False
                 return None, running
@@ -130,21 +138,44 @@ class TieredExecutor(BoundaryExecutor):
     def _join_returned(self, running: Any) -> Any:
         """The decode batch with those whose KV has come back."""
         arrived = [returning for returning in self._returning if returning.ticket.done]
-        if not arrived:
+        requests, self._fresh = self._fresh, []
+        if not arrived and not requests:
             return running
         self._returning = [returning for returning in self._returning if returning not in arrived]
-        requests = [returning.request for returning in arrived]
         with self._counters.clock.part("copies"):
             for returning in arrived:
                 returning.ticket.wait()
-                self._tiers.stored.restored(returning.request.rid)
-                take_in(self._scheduler, returning.request, self._tiers.slots_of(returning.request, returning.pages))
+                request, slots = returning.request, self._tiers.slots_of(returning.request.rid, returning.pages)
+                self._tiers.stored.restored(request.rid)
+                if request.output_ids:
+                    take_in(self._scheduler, request, slots)
+                    requests.append(request)
+                else:
+                    give_prefix(request, self._scheduler, slots, 0)
+                    self._arrived_forks.append(request)
             for joining in decode_batches(self._scheduler, requests):
                 running = merge_into(running, joining)
         sequences = [self.table[request.rid] for request in requests]
         self.table.record(combine(sequences, Event.COMBINE_DECODE, "its KV is back on the device"))
         self._changes_at_boundary = self.table.changes
         return running
+
+    # Choices of one prompt.
+
+    def before_prefill_results(self, batch: Any) -> None:
+        """Choices fork when their leader's prompt is in the store, which is after the results."""
+
+    def _fork(self, group: str, leader: Any, followers: list[Any]) -> None:
+        self._stored_sharing.begin(group, {request.rid for request in (leader, *followers)})
+        for follower in followers:
+            self._tiers.stored.fork(leader.rid, follower.rid, tokens=len(leader.origin_input_ids) - 1)
+            self.table.forked(follower.rid)
+
+    def fork_batch(self) -> Any:
+        """The prefill of choices whose KV has come to the device: their prompts' last tokens."""
+        limit = self.plan.prefill.b_moe
+        taken, self._arrived_forks = self._arrived_forks[:limit], self._arrived_forks[limit:]
+        return super()._prefill(taken, "its prompt was computed by its leader")
 
     # Prefill, layer by layer to the store.
 
@@ -156,22 +187,25 @@ class TieredExecutor(BoundaryExecutor):
         return batch
 
     def after_results(self, batch: Any) -> None:
-        prefilled = batch.forward_mode.is_extend()
-        names = [request.rid for request in batch.reqs]
-        if prefilled:
+        names, prefilled, staged = [r.rid for r in batch.reqs], batch.forward_mode.is_extend(), self._staged
+        if staged:
             with self._counters.clock.part("copies"):
                 self._tiers.end_prefill()
+            super().before_prefill_results(batch)
+            self._staged = False
         super().after_results(batch)
-        gone = [name for name in names if name not in self.table]
-        for name in gone:
-            self._tiers.stored.forget(name)
+        for name in names:
+            if name not in self.table:
+                self._tiers.stored.forget(name)
         left = [request for request in batch.reqs if not request.finished()]
-        if prefilled:
+        if staged:
             for request in left:
                 detach(self._scheduler, request)
-        else:
-            with self._counters.clock.part("copies"):
-                self._tiers.write_through(left)
+            return
+        with self._counters.clock.part("copies"):
+            self._tiers.write_through(left)
+        if prefilled:
+            self._fresh += [self.table.take_ready(request.rid) for request in left]
 
     def abort_outside_batches(self, is_meant: Callable[[str], bool]) -> None:
         for name in [s.sequence_id for s in self.table.ready if is_meant(s.sequence_id)]:
@@ -179,6 +213,7 @@ class TieredExecutor(BoundaryExecutor):
             end_detached(self._scheduler, request)
             self.table.record([self.table.finish(request)])
             self._tiers.stored.forget(name)
-        for returning in self._returning:
-            if is_meant(returning.request.rid):
-                mark_aborted(returning.request)
+        held = [*(returning.request for returning in self._returning), *self._arrived_forks, *self._fresh]
+        for request in [*held, *(request for forks in self._forks.values() for request in forks)]:
+            if is_meant(request.rid):
+                mark_aborted(request)

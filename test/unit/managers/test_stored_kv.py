@@ -52,7 +52,7 @@ def test_a_suspended_sequence_comes_back_as_it_was(stored, store, pool, counters
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
     stored.write_through(["a"], torch.tensor([7]))
     stored.write_through(["a"], torch.tensor([3]))
-    stored.suspend(["a"], torch.tensor([9]))
+    stored.suspend(["a"], torch.tensor([9]), [9])
     before = [pool.page_parts(layer)[0][[7, 3, 9]].clone() for layer in range(LAYERS)]
     stored.restore("a", torch.tensor([20, 21, 22])).wait()
     assert all(torch.equal(pool.page_parts(layer)[0][20:23], before[layer]) for layer in range(LAYERS))
@@ -65,7 +65,7 @@ def test_a_suspended_sequence_comes_back_as_it_was(stored, store, pool, counters
 def test_of_a_sequence_that_ends_with_a_full_page_nothing_is_copied_to_suspend_it(stored, counters):
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
     stored.write_through(["a"], torch.tensor([7]))
-    stored.suspend(["a"], torch.tensor([-1]))
+    stored.suspend(["a"], torch.tensor([-1]), [4])
     assert counters.counts["pages_copied_to_suspend"] == 0
 
 
