@@ -88,6 +88,7 @@ class TieredExecutor(BoundaryExecutor):
                 return self.fork_batch(), running
             if not running.reqs:
                 self._filling = False
+                self._tiers.stored.sync(wait=True)  # nobody comes by to free the slots of those that have ended
                 return None, running
         return self.decode_step(running), running
 
