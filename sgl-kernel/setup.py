@@ -9,7 +9,7 @@ from pathlib import Path
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-SOURCES = sorted(str(path) for room in ("cpu", "store") for path in Path("csrc", room).glob("*.cpp"))
+SOURCES = sorted(str(path) for room in ("cpu", "store", "weights") for path in Path("csrc", room).glob("*.cpp"))
 
 setup(
     ext_modules=[

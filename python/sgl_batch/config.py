@@ -81,9 +81,12 @@ class ScheduleConfig:
     )
 
 
+WEIGHT_PLACES = ("resident", "streamed")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """Memory tiers (BatchGen 5.3): where the KV of sequences waits that the device has no pages for."""
+    """Memory tiers (BatchGen 5.3): where KV waits that the device has no pages for, and weights it has no room for."""
 
     kv_store_bytes: int = _flag(
         0,
@@ -94,6 +97,16 @@ class MemoryConfig:
     kv_store_dir: str | None = _flag(None, "directory for a file that is the host KV store, in place of memory")
     kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")
     kv_copy_threads: int = _flag(1, "threads that copy pages between the device and the host KV store", minimum=1)
+    weights: str = _flag(
+        "resident",
+        "resident: all weights are loaded; streamed: those of experts are read from the checkpoint while the model "
+        "runs, so that it can be larger than memory (CPU; large groups pay: each step reads what it needs once)",
+        choices=WEIGHT_PLACES,
+    )
+    weight_memory: int = _flag(
+        0, "bytes for streamed experts; more than two layers' stay in memory (0: two layers)", minimum=0
+    )
+    weight_read_threads: int = _flag(4, "threads that read streamed experts", minimum=1, maximum=64)
 
 
 MIGRATIONS = ("even", "never", "always")

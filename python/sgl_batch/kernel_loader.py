@@ -52,6 +52,24 @@ def kv_store_kernels() -> ModuleType:
     )
 
 
+def expert_loader_kernels() -> ModuleType:
+    """The native library's loader of experts (`sgl_batch_kernel.expert_loader`).
+
+    Raises ConfigError where it cannot be loaded: nothing else reads weights while the model runs.
+    """
+    if native_kernels() is not None:
+        try:
+            from sgl_batch_kernel import expert_loader
+        except ImportError:
+            pass  # built before there was a loader
+        else:
+            return expert_loader
+    raise ConfigError(
+        "--weights streamed needs the native kernels, which cannot be loaded here or are of an older version: build "
+        "them with scripts/install, or use --weights resident"
+    )
+
+
 def kernels_in_use() -> str:
     """What computes experts and linear layers on a CPU: the native kernels' instruction set, or "torch"."""
     kernels = native_kernels()

@@ -214,7 +214,7 @@ def short_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run_below(library: Path, tmp_path: Path, **environment: str) -> str:
     command = [sys.executable, str(Path(__file__).parent / "store_round_trip.py"), str(tmp_path)]
-    surroundings = {**os.environ, "LD_PRELOAD": str(library), **environment}
+    surroundings = {**os.environ, "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}", **environment}
     done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -86,6 +86,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     ranks = _rank_arguments(merged)
     _check_store(config.memory, on_cpu=on_cpu(kwargs), several_ranks=bool(ranks))
     merged.update(ranks)
+    _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
     if merged.get("speculative_algorithm"):
         raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
     return merged
@@ -115,6 +116,25 @@ def _check_store(memory: MemoryConfig, *, on_cpu: bool, several_ranks: bool) -> 
         raise ConfigError(f"{asked}; the host KV store has no form for GPUs yet: leave it out")
     if several_ranks:
         raise ConfigError(f"{asked}; several ranks have no host KV store yet: leave it out, or --tp, --dp and --ep")
+
+
+def _check_streaming(config: BatchConfig, merged: dict[str, Any], *, on_cpu: bool) -> None:
+    """Weights are streamed from safetensors files to the native kernels. Raises ConfigError."""
+    if config.memory.weights == "resident":
+        if config.memory.weight_memory:
+            raise ConfigError("weight_memory is given, and weights are resident: say --weights streamed too")
+        return
+    if not on_cpu:
+        raise ConfigError("weights are to be streamed, which has no form for GPUs yet: leave --weights out")
+    if native_kernels() is None:
+        raise ConfigError("weights are to be streamed, and the native kernels are not there: run scripts/install")
+    if config.forward.expert_runner not in ("auto", "native"):
+        runner = config.forward.expert_runner
+        raise ConfigError(
+            f"weights are to be streamed, and expert_runner {runner!r} takes no such weights: choose native"
+        )
+    if merged.get("load_format") not in (None, "auto", "safetensors"):
+        raise ConfigError(f"load_format is {merged['load_format']!r}; streamed weights are read from safetensors files")
 
 
 def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 # Of several ranks: `exchange` and `agreement` (before each step) are their own cost where the wait for other ranks can
-# be told apart, which is `stall`; `boundary` is the orders and moves at boundaries, waits for these included.
+# be told apart, which is `stall`; `boundary` is the orders and moves at boundaries, waits for these included. `weights`
+# is the wait for weights that are read while the model runs.
 PARTS = (
     "attention",
     "router",
@@ -22,6 +23,7 @@ PARTS = (
     "stall",
     "boundary",
     "copies",
+    "weights",
     "sampling",
     "waiting",
     "other",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from sgl_batch.config import MemoryConfig
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
@@ -16,6 +18,8 @@ from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_deepseek import CpuDeepseek
 from sgl_batch.model_executor.families import DeepseekFamily, Family, family_of
+from sgl_batch.model_executor.streamed_weights import stream_experts
+from sgl_batch.model_executor.weight_streamer import WeightStreamer
 from sgl_batch.sglang_adapter.layers import (
     StandardCombineInput,
     UnquantizedFusedMoEMethod,
@@ -38,7 +42,9 @@ class CpuOperators:
     def __init__(self, counters: Counters, expert_runner: str, weight_dtype: str) -> None:
         self._counters = counters
         self._kernels = native_kernels()
-        self._weights = PackedWeights(self._kernels, int8=weight_dtype == "int8")
+        self._int8 = weight_dtype == "int8"
+        self._weights = PackedWeights(self._kernels, int8=self._int8)
+        self._streamer: WeightStreamer | None = None
         self.expert_runner = expert_runner
         if expert_runner == "auto":
             self.expert_runner = "torch" if self._kernels is None else "native"
@@ -63,6 +69,18 @@ class CpuOperators:
         cpu_grammar.register()
         allow_plain_positions()
 
+    def stream(self, model: Any, files: Sequence[str], memory: MemoryConfig, *, rank: int) -> None:
+        """Read the experts of a loaded model from a checkpoint's files from now on. Before `adopt`."""
+        assert self._kernels is not None, "streaming is refused where there are no kernels"
+        self._streamer = stream_experts(
+            model, files, memory, rank=rank, int8=self._int8, kernels=self._kernels, counters=self._counters
+        )
+        self._run = self._streamer.experts
+
+    @property
+    def streams_weights(self) -> bool:
+        return self._streamer is not None
+
     def adopt(self, model: Any) -> None:
         """Pack the weights of a loaded model for the native kernels, and compute its linear layers with them.
 
@@ -79,7 +97,7 @@ class CpuOperators:
         head = put_lm_head_under(model, self._weights.linear)
         if head is not None and head.weight not in self._weights:
             self._weights.add_linear(head.weight, exact=True)
-        if self.expert_runner == "native":
+        if self.expert_runner == "native" and self._streamer is None:
             for layer in expert_layers(model):
                 self._weights.add_experts(layer.w13_weight, layer.w2_weight)
 

@@ -15,6 +15,8 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.huge_pages import huge_parameters
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
+from sgl_batch.layers.unloaded_experts import unloaded_experts
+from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
@@ -28,6 +30,7 @@ from sgl_batch.sglang_adapter.forward import (
     ModelRunnerOutput,
     forward_context,
 )
+from sgl_batch.sglang_adapter.partial_loading import leaving_weights
 from sgl_batch.sglang_adapter.ranks import expert_shard
 
 logger = logging.getLogger(__name__)
@@ -66,11 +69,17 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return self._operators.expert_runner
 
     def load_model(self) -> None:
-        """Load the model; of several ranks, each its share of the experts."""
-        place = self.place
+        """Load the model; of several ranks, each its share of the experts. Streamed experts stay in their files."""
+        place, memory = self.place, self.batch_config.memory
         shard = nullcontext() if place is None else expert_shard(place.rank, place.world_size)
         with shard, huge_parameters():
-            super().load_model()
+            if memory.weights == "resident":
+                super().load_model()
+                return
+            assert self.cpu_operators is not None, "streaming is refused where there is a GPU"
+            with unloaded_experts(), leaving_weights(self.server_args, is_expert_weight) as files:
+                super().load_model()
+        self.cpu_operators.stream(self.model, files, memory, rank=0 if place is None else place.rank)
 
     def init_attention_backends(self) -> None:
         """Build the attention backends, then the layer runner over them and the loaded model."""

@@ -36,20 +36,33 @@ void each_matrix(at::Tensor& weight, const Each& each) {
 void pack(at::Tensor weight) { each_matrix(weight, pack_matrix); }
 void unpack(at::Tensor weight) { each_matrix(weight, unpack_matrix); }
 
+const int32_t* slots_in(const std::optional<at::Tensor>& slots, int64_t num_slots) {
+  if (!slots.has_value()) return nullptr;
+  check(*slots, 1, "slots");
+  TORCH_CHECK(slots->scalar_type() == at::kInt, "slots are ", slots->scalar_type(), "; use int32");
+  const auto* first = slots->data_ptr<int32_t>();
+  for (int64_t i = 0; i < slots->size(0); ++i)
+    TORCH_CHECK(first[i] < num_slots, "expert ", i, " lies in slot ", first[i], " of ", num_slots);
+  return first;
+}
+
 std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
                                            const at::Tensor& topk_weights, const at::Tensor& topk_ids, bool f32_output,
                                            const std::optional<at::Tensor>& w13_scales,
-                                           const std::optional<at::Tensor>& w2_scales) {
+                                           const std::optional<at::Tensor>& w2_scales,
+                                           const std::optional<at::Tensor>& slots) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
   check(w13, 3, "w13");
   check(w2, 3, "w2");
   check(topk_weights, 2, "topk_weights");
   check(topk_ids, 2, "topk_ids");
-  const int64_t tokens = x.size(0), hidden = x.size(1), num_experts = w13.size(0), inter = w2.size(2);
-  TORCH_CHECK(w13.size(1) == 2 * inter && w13.size(2) == hidden, "w13 is ", w13.sizes(), ", not [", num_experts, ", ",
+  const int64_t tokens = x.size(0), hidden = x.size(1), num_slots = w13.size(0), inter = w2.size(2);
+  TORCH_CHECK(w13.size(1) == 2 * inter && w13.size(2) == hidden, "w13 is ", w13.sizes(), ", not [", num_slots, ", ",
               2 * inter, ", ", hidden, "]");
-  TORCH_CHECK(w2.size(0) == num_experts && w2.size(1) == hidden, "w2 is ", w2.sizes(), ", not [", num_experts, ", ",
-              hidden, ", ", inter, "]");
+  TORCH_CHECK(w2.size(0) == num_slots && w2.size(1) == hidden, "w2 is ", w2.sizes(), ", not [", num_slots, ", ", hidden,
+              ", ", inter, "]");
+  const int32_t* slot_of = slots_in(slots, num_slots);
+  const int64_t num_experts = slots.has_value() ? slots->size(0) : num_slots;
   TORCH_CHECK(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
   TORCH_CHECK(topk_ids.sizes() == topk_weights.sizes() && topk_ids.size(0) == tokens, "topk_ids is ", topk_ids.sizes(),
               " and topk_weights ", topk_weights.sizes(), " for ", tokens, " tokens");
@@ -58,9 +71,9 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
   run_experts({tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"), w13.data_ptr(),
-               w2.data_ptr(), weight_dtype_of(w13, "w13"), scales_of(w13, w13_scales, num_experts * 2 * inter, "w13"),
-               scales_of(w2, w2_scales, num_experts * hidden, "w2"), topk_weights.data_ptr<float>(), topk_ids.data_ptr<int32_t>(),
-               out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>()});
+               w2.data_ptr(), weight_dtype_of(w13, "w13"), scales_of(w13, w13_scales, num_slots * 2 * inter, "w13"),
+               scales_of(w2, w2_scales, num_slots * hidden, "w2"), topk_weights.data_ptr<float>(), topk_ids.data_ptr<int32_t>(),
+               out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(), slot_of});
   return {out, rows_per_expert};
 }
 
@@ -170,7 +183,7 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("unpack_(Tensor(a!) weight) -> ()");
   library.def(
       "experts(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, bool f32_output, Tensor? "
-      "w13_scales, Tensor? w2_scales) -> (Tensor, Tensor)");
+      "w13_scales, Tensor? w2_scales, Tensor? slots) -> (Tensor, Tensor)");
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   library.def("rotary(Tensor(a!) x, Tensor positions, Tensor cos_sin, int head_dim, bool neox) -> ()");

@@ -1,6 +1,8 @@
 #include "experts.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "packing.h"
@@ -32,6 +34,8 @@ class Experts {
     for (int64_t expert = 0; expert < c_.experts; ++expert) {
       const int64_t begin = routing_.offsets[expert], rows = routing_.offsets[expert + 1] - begin;
       c_.rows_per_expert[expert] = rows;
+      if (rows > 0 && c_.slots != nullptr && c_.slots[expert] < 0)
+        throw std::invalid_argument("expert " + std::to_string(expert) + " has " + std::to_string(rows) + " rows and no slot");
       const int64_t count = divide_up(rows, most);
       for (int64_t i = 0; i < count; ++i) blocks_.push_back({expert, begin + rows * i / count, begin + rows * (i + 1) / count});
     }
@@ -89,11 +93,14 @@ class Experts {
   size_t row_bytes(int64_t count) const { return static_cast<size_t>(count) * size_of(row_dtype_); }
   char* inter_row(int64_t row) const { return inter_ + static_cast<size_t>(row) * inter_stride_; }
 
+  // Of an expert that is not there any slot: it is looked ahead to, never computed with.
+  int64_t slot(int64_t expert) const { return c_.slots == nullptr ? expert : std::max(0, c_.slots[expert]); }
+
   // The gate matrix of an expert (half 0) or its up matrix (half 1).
   PackedWeight w13(int64_t expert, int64_t half) const {
-    return part(c_.w13, c_.w13_scales, 2 * expert + half, c_.inter, c_.hidden);
+    return part(c_.w13, c_.w13_scales, 2 * slot(expert) + half, c_.inter, c_.hidden);
   }
-  PackedWeight w2(int64_t expert) const { return part(c_.w2, c_.w2_scales, expert, c_.hidden, c_.inter); }
+  PackedWeight w2(int64_t expert) const { return part(c_.w2, c_.w2_scales, slot(expert), c_.hidden, c_.inter); }
   PackedWeight part(const void* base, const float* scales, int64_t index, int64_t n, int64_t k) const {
     const char* data = static_cast<const char*>(base) + static_cast<size_t>(index * n * k) * size_of(c_.w_dtype);
     return {data, c_.w_dtype, scales == nullptr ? nullptr : scales + index * n, n, k};

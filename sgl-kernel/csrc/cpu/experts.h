@@ -11,6 +11,8 @@ namespace sgl_batch {
 // w13: per expert the packed gate matrix [inter, hidden], then the packed up matrix; w2: packed [hidden, inter]. Those of
 // int8 have a scale for each output: [experts, 2 * inter] and [experts, hidden].
 // A choice with a negative id belongs to nobody here and counts as nothing.
+// `slots`: where each expert lies in w13 and w2, as its number there, or -1 for one that is not there and has no rows; or
+// null where they lie in their own order.
 struct ExpertsCall {
   int64_t tokens, top_k, hidden, inter, experts;
   const void* x;
@@ -26,6 +28,7 @@ struct ExpertsCall {
   void* out;                  // [T, hidden]
   DType out_dtype;
   int64_t* rows_per_expert;  // [experts]
+  const int32_t* slots;      // [experts], or null
 };
 
 // out[t] = sum over choices of weight * down(silu(gate(x[t])) * up(x[t])).

@@ -1,12 +1,46 @@
 #include "packing.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <vector>
+
+#include "clones.h"
+#include "rows.h"
 
 namespace sgl_batch {
 namespace {
 
+constexpr int64_t kStepsAtOnce = 16;  // of a panel: what is read of each row is a cache line or two
+constexpr float kLargestI8 = 127.0f;
+
 // A panel is an array of words: a pair of bf16 or int8 along k, or one f32.
+template <typename Word>
+void pack_panel(const Word* from, Word* to, int64_t width, int64_t steps) {
+  for (int64_t first = 0; first < steps; first += kStepsAtOnce) {
+    const int64_t last = std::min(first + kStepsAtOnce, steps);
+    for (int64_t column = 0; column < width; ++column)
+      for (int64_t step = first; step < last; ++step) to[step * width + column] = from[column * steps + step];
+  }
+}
+
+template <typename Word>
+void pack_panels(const void* plain, int64_t rows, int64_t steps, void* packed) {
+  for (int64_t first = 0; first < rows; first += kPanel)
+    pack_panel(static_cast<const Word*>(plain) + first * steps, static_cast<Word*>(packed) + first * steps,
+               std::min<int64_t>(kPanel, rows - first), steps);
+}
+
+// One row to int8; returns its scale.
+SGL_BATCH_CLONES float round_row(const float* row, int64_t k, int8_t* to) {
+  float largest = 0.0f;
+  for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::fabs(row[i]));
+  const float scale = largest == 0.0f ? 1.0f : largest / kLargestI8;
+  for (int64_t i = 0; i < k; ++i)
+    to[i] = static_cast<int8_t>(std::clamp(std::nearbyint(row[i] / scale), -kLargestI8, kLargestI8));
+  return scale;
+}
+
 template <typename Word, typename Move>
 void each_panel(void* matrix, int64_t n, int64_t steps, void* scratch, Move move) {
   auto* words = static_cast<Word*>(matrix);
@@ -22,8 +56,7 @@ void each_panel(void* matrix, int64_t n, int64_t steps, void* scratch, Move move
 template <typename Word>
 void pack_words(void* matrix, int64_t n, int64_t steps, void* scratch) {
   each_panel<Word>(matrix, n, steps, scratch, [](const Word* from, Word* to, int64_t width, int64_t count) {
-    for (int64_t step = 0; step < count; ++step)
-      for (int64_t column = 0; column < width; ++column) to[step * width + column] = from[column * count + step];
+    pack_panel(from, to, width, count);
   });
 }
 
@@ -60,6 +93,22 @@ void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratc
     unpack_words<uint16_t>(matrix, n, k / 2, scratch);
   else
     unpack_words<uint32_t>(matrix, n, dtype == DType::kBf16 ? k / 2 : k, scratch);
+}
+
+void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* packed, DType to, float* scales) {
+  if (to == DType::kF32) return pack_panels<uint32_t>(plain, rows, k, packed);
+  if (to == DType::kBf16) return pack_panels<uint32_t>(plain, rows, k / 2, packed);
+  std::vector<int8_t> rounded(static_cast<size_t>(kPanel * k));
+  std::vector<float> row(static_cast<size_t>(k));
+  for (int64_t first = 0; first < rows; first += kPanel) {
+    const int64_t width = std::min<int64_t>(kPanel, rows - first);
+    for (int64_t column = 0; column < width; ++column) {
+      const char* at = static_cast<const char*>(plain) + (first + column) * k * static_cast<int64_t>(size_of(from));
+      read_row(row.data(), at, from, k);
+      scales[first + column] = round_row(row.data(), k, rounded.data() + column * k);
+    }
+    pack_panels<uint16_t>(rounded.data(), width, k / 2, static_cast<char*>(packed) + first * k);
+  }
 }
 
 ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const {

@@ -45,6 +45,7 @@ def experts(
     f32_output: bool = False,
     w13_scales: torch.Tensor | None = None,
     w2_scales: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
@@ -52,9 +53,11 @@ def experts(
     [E, M, I]. Weights of int8 have `w13_scales` [E, 2I] and `w2_scales` [E, M], float32. `topk_ids_TK`: int32, negative
     for a choice that belongs to nobody here; `topk_weights_TK`: f32. The output has x's number type, or f32 where
     `f32_output`. A token's result depends on that token alone.
+    `slots` [E], int32: where w13 and w2 hold more than these experts, the place of each in them, or -1 for one that is
+    not there and has no rows.
     """
     out: tuple[torch.Tensor, torch.Tensor] = _ops.experts(
-        x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output, w13_scales, w2_scales
+        x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output, w13_scales, w2_scales, slots
     )
     return out
 

@@ -1,0 +1,140 @@
+"""Owns the slots that experts are read into: which are free, which expert each holds, and the threads that fill them.
+
+Which experts are asked for, kept and let go of is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_batch.errors import EngineError
+from sgl_batch.kernel_loader import expert_loader_kernels
+from sgl_batch.mem_cache.expert_checkpoint import ExpertPlaces
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotTensors:
+    """What slots are made of: `w13` [S, 2I, M] and `w2` [S, M, I], packed; those of int8 have scales."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scales: torch.Tensor | None = None
+    w2_scales: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.w2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTotals:
+    """Since start. Seconds are summed over threads, but for those that were waited."""
+
+    bytes: int
+    experts: int
+    dropped: int
+    read_s: float
+    pack_s: float
+    waited_s: float
+
+
+class ExpertSlots:
+    """Slots over the native loader. `slot_of` [L, E], int32, is the slot of every expert, or -1."""
+
+    def __init__(self, places: ExpertPlaces, tensors: SlotTensors, *, num_threads: int, direct: bool = True) -> None:
+        layers, experts = places.places.shape[:2]
+        self.tensors, self._places = tensors, places.places
+        self.slot_of = torch.full((layers, experts), NOWHERE, dtype=torch.int32)
+        self._free = list(range(tensors.count))[::-1]
+        self._loader: Any = expert_loader_kernels().start_expert_loader(
+            places.files,
+            direct=direct,
+            w13=tensors.w13,
+            w2=tensors.w2,
+            w13_scales=tensors.w13_scales,
+            w2_scales=tensors.w2_scales,
+            stored=places.dtype,
+            num_threads=num_threads,
+        )
+        # The threads end before the memory that they write to goes.
+        self._close = weakref.finalize(self, _close, self._loader, [tensors])
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the files are read past the page cache."""
+        return bool(self._loader.direct())
+
+    def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None:
+        """Have experts of a layer read into free slots, of which there are enough; urgent ones before others."""
+        if not experts:
+            return
+        slots = [self._free.pop() for _ in experts]
+        index = torch.tensor(experts)
+        self.slot_of[layer, index] = torch.tensor(slots, dtype=torch.int32)
+        self._loader.submit(torch.tensor(slots), self._places[layer, index].contiguous(), urgent)
+
+    def hurry(self, layer: int, experts: Sequence[int]) -> None:
+        """Let experts that were asked for come before those that nobody waits for."""
+        self._loader.hurry(self._slots(layer, experts))
+
+    def drop(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Leave out what of these has not begun to be read; returns them."""
+        asked = list(experts)
+        left_out: list[bool] = self._loader.drop(self._slots(layer, asked)).tolist()
+        dropped = [expert for expert, out in zip(asked, left_out, strict=True) if out]
+        self._release(layer, dropped)
+        return dropped
+
+    def wait(self, layer: int, experts: Sequence[int]) -> None:
+        """Return when these are there. Raises EngineError that says which file could not be read, and why."""
+        try:
+            self._loader.wait(self._slots(layer, experts))
+        except RuntimeError as error:
+            raise EngineError(f"weights of the model could not be read: {str(error).splitlines()[0]}") from error
+
+    def free(self, layer: int, experts: Sequence[int]) -> None:
+        """Let go of experts; of those that are being read, when they are there."""
+        self.wait(layer, experts)
+        self._release(layer, experts)
+
+    def present(self, layer: int) -> list[int]:
+        """The experts of a layer that have a slot, in their order."""
+        found: list[int] = (self.slot_of[layer] != NOWHERE).nonzero().flatten().tolist()
+        return found
+
+    def totals(self) -> LoadTotals:
+        size, experts, dropped, _, read_ns, pack_ns, wait_ns = self._loader.totals()
+        return LoadTotals(
+            bytes=size,
+            experts=experts,
+            dropped=dropped,
+            read_s=read_ns * 1e-9,
+            pack_s=pack_ns * 1e-9,
+            waited_s=wait_ns * 1e-9,
+        )
+
+    def close(self) -> None:
+        self._close()
+
+    def _slots(self, layer: int, experts: Sequence[int]) -> torch.Tensor:
+        return self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)].to(torch.int64)
+
+    def _release(self, layer: int, experts: Sequence[int]) -> None:
+        self._free.extend(self._slots(layer, experts).tolist())
+        self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)] = NOWHERE
+
+
+def _close(loader: Any, tensors: list[SlotTensors]) -> None:
+    loader.close()
+    tensors.clear()

@@ -1,0 +1,153 @@
+"""Owns computing experts whose weights are read while the model runs: the experts of the coming layer move while this
+one computes. What stays and what is read ahead is decided in core/weight_residency.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+
+from sgl_batch.core.weight_residency import WeightResidency, read_ahead_pays, to_keep
+from sgl_batch.mem_cache.expert_slots import ExpertSlots
+from sgl_batch.model_executor.counters import Counters
+
+_POPULARITY_DECAY = 0.9  # of one visit of a layer to the next
+
+
+@dataclass(slots=True)
+class _Layer:
+    """`fresh`: experts read since the layer was left; `routed`: those asked for since it was entered."""
+
+    number: int
+    popularity: list[float]
+    kept: set[int] = field(default_factory=set)
+    fresh: set[int] = field(default_factory=set)
+    routed: set[int] = field(default_factory=set)
+
+
+class WeightStreamer:
+    """The experts of a model's layers, in the order in which they come round.
+
+    `keys`: of each layer the parameter that stands for its gate and up weights, by which an expert call names it.
+    Counted, in experts: `weights_routed`, asked for by a visit of a layer; of these `weights_kept` were there, and the
+    others read; `weights_unrouted` were read ahead and not asked for.
+    """
+
+    def __init__(
+        self,
+        slots: ExpertSlots,
+        residency: WeightResidency,
+        keys: list[torch.Tensor],
+        *,
+        kernels: ModuleType,
+        counters: Counters,
+    ) -> None:
+        experts = slots.slot_of.shape[1]
+        self._slots, self._residency, self._kernels, self._counters = slots, residency, kernels, counters
+        self._num_experts = experts
+        self._layers = [_Layer(number, [0.0] * experts) for number in range(len(keys))]
+        self._keys = {id(key): layer for key, layer in zip(keys, self._layers, strict=True)}
+        self._current: _Layer | None = None
+
+    @property
+    def slots(self) -> ExpertSlots:
+        return self._slots
+
+    def experts(
+        self,
+        x_TM: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        *,
+        f32_output: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As PackedWeights.experts; `w13` is a layer's key, `w2` is not looked at."""
+        ids_TK = topk_ids_TK.to(torch.int32).contiguous()
+        layer = self._keys[id(w13)]
+        routed = self._routed(ids_TK)
+        self._enter(layer)
+        self._demand(layer, routed)
+        self._look_ahead(layer, *ids_TK.shape)
+        with self._counters.clock.part("weights"):
+            self._slots.wait(layer.number, routed)
+        tensors = self._slots.tensors
+        done: tuple[torch.Tensor, torch.Tensor] = self._kernels.experts(
+            x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous(),
+            tensors.w13,
+            tensors.w2,
+            topk_weights_TK.to(torch.float32).contiguous(),
+            ids_TK,
+            f32_output=f32_output,
+            w13_scales=tensors.w13_scales,
+            w2_scales=tensors.w2_scales,
+            slots=self._slots.slot_of[layer.number],
+        )
+        return done
+
+    def _routed(self, ids_TK: torch.Tensor) -> list[int]:
+        rows = torch.bincount(ids_TK.flatten() + 1, minlength=self._num_experts + 1)
+        routed: list[int] = rows[1:].nonzero().flatten().tolist()
+        return routed
+
+    def _enter(self, layer: _Layer) -> None:
+        """A layer keeps what it was given until another one computes: a long group comes in several calls."""
+        if self._current is not layer:
+            if self._current is not None:
+                self._leave(self._current)
+            self._current = layer
+
+    def _leave(self, layer: _Layer) -> None:
+        for expert in range(self._num_experts):
+            layer.popularity[expert] *= _POPULARITY_DECAY
+        for expert in layer.routed:
+            layer.popularity[expert] += 1.0
+        self._counters.add("weights_routed", len(layer.routed))
+        self._counters.add("weights_kept", len(layer.routed - layer.fresh))
+        self._counters.add("weights_unrouted", len(layer.fresh - layer.routed))
+        present = self._slots.present(layer.number)
+        layer.kept = to_keep(present, layer.kept, layer.popularity, self._residency.kept)
+        with self._counters.clock.part("weights"):
+            self._slots.free(layer.number, [expert for expert in present if expert not in layer.kept])
+        layer.fresh.clear()
+        layer.routed.clear()
+        totals = self._slots.totals()
+        self._counters.counts["weights_read"] = totals.experts
+        self._counters.counts["weights_bytes_read"] = totals.bytes
+
+    def _demand(self, layer: _Layer, routed: list[int]) -> None:
+        present = set(self._slots.present(layer.number))
+        if not layer.routed:
+            waiting = layer.fresh - set(routed)
+            layer.fresh -= set(self._slots.drop(layer.number, sorted(waiting)))
+        self._slots.hurry(layer.number, [expert for expert in routed if expert in layer.fresh])
+        self._ask(layer, [expert for expert in routed if expert not in present], urgent=True)
+        layer.routed.update(routed)
+
+    def _look_ahead(self, layer: _Layer, rows: int, top_k: int) -> None:
+        coming = self._layers[(layer.number + 1) % len(self._layers)]
+        if coming is layer or not read_ahead_pays(rows, top_k=top_k, experts=self._num_experts):
+            return
+        present = set(self._slots.present(coming.number))
+        absent = [expert for expert in range(self._num_experts) if expert not in present]
+        absent.sort(key=lambda expert: -coming.popularity[expert])
+        self._ask(coming, absent[: self._slots.num_free], urgent=False)
+
+    def _make_room(self, wanted: int, layer: _Layer) -> None:
+        """Let go of what was read ahead for layers that did not come, as after a pass that ended half way."""
+        for other in self._layers:
+            if self._slots.num_free >= wanted:
+                return
+            if other is not layer and other.fresh:
+                other.fresh -= set(self._slots.drop(other.number, sorted(other.fresh)))
+                self._counters.add("weights_unrouted", len(other.fresh))
+                self._slots.free(other.number, sorted(other.fresh))
+                other.fresh.clear()
+
+    def _ask(self, layer: _Layer, experts: list[int], *, urgent: bool) -> None:
+        self._make_room(len(experts), layer)
+        self._slots.ask(layer.number, experts, urgent=urgent)
+        layer.fresh.update(experts)

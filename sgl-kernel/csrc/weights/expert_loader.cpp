@@ -1,0 +1,210 @@
+// Owns the threads that load experts: see expert_loader.h.
+#include "expert_loader.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+#include "../cpu/packing.h"
+
+namespace sgl_batch {
+namespace {
+
+constexpr int64_t kReadBytes = 2 << 20;  // of one read, in whole panels: small enough for several threads to overlap
+
+int64_t now_ns() {
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
+
+// Signals go to the threads that were there before, but for those that a thread brings upon itself.
+void block_signals() {
+  sigset_t signals;
+  sigfillset(&signals);
+  for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&signals, own);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+}
+
+bool in_use(SlotLoad state) { return state == SlotLoad::kQueued || state == SlotLoad::kLoading; }
+
+}  // namespace
+
+ExpertLoader::ExpertLoader(const std::vector<std::string>& files, bool direct, ExpertSlots slots, int num_threads)
+    : slots_(slots), table_(static_cast<size_t>(slots.count)) {
+  for (const std::string& name : files) files_.push_back(std::make_unique<WeightFile>(name, direct));
+  try {
+    for (int index = 0; index < num_threads; ++index) {
+      threads_.emplace_back([this] { work(); });
+      pthread_setname_np(threads_.back().native_handle(), ("sgl-weights-" + std::to_string(index)).c_str());
+    }
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+ExpertLoader::~ExpertLoader() { close(); }
+
+bool ExpertLoader::direct() const {
+  return std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file->direct(); });
+}
+
+void ExpertLoader::check(const std::vector<int64_t>& slots) const {
+  for (const int64_t slot : slots)
+    if (slot < 0 || slot >= slots_.count)
+      throw std::invalid_argument("slot " + std::to_string(slot) + " of " + std::to_string(slots_.count));
+}
+
+void ExpertLoader::submit(const std::vector<int64_t>& slots, const std::vector<ExpertPlaces>& places, bool urgent) {
+  check(slots);
+  if (slots.size() != places.size())
+    throw std::invalid_argument(std::to_string(slots.size()) + " slots and " + std::to_string(places.size()) + " experts");
+  for (const ExpertPlaces& expert : places)
+    for (const MatrixPlace& place : expert)
+      if (place.file < 0 || place.file >= static_cast<int64_t>(files_.size()) || place.offset < 0)
+        throw std::invalid_argument("byte " + std::to_string(place.offset) + " of file " + std::to_string(place.file) + " of " +
+                                    std::to_string(files_.size()));
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw std::invalid_argument("the loader is closed");
+    for (size_t i = 0; i < slots.size(); ++i) {
+      const bool twice = std::find(slots.begin(), slots.begin() + static_cast<int64_t>(i), slots[i]) != slots.begin() + static_cast<int64_t>(i);
+      if (twice || in_use(table_[slots[i]].state))
+        throw std::invalid_argument("slot " + std::to_string(slots[i]) + " waits for an expert already");
+    }
+    for (size_t i = 0; i < slots.size(); ++i) {
+      table_[slots[i]] = {SlotLoad::kQueued, places[i], {}, 0};
+      (urgent ? urgent_ : ahead_).push_back(slots[i]);
+    }
+  }
+  work_or_stop_.notify_all();
+}
+
+void ExpertLoader::hurry(const std::vector<int64_t>& slots) {
+  check(slots);
+  const std::lock_guard lock(mutex_);
+  for (const int64_t slot : slots) {
+    const auto found = std::find(ahead_.begin(), ahead_.end(), slot);
+    if (found == ahead_.end()) continue;
+    ahead_.erase(found);
+    urgent_.push_back(slot);
+  }
+}
+
+std::vector<uint8_t> ExpertLoader::drop(const std::vector<int64_t>& slots) {
+  check(slots);
+  std::vector<uint8_t> dropped(slots.size(), 0);
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    Slot& slot = table_[slots[i]];
+    if (slot.state != SlotLoad::kQueued) continue;
+    for (auto* queue : {&urgent_, &ahead_}) std::erase(*queue, slots[i]);
+    slot.state = SlotLoad::kEmpty;
+    dropped[i] = 1;
+    ++totals_.dropped;
+  }
+  return dropped;
+}
+
+void ExpertLoader::wait(const std::vector<int64_t>& slots) {
+  check(slots);
+  std::unique_lock lock(mutex_);
+  const int64_t begun = now_ns();
+  for (const int64_t index : slots) {
+    const Slot& slot = table_[index];
+    ended_.wait(lock, [&] { return closed_ || !in_use(slot.state); });
+    if (slot.state == SlotLoad::kFailed) throw ReadFault(slot.error_number, slot.error);
+    if (slot.state != SlotLoad::kReady)
+      throw std::invalid_argument("slot " + std::to_string(index) + (closed_ ? ": the loader is closed" : " is empty"));
+  }
+  totals_.wait_ns += now_ns() - begun;
+}
+
+LoaderTotals ExpertLoader::totals() {
+  const std::lock_guard lock(mutex_);
+  return totals_;
+}
+
+void ExpertLoader::load_matrix(const MatrixPlace& place, int64_t n, int64_t k, char* to, float* scales, ReadBuffer& buffer,
+                               LoaderTotals& own) {
+  const int64_t row_bytes = k * static_cast<int64_t>(size_of(slots_.stored));
+  const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / kPanel) * kPanel;
+  for (int64_t first = 0; first < n; first += rows_at_once) {
+    const int64_t rows = std::min(rows_at_once, n - first);
+    const int64_t begun = now_ns();
+    const char* plain =
+        files_[place.file]->read(place.offset + first * row_bytes, rows * row_bytes, buffer);
+    const int64_t there = now_ns();
+    char* packed = to + first * k * static_cast<int64_t>(size_of(slots_.dtype));
+    pack_rows(plain, slots_.stored, rows, k, packed, slots_.dtype, scales == nullptr ? nullptr : scales + first);
+    own.read_ns += there - begun;
+    own.pack_ns += now_ns() - there;
+    own.bytes += rows * row_bytes;
+  }
+}
+
+void ExpertLoader::load(int64_t slot, const ExpertPlaces& places, ReadBuffer& buffer, LoaderTotals& own) {
+  const int64_t hidden = slots_.hidden, inter = slots_.inter;
+  const int64_t matrix = hidden * inter * static_cast<int64_t>(size_of(slots_.dtype));
+  char *gate = slots_.w13 + 2 * slot * matrix, *down = slots_.w2 + slot * matrix;
+  float* gate_scales = slots_.w13_scales == nullptr ? nullptr : slots_.w13_scales + 2 * slot * inter;
+  float* down_scales = slots_.w2_scales == nullptr ? nullptr : slots_.w2_scales + slot * hidden;
+  load_matrix(places[0], inter, hidden, gate, gate_scales, buffer, own);
+  load_matrix(places[1], inter, hidden, gate + matrix, gate_scales == nullptr ? nullptr : gate_scales + inter, buffer, own);
+  load_matrix(places[2], hidden, inter, down, down_scales, buffer, own);
+}
+
+void ExpertLoader::work() {
+  block_signals();
+  ReadBuffer buffer;
+  std::unique_lock lock(mutex_);
+  while (true) {
+    work_or_stop_.wait(lock, [&] { return closed_ || !urgent_.empty() || !ahead_.empty(); });
+    if (closed_) return;
+    auto& queue = urgent_.empty() ? ahead_ : urgent_;
+    const int64_t index = queue.front();
+    queue.pop_front();
+    Slot& slot = table_[index];
+    slot.state = SlotLoad::kLoading;
+    const ExpertPlaces places = slot.places;
+    lock.unlock();
+    LoaderTotals own;
+    std::string error;
+    int number = 0;
+    try {
+      load(index, places, buffer, own);
+    } catch (const ReadFault& fault) {
+      number = fault.number;
+      error = fault.what();
+    } catch (const std::exception& fault) {
+      error = std::string("loading an expert: ") + fault.what();
+    }
+    lock.lock();
+    slot.state = error.empty() ? SlotLoad::kReady : SlotLoad::kFailed;
+    slot.error = error;
+    slot.error_number = number;
+    totals_.bytes += own.bytes;
+    totals_.read_ns += own.read_ns;
+    totals_.pack_ns += own.pack_ns;
+    totals_.experts += error.empty();
+    totals_.errors += !error.empty();
+    ended_.notify_all();
+  }
+}
+
+void ExpertLoader::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  work_or_stop_.notify_all();
+  ended_.notify_all();
+  const std::lock_guard joining(joining_);
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+}  // namespace sgl_batch

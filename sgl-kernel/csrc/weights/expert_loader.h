@@ -1,0 +1,92 @@
+// Owns filling slots with experts from a checkpoint: threads that read plain matrices and pack them. Which expert goes
+// where, and when, is the caller's.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../cpu/gemm.h"
+#include "weight_file.h"
+
+namespace sgl_batch {
+
+// What the slots are made of: per slot a packed gate and up matrix [inter, hidden] each, one after the other in `w13`, and
+// a packed [hidden, inter] in `w2`. Matrices in files are plain, of `stored`; slots of int8 have scales, as in ExpertsCall.
+struct ExpertSlots {
+  int64_t count, hidden, inter;
+  DType stored, dtype;
+  char* w13;
+  char* w2;
+  float* w13_scales;
+  float* w2_scales;
+};
+
+struct MatrixPlace {
+  int64_t file, offset;
+};
+using ExpertPlaces = std::array<MatrixPlace, 3>;  // gate, up, down
+
+enum class SlotLoad : uint8_t { kEmpty, kQueued, kLoading, kReady, kFailed };
+
+struct LoaderTotals {
+  int64_t bytes = 0, experts = 0, dropped = 0, errors = 0, read_ns = 0, pack_ns = 0, wait_ns = 0;
+};
+
+// A slot of which an expert is wanted is not asked for another until that one is there, has failed or was dropped. Throws
+// std::invalid_argument for that, and for slots and files that do not exist; nothing has changed then.
+class ExpertLoader {
+ public:
+  ExpertLoader(const std::vector<std::string>& files, bool direct, ExpertSlots slots, int num_threads);
+  ExpertLoader(const ExpertLoader&) = delete;
+  ExpertLoader& operator=(const ExpertLoader&) = delete;
+  ~ExpertLoader();
+
+  // Asks for experts; urgent ones come before all that are not.
+  void submit(const std::vector<int64_t>& slots, const std::vector<ExpertPlaces>& places, bool urgent);
+
+  // Lets what is already asked for come before others.
+  void hurry(const std::vector<int64_t>& slots);
+
+  // Leaves out what no thread has begun: 1 for each slot that is empty now.
+  std::vector<uint8_t> drop(const std::vector<int64_t>& slots);
+
+  // Returns when all these slots are filled. Throws ReadFault with what went wrong first.
+  void wait(const std::vector<int64_t>& slots);
+
+  bool direct() const;
+  LoaderTotals totals();
+  void close();
+
+ private:
+  struct Slot {
+    SlotLoad state = SlotLoad::kEmpty;
+    ExpertPlaces places{};
+    std::string error;
+    int error_number = 0;
+  };
+
+  void check(const std::vector<int64_t>& slots) const;
+  void work();
+  void load(int64_t slot, const ExpertPlaces& places, ReadBuffer& buffer, LoaderTotals& own);
+  void load_matrix(const MatrixPlace& place, int64_t n, int64_t k, char* to, float* scales, ReadBuffer& buffer,
+                   LoaderTotals& own);
+
+  std::vector<std::unique_ptr<WeightFile>> files_;
+  const ExpertSlots slots_;
+  std::vector<Slot> table_;
+  std::deque<int64_t> urgent_, ahead_;
+  std::mutex mutex_, joining_;
+  std::condition_variable work_or_stop_, ended_;
+  bool closed_ = false;
+  LoaderTotals totals_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace sgl_batch
