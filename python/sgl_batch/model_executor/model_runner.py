@@ -15,6 +15,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.huge_pages import huge_parameters
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
+from sgl_batch.mem_cache.process_memory import forget_peak
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
@@ -71,6 +72,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         shard = nullcontext() if place is None else expert_shard(place.rank, place.world_size)
         with shard, huge_parameters():
             super().load_model()
+        forget_peak()
 
     def init_attention_backends(self) -> None:
         """Build the attention backends, then the layer runner over them and the loaded model."""
