@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sgl_batch.byte_sizes import HOW_TO_WRITE, parse_bytes
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.file_run import DEFAULT_MAX_IN_FLIGHT
 from sgl_batch.jobs.progress_display import MODES
@@ -83,6 +84,8 @@ class UsageParser(argparse.ArgumentParser):
 def parse_run_options(argv: Sequence[str]) -> RunOptions:
     """Read the command line. Exits for --help and bad usage; raises ConfigError for bad values."""
     args, rest = _build_parser().parse_known_args(argv)
+    if isinstance(args.max_line_bytes, str):
+        args.max_line_bytes = parse_bytes("--max-line-bytes", args.max_line_bytes)
     _check_range("--seed", args.seed, 0, MAX_JOB_SEED)
     for flag in ("max_in_flight", "max_line_bytes", "limit"):
         _check_range("--" + flag.replace("_", "-"), getattr(args, flag), 1, None)
@@ -178,7 +181,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add_count("--seed", 0, "seed of the job; a line without a seed gets one from it (default: %(default)s)")
     add("--progress", choices=MODES, default="auto", text="auto: a bar on a terminal, else plain lines")
     add_count("--max-in-flight", DEFAULT_MAX_IN_FLIGHT, "lines handed to the engine ahead (default: %(default)s)")
-    add_count("--max-line-bytes", DEFAULT_MAX_LINE_BYTES, "a longer line fails (default: %(default)s)")
+    text = f"a longer line fails; {HOW_TO_WRITE} (default: %(default)s)"
+    add("--max-line-bytes", default=DEFAULT_MAX_LINE_BYTES, metavar="BYTES", text=text)
     add("--spool-dir", metavar="DIR", text="where finished lines wait for earlier ones (default: with OUTPUT)")
 
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from sgl_batch.byte_sizes import HOW_TO_WRITE, parse_bytes
 from sgl_batch.errors import ConfigError
 
 
@@ -20,9 +21,13 @@ def _flag(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] | None = None,
+    in_bytes: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command line flag, with the range of values it takes."""
-    metadata = {"help": help_text, "minimum": minimum, "maximum": maximum, "choices": choices}
+    """A dataclass field that is also a command line flag, with the range of values it takes.
+
+    `in_bytes`: its value is a size, which may be given as text.
+    """
+    metadata = {"help": help_text, "minimum": minimum, "maximum": maximum, "choices": choices, "in_bytes": in_bytes}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -93,6 +98,7 @@ class MemoryConfig:
         "size of the host KV store, where sequences wait, prefilled or suspended, for which the device has no pages; "
         "nothing is computed twice (0: no store; a sequence is admitted when all pages it can need are free)",
         minimum=0,
+        in_bytes=True,
     )
     kv_store_dir: str | None = _flag(None, "directory for a file that is the host KV store, in place of memory")
     kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")
@@ -104,9 +110,32 @@ class MemoryConfig:
         choices=WEIGHT_PLACES,
     )
     weight_memory: int = _flag(
-        0, "bytes for streamed experts; more than two layers' stay in memory (0: two layers)", minimum=0
+        0,
+        "memory for streamed experts; what is more than two layers' holds experts that stay (0: two layers)",
+        minimum=0,
+        in_bytes=True,
     )
     weight_read_threads: int = _flag(4, "threads that read streamed experts", minimum=1, maximum=64)
+    device_memory: int = _flag(
+        0,
+        "what a rank may take of its device's memory (of RAM, on a CPU): itself, weights, working memory for the "
+        "largest groups, and as many pages of KV as then fit (0: --mem-fraction-static and --max-total-tokens decide)",
+        minimum=0,
+        in_bytes=True,
+    )
+    host_memory: int = _flag(
+        0, "what the host KV store may take of RAM; a larger store is refused (0: no limit)", minimum=0, in_bytes=True
+    )
+
+    @property
+    def store_in_memory_bytes(self) -> int:
+        """What the host KV store may take of RAM."""
+        return self.kv_store_bytes if self.kv_store_dir is None else 0
+
+    @property
+    def process_bytes(self) -> int:
+        """What a rank's process may have in memory on a CPU, where both tiers are RAM; 0 where no budget is set."""
+        return self.device_memory + self.store_in_memory_bytes if self.device_memory else 0
 
 
 MIGRATIONS = ("even", "never", "always")
@@ -214,10 +243,15 @@ def from_mapping(values: Mapping[str, Any]) -> BatchConfig:
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(field_names()))}")
     sections = {
-        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values})
+        name: section(**{f.name: _read(f, values[f.name]) for f in dataclasses.fields(section) if f.name in values})
         for name, section in _SECTIONS.items()
     }
     return BatchConfig(**sections)
+
+
+def _read(field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value as given; sizes may be text."""
+    return parse_bytes(field.name, value) if field.metadata["in_bytes"] and isinstance(value, str) else value
 
 
 def split_kwargs(kwargs: Mapping[str, Any]) -> tuple[BatchConfig, dict[str, Any]]:
@@ -241,6 +275,10 @@ def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
     if isinstance(field.default, bool):
         action = argparse.BooleanOptionalAction
         group.add_argument(name, dest=field.name, action=action, default=field.default, help=text)
+    elif field.metadata["in_bytes"]:
+        # Read with the others, so that a mistake is told in the same words.
+        text = f"{text}; it takes {HOW_TO_WRITE}"
+        group.add_argument(name, dest=field.name, metavar="BYTES", default=field.default, help=text)
     else:
         kind = str if field.default is None else type(field.default)
         group.add_argument(name, dest=field.name, type=kind, default=field.default, help=text)

@@ -153,6 +153,7 @@ def test_import_contracts_break_on_a_violation(
     base = {
         "__init__.py": "",
         "errors.py": "",
+        "byte_sizes.py": "",
         "config.py": "",
         "core/__init__.py": "",
         "core/sequence.py": "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     assert counters["suspensions"] > 5
     assert counters["pages_copied_to_suspend"] <= counters["suspensions"], "at most the open page is copied"
     assert counters["expert_rows"] == expert_rows, "no row is computed twice"
+    assert (counters["recomputed_tokens_planned"], counters["recomputed_tokens_unplanned"]) == (0, 0)
     layer_bytes = stats["store"]["page_bytes"] / LAYERS
     assert counters["staging_peak_pages"] >= 4 * POOL_PAGES, "a prefill group is four times the device's pages"
     assert counters["staging_peak_bytes"] <= 2 * layer_bytes * counters["staging_peak_pages"], "and two layers of it"
@@ -167,10 +169,13 @@ def test_choices_in_the_store_compute_their_prompt_once(
         **store_in(None),
         **SMALL,
     )
-    before = engine.batch_stats()["counters"].get("prompt_tokens", 0)
+    before = Counter(engine.batch_stats()["counters"])
     answered = engine.generate(input_ids=prompts, sampling_params=sampling)
     assert [answer["output_ids"] for answer in answered] == expected
     stats = engine.batch_stats()
-    assert stats["counters"]["prompt_tokens"] - before == 12 * (prompt_tokens + 3), "one row more for each choice"
+    counted = Counter(stats["counters"])
+    counted.subtract(before)
+    assert counted["prompt_tokens"] == 12 * (prompt_tokens + 3), "one row more for each choice"
+    assert (counted["recomputed_tokens_planned"], counted["recomputed_tokens_unplanned"]) == (12 * 3, 0)
     assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
     assert stats["free_pages"] == POOL_PAGES

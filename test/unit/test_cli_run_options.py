@@ -58,6 +58,10 @@ def test_flags_are_not_abbreviated_behind_the_engines_back(source):
     assert parse(source, "--lim", "3").engine_argv[-2:] == ("--lim", "3")
 
 
+def test_the_longest_line_is_a_size(source):
+    assert parse(source, "--max-line-bytes", "1.5M").max_line_bytes == 3 << 19
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -66,6 +70,7 @@ def test_flags_are_not_abbreviated_behind_the_engines_back(source):
         (["--limit", "0"], r"--limit is 0"),
         (["--max-in-flight", "0"], r"--max-in-flight is 0"),
         (["--max-line-bytes", "-5"], r"--max-line-bytes is -5"),
+        (["--max-line-bytes", "5 MB"], r"--max-line-bytes is '5 MB'; it takes a number of bytes"),
     ],
 )
 def test_numbers_out_of_range_are_refused_with_the_limit(source, argv, message):

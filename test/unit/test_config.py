@@ -36,6 +36,8 @@ OTHER = {
     "kv_store_dir": "store",
     "kv_store_checksums": True,
     "kv_copy_threads": 2,
+    "device_memory": 3 << 30,
+    "host_memory": 2 << 30,
     "boundary_tokens": 7,
     "refill_watermark": 0.5,
     "ready_ahead": 2.0,
@@ -89,7 +91,14 @@ def test_every_option_reaches_its_owner():
             expert_runner="torch",
             cpu_weight_dtype="int8",
         ),
-        memory=MemoryConfig(kv_store_bytes=1 << 30, kv_store_dir="store", kv_store_checksums=True, kv_copy_threads=2),
+        memory=MemoryConfig(
+            kv_store_bytes=1 << 30,
+            kv_store_dir="store",
+            kv_store_checksums=True,
+            kv_copy_threads=2,
+            device_memory=3 << 30,
+            host_memory=2 << 30,
+        ),
         schedule=ScheduleConfig(boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0),
         ranks=RankConfig(migration="never", token_dispatcher="gloo", rank_timeout_s=30.0),
         trace=TraceConfig(trace_file="trace.jsonl"),
@@ -171,6 +180,27 @@ def test_a_sub_batch_larger_than_its_group_is_refused(phase):
     with pytest.raises(ConfigError, match=f"b_attn_{phase} is 9, more than b_moe_{phase} \\(8\\)"):
         from_mapping({f"b_attn_{phase}": 9, f"b_moe_{phase}": 8})
     assert from_mapping({f"b_attn_{phase}": 8, f"b_moe_{phase}": 8})
+
+
+@pytest.mark.parametrize("name", ["kv_store_bytes", "device_memory", "host_memory"])
+def test_a_size_is_a_number_or_text_by_its_flag_and_by_its_name(name):
+    flag = f"--{name.replace('_', '-')}"
+    for text, num_bytes in (("1.5GiB", 3 << 29), ("512M", 512 << 20), ("4096", 4096)):
+        by_flag = from_args(parser().parse_args([flag, text]))
+        assert by_flag.flat()[name] == from_mapping({name: text}).flat()[name] == num_bytes
+        assert from_mapping({name: num_bytes}) == by_flag
+    with pytest.raises(ConfigError, match=rf"^{name} is '8GB'; it takes a number of bytes, or one with K, M, G or T"):
+        from_args(parser().parse_args([flag, "8GB"]))
+    with pytest.raises(ConfigError, match=rf"^{name} is -1; it must be at least 0$"):
+        from_mapping({name: "-1"})
+    assert "powers of 1024" in parser().format_help()
+
+
+def test_a_process_may_take_its_device_budget_and_a_store_in_memory():
+    budget = {"device_memory": "2G", "kv_store_bytes": "1G"}
+    assert from_mapping(budget).memory.process_bytes == 3 << 30
+    assert from_mapping({**budget, "kv_store_dir": "d"}).memory.process_bytes == 2 << 30
+    assert from_mapping({"kv_store_bytes": "1G"}).memory.process_bytes == 0
 
 
 def test_keywords_are_parted_into_ours_and_sglangs():

@@ -25,7 +25,8 @@ class Sequence:
 
     Lengths are in tokens. `prompt_group` names the choices of one request (n > 1) that share a prompt;
     `choice` is the index among them and choice 0 is the leader, which computes the prompt for all. `waits_since` orders
-    those that wait for pages of the device, READY and SUSPENDED alike.
+    those that wait for pages of the device, READY and SUSPENDED alike. `computed_tokens`: for how many positions KV has
+    been computed, as far as its prefills know; decode steps go on from there.
     """
 
     sequence_id: str
@@ -37,6 +38,7 @@ class Sequence:
     status: Status = Status.QUEUED
     generated_tokens: int = 0
     waits_since: int = 0
+    computed_tokens: int = 0
 
     @property
     def kv_tokens(self) -> int:

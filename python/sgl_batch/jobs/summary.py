@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.jobs.progress_display import duration
 from sgl_batch.jobs.run_result import FailureKind, RunResult, RunStatus
@@ -17,6 +18,7 @@ def format_summary(result: RunResult) -> str:
     if result.failed:
         lines += _failures(result)
     if result.stats is not None:
+        lines += [*_memory(result.stats), *_computed_twice(result.stats)]
         lines += _time_table(result.stats)
         lines += _rank_table(result.stats)
         lines += _experts(result.stats)
@@ -54,6 +56,23 @@ def _failures(result: RunResult) -> list[str]:
         rest = sum(kind.count for _, kind in kinds[SHOWN_FAILURE_CODES:])
         lines.append(f"  {rest:>8,}  with {len(kinds) - SHOWN_FAILURE_CODES} other codes; see the error file")
     return lines
+
+
+def _memory(stats: EngineStats) -> list[str]:
+    """What a rank's process had in memory at most, beside its budget."""
+    if not stats.peak_memory_bytes:
+        return []
+    budget = stats.memory_budget_bytes
+    allowed = f" of {format_bytes(budget)} allowed" if budget else ""
+    which = f" (the most of {len(stats.ranks)} ranks)" if stats.ranks else ""
+    return [f"  peak memory {format_bytes(stats.peak_memory_bytes):>14}{allowed}{which}"]
+
+
+def _computed_twice(stats: EngineStats) -> list[str]:
+    again = stats.counters.get("recomputed_tokens_unplanned", 0)
+    if not again:
+        return []
+    return [f"Warning: KV of {again:,.0f} tokens was computed a second time, which the plan does not allow."]
 
 
 def _time_table(stats: EngineStats) -> list[str]:

@@ -16,6 +16,7 @@ from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine
 from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.recomputation import prefilled
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers import prompt_groups
 from sgl_batch.managers.prompt_sharing import PromptSharing
@@ -191,7 +192,15 @@ class BoundaryExecutor:
     def _prefill(self, requests: list[Any], why: str) -> Any:
         sequences = [self.table[request.rid] for request in requests]
         self.table.record(combine(sequences, Event.COMBINE_PREFILL, why))
-        return prefill_batch(self._scheduler, requests)
+        batch = prefill_batch(self._scheduler, requests)
+        self._count_recomputed(sequences, batch)
+        return batch
+
+    def _count_recomputed(self, sequences: list[Sequence], batch: Any) -> None:
+        for sequence, start, length in zip(sequences, batch.prefix_lens, batch.extend_lens, strict=True):
+            again = prefilled(sequence, start, start + length)
+            self._counters.add("recomputed_tokens_planned", again.planned)
+            self._counters.add("recomputed_tokens_unplanned", again.unplanned)
 
     def refill(self, sequences: tuple[Sequence, ...], running: Any) -> Any:
         """The decode batch with these READY sequences combined into it."""

@@ -13,7 +13,10 @@ _COMMON = ("boundaries", "decode_steps", "expert_calls", "prefill_us")
 
 
 def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The ranks' statistics as one: sums, but for steps that they take together, and times, which are means."""
+    """The ranks' statistics as one: sums, but for steps that they take together, and times, which are means.
+
+    Memory is that of the rank with the most: what ranks share counts in each, so that a sum would say too much.
+    """
     if len(ranks) == 1:
         return dict(ranks[0])
     ordered = sorted(ranks, key=lambda rank: rank["rank"])
@@ -31,6 +34,7 @@ def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tokens_per_expert": [tokens for rank in ordered for tokens in rank["tokens_per_expert"]],
         "free_pages": sum(rank["free_pages"] for rank in ordered),
         "total_pages": sum(rank["total_pages"] for rank in ordered),
+        "memory": max((rank["memory"] for rank in ordered), key=lambda memory: memory["peak_bytes"]),
         "ranks": ordered,
     }
 
@@ -42,4 +46,6 @@ def engine_stats(stats: dict[str, Any]) -> EngineStats:
         part_s=stats["part_s"],
         tokens_per_expert=stats["tokens_per_expert"],
         ranks=tuple(engine_stats(rank) for rank in stats.get("ranks", ())),
+        peak_memory_bytes=stats["memory"]["peak_bytes"],
+        memory_budget_bytes=stats["memory"]["budget_bytes"],
     )

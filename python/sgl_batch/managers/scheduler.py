@@ -29,6 +29,7 @@ from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.tiered_executor import TieredExecutor
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
+from sgl_batch.mem_cache.process_memory import peak_resident_bytes
 from sgl_batch.sglang_adapter.scheduling import (
     GetInternalStateReqOutput,
     NextBatchPlan,
@@ -222,6 +223,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "free_pages": self.executor.ledger.free_pages,
             "total_pages": self.executor.ledger.total_pages,
             "store": self.executor.store_state(),
+            "memory": {"peak_bytes": peak_resident_bytes(), "budget_bytes": self.context.config.memory.process_bytes},
             "rank": 0 if self.context.place is None else self.context.place.rank,
         }
         return GetInternalStateReqOutput(internal_state=state)

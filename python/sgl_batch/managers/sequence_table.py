@@ -104,6 +104,7 @@ class SequenceTable:
             max_new_tokens=1 if refused else request.sampling_params.max_new_tokens,
             prompt_group=tag.group if tag is not None and shares else None,
             choice=tag.index if tag is not None else 0,
+            computed_tokens=prompt_tokens + len(request.output_ids) - 1 if request.output_ids else 0,
         )
 
     def record(self, changes: list[Transition]) -> None:

@@ -17,6 +17,7 @@ from sgl_batch.layers.huge_pages import huge_parameters
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.layers.unloaded_experts import unloaded_experts
 from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
+from sgl_batch.mem_cache.process_memory import forget_peak
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
@@ -75,11 +76,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         with shard, huge_parameters():
             if memory.weights == "resident":
                 super().load_model()
-                return
-            assert self.cpu_operators is not None, "streaming is refused where there is a GPU"
-            with unloaded_experts(), leaving_weights(self.server_args, is_expert_weight) as files:
-                super().load_model()
-        self.cpu_operators.stream(self.model, files, memory, rank=0 if place is None else place.rank)
+            else:
+                assert self.cpu_operators is not None, "streaming is refused where there is a GPU"
+                with unloaded_experts(), leaving_weights(self.server_args, is_expert_weight) as files:
+                    super().load_model()
+                self.cpu_operators.stream(self.model, files, memory, rank=0 if place is None else place.rank)
+        forget_peak()
 
     def init_attention_backends(self) -> None:
         """Build the attention backends, then the layer runner over them and the loaded model."""

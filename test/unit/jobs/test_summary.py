@@ -98,5 +98,22 @@ def test_it_says_what_each_rank_did():
     assert len({len(line) for line in lines[start + 1 : start + 4]}) == 1, "the columns are aligned"
 
 
+def test_it_says_the_peak_of_memory_beside_the_budget():
+    gib = 1 << 30
+    stats = EngineStats(peak_memory_bytes=2 * gib + gib // 10, memory_budget_bytes=3 * gib)
+    assert "  peak memory       2.10 GiB of 3.00 GiB allowed\n" in format_summary(result(stats=stats))
+    free = EngineStats(peak_memory_bytes=gib, ranks=[EngineStats(), EngineStats()])
+    assert "  peak memory       1.00 GiB (the most of 2 ranks)\n" in format_summary(result(stats=free))
+    assert "peak memory" not in format_summary(result(stats=EngineStats()))
+
+
+def test_tokens_that_were_computed_twice_against_the_plan_are_a_warning():
+    counted = {"recomputed_tokens_planned": 7, "recomputed_tokens_unplanned": 1200}
+    text = format_summary(result(stats=EngineStats(counters=counted)))
+    assert "Warning: KV of 1,200 tokens was computed a second time" in text
+    none = EngineStats(counters={**counted, "recomputed_tokens_unplanned": 0})
+    assert "second time" not in format_summary(result(stats=none))
+
+
 def test_a_lone_rank_has_no_table_of_ranks():
     assert "By rank" not in format_summary(result(stats=EngineStats(part_s={"experts": 1.0})))

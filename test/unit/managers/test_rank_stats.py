@@ -16,6 +16,7 @@ def stats_of(rank: int, *, part_s: dict[str, float] | None = None, **counters: i
         "plan": {"page_size": 64},
         "free_pages": 5,
         "total_pages": 8,
+        "memory": {"peak_bytes": 100 - rank, "budget_bytes": 200},
     }
 
 
@@ -56,6 +57,12 @@ def test_experts_come_in_the_order_of_ranks_which_share_them_out():
 def test_pages_are_those_of_all():
     merged = merged_stats([stats_of(0), stats_of(1)])
     assert (merged["free_pages"], merged["total_pages"]) == (10, 16)
+
+
+def test_memory_is_that_of_the_rank_with_the_most():
+    stats = engine_stats(merged_stats([stats_of(1), stats_of(0)]))
+    assert (stats.peak_memory_bytes, stats.memory_budget_bytes) == (100, 200)
+    assert [rank.peak_memory_bytes for rank in stats.ranks] == [100, 99]
 
 
 def test_each_rank_s_own_statistics_are_kept_by_rank_and_unchanged():

@@ -1,0 +1,32 @@
+"""KV that is computed a second time is counted: never that of the sequence itself, by plan that of a shared prompt."""
+
+from __future__ import annotations
+
+from sequence_builders import choices, sequence
+
+from sgl_batch.core.recomputation import Recomputed, prefilled
+
+
+def test_a_first_prefill_computes_nothing_again_however_it_is_cut():
+    whole, cut = sequence(0, prompt=10), sequence(1, prompt=10)
+    assert prefilled(whole, 0, 10) == Recomputed()
+    assert prefilled(cut, 0, 6) == prefilled(cut, 6, 10) == Recomputed()
+
+
+def test_a_prefix_that_lies_there_is_not_computed():
+    assert prefilled(sequence(prompt=10), 8, 10) == Recomputed()
+
+
+def test_a_second_prefill_of_the_same_sequence_is_against_the_plan_as_far_as_it_repeats_the_first():
+    twice = sequence(prompt=10)
+    prefilled(twice, 0, 10)
+    assert prefilled(twice, 4, 13) == Recomputed(unplanned=6)
+    assert prefilled(twice, 0, 13) == Recomputed(unplanned=13)
+
+
+def test_choices_compute_the_last_token_of_their_prompt_again_by_plan_and_their_leader_nothing():
+    leader, follower, alone = choices(3, prompt=10)
+    assert prefilled(leader, 0, 10) == Recomputed()
+    assert prefilled(follower, 9, 10) == Recomputed(planned=1)
+    assert prefilled(alone, 0, 10) == Recomputed(planned=10)
+    assert prefilled(follower, 0, 10) == Recomputed(unplanned=10), "once more is once too often"
