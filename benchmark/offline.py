@@ -99,6 +99,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     make = parser.add_argument_group("a model to measure with")
     make.add_argument("--make-model", type=Path, metavar="DIR", help="write a random Qwen3-MoE checkpoint, and stop")
     make.add_argument("--make-model-layers", type=int, default=12, metavar="N", help="(12: 1.0e9 parameters)")
+    make.add_argument(
+        "--make-model-expert-width", type=int, default=384, metavar="N", help="channels of each of 64 experts (384)"
+    )
     return parser.parse_args(argv)
 
 
@@ -222,7 +225,9 @@ def make_model(args: argparse.Namespace) -> int:
     from random_checkpoint import make_checkpoint
 
     tokenizer_from = ROOT / "test" / "models" / "tiny-qwen3-moe"
-    parameters = make_checkpoint(args.make_model, tokenizer_from, args.make_model_layers, say)
+    parameters = make_checkpoint(
+        args.make_model, tokenizer_from, args.make_model_layers, say, expert_width=args.make_model_expert_width
+    )
     print(f"{args.make_model}: random Qwen3-MoE of {parameters:,} parameters, bfloat16")
     return 0
 

@@ -29,10 +29,22 @@ INIT_STD = 0.02
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
-def make_checkpoint(directory: Path, tokenizer_from: Path, layers: int, progress: Callable[[str], None]) -> int:
-    """Write the checkpoint and return its number of parameters. Raises ConfigError if `directory` is in use."""
+def make_checkpoint(
+    directory: Path,
+    tokenizer_from: Path,
+    layers: int,
+    progress: Callable[[str], None],
+    *,
+    expert_width: int = EXPERT_WIDTH,
+) -> int:
+    """Write the checkpoint and return its number of parameters. Raises ConfigError if `directory` is in use.
+
+    `expert_width`: intermediate channels of an expert.
+    """
     if layers < 1:
         raise ConfigError(f"--make-model-layers is {layers}; a model has at least 1 layer")
+    if expert_width < 2 or expert_width % 2:
+        raise ConfigError(f"--make-model-expert-width is {expert_width}; it takes an even number of channels")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} already holds files; name a new directory, or delete it first")
     directory.mkdir(parents=True, exist_ok=True)
@@ -41,7 +53,7 @@ def make_checkpoint(directory: Path, tokenizer_from: Path, layers: int, progress
     parameters = total_bytes = 0
     for layer in range(-1, layers):
         is_layer = layer >= 0
-        tensors = _layer(layer, generator) if is_layer else _embeddings(generator)
+        tensors = _layer(layer, generator, expert_width) if is_layer else _embeddings(generator)
         file_name = f"model-layer-{layer:03d}.safetensors" if is_layer else "model-embeddings.safetensors"
         save_file(tensors, directory / file_name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file_name))
@@ -50,7 +62,7 @@ def make_checkpoint(directory: Path, tokenizer_from: Path, layers: int, progress
         progress(f"{layer + 1} of {layers} layers written")
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     _write_json(directory / "model.safetensors.index.json", index)
-    _write_json(directory / "config.json", model_config(layers))
+    _write_json(directory / "config.json", model_config(layers, expert_width))
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer_from / name, directory / name)
     return parameters
@@ -76,7 +88,7 @@ def _embeddings(generator: torch.Generator) -> dict[str, torch.Tensor]:
     }
 
 
-def _layer(layer: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _layer(layer: int, generator: torch.Generator, expert_width: int) -> dict[str, torch.Tensor]:
     """The tensors of one layer under the key names of released Qwen3-MoE checkpoints."""
     prefix = f"model.layers.{layer}"
     tensors = {
@@ -92,13 +104,13 @@ def _layer(layer: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     }
     for expert in range(EXPERTS):
         name = f"{prefix}.mlp.experts.{expert}"
-        tensors[f"{name}.gate_proj.weight"] = _normal(generator, EXPERT_WIDTH, HIDDEN)
-        tensors[f"{name}.up_proj.weight"] = _normal(generator, EXPERT_WIDTH, HIDDEN)
-        tensors[f"{name}.down_proj.weight"] = _normal(generator, HIDDEN, EXPERT_WIDTH)
+        tensors[f"{name}.gate_proj.weight"] = _normal(generator, expert_width, HIDDEN)
+        tensors[f"{name}.up_proj.weight"] = _normal(generator, expert_width, HIDDEN)
+        tensors[f"{name}.down_proj.weight"] = _normal(generator, HIDDEN, expert_width)
     return tensors
 
 
-def model_config(layers: int) -> dict[str, Any]:
+def model_config(layers: int, expert_width: int = EXPERT_WIDTH) -> dict[str, Any]:
     """The checkpoint's config.json."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -109,8 +121,8 @@ def model_config(layers: int) -> dict[str, Any]:
         "vocab_size": VOCABULARY,
         "num_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
-        "moe_intermediate_size": EXPERT_WIDTH,
-        "intermediate_size": EXPERT_WIDTH * TOP_K,
+        "moe_intermediate_size": expert_width,
+        "intermediate_size": expert_width * TOP_K,
         "num_attention_heads": QUERY_HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,

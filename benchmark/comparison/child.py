@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,11 @@ def run_child(
     limit_s: float,
     threads: int | None,
     runner: str = "run_round.py",
+    environment: Mapping[str, str] | None = None,
 ) -> ChildEnd:
     """Run one round in a fresh process, by a script beside run_round.py; what it prints goes to `log`.
+
+    `environment`: variables that are added to ours.
 
     A finished result ends the wait `_STOP_S` after it was written, whether or not the engine has stopped by then:
     the whole session is killed in any case.
@@ -55,7 +59,7 @@ def run_child(
     with log.open("wb") as output:
         command = [python, str(_RUNNERS / runner), str(spec), str(result)]
         child = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(threads)
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(threads, environment)
         )
         try:
             while child.poll() is None and time.monotonic() - began < limit_s:
@@ -76,8 +80,8 @@ def run_child(
     return ChildEnd(reason=reason, peak_rss_bytes=usage.peak_rss_bytes, took_s=took, cpus_of_others=others_s / took)
 
 
-def _environment(threads: int | None) -> dict[str, str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+def _environment(threads: int | None, more: Mapping[str, str] | None) -> dict[str, str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **(more or {})}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment

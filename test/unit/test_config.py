@@ -32,6 +32,9 @@ OTHER = {
     "accumulate": False,
     "expert_runner": "torch",
     "cpu_weight_dtype": "int8",
+    "weights": "streamed",
+    "weight_memory": 1 << 30,
+    "weight_read_threads": 2,
     "kv_store_bytes": 1 << 30,
     "kv_store_dir": "store",
     "kv_store_checksums": True,
@@ -92,6 +95,9 @@ def test_every_option_reaches_its_owner():
             cpu_weight_dtype="int8",
         ),
         memory=MemoryConfig(
+            weights="streamed",
+            weight_memory=1 << 30,
+            weight_read_threads=2,
             kv_store_bytes=1 << 30,
             kv_store_dir="store",
             kv_store_checksums=True,
@@ -182,7 +188,7 @@ def test_a_sub_batch_larger_than_its_group_is_refused(phase):
     assert from_mapping({f"b_attn_{phase}": 8, f"b_moe_{phase}": 8})
 
 
-@pytest.mark.parametrize("name", ["kv_store_bytes", "device_memory", "host_memory"])
+@pytest.mark.parametrize("name", ["kv_store_bytes", "weight_memory", "device_memory", "host_memory"])
 def test_a_size_is_a_number_or_text_by_its_flag_and_by_its_name(name):
     flag = f"--{name.replace('_', '-')}"
     for text, num_bytes in (("1.5GiB", 3 << 29), ("512M", 512 << 20), ("4096", 4096)):
