@@ -14,6 +14,7 @@ from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
 PAGE, LAYERS, WIDTH, FIRST = 4, 5, 8, 100
+NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass
@@ -47,7 +48,7 @@ def store(pool):
 
 def prefill(pool: Pool, staging: PrefillStaging, lengths: list[int], slots: torch.Tensor, sub_batch: int) -> None:
     """What a forward pass does: each layer writes the rows of one sub-batch after the other."""
-    staging.begin(lengths, slots)
+    staging.begin(lengths, slots, restored=NONE)
     owner = [(sum(-(-n // PAGE) for n in lengths[:i]), at) for i, n in enumerate(lengths) for at in range(n)]
     for layer in range(LAYERS):
         staging.layer_begins(layer)
@@ -93,7 +94,7 @@ def test_a_large_group_needs_the_memory_of_two_layers_and_a_small_one_after_it_n
 def test_slots_are_ready_only_when_the_group_has_ended(pool, store):
     staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=1)
     slots = store.prepare_store(2)
-    staging.begin([5], slots)
+    staging.begin([5], slots, restored=NONE)
     assert pool.first_page == FIRST
     assert store.counts().ready == 0
     for layer in range(LAYERS):
