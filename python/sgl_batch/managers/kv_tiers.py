@@ -71,6 +71,7 @@ class KVTiers:
         shared = list(dict.fromkeys(page for hold in holds for page in hold.found if page.has_place))
         slots = self._allocator.alloc(len(shared) * self._page_size)
         self._restored = [page.place for page in shared]
+        self._counters.add("prefix_pages_restored", len(shared))
         return dict(zip(shared, (slots[:: self._page_size] // self._page_size).tolist(), strict=True))
 
     def begin_prefill(self, requests: list[Any], holds: list[Hold]) -> None:
