@@ -91,7 +91,7 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     assert counters["pages_copied_to_suspend"] <= counters["suspensions"], "at most the open page is copied"
     assert (counters["recomputed_tokens_planned"], counters["recomputed_tokens_unplanned"]) == (0, 0)
     layer_bytes = stats["store"]["page_bytes"] / LAYERS
-    assert counters["staging_peak_pages"] >= 4 * POOL_PAGES, "a prefill group is four times the device's pages"
+    assert counters["staging_peak_pages"] >= 2 * POOL_PAGES, "a prefill group is more than the device holds"
     assert counters["staging_peak_bytes"] <= 2 * layer_bytes * counters["staging_peak_pages"], "and two layers of it"
 
 
