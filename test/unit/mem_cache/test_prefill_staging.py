@@ -103,3 +103,28 @@ def test_slots_are_ready_only_when_the_group_has_ended(pool, store):
     staging.end()
     assert store.counts().ready == 2
     staging.close()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(pool, store, num_workers):
+    staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=num_workers)
+    before = store.prepare_store(3)
+    prefill(pool, staging, [3 * PAGE], before, 64)
+    slots = store.prepare_store(2)
+    restored = before[[2, 0]]
+    staging.begin([5], slots, restored=restored)
+    for layer in range(LAYERS):
+        staging.layer_begins(layer)
+        found = pool.page_parts(layer)[0][:2].flatten(0, 1)[:, 0].tolist()
+        assert found == [1000 * layer + row for row in (8, 9, 10, 11, 0, 1, 2, 3)]
+        pool.page_parts(layer)[0][2:4] = 7.0 + layer
+        staging.rows_attended(layer, 5)
+    staging.end()
+    assert store.references(torch.cat((before, slots))).tolist() == [1] * 5
+    back = NativeCopyEngine(store, pool)
+    back.load_pages(range(LAYERS), torch.cat((before, slots)), range(5)).wait()
+    for layer in range(LAYERS):
+        rows = pool.parts[layer][0][:5].flatten(0, 1)[:, 0].tolist()
+        assert rows == [1000 * layer + row for row in range(3 * PAGE)] + [7.0 + layer] * (2 * PAGE)
+    back.close()
+    staging.close()
