@@ -21,8 +21,8 @@ from sgl_batch.errors import ConfigError
 ENGINES = "sgl_batch,sgl_batch_no_sharing,stock"
 DESCRIPTION = """\
 Measure questions of GSM8K behind N worked examples, which are the same for all of them, through sgl_batch, through
-sgl_batch with --no-share-prefixes, and through stock SGLang with its radix cache. The data is not shipped: it comes from
-github.com/openai/grade-school-math (grade_school_math/data/train.jsonl and test.jsonl).
+sgl_batch with --no-share-prefixes, and through stock SGLang with its radix cache. The data is not shipped: train.jsonl
+and test.jsonl come from github.com/openai/grade-school-math (grade_school_math/data).
 """
 EPILOG = """\
 Other arguments go to offline.py: --dtype, --rounds, --engines, --engine-arg, --out, ...
