@@ -54,7 +54,10 @@ def prompts(train: Path, test: Path, *, shots: int, num_prompts: int) -> list[st
 def main(argv: list[str]) -> int:
     """Write the requests and have offline.py measure them."""
     parser = argparse.ArgumentParser(
-        description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # --out is offline.py's
     )
     parser.add_argument("--train", type=Path, required=True, help="GSM8K file with the worked examples")
     parser.add_argument("--test", type=Path, required=True, help="GSM8K file with the questions")
