@@ -32,6 +32,7 @@ Measure the same offline workload through several engines, each in a fresh proce
 
   sgl_batch                sgl_batch.Engine
   sgl_batch_no_accumulate  the same with accumulate=False: experts called once per attention sub-batch
+  sgl_batch_no_sharing     the same with share_prefixes=False: each prompt computed whole
   sgl_batch_int8           the same with cpu_weight_dtype=int8
   stock                    stock SGLang, on a CPU with the smallest shim that lets it start
   hf                       Hugging Face transformers, generate() over static batches
@@ -132,7 +133,7 @@ def parse_engine_arguments(texts: list[str]) -> dict[str, dict[str, Any]]:
             found[engine][name] = json.loads(value)
         except ValueError:
             found[engine][name] = value
-    for variant in ("sgl_batch_no_accumulate", "sgl_batch_int8"):
+    for variant in ("sgl_batch_no_accumulate", "sgl_batch_no_sharing", "sgl_batch_int8"):
         found[variant] = {**found["sgl_batch"], **found[variant]}
     return found
 

@@ -21,6 +21,7 @@ from comparison.workload import Workload
 ENGINE_MODULES = {
     "sgl_batch": "sgl_batch",
     "sgl_batch_no_accumulate": "sgl_batch",
+    "sgl_batch_no_sharing": "sgl_batch",
     "sgl_batch_int8": "sgl_batch",
     "stock": "sglang",
     "hf": "transformers",

@@ -18,6 +18,7 @@ _HERE = Path(__file__).resolve().parent
 _MODULES = {
     "sgl_batch": "runners.sglang_engines",
     "sgl_batch_no_accumulate": "runners.sglang_engines",
+    "sgl_batch_no_sharing": "runners.sglang_engines",
     "sgl_batch_int8": "runners.sglang_engines",
     "stock": "runners.sglang_engines",
     "hf": "runners.huggingface",

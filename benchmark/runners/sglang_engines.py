@@ -9,6 +9,7 @@ from typing import Any
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgl_batch": {},
     "sgl_batch_no_accumulate": {"accumulate": False},
+    "sgl_batch_no_sharing": {"share_prefixes": False},
     "sgl_batch_int8": {"cpu_weight_dtype": "int8"},
 }
 

@@ -84,6 +84,12 @@ class ScheduleConfig:
     ready_ahead: float = _flag(
         0.5, "sequences prefilled ahead of need, as a share of b_moe_decode", minimum=0.0, maximum=16.0
     )
+    share_prefixes: bool = _flag(
+        True,
+        "compute whole pages with which several prompts begin (a system prompt, examples) once, and keep them once, as "
+        "long as a sequence that has them is alive (--no-share-prefixes computes each prompt whole; choices of one "
+        "request, n > 1, share it either way)",
+    )
 
 
 WEIGHT_PLACES = ("resident", "streamed")

@@ -44,6 +44,7 @@ OTHER = {
     "boundary_tokens": 7,
     "refill_watermark": 0.5,
     "ready_ahead": 2.0,
+    "share_prefixes": False,
     "trace_file": "trace.jsonl",
     "migration": "never",
     "token_dispatcher": "gloo",
@@ -105,7 +106,7 @@ def test_every_option_reaches_its_owner():
             device_memory=3 << 30,
             host_memory=2 << 30,
         ),
-        schedule=ScheduleConfig(boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0),
+        schedule=ScheduleConfig(boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0, share_prefixes=False),
         ranks=RankConfig(migration="never", token_dispatcher="gloo", rank_timeout_s=30.0),
         trace=TraceConfig(trace_file="trace.jsonl"),
     )

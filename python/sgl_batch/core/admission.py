@@ -61,16 +61,15 @@ def group_by_prompt(queued: Seq[Sequence], order: OrderPolicy, *, most_members: 
 
 
 def unit_pages(unit: Admission, ledger: PageLedger) -> int:
-    """Pages that a unit needs: the shared prompt once, then each member's own."""
-    if not unit.followers:
-        return ledger.whole_pages(unit.leader)
-    return ledger.shared_pages(unit.leader) + sum(ledger.own_pages(member) for member in unit.members)
+    """Pages that a unit needs: those of its leader that no prompt before it has, then each follower's own."""
+    leader = ledger.whole_pages(unit.leader) - unit.leader.shared_tokens // ledger.page_size
+    return leader + sum(ledger.own_pages(follower) for follower in unit.followers)
 
 
 def select_prefill_group(
     units: Iterable[Admission], ledger: PageLedger, *, b_moe: int, free_slots: int
 ) -> list[Admission]:
-    """Take units from the head while prompt tokens fit `b_moe` and pages and slots suffice.
+    """Take units from the head while the tokens they compute fit `b_moe` and pages and slots suffice.
 
     A prompt longer than `b_moe` makes a group of its own. A head that does not fit now blocks those behind
     it, so that nobody starves. A unit too large to fit even an empty device is taken without its followers,
@@ -82,11 +81,11 @@ def select_prefill_group(
         cut = unit_pages(whole, ledger) > ledger.total_pages
         unit = Admission(leader=whole.leader) if cut else whole
         need = unit_pages(unit, ledger)
-        full = chosen and tokens + unit.leader.prompt_tokens > b_moe
+        full = chosen and tokens + unit.leader.prefill_rows > b_moe
         if full or need > pages or len(unit.members) > slots:
             break
         chosen.append(unit)
-        tokens += unit.leader.prompt_tokens
+        tokens += unit.leader.prefill_rows
         pages -= need
         slots -= len(unit.members)
         if cut:
@@ -94,12 +93,12 @@ def select_prefill_group(
     return chosen
 
 
-def reserve(unit: Admission, ledger: PageLedger) -> None:
-    """Write a unit's pages into the ledger: by sequence, the shared prompt under its group's name."""
-    if not unit.followers:
-        ledger.reserve(unit.leader.sequence_id, ledger.whole_pages(unit.leader))
-        return
-    assert unit.leader.prompt_group is not None, "a leader has a prompt group"
-    ledger.reserve(unit.leader.prompt_group, ledger.shared_pages(unit.leader))
-    for member in unit.members:
-        ledger.reserve(member.sequence_id, ledger.own_pages(member))
+def reserve(unit: Admission, ledger: PageLedger, *, held: int, new: int) -> None:
+    """Write a unit's pages into the ledger: the leader's prompt has `held` pages that can be shared, `new` of them.
+
+    These are no sequence's own; followers hold those of them that they can share as well.
+    """
+    ledger.add_prompt_pages(new)
+    ledger.reserve(unit.leader.sequence_id, ledger.whole_pages(unit.leader) - held)
+    for follower in unit.followers:
+        ledger.reserve(follower.sequence_id, ledger.own_pages(follower))

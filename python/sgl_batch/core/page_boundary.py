@@ -94,6 +94,13 @@ def decide_at_boundary(state: State, plan: Plan, ledger: PageLedger, order: Orde
     return DecodeStep(at_boundary=True) if state.running else Idle()
 
 
+def prefill_wanted(state: State, plan: Plan, *, returning: int = 0) -> bool:
+    """Whether so few sequences run or are ready that queued ones are to be prefilled, as far as they fit."""
+    resident = state.running + len(state.ready) + returning
+    target = plan.ready_target if state.filling else plan.refill_watermark * plan.decode.b_moe
+    return bool(state.queued) and resident < max(target, 1)
+
+
 def prefill_units(
     state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy, *, returning: int = 0
 ) -> list[Admission]:
@@ -101,9 +108,7 @@ def prefill_units(
 
     `returning`: sequences that neither run nor wait, because their KV is on its way back to the device.
     """
-    resident = state.running + len(state.ready) + returning
-    target = plan.ready_target if state.filling else plan.refill_watermark * plan.decode.b_moe
-    if not state.queued or resident >= max(target, 1):
+    if not prefill_wanted(state, plan, returning=returning):
         return []
     units = group_by_prompt(state.queued, order, most_members=state.slots)
     return select_prefill_group(units, ledger, b_moe=plan.prefill.b_moe, free_slots=state.free_slots)

@@ -11,16 +11,20 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 
 class PageLedger:
-    """Reservations by sequence and by shared prompt. Invariant: free + reserved == total, never negative."""
+    """Reservations by sequence, and pages of prompts that several may hold, counted once.
+
+    Invariant: free + reserved == total, never negative.
+    """
 
     def __init__(self, total_pages: int, page_size: int) -> None:
         self.total_pages = total_pages
         self.page_size = page_size
+        self.prompt_pages = 0
         self._reserved: dict[str, int] = {}
 
     @property
     def reserved_pages(self) -> int:
-        return sum(self._reserved.values())
+        return self.prompt_pages + sum(self._reserved.values())
 
     @property
     def free_pages(self) -> int:
@@ -30,6 +34,12 @@ class PageLedger:
         assert owner not in self._reserved, f"{owner} holds a reservation already"
         assert pages <= self.free_pages, f"{owner} wants {pages} pages, {self.free_pages} are free"
         self._reserved[owner] = pages
+
+    def add_prompt_pages(self, pages: int) -> None:
+        """Pages of prompts that can be shared are held from now on, or, where negative, no longer by anybody."""
+        assert pages <= self.free_pages, f"prompts want {pages} pages, {self.free_pages} are free"
+        assert self.prompt_pages + pages >= 0, f"{-pages} pages of prompts are given back of {self.prompt_pages}"
+        self.prompt_pages += pages
 
     def resize(self, owner: str, pages: int) -> None:
         """Let an owner hold more pages than it does, or fewer."""

@@ -28,6 +28,7 @@ class Plan:
     refill_watermark: float
     ready_target: int
     accumulate: bool
+    share_prefixes: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,6 +51,7 @@ def make_plan(config: BatchConfig, *, page_size: int, max_running: int) -> Plan:
         refill_watermark=schedule.refill_watermark,
         ready_target=min(b_moe_decode + ahead, max_running),
         accumulate=forward.accumulate,
+        share_prefixes=schedule.share_prefixes,
     )
 
 

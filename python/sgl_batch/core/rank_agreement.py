@@ -185,7 +185,7 @@ def _prefill_phase(ranks: Seq[RankState], actions: list[Action], plan: Plan, ord
 
 
 def _prefill_rows(action: Action) -> int:
-    return sum(unit.leader.prompt_tokens for unit in action.units) if isinstance(action, PrefillGroup) else 0
+    return sum(unit.leader.prefill_rows for unit in action.units) if isinstance(action, PrefillGroup) else 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -26,7 +26,8 @@ class Sequence:
     Lengths are in tokens. `prompt_group` names the choices of one request (n > 1) that share a prompt;
     `choice` is the index among them and choice 0 is the leader, which computes the prompt for all. `waits_since` orders
     those that wait for pages of the device, READY and SUSPENDED alike. `computed_tokens`: for how many positions KV has
-    been computed, as far as its prefills know; decode steps go on from there.
+    been computed, as far as its prefills know; decode steps go on from there. The first `shared_tokens` of the prompt
+    are those of a prompt before it, which computes them.
     """
 
     sequence_id: str
@@ -39,6 +40,12 @@ class Sequence:
     generated_tokens: int = 0
     waits_since: int = 0
     computed_tokens: int = 0
+    shared_tokens: int = 0
+
+    @property
+    def prefill_rows(self) -> int:
+        """Tokens of its prompt that it computes itself."""
+        return self.prompt_tokens - self.shared_tokens
 
     @property
     def kv_tokens(self) -> int:

@@ -224,7 +224,9 @@ class FileRun:
             return
         counters = stats.since(self._baseline).counters
         if "prompt_tokens" in counters and "output_tokens" in counters:
-            self._tracker.live_tokens(int(counters["prompt_tokens"]), int(counters["output_tokens"]))
+            self._tracker.live_tokens(
+                int(counters["prompt_tokens"] + counters.get("prompt_tokens_shared", 0)), int(counters["output_tokens"])
+            )
 
     def _result(self, wall_s: float, stats: EngineStats | None) -> RunResult:
         status, message = self._halted or (RunStatus.COMPLETED, None)

@@ -18,7 +18,7 @@ def format_summary(result: RunResult) -> str:
     if result.failed:
         lines += _failures(result)
     if result.stats is not None:
-        lines += [*_memory(result.stats), *_computed_twice(result.stats)]
+        lines += [*_memory(result.stats), *_computed_twice(result.stats), *_sharing(result.stats)]
         lines += _time_table(result.stats)
         lines += _rank_table(result.stats)
         lines += _experts(result.stats)
@@ -73,6 +73,15 @@ def _computed_twice(stats: EngineStats) -> list[str]:
     if not again:
         return []
     return [f"Warning: KV of {again:,.0f} tokens was computed a second time, which the plan does not allow."]
+
+
+def _sharing(stats: EngineStats) -> list[str]:
+    """How much of the prompts was not computed, because another prompt begins alike; nothing where none does."""
+    shared = stats.counters.get("prompt_tokens_shared", 0)
+    if shared <= 0:
+        return []
+    total = shared + stats.counters.get("prompt_tokens", 0)
+    return [f"Prefix sharing: {shared / total:.1%} of {total:,.0f} prompt tokens computed once for several prompts"]
 
 
 def _time_table(stats: EngineStats) -> list[str]:

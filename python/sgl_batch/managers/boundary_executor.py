@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sgl_batch.core.admission import Admission, reserve
+import torch
+
+from sgl_batch.core.admission import Admission, group_by_prompt, reserve
 from sgl_batch.core.coroutine import Event, Transition
 from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import Idle, PrefillGroup, Refill, State, decide
+from sgl_batch.core.page_boundary import Idle, PrefillGroup, Refill, State, boundary_due, decide, prefill_wanted
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine
@@ -35,7 +37,7 @@ class BoundaryExecutor:
 
     def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter) -> None:
         self._scheduler, self.plan, self._counters = scheduler, plan, counters
-        self._sharing = PromptSharing(scheduler)
+        self._sharing = PromptSharing(scheduler, counters, self._free_places)
         self.table = self._make_table(trace)
         self._order = FifoOrder()
         self._queued = SequenceQueue()
@@ -51,6 +53,11 @@ class BoundaryExecutor:
     def _device_ledger(self) -> PageLedger:
         size = self.plan.page_size
         return PageLedger(self._scheduler.token_to_kv_pool_allocator.size // size, size)
+
+    def _free_places(self, pages: list[int]) -> None:
+        """Nobody holds these pages of prompts any more."""
+        slots = torch.tensor(pages, device=self._scheduler.device) * self.plan.page_size
+        self._scheduler.token_to_kv_pool_allocator.free(slots)
 
     # Intake.
 
@@ -88,7 +95,10 @@ class BoundaryExecutor:
         """The batch to run next and the decode batch after this decision."""
         if self.num_forked:
             return self.fork_batch(), running
-        action = decide(self.state(running), self.plan, self.ledger, self._order)
+        state = self.state(running)
+        if boundary_due(state, self.plan) and prefill_wanted(state, self.plan):
+            self.foresee(state)
+        action = decide(state, self.plan, self.ledger, self._order)
         if isinstance(action, Idle):
             self._filling = False
             return None, running
@@ -101,6 +111,12 @@ class BoundaryExecutor:
         return self.decode_step(running), running
 
     # What decisions are made from.
+
+    def foresee(self, state: State) -> None:
+        """Note of the first queued sequences what their prompts share, from which groups are made."""
+        units = group_by_prompt(state.queued, self._order, most_members=state.slots)
+        leaders = (unit.leader for unit in units)
+        self._sharing.foresee(((s, self.table.request_named(s.sequence_id)) for s in leaders), self.plan)
 
     @property
     def is_empty(self) -> bool:
@@ -177,7 +193,8 @@ class BoundaryExecutor:
 
     def _prefill_units(self, units: tuple[Admission, ...]) -> Any:
         for unit in units:
-            reserve(unit, self._admission_ledger)
+            hold = self._sharing.claim(unit, self.table.request_named(unit.leader.sequence_id), self.plan)
+            reserve(unit, self._admission_ledger, held=len(hold.pages), new=len(hold.own))
             if unit.followers:
                 group = unit.leader.prompt_group or ""
                 self._forks[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]
@@ -187,7 +204,12 @@ class BoundaryExecutor:
         for name in taken:
             self._queued.remove(name)
         leaders = [self.table.request_named(unit.leader.sequence_id) for unit in units]
-        return self._prefill(leaders, f"prefill group of {len(leaders)}")
+        return self._prefill_group(leaders, f"prefill group of {len(leaders)}")
+
+    def _prefill_group(self, requests: list[Any], why: str) -> Any:
+        batch = self._prefill(requests, why)
+        self._sharing.settle(requests)
+        return batch
 
     def _prefill(self, requests: list[Any], why: str) -> Any:
         sequences = [self.table[request.rid] for request in requests]
@@ -240,11 +262,11 @@ class BoundaryExecutor:
             if group is not None and sequence.is_leader and group in self._forks:
                 followers = self._forks.pop(group)
                 with self._counters.clock.part("copies"):
-                    self._fork(group, request, followers)
+                    self._fork(request, followers)
                 self._counters.add("prompts_shared", len(followers))
 
-    def _fork(self, group: str, leader: Any, followers: list[Any]) -> None:
-        self._sharing.fork(group, leader, followers)
+    def _fork(self, leader: Any, followers: list[Any]) -> None:
+        self._sharing.fork(leader, followers)
         self._forked.extend(followers)
 
     def after_results(self, batch: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from sgl_batch.config import MemoryConfig
 from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.core.prefixes import Hold, PrefixPage
 from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.mem_cache.copy_engine import Ticket
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
@@ -42,7 +43,8 @@ class KVTiers:
         self._staging = PrefillStaging(
             self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
         )
-        self._group: list[tuple[Any, torch.Tensor]] = []
+        self._group: list[tuple[Any, Hold, torch.Tensor]] = []
+        self._restored: list[int] = []
 
     @property
     def num_slots(self) -> int:
@@ -64,13 +66,27 @@ class KVTiers:
         staging: AbstractContextManager[None] = self._allocator.staging()
         return staging
 
-    def begin_prefill(self, requests: list[Any]) -> None:
+    def stage_prefixes(self, holds: list[Hold]) -> dict[PrefixPage, int]:
+        """Staged pages, the first ones, for what prompts of the coming group share with sequences that are alive."""
+        shared = list(dict.fromkeys(page for hold in holds for page in hold.found if page.has_place))
+        slots = self._allocator.alloc(len(shared) * self._page_size)
+        self._restored = [page.place for page in shared]
+        self._counters.add("prefix_pages_restored", len(shared))
+        return dict(zip(shared, (slots[:: self._page_size] // self._page_size).tolist(), strict=True))
+
+    def begin_prefill(self, requests: list[Any], holds: list[Hold]) -> None:
         """The next forward pass is that of these requests, whose slots were given inside `staging`."""
-        lengths = [len(request.origin_input_ids) for request in requests]
+        lengths = [
+            len(request.origin_input_ids) - hold.shared * self._page_size
+            for request, hold in zip(requests, holds, strict=True)
+        ]
         slots = self.stored.take(sum(self._pages(length) for length in lengths))
-        self._staging.begin(lengths, slots)
+        self._staging.begin(lengths, slots, restored=torch.tensor(self._restored, dtype=torch.int64))
         parts = slots.split([self._pages(length) for length in lengths])
-        self._group = list(zip(requests, parts, strict=True))
+        for hold, part in zip(holds, parts, strict=True):
+            for page, slot in zip(hold.own, part.tolist(), strict=False):
+                page.place = slot
+        self._group = list(zip(requests, holds, parts, strict=True))
         self._runner.prefill_sink = self._staging
 
     def end_prefill(self) -> None:
@@ -81,8 +97,9 @@ class KVTiers:
         self._counters.add("staging_wait_us", round(1e6 * (self._staging.waited_s - waited)))
         self._counters.counts["staging_peak_bytes"] = self._staging.peak_bytes
         self._counters.counts["staging_peak_pages"] = self._staging.peak_pages
-        for request, slots in self._group:
-            self.stored.adopt(request.rid, slots, len(request.origin_input_ids))
+        for request, hold, slots in self._group:
+            shared = [page.place for page in hold.found]
+            self.stored.adopt(request.rid, slots, len(request.origin_input_ids), shared=shared)
         self._group = []
 
     # Decode.

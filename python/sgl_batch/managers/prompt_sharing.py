@@ -1,65 +1,120 @@
-"""Owns the KV that choices of one request share: full pages by reference count, the open page by copy.
+"""Owns the KV that prompts share: whole pages by reference count, and tables of slots that lead to them.
 
-Which choices belong together is decided in core/admission.
+Which pages are the same is decided in core/prefixes, which choices of one request belong together in core/admission.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from sgl_batch.sglang_adapter.scheduling import give_prefix, protect_prefix
-
-
-@dataclass(slots=True, kw_only=True)
-class SharedPrompt:
-    """Slots of the full pages of one prompt, and the request ids that still read them."""
-
-    slots: torch.Tensor
-    readers: set[str]
+from sgl_batch.core.admission import Admission
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.prefixes import NOTHING, Hold, PrefixPage, PrefixTree, foresee
+from sgl_batch.core.sequence import Sequence
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.sglang_adapter.scheduling import give_prefix, protect_prefix, shares_prefix
 
 
 class PromptSharing:
-    """Forks followers from a leader whose prompt has just been computed, and frees shared pages after the last."""
+    """Pages of the prompts of a rank's sequences. Their places are pages of the device, or slots of the store.
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+    `free_places`: gives back the places of pages that nobody holds any more; where those who held them do so, nothing.
+    """
+
+    def __init__(self, scheduler: Any, counters: Counters, free_places: Callable[[list[int]], None]) -> None:
+        self._scheduler, self._counters, self._free_places = scheduler, counters, free_places
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._page_size: int = scheduler.page_size
-        self._shared: dict[str, SharedPrompt] = {}
+        self._tree = PrefixTree(scheduler.page_size)
 
-    def fork(self, group: str, leader: Any, followers: list[Any]) -> None:
+    def foresee(self, queued: Iterable[tuple[Sequence, Any]], plan: Plan) -> None:
+        """Note of the first queued sequences, given with their requests, how much of their prompts they will share."""
+        prompts = ((sequence, self._tokens(request, plan)) for sequence, request in queued)
+        foresee(prompts, self._tree, rows=plan.prefill.b_moe)
+
+    def _tokens(self, request: Any, plan: Plan) -> array[int] | None:
+        return request.origin_input_ids if plan.share_prefixes and shares_prefix(request) else None
+
+    def claim(self, unit: Admission, leader: Any, plan: Plan) -> Hold:
+        """Hold the pages of the prompt of a unit that is about to be prefilled, behind all those claimed before it."""
+        tokens = self._tokens(leader, plan)
+        if tokens is None and not unit.followers:
+            return NOTHING
+        hold = self._tree.hold(leader.rid, leader.origin_input_ids, listed=tokens is not None)
+        shared = unit.leader.shared_tokens = hold.shared * self._page_size
+        if shared:
+            give_prefix(leader, self._scheduler, torch.arange(shared), 0)  # `lay_tables` says where it lies
+            self._counters.add("prompt_tokens_shared", shared)
+        return hold
+
+    def hold_of(self, request: Any) -> Hold:
+        """The pages that a request holds."""
+        return self._tree.held(request.rid)
+
+    def lay_tables(self, requests: list[Any], where: dict[PrefixPage, int]) -> None:
+        """Lead the tables of a prefill group, whose slots are given, to the pages that its prompts share.
+
+        `where`: the pages in which the coming pass finds what was computed before; what it computes itself is added.
+        Every sub-batch writes its KV before it attends, and sub-batches run in the order of rows, so that a prompt
+        finds the pages of one before it in the same pass.
+        """
+        size, table = self._page_size, self._scheduler.req_to_token_pool.req_to_token
+        for request in requests:
+            hold = self.hold_of(request)
+            row, shared = table[request.req_pool_idx], hold.shared * size
+            own = row[shared : len(hold.pages) * size : size] // size
+            where.update(zip(hold.own, own.tolist(), strict=True))
+            if shared:
+                pages = torch.tensor([where[page] for page in hold.found], device=row.device)
+                slots = (pages[:, None] * size + torch.arange(size, device=row.device)).flatten()
+                row[:shared] = slots.to(row.dtype)
+                request.prefix_indices = slots
+
+    def settle(self, requests: list[Any]) -> None:
+        """The device's pages are where prompts live: those that a group computes lie there for good.
+
+        No request frees them when it ends.
+        """
+        holds = [self.hold_of(request) for request in requests]
+        where = {page: page.place for hold in holds for page in hold.found if page.has_place}
+        self.lay_tables(requests, where)
+        for request, hold in zip(requests, holds, strict=True):
+            protect_prefix(request, len(hold.pages) * self._page_size)
+            for page in hold.own:
+                page.place = where[page]
+
+    def join(self, leader: Any, follower: Any) -> int:
+        """Let a choice hold the pages of its leader's prompt, but for the last token's; returns their tokens."""
+        cached = len(leader.origin_input_ids) - 1
+        hold = self._tree.hold_with(follower.rid, leader.rid, cached // self._page_size)
+        self._counters.add("prompt_tokens_shared", cached)
+        return len(hold.pages) * self._page_size
+
+    def fork(self, leader: Any, followers: list[Any]) -> None:
         """Let `followers` begin behind all of the leader's prompt but its last token.
 
         Must run between the leader's forward pass and the release of anything it holds: the open page is
         copied from the leader's, in every layer.
         """
         cached = len(leader.origin_input_ids) - 1
-        shared = cached // self._page_size * self._page_size
         pool = self._scheduler.req_to_token_pool
         slots = pool.req_to_token[leader.req_pool_idx, :cached].to(torch.int64)
         for follower in followers:
-            own = slots[:0]
+            shared, own = self.join(leader, follower), slots[:0]
             if cached > shared:
                 page = self._allocator.alloc(self._page_size)
                 assert page is not None, "admission reserved a page for every follower"
                 own = page[: cached - shared]
                 self._allocator.get_kvcache().move_kv_cache(own, slots[shared:])
             give_prefix(follower, self._scheduler, torch.cat((slots[:shared], own)), shared)
-        protect_prefix(leader, shared)
-        readers = {request.rid for request in (leader, *followers)}
-        self._shared[group] = SharedPrompt(slots=slots[:shared].clone(), readers=readers)
 
-    def leave(self, group: str, request_id: str) -> bool:
-        """A choice has finished; the last reader frees the shared pages. Returns whether it was the last."""
-        prompt = self._shared.get(group)
-        if prompt is None or request_id not in prompt.readers:
-            return False
-        prompt.readers.remove(request_id)
-        if prompt.readers:
-            return False
-        self._allocator.free(prompt.slots)
-        del self._shared[group]
-        return True
+    def leave(self, request_id: str) -> int:
+        """A sequence has ended or left; returns how many pages nobody holds any more. They are given back."""
+        dropped = self._tree.release(request_id)
+        if dropped:
+            self._free_places([page.place for page in dropped])
+        return len(dropped)

@@ -41,6 +41,7 @@ class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
     choice: int
     tokens: int
     pages: int
+    shared_tokens: int
 
 
 class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
@@ -112,6 +113,7 @@ def _row_of(sequence: Sequence, movable: Movable | None = None) -> SequenceRow:
         sequence.choice,
         -1 if movable is None else movable.tokens,
         -1 if movable is None else movable.pages,
+        sequence.shared_tokens,
     )
 
 
@@ -124,6 +126,7 @@ def _sequence_of(row: SequenceRow, status: Status) -> Sequence:
         prompt_group=row.prompt_group,
         choice=row.choice,
         status=status,
+        shared_tokens=row.shared_tokens,
     )
 
 

@@ -115,10 +115,11 @@ class RankSteps:
         """This rank's state for whoever decides."""
         executor = self._executor
         ready, run = executor.movable(running)
-        ledger = executor.ledger
+        ledger, state = executor.ledger, executor.state(running)
+        executor.foresee(state)
         return message_of(
             RankState(
-                state=executor.state(running),
+                state=state,
                 total_pages=ledger.total_pages,
                 free_pages=ledger.free_pages,
                 ready=ready,

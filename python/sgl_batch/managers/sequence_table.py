@@ -21,10 +21,10 @@ from sgl_batch.sglang_adapter.moving import movable
 
 
 class SharedPrompts(Protocol):
-    """Who still reads the prompts that choices share."""
+    """Who holds the pages that prompts share."""
 
-    def leave(self, group: str, request_id: str) -> bool:
-        """A choice has finished; whether it was the last that read its group's prompt."""
+    def leave(self, request_id: str) -> int:
+        """A sequence has ended or left; how many pages nobody holds any more."""
 
 
 class SequenceTable:
@@ -158,9 +158,7 @@ class SequenceTable:
         for ledger in (self.ledger, self.store_ledger):
             if ledger is not None and ledger.holds(sequence.sequence_id):
                 ledger.release(sequence.sequence_id)
-        group = sequence.prompt_group
-        if group is not None and self._sharing.leave(group, sequence.sequence_id):
-            (self.store_ledger or self.ledger).release(group)
+        (self.store_ledger or self.ledger).add_prompt_pages(-self._sharing.leave(sequence.sequence_id))
 
     # What comes from other ranks and goes there.
 

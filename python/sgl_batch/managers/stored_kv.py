@@ -7,6 +7,7 @@ page. Who is suspended and restored is decided in core/residency.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
@@ -58,9 +59,11 @@ class StoredKV:
         assert slots is not None, f"{pages} slots were reserved, {self._store.counts().free} are free"
         return slots
 
-    def adopt(self, name: str, slots: torch.Tensor, tokens: int) -> None:
-        """A sequence's prompt of `tokens` is in these READY slots."""
-        self._records[name] = _Record(slots=slots.tolist(), open=tokens % self._page_size != 0, tokens=tokens)
+    def adopt(self, name: str, slots: torch.Tensor, tokens: int, *, shared: Seq[int] = ()) -> None:
+        """A sequence's prompt of `tokens` is in READY slots: `shared` ones of others first, then these, its own."""
+        self._store.share(shared)
+        whole = [*shared, *slots.tolist()]
+        self._records[name] = _Record(slots=whole, open=tokens % self._page_size != 0, tokens=tokens)
 
     def fork(self, leader: str, follower: str, *, tokens: int) -> None:
         """Let a sequence begin with the first `tokens` of another's prompt, in the same slots."""

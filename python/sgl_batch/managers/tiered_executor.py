@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sgl_batch.core.coroutine import Event
-from sgl_batch.core.page_boundary import PrefillGroup, boundary_due, prefill_units
+from sgl_batch.core.page_boundary import PrefillGroup, boundary_due, prefill_units, prefill_wanted
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine
@@ -21,7 +21,6 @@ from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.sequence_table import SequenceTable
-from sgl_batch.managers.stored_sharing import StoredSharing
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.copy_engine import Ticket
 from sgl_batch.model_executor.counters import Counters
@@ -53,7 +52,7 @@ class TieredExecutor(BoundaryExecutor):
     """
 
     def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter, tiers: KVTiers) -> None:
-        self._tiers, self._stored_sharing = tiers, StoredSharing()
+        self._tiers = tiers
         super().__init__(scheduler, plan, counters, trace)
         self._returning: list[_Returning] = []
         self._arrived_forks: list[Any] = []
@@ -62,7 +61,7 @@ class TieredExecutor(BoundaryExecutor):
 
     def _make_table(self, trace: TraceWriter) -> SequenceTable:
         store = PageLedger(self._tiers.num_slots, self.plan.page_size)
-        return SequenceTable(self._device_ledger(), self._stored_sharing, self._counters, trace, store_ledger=store)
+        return SequenceTable(self._device_ledger(), self._sharing, self._counters, trace, store_ledger=store)
 
     @property
     def _admission_ledger(self) -> PageLedger:
@@ -80,6 +79,8 @@ class TieredExecutor(BoundaryExecutor):
             return self.fork_batch(), running
         if boundary_due(self.state(running), self.plan):
             state = self.state(running)
+            if prefill_wanted(state, self.plan, returning=len(self._returning)):
+                self.foresee(state)
             group = prefill_units(state, self.plan, self._admission_ledger, self._order, returning=len(self._returning))
             if group:
                 return self.prefill(PrefillGroup(units=tuple(group))), running
@@ -166,9 +167,12 @@ class TieredExecutor(BoundaryExecutor):
     def before_prefill_results(self, batch: Any) -> None:
         """Choices fork when their leader's prompt is in the store, which is after the results."""
 
-    def _fork(self, group: str, leader: Any, followers: list[Any]) -> None:
-        self._stored_sharing.begin(group, {request.rid for request in (leader, *followers)})
+    def _free_places(self, pages: list[int]) -> None:
+        """Slots go with the sequences that refer to them."""
+
+    def _fork(self, leader: Any, followers: list[Any]) -> None:
         for follower in followers:
+            self._sharing.join(leader, follower)
             self._tiers.stored.fork(leader.rid, follower.rid, tokens=len(leader.origin_input_ids) - 1)
             self.table.forked(follower.rid)
 
@@ -176,15 +180,18 @@ class TieredExecutor(BoundaryExecutor):
         """The prefill of choices whose KV has come to the device: their prompts' last tokens."""
         limit = self.plan.prefill.b_moe
         taken, self._arrived_forks = self._arrived_forks[:limit], self._arrived_forks[limit:]
-        return super()._prefill(taken, "its prompt was computed by its leader")
+        return self._prefill(taken, "its prompt was computed by its leader")
 
     # Prefill, layer by layer to the store.
 
-    def _prefill(self, requests: list[Any], why: str) -> Any:
+    def _prefill_group(self, requests: list[Any], why: str) -> Any:
         self._staged = True
+        holds = [self._sharing.hold_of(request) for request in requests]
         with self._tiers.staging():
-            batch = super()._prefill(requests, why)
-        self._tiers.begin_prefill(requests)
+            where = self._tiers.stage_prefixes(holds)
+            batch = self._prefill(requests, why)
+        self._sharing.lay_tables(requests, where)
+        self._tiers.begin_prefill(requests, holds)
         return batch
 
     def after_results(self, batch: Any) -> None:

@@ -22,10 +22,15 @@ _HALVES = 2
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """Pages of a group in the order of its rows. `ends` [P]: the row with which a page is complete, plus one."""
+    """Pages of a group in the order of its rows. `ends` [P]: the row with which a page is complete, plus one.
+
+    `restored` [R]: slots of pages that were computed before and come first; `loads`: those of a layer on their way.
+    """
 
     slots: torch.Tensor
     ends: torch.Tensor
+    restored: torch.Tensor
+    loads: dict[int, Ticket] = field(default_factory=dict)
     tickets: dict[int, list[Ticket]] = field(default_factory=dict)
     sent: int = 0
 
@@ -51,10 +56,11 @@ class PrefillStaging:
         """As a pool has them: a layer's half."""
         return self._halves[layer % _HALVES]
 
-    def begin(self, lengths: Seq[int], slots: torch.Tensor) -> None:
-        """Lead the pool's layers here for a group of prompts of `lengths` tokens, whose pages go to `slots` [P].
+    def begin(self, lengths: Seq[int], slots: torch.Tensor, *, restored: torch.Tensor) -> None:
+        """Lead the pool's layers here for a group of prompts of `lengths` new tokens, whose pages go to `slots` [P].
 
-        The prompts' pages here are numbered one after the other, in the order of their rows.
+        The pages here are numbered one after the other: those that come from the slots `restored` [R], which are READY
+        and stay so, then the prompts' own in the order of their rows.
         """
         assert self._group is None, "one group is prefilled at a time"
         size = self._pool.page_size
@@ -63,8 +69,9 @@ class PrefillStaging:
             ends += [row + min(end, length) for end in range(size, length + size, size)]
             row += length
         assert len(ends) == len(slots), f"{len(ends)} pages for {len(slots)} slots"
-        self._make_room(len(ends))
-        self._group = _Group(slots=slots, ends=torch.tensor(ends))
+        self._make_room(len(restored) + len(ends))
+        self._group = _Group(slots=slots, ends=torch.tensor(ends), restored=restored)
+        self._load(0)
         self._pool.redirect([self.page_parts(layer) for layer in range(self.layer_num)], self._first_page)
 
     def _make_room(self, pages: int) -> None:
@@ -78,11 +85,24 @@ class PrefillStaging:
         self.peak_bytes = sum(part.nbytes for half in self._halves for part in half)
         self._engine = NativeCopyEngine(self._store, self, num_workers=self._num_workers)
 
+    def _load(self, layer: int) -> None:
+        """What was computed before comes to a layer's half, where nobody reads it any more of the layer two before."""
+        group = self._group
+        assert group is not None, "a group has begun"
+        assert self._engine is not None, "it has room"
+        if len(group.restored) and layer < self.layer_num:
+            pages = torch.arange(len(group.restored))
+            group.loads[layer] = self._engine.load_pages(range(layer, layer + 1), group.restored, pages)
+
     def layer_begins(self, layer: int) -> None:
-        """Attention of a layer is about to write to its half."""
-        assert self._group is not None, "a group has begun"
-        self._group.sent = 0
-        self._wait(self._group.tickets.pop(layer - _HALVES, []))
+        """Attention of a layer is about to write to its half, and to read there what was computed before."""
+        group = self._group
+        assert group is not None, "a group has begun"
+        group.sent = 0
+        self._wait(group.tickets.pop(layer - _HALVES, []))
+        self._load(layer + 1)
+        if layer in group.loads:
+            self._wait([group.loads.pop(layer)])
 
     def rows_attended(self, layer: int, end: int) -> None:
         """The pages that are complete with row `end` leave for the store."""
@@ -92,7 +112,7 @@ class PrefillStaging:
         complete = int(torch.searchsorted(group.ends, end, right=True))
         if complete == group.sent:
             return
-        pages, slots = torch.arange(group.sent, complete), group.slots[group.sent : complete]
+        pages, slots = torch.arange(group.sent, complete) + len(group.restored), group.slots[group.sent : complete]
         ticket = self._engine.store_pages(range(layer, layer + 1), pages, slots)
         group.tickets.setdefault(layer, []).append(ticket)
         group.sent = complete

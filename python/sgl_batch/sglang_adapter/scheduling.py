@@ -39,7 +39,21 @@ __all__ = [
     "prefill_batch",
     "protect_prefix",
     "set_max_new_tokens",
+    "shares_prefix",
 ]
+
+# With any of these the KV of a prompt does not follow from its tokens alone, or something is asked of each of them.
+_OWN_PROMPT = (
+    "input_embeds",
+    "positional_embed_overrides",
+    "multimodal_inputs",
+    "lora_id",
+    "session",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "to_finish",
+)
 
 
 def _new_batch(scheduler: Any, requests: list[Any]) -> Any:
@@ -201,6 +215,12 @@ def end_detached(scheduler: Any, request: Any) -> None:
 def await_input(scheduler: Any, milliseconds: int) -> None:
     """Wait until a message for the scheduler has come, at most this long."""
     scheduler.idle_sleeper.poller.poll(milliseconds)
+
+
+def shares_prefix(request: Any) -> bool:
+    """Whether a request may find pages of its prompt computed, and others may find its."""
+    scored = request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
+    return not scored and not any(getattr(request, name, None) for name in _OWN_PROMPT)
 
 
 def set_max_new_tokens(request: Any, tokens: int) -> None:

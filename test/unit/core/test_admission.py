@@ -82,6 +82,15 @@ def test_followers_add_nothing_to_the_tokens_of_a_group():
     assert select(units, b_moe=100) == [[0, 1, 2, 3], [9]]
 
 
+def test_tokens_and_pages_that_others_have_take_no_room():
+    units = units_of(80, 80, 80)
+    for unit in units[1:]:
+        unit.leader.shared_tokens = 64
+    assert select(units, b_moe=112, pages=14) == [[0], [1], [2]]
+    assert select(units, b_moe=111, pages=14) == [[0], [1]]
+    assert select(units, b_moe=112, pages=13) == [[0], [1]]
+
+
 def test_a_unit_too_large_for_an_empty_device_goes_without_its_followers():
     group = choices(8, prompt=17, new=8)
     unit = Admission(leader=group[0], followers=tuple(group[1:]))
@@ -114,7 +123,7 @@ def test_the_group_is_a_prefix_of_the_queue_within_all_limits(prompts, new, b_mo
     assert tokens <= b_moe or len(group) == 1
     assert len(group) <= free_slots
     for unit in group:
-        reserve(unit, ledger)  # which refuses to overdraw
+        reserve(unit, ledger, held=0, new=0)  # which refuses to overdraw
     if len(group) < len(units):
         following = units[len(group)]
         assert (
@@ -168,15 +177,16 @@ def test_a_unit_with_followers_counts_the_shared_prompt_once(count, prompt, new)
     assert unit_pages(unit, ledger) == count * whole - (count - 1) * shared
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_what_a_unit_needs_is_what_it_reserves(count):
+@pytest.mark.parametrize(("count", "found"), [(1, 0), (1, 2), (2, 0), (5, 1)])
+def test_what_a_unit_needs_is_what_it_reserves(count, found):
     ledger = PageLedger(100, 8)
     group = choices(count, prompt=20, new=30)
     unit = Admission(leader=group[0], followers=tuple(group[1:]))
-    reserve(unit, ledger)
+    unit.leader.shared_tokens = 8 * found
+    reserve(unit, ledger, held=2, new=2 - found)
     assert ledger.reserved_pages == unit_pages(unit, ledger)
-    assert all(ledger.holds(member.sequence_id) for member in unit.members)
-    assert ledger.holds("g") == (count > 1), "the shared pages are reserved under the group's name"
+    assert all(ledger.held(member.sequence_id) == 7 - 2 for member in unit.members)
+    assert ledger.prompt_pages == 2 - found, "pages that others hold are theirs already"
 
 
 # Refusal.

@@ -44,7 +44,7 @@ def test_no_limit_of_a_plan_exceeds_what_the_engine_holds(forward, schedule, max
 def test_a_plan_keeps_what_fits():
     config = BatchConfig(
         forward=ForwardConfig(b_attn_prefill=3, b_moe_prefill=7, b_attn_decode=2, b_moe_decode=10, accumulate=False),
-        schedule=ScheduleConfig(boundary_tokens=5, refill_watermark=0.25, ready_ahead=0.31),
+        schedule=ScheduleConfig(boundary_tokens=5, refill_watermark=0.25, ready_ahead=0.31, share_prefixes=False),
     )
     plan = make_plan(config, page_size=16, max_running=100)
     assert json.loads(json.dumps(plan.as_dict())) == {
@@ -55,6 +55,7 @@ def test_a_plan_keeps_what_fits():
         "refill_watermark": 0.25,
         "ready_target": 14,
         "accumulate": False,
+        "share_prefixes": False,
     }
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from virtual_sequences import Batch, Fate, Request, Running
+from virtual_sequences import Batch, Fate, Request, Running, prompt_of
 
-from sgl_batch.core.admission import Admission, refusal, reserve
+from sgl_batch.core.admission import Admission, group_by_prompt, refusal, reserve
 from sgl_batch.core.coroutine import Event, advance
+from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import PrefillGroup, State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.prefixes import PrefixTree, foresee
 from sgl_batch.core.primitives import combine, migrate, yield_
 from sgl_batch.core.rank_agreement import Movable, RankState
 from sgl_batch.core.sequence import Sequence, Status
@@ -32,7 +34,7 @@ class VirtualRank:
         self.running = Running()
         self.forks: dict[str, tuple[Sequence, ...]] = {}
         self.forked: list[Sequence] = []
-        self.readers: dict[str, set[str]] = {}
+        self.tree = PrefixTree(plan.page_size)
         self.expected: set[str] = set()
         self.ended: list[str] = []
         self.refilled: list[str] = []
@@ -109,8 +111,14 @@ class VirtualRank:
         fate = self.fates[sequence.sequence_id]
         return fate.rooted or fate.aborted
 
+    def foresee(self, state: State) -> None:
+        units = group_by_prompt(state.queued, FifoOrder(), most_members=self.slots)
+        leaders = ((unit.leader, prompt_of(unit.leader)) for unit in units)
+        foresee(leaders, self.tree, rows=self.plan.prefill.b_moe)
+
     def told(self) -> RankState:
         """This rank at a boundary."""
+        self.foresee(self.state(self.running))
         ready, running = self.movable(self.running)
         return RankState(
             state=self.state(self.running),
@@ -128,7 +136,7 @@ class VirtualRank:
 
     def prefill(self, action: PrefillGroup) -> Batch:
         assert action.units, "a prefill group has somebody in it"
-        tokens = sum(unit.leader.prompt_tokens for unit in action.units)
+        tokens = sum(unit.leader.prefill_rows for unit in action.units)
         assert tokens <= self.plan.prefill.b_moe or len(action.units) == 1
         self._filling = True
         for unit in action.units:
@@ -138,13 +146,16 @@ class VirtualRank:
         return Batch(decode=False, sequences=leaders, rows=tokens)
 
     def _take(self, unit: Admission) -> None:
-        reserve(unit, self.ledger)
+        leader = unit.leader
+        hold = self.tree.hold(leader.sequence_id, prompt_of(leader))
+        assert hold.shared * self.plan.page_size == leader.shared_tokens, "what was foreseen"
+        reserve(unit, self.ledger, held=len(hold.pages), new=len(hold.own))
+        for follower in unit.followers:
+            self.tree.hold_with(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
         for member in unit.members:
             assert self.queued.pop(member.sequence_id) is member
         if unit.followers:
-            group = unit.leader.prompt_group or ""
-            self.forks[group] = unit.followers
-            self.readers[group] = {member.sequence_id for member in unit.members}
+            self.forks[leader.prompt_group or ""] = unit.followers
 
     def fork_batch(self) -> Batch:
         limit = self.plan.prefill.b_moe
@@ -204,11 +215,7 @@ class VirtualRank:
         self._changes += 1
         if self.ledger.holds(sequence.sequence_id):
             self.ledger.release(sequence.sequence_id)
-        readers = self.readers.get(sequence.prompt_group or "", set())
-        if sequence.sequence_id in readers:
-            readers.remove(sequence.sequence_id)
-            if not readers:
-                self.ledger.release(sequence.prompt_group or "")
+        self.ledger.add_prompt_pages(-len(self.tree.release(sequence.sequence_id)))
 
     # What comes from other ranks and goes there.
 
@@ -260,14 +267,9 @@ class VirtualRank:
         held = [*self.forked, *self.ready.values(), *self.running.reqs]
         assert len(held) <= self.slots
         assert len(self.running.reqs) <= self.plan.decode.b_moe
-        shared = {name for readers in self.readers.values() for name in readers}
-        pages = sum(
-            self.ledger.own_pages(s) if s.sequence_id in shared else self.ledger.whole_pages(s) for s in held
-        ) + sum(self._shared_pages(group) for group, readers in self.readers.items() if readers)
+        holds = {s.sequence_id: self.tree.held(s.sequence_id).pages for s in held}
+        prompts = {id(page) for pages in holds.values() for page in pages}
+        pages = len(prompts) + sum(self.ledger.whole_pages(s) - len(holds[s.sequence_id]) for s in held)
         assert self.ledger.reserved_pages == pages
         assert self.ledger.free_pages + pages == self.ledger.total_pages
         assert self.ledger.free_pages >= 0
-
-    def _shared_pages(self, group: str) -> int:
-        held = (*self.forked, *self.ready.values(), *self.running.reqs)
-        return self.ledger.shared_pages(next(sequence for sequence in held if sequence.prompt_group == group))

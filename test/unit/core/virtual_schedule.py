@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sgl_batch.core.admission import Admission, refusal, reserve
+from virtual_sequences import prompt_of
+
+from sgl_batch.core.admission import Admission, group_by_prompt, refusal, reserve
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import Action, DecodeStep, Idle, PrefillGroup, Refill, State, decide
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.prefixes import PrefixTree, foresee
 from sgl_batch.core.primitives import combine, yield_
 from sgl_batch.core.sequence import Sequence, Status
 
@@ -53,7 +56,7 @@ class VirtualSchedule:
         self._queued: list[Sequence] = []
         self._ready: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._readers: dict[str, set[str]] = {}
+        self._tree = PrefixTree(plan.page_size)
         self._steps = 0
         self._filling = False
         self._changed = True
@@ -65,6 +68,7 @@ class VirtualSchedule:
             self._arrive()
             self._do(self._decide())
             self.log.decisions += 1
+            assert self.ledger.prompt_pages == self._tree.num_pages
             assert 0 <= self.ledger.free_pages <= self.ledger.total_pages
             assert len(self._running) + len(self._ready) <= self.slots
         assert self.ledger.reserved_pages == 0, "the last to leave gives back the last page"
@@ -102,6 +106,9 @@ class VirtualSchedule:
             filling=self._filling,
             changed=self._changed,
         )
+        units = group_by_prompt(state.queued, FifoOrder(), most_members=self.slots)
+        leaders = ((unit.leader, prompt_of(unit.leader)) for unit in units)
+        foresee(leaders, self._tree, rows=self.plan.prefill.b_moe)
         free_before = self.ledger.free_pages
         action = decide(state, self.plan, self.ledger, FifoOrder())
         assert action == decide(state, self.plan, self.ledger, FifoOrder()), "the same state, the same action"
@@ -128,12 +135,15 @@ class VirtualSchedule:
 
     def _prefill(self, units: tuple[Admission, ...]) -> None:
         assert units, "a prefill group has somebody in it"
-        tokens = sum(unit.leader.prompt_tokens for unit in units)
+        tokens = sum(unit.leader.prefill_rows for unit in units)
         assert tokens <= self.plan.prefill.b_moe or len(units) == 1
         for unit in units:
-            reserve(unit, self.ledger)
-            if unit.followers:
-                self._readers[unit.leader.prompt_group or ""] = {s.sequence_id for s in unit.members}
+            leader = unit.leader
+            hold = self._tree.hold(leader.sequence_id, prompt_of(leader))
+            assert hold.shared * self.plan.page_size == leader.shared_tokens, "what was foreseen"
+            reserve(unit, self.ledger, held=len(hold.pages), new=len(hold.own))
+            for follower in unit.followers:
+                self._tree.hold_with(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
         taken = [member for unit in units for member in unit.members]
         self._queued = [sequence for sequence in self._queued if sequence not in taken]
         leaders = [unit.leader for unit in units]
@@ -172,8 +182,4 @@ class VirtualSchedule:
         self.log.finished.append(sequence.arrival)
         self._changed = True
         self.ledger.release(sequence.sequence_id)
-        readers = self._readers.get(sequence.prompt_group or "", set())
-        if sequence.sequence_id in readers:
-            readers.remove(sequence.sequence_id)
-            if not readers:
-                self.ledger.release(sequence.prompt_group or "")
+        self.ledger.add_prompt_pages(-len(self._tree.release(sequence.sequence_id)))

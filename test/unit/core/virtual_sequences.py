@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from sgl_batch.core.plan import Plan, num_expert_calls
@@ -55,3 +56,8 @@ class Running:
 
     def is_empty(self) -> bool:
         return not self.reqs
+
+
+def prompt_of(sequence: Sequence) -> array[int]:
+    """Tokens of a virtual prompt: a third of all lengths begin alike."""
+    return array("q", [sequence.prompt_tokens % 3]) * sequence.prompt_tokens

@@ -48,6 +48,15 @@ def test_it_says_tokens_per_expert_call_and_imbalance():
     assert "most loaded expert 1 (300 tokens), least loaded expert 2 (50 tokens), imbalance 2.00" in text
 
 
+def test_it_says_how_much_of_the_prompts_was_computed_for_others():
+    stats = EngineStats(counters={"prompt_tokens": 31_744, "prompt_tokens_shared": 19_456})
+    assert (
+        "Prefix sharing: 38.0% of 51,200 prompt tokens computed once for several prompts"
+        in format_summary(result(stats=stats)).splitlines()
+    )
+    assert "Prefix sharing" not in format_summary(result(stats=EngineStats(counters={"prompt_tokens": 7})))
+
+
 def test_failures_are_grouped_by_code_with_their_first_line():
     failures = Failures()
     for line in range(7, 12):

@@ -21,8 +21,8 @@ from sgl_batch.model_executor.counters import Counters
 class NoSharing:
     """Prompts that nobody shares any more."""
 
-    def leave(self, group, sequence_id):
-        return False
+    def leave(self, sequence_id):
+        return 0
 
 
 @pytest.fixture

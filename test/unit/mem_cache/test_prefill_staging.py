@@ -14,6 +14,7 @@ from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
 PAGE, LAYERS, WIDTH, FIRST = 4, 5, 8, 100
+NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass
@@ -47,7 +48,7 @@ def store(pool):
 
 def prefill(pool: Pool, staging: PrefillStaging, lengths: list[int], slots: torch.Tensor, sub_batch: int) -> None:
     """What a forward pass does: each layer writes the rows of one sub-batch after the other."""
-    staging.begin(lengths, slots)
+    staging.begin(lengths, slots, restored=NONE)
     owner = [(sum(-(-n // PAGE) for n in lengths[:i]), at) for i, n in enumerate(lengths) for at in range(n)]
     for layer in range(LAYERS):
         staging.layer_begins(layer)
@@ -93,7 +94,7 @@ def test_a_large_group_needs_the_memory_of_two_layers_and_a_small_one_after_it_n
 def test_slots_are_ready_only_when_the_group_has_ended(pool, store):
     staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=1)
     slots = store.prepare_store(2)
-    staging.begin([5], slots)
+    staging.begin([5], slots, restored=NONE)
     assert pool.first_page == FIRST
     assert store.counts().ready == 0
     for layer in range(LAYERS):
@@ -101,4 +102,29 @@ def test_slots_are_ready_only_when_the_group_has_ended(pool, store):
         staging.rows_attended(layer, 5)
     staging.end()
     assert store.counts().ready == 2
+    staging.close()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(pool, store, num_workers):
+    staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=num_workers)
+    before = store.prepare_store(3)
+    prefill(pool, staging, [3 * PAGE], before, 64)
+    slots = store.prepare_store(2)
+    restored = before[[2, 0]]
+    staging.begin([5], slots, restored=restored)
+    for layer in range(LAYERS):
+        staging.layer_begins(layer)
+        found = pool.page_parts(layer)[0][:2].flatten(0, 1)[:, 0].tolist()
+        assert found == [1000 * layer + row for row in (8, 9, 10, 11, 0, 1, 2, 3)]
+        pool.page_parts(layer)[0][2:4] = 7.0 + layer
+        staging.rows_attended(layer, 5)
+    staging.end()
+    assert store.references(torch.cat((before, slots))).tolist() == [1] * 5
+    back = NativeCopyEngine(store, pool)
+    back.load_pages(range(LAYERS), torch.cat((before, slots)), range(5)).wait()
+    for layer in range(LAYERS):
+        rows = pool.parts[layer][0][:5].flatten(0, 1)[:, 0].tolist()
+        assert rows == [1000 * layer + row for row in range(3 * PAGE)] + [7.0 + layer] * (2 * PAGE)
+    back.close()
     staging.close()

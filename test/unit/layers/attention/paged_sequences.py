@@ -79,6 +79,11 @@ class PagedSequences:
             table[row, : self.lengths[row]] = slots[: self.lengths[row]].to(torch.int32)
         return table
 
+    def share(self, leader: int, follower: int, tokens: int) -> None:
+        """Let one sequence begin with whole pages of another's, and with their keys and values."""
+        self.req_to_token[follower, :tokens] = self.req_to_token[leader, :tokens]
+        self.k[follower][:tokens], self.v[follower][:tokens] = self.k[leader][:tokens], self.v[leader][:tokens]
+
     def write(self, upto: list[int]) -> None:
         """Put the first `upto` keys and values of each sequence into the pool."""
         for row, tokens in enumerate(upto):

@@ -1,0 +1,62 @@
+"""Owns prompts that begin alike, for engines with small pages, and the arithmetic of what they share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PAGE = 8
+# Tokens of a base that a prompt begins with, and those of its own behind them: no page shared, some, all but one token.
+COMMON_LENGTHS = (0, 5, 8, 9, 16, 24, 33, 41, 48, 60)
+OWN_LENGTHS = (0, 1, 3, 8, 20)
+OUTPUT_LENGTHS = (1, 2, 8, 9, 24, 40, 70)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Prompts, and parameters with an output length for each; every third is sampled by a seed."""
+
+    input_ids: list[list[int]]
+    sampling_params: list[dict[str, Any]]
+
+
+def prompts_that_begin_alike(
+    count: int, rng: random.Random, output_lengths: Sequence[int] = OUTPUT_LENGTHS
+) -> Requests:
+    """Prompts that begin with more or less of one of three bases."""
+    bases = [[rng.randrange(5, 3000) for _ in range(max(COMMON_LENGTHS))] for _ in range(3)]
+    ids, parameters = [], []
+    for index in range(count):
+        common = rng.choice(bases)[: rng.choice(COMMON_LENGTHS)]
+        ids.append([*common, *(rng.randrange(5, 3000) for _ in range(rng.choice(OWN_LENGTHS)))] or [5])
+        sampling = {"temperature": 0} if index % 3 else {"temperature": 1.0, "sampling_seed": index}
+        parameters.append({**sampling, "max_new_tokens": rng.choice(output_lengths), "ignore_eos": True})
+    return Requests(ids, parameters)
+
+
+def answers(engine: Any, requests: Requests) -> list[list[int]]:
+    """The tokens of each output."""
+    results = engine.generate(input_ids=requests.input_ids, sampling_params=requests.sampling_params)
+    return [result["output_ids"] for result in results]
+
+
+def counted(engine: Any, work: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """What some work gives, and what the engine has counted meanwhile."""
+    before = engine.batch_stats()["counters"]
+    result = work()
+    after = engine.batch_stats()["counters"]
+    return result, {name: after[name] - before.get(name, 0) for name in after}
+
+
+def rows_of_one_group(prompts: list[list[int]]) -> int:
+    """Tokens that have to be computed of prompts that come one after the other and all stay."""
+    known: set[tuple[int, ...]] = set()
+    rows = 0
+    for prompt in prompts:
+        prefixes = [tuple(prompt[:end]) for end in range(PAGE, len(prompt) + 1, PAGE)]
+        found = sum(prefix in known for prefix in prefixes if len(prefix) < len(prompt))
+        rows += len(prompt) - found * PAGE
+        known.update(prefixes)
+    return rows
