@@ -37,7 +37,7 @@ class Engine(processes.RankedEngine):
             server_args = make_server_args(rest, self.batch_config)
         self._run = self.run_scheduler_process_func = EngineRun.begin(self.batch_config, start_method)
         self.run_detokenizer_process_func = self._run.detokenizer
-        with processes.platform(launch.child_platform(server_args)), launch.start_errors():
+        with processes.platform(launch.child_platform(server_args)), launch.start_errors(self._run):
             super().__init__(server_args=server_args)
         infos = self._run.infos(self._scheduler_init_result.scheduler_infos)
         try:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sgl_batch.distributed.rank_errors import PeerTimeout
+from sgl_batch.errors import SglBatchError
 
 _POLL_S = 0.01
 
@@ -57,6 +59,15 @@ class Rendezvous:
             pass
         finally:
             own.unlink()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Report what of our own errors ends this block: SGLang only logs it, and ends the process."""
+        try:
+            yield
+        except SglBatchError as error:
+            self.report_failure(str(error))
+            raise
 
     @property
     def failure(self) -> str | None:

@@ -87,9 +87,19 @@ def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kw
     else:
         gpu_experts = GpuExperts(config.forward.expert_runner, torch.cuda.get_device_name())
     context = RunContext(
-        config=config, counters=counters, cpu_operators=operators, gpu_experts=gpu_experts, place=place
+        config=config,
+        counters=counters,
+        cpu_operators=operators,
+        gpu_experts=gpu_experts,
+        place=place,
+        rendezvous=Rendezvous(directory),
     )
-    processes.run_scheduler_with(partial(BatchScheduler, context=context), CounterSampler, *args, **kwargs)
+    processes.run_scheduler_with(partial(_scheduler, context), CounterSampler, *args, **kwargs)
+
+
+def _scheduler(context: RunContext, *args: Any, **kwargs: Any) -> BatchScheduler:
+    with context.rendezvous.telling():
+        return BatchScheduler(*args, context=context, **kwargs)
 
 
 # SGLang's positional arguments of a scheduler process.
