@@ -60,10 +60,10 @@ class Engine(processes.RankedEngine):
         manager.outlives_children = True
         return LineAnswers(manager, self.template_manager, self._death)
 
-    def _death(self) -> str | None:
+    def _death(self) -> EngineError | None:
         """Why this engine cannot answer any more: a rank's own words where there are any."""
         death = self.tokenizer_manager.child_death
-        return death and (self._run.failure or death)
+        return EngineError(self._run.failure or death, code=self._run.failure_code) if death else None
 
     def plan_manifest(self) -> dict[str, Any]:
         """The plan in force, our flags, and whose kernels compute what, as they go into a manifest."""

@@ -57,6 +57,11 @@ class EngineRun:
         """Why its ranks could not go on, if they have said so."""
         return Rendezvous(self.directory).failure
 
+    @property
+    def failure_code(self) -> str | None:
+        """A word for why, as EngineError has it."""
+        return Rendezvous(self.directory).failure_code
+
     def infos(self, scheduler_infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What each scheduler says of itself: several have left it in the directory, one tells SGLang."""
         told = Rendezvous(self.directory).published("info")
