@@ -37,7 +37,7 @@ class Engine(processes.RankedEngine):
             server_args = make_server_args(rest, self.batch_config)
         self._run = self.run_scheduler_process_func = EngineRun.begin(self.batch_config, start_method)
         self.run_detokenizer_process_func = self._run.detokenizer
-        with processes.platform(launch.child_platform(server_args)), launch.start_errors():
+        with processes.platform(launch.child_platform(server_args)), launch.start_errors(self._run):
             super().__init__(server_args=server_args)
         infos = self._run.infos(self._scheduler_init_result.scheduler_infos)
         try:
@@ -60,10 +60,10 @@ class Engine(processes.RankedEngine):
         manager.outlives_children = True
         return LineAnswers(manager, self.template_manager, self._death)
 
-    def _death(self) -> str | None:
+    def _death(self) -> EngineError | None:
         """Why this engine cannot answer any more: a rank's own words where there are any."""
         death = self.tokenizer_manager.child_death
-        return death and (self._run.failure or death)
+        return EngineError(self._run.failure or death, code=self._run.failure_code) if death else None
 
     def plan_manifest(self) -> dict[str, Any]:
         """The plan in force, our flags, and whose kernels compute what, as they go into a manifest."""

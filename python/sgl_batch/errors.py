@@ -27,4 +27,17 @@ class RequestError(SglBatchError):
 
 
 class EngineError(SglBatchError):
-    """The engine itself is dead or cannot start; no further request can be answered."""
+    """The engine itself is dead or cannot start; no further request can be answered.
+
+    `code`: where every request that is left fails for the same reason, which the user can mend, a stable word for it.
+    """
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class StoreError(SglBatchError):
+    """The host KV store cannot be written or read any more: a full disk, say. The message says what can be done."""
+
+    code = "kv_store_failed"

@@ -23,14 +23,23 @@ class Admission:
         return (self.leader, *self.followers)
 
 
-def refusal(sequence: Sequence, ledger: PageLedger, store: PageLedger | None = None) -> str | None:
+def refusal(
+    sequence: Sequence, ledger: PageLedger, store: PageLedger | None = None, *, most_prompt_tokens: int | None = None
+) -> str | None:
     """Why a sequence can never fit, with the numbers; None if it can (invariant 4: a line's own error).
 
-    `store`: the account of the host KV store, where there is one.
+    `store`: the account of the host KV store, where there is one. `most_prompt_tokens`: where the device has a budget,
+    the longest prompt that it has working memory for.
     """
     need, page = ledger.whole_pages(sequence), ledger.page_size
+    if most_prompt_tokens is not None and sequence.prompt_tokens > most_prompt_tokens:
+        return (
+            f"the prompt has {sequence.prompt_tokens} tokens, and the device's budget has working memory for groups of "
+            f"{most_prompt_tokens}; shorten the prompt, or raise --b-moe-prefill and with it --device-memory"
+        )
     if need > ledger.total_pages:
-        where, remedy = f"the device holds {ledger.total_pages}", f"--max-total-tokens to at least {need * page}"
+        where = f"the device holds {ledger.total_pages}"
+        remedy = f"--device-memory, or --max-total-tokens to at least {need * page}"
     elif store is not None and need > store.total_pages:
         where, remedy = f"the host KV store holds {store.total_pages}", "--kv-store-bytes"
     else:

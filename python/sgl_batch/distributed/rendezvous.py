@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sgl_batch.distributed.rank_errors import PeerTimeout
+from sgl_batch.errors import SglBatchError, StoreError
 
 _POLL_S = 0.01
 
@@ -46,11 +48,11 @@ class Rendezvous:
         """What has been published under `name` so far, by rank."""
         return {int(path.suffix[1:]): path.read_text() for path in self.directory.glob(f"{name}.[0-9]*")}
 
-    def report_failure(self, text: str) -> None:
-        """Say why the group cannot go on. The first to say so is heard."""
+    def report_failure(self, text: str, *, code: str = "") -> None:
+        """Say why the group cannot go on. The first to say so is heard. `code`: as EngineError has it."""
         path = self.directory / "failure"
         own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(text)
+        own.write_text(f"{code}\n{text}")
         try:
             os.link(own, path)
         except FileExistsError:
@@ -58,11 +60,33 @@ class Rendezvous:
         finally:
             own.unlink()
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Report what of our own errors ends this block: SGLang only logs it, and ends the process."""
+        try:
+            yield
+        except SglBatchError as error:
+            self.report_failure(str(error), code=error.code if isinstance(error, StoreError) else "")
+            raise
+
     @property
     def failure(self) -> str | None:
         """Why the group could not go on, if somebody has said so."""
+        told = self._told()
+        return told and told[1]
+
+    @property
+    def failure_code(self) -> str | None:
+        """Its code, where there is one."""
+        told = self._told()
+        return (told[0] or None) if told else None
+
+    def _told(self) -> tuple[str, str] | None:
         path = self.directory / "failure"
-        return path.read_text() if path.exists() else None
+        if not path.exists():
+            return None
+        code, _, text = path.read_text().partition("\n")
+        return code, text
 
     def _write(self, path: Path, text: str) -> None:
         draft = path.with_name(f".{path.name}.{os.getpid()}")

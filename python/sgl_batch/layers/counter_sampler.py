@@ -14,6 +14,9 @@ from sgl_batch.sglang_adapter.layers import TOP_K_ALL, Sampler
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit integer (splitmix64)
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
+# Sorting and adding up take several copies of the probabilities: so many rows at a time as these bytes hold.
+_SCRATCH_BYTES = 48 << 20
+_BYTES_PER_PROBABILITY = 48
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -80,6 +83,12 @@ def sample_unfiltered(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tens
     return (total <= threshold).sum(-1).clamp(max=probs.shape[-1] - 1)
 
 
+def _few_rows(mask: torch.Tensor, vocab_size: int) -> list[torch.Tensor]:
+    """The rows of a mask, as many at a time as the scratch memory of sampling is for; a row knows no neighbour."""
+    rows = torch.nonzero(mask).squeeze(1)
+    return list(rows.split(max(1, _SCRATCH_BYTES // (_BYTES_PER_PROBABILITY * vocab_size)))) if len(rows) else []
+
+
 class CounterSampler(Sampler):  # type: ignore[misc]
     """SGLang's sampler with our draw. Every row carries a seed; greedy rows take the largest logit."""
 
@@ -93,11 +102,9 @@ class CounterSampler(Sampler):  # type: ignore[misc]
         filtered = (top_ks < TOP_K_ALL) | (sampling_info.top_ps != 1.0) | (sampling_info.min_ps > 0)
         greedy = top_ks <= 1
         out = probs.argmax(-1)
-        plain = torch.nonzero(~filtered & ~greedy).squeeze(1)
-        if len(plain):
+        for plain in _few_rows(~filtered & ~greedy, probs.shape[-1]):
             out[plain] = sample_unfiltered(probs[plain], uniforms[plain])
-        rows = torch.nonzero(filtered & ~greedy).squeeze(1)
-        if len(rows):
+        for rows in _few_rows(filtered & ~greedy, probs.shape[-1]):
             top_ps, min_ps = sampling_info.top_ps[rows], sampling_info.min_ps[rows]
             out[rows] = sample_rows(probs[rows], top_ks[rows], top_ps, min_ps, uniforms[rows])
         return out

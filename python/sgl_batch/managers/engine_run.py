@@ -57,6 +57,11 @@ class EngineRun:
         """Why its ranks could not go on, if they have said so."""
         return Rendezvous(self.directory).failure
 
+    @property
+    def failure_code(self) -> str | None:
+        """A word for why, as EngineError has it."""
+        return Rendezvous(self.directory).failure_code
+
     def infos(self, scheduler_infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What each scheduler says of itself: several have left it in the directory, one tells SGLang."""
         told = Rendezvous(self.directory).published("info")
@@ -87,9 +92,19 @@ def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kw
     else:
         gpu_experts = GpuExperts(config.forward.expert_runner, torch.cuda.get_device_name())
     context = RunContext(
-        config=config, counters=counters, cpu_operators=operators, gpu_experts=gpu_experts, place=place
+        config=config,
+        counters=counters,
+        cpu_operators=operators,
+        gpu_experts=gpu_experts,
+        place=place,
+        rendezvous=Rendezvous(directory),
     )
-    processes.run_scheduler_with(partial(BatchScheduler, context=context), CounterSampler, *args, **kwargs)
+    processes.run_scheduler_with(partial(_scheduler, context), CounterSampler, *args, **kwargs)
+
+
+def _scheduler(context: RunContext, *args: Any, **kwargs: Any) -> BatchScheduler:
+    with context.rendezvous.telling():
+        return BatchScheduler(*args, context=context, **kwargs)
 
 
 # SGLang's positional arguments of a scheduler process.

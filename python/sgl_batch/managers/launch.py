@@ -16,6 +16,7 @@ from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
 from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe.expert_runner import check_runner
+from sgl_batch.managers.budget_checks import check_budgets
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
 from sgl_batch.sglang_adapter import processes
@@ -85,6 +86,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
         raise ConfigError(f"pp_size is {merged['pp_size']}; this release has no pipeline parallelism: use pp_size=1")
     ranks = _rank_arguments(merged)
     _check_store(config.memory, on_cpu=on_cpu(kwargs), several_ranks=bool(ranks))
+    check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
     merged.update(ranks)
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
     if merged.get("speculative_algorithm"):
@@ -175,10 +177,11 @@ def start_tokenizer_manager(server_args: Any, port_args: Any) -> Any:
 
 
 @contextmanager
-def start_errors() -> Iterator[None]:
+def start_errors(run: EngineRun) -> Iterator[None]:
     """Turn SGLang's errors of starting its process tree into EngineError; whatever ends the start ends its children.
 
-    Another engine of this process keeps its own, and the handler by which it learns of their death.
+    Another engine of this process keeps its own, and the handler by which it learns of their death. A process of `run`
+    that has said itself why it ended is believed.
     """
     before, handler = set(multiprocessing.active_children()), signal.getsignal(signal.SIGQUIT)
     try:
@@ -189,8 +192,10 @@ def start_errors() -> Iterator[None]:
             child.join()
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGQUIT, handler)
+        failure = run.failure
+        run.end()
         if isinstance(error, RuntimeError):
-            raise EngineError(f"the engine did not start: {error}") from error
+            raise EngineError(f"the engine did not start: {failure or error}") from error
         raise
 
 
@@ -202,7 +207,7 @@ def serve(server_args: Any, config: BatchConfig, start_method: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     run = EngineRun.begin(config, start_method)
     try:
-        with processes.platform(child_platform(server_args)), start_errors():
+        with processes.platform(child_platform(server_args)), start_errors(run):
             launched = processes.launch_subprocesses(
                 server_args,
                 init_tokenizer_manager_func=start_tokenizer_manager,

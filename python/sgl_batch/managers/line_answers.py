@@ -14,12 +14,16 @@ from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
 
 
 class LineAnswers:
-    """Answers OpenAI requests, all under one name of the model, until the engine dies."""
+    """Answers OpenAI requests, all under one name of the model, until the engine dies.
 
-    def __init__(self, tokenizer_manager: Any, template_manager: Any, death: Callable[[], str | None]) -> None:
+    One that dies for a reason that the user can mend answers whatever is left with that: each line gets its error.
+    """
+
+    def __init__(self, tokenizer_manager: Any, template_manager: Any, death: Callable[[], EngineError | None]) -> None:
         self._manager = tokenizer_manager
         self._endpoints = OpenAIEndpoints(tokenizer_manager, template_manager)
         self._death = death
+        self._last_stats = EngineStats()
 
     @property
     def served_model_names(self) -> tuple[str, ...]:
@@ -27,25 +31,43 @@ class LineAnswers:
 
     async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
         """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request."""
-        status, content = await self._unless_dead(self._endpoints.post(url, body))
+        try:
+            status, content = await self._unless_dead(lambda: self._endpoints.post(url, body))
+        except EngineError as error:
+            if error.code is None:
+                raise
+            status, content = 503, _error_body(str(error), error.code)
         request_id = str(content.get("id") or f"req_{uuid.uuid4().hex}")
         return LineResponse(status_code=status, request_id=request_id, body=content)
 
     async def stats(self) -> EngineStats:
-        """Counters since the engine started. Raises EngineError when the engine is dead."""
-        states = await self._unless_dead(self._manager.get_internal_state())
-        return engine_stats(merged_stats([state["sgl_batch"] for state in states]))
+        """Counters since the engine started. Raises EngineError when the engine is dead and answers nothing."""
+        try:
+            states = await self._unless_dead(self._manager.get_internal_state)
+        except EngineError as error:
+            if error.code is None:
+                raise
+            return self._last_stats
+        self._last_stats = engine_stats(merged_stats([state["sgl_batch"] for state in states]))
+        return self._last_stats
 
-    async def _unless_dead(self, work: Any) -> Any:
+    async def _unless_dead(self, work: Callable[[], Any]) -> Any:
         """The result of `work`, or EngineError as soon as an engine process is found dead."""
-        task = asyncio.ensure_future(work)
+        death = self._death()
+        if death is not None:
+            raise death
+        task = asyncio.ensure_future(work())
         try:
             while True:
                 done, _ = await asyncio.wait({task}, timeout=1.0)
                 if done:
                     return task.result()
-                reason = self._death()
-                if reason is not None:
-                    raise EngineError(reason)
+                death = self._death()
+                if death is not None:
+                    raise death
         finally:
             task.cancel()
+
+
+def _error_body(message: str, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}

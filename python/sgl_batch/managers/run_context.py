@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.gpu_experts import GpuExperts
@@ -16,10 +17,11 @@ class RunContext:
     """Made once per scheduler process, before SGLang's scheduler is built.
 
     One of `cpu_operators` and `gpu_experts` is None: they are for a machine without a GPU and with one. `place` is None
-    where there is one rank.
+    where there is one rank. At `rendezvous` the engine's process hears why this one ended.
     """
 
     config: BatchConfig
+    rendezvous: Rendezvous
     counters: Counters = field(default_factory=Counters)
     cpu_operators: CpuOperators | None = None
     gpu_experts: GpuExperts | None = None

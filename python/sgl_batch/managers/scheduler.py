@@ -59,6 +59,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
         self.executor = self._make_executor(context)
+        if context.config.memory.device_memory:
+            self.executor.table.most_prompt_tokens = self.executor.plan.prefill.b_moe
         self.rank_steps = None if context.place is None else self._join(context.place)
 
     def _make_executor(self, context: RunContext) -> BoundaryExecutor:
@@ -130,6 +132,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         if self.context.place is not None:
             self.context.place.rendezvous.publish("info", self.context.place.rank, json.dumps(info["sgl_batch"]))
         return info
+
+    def run_event_loop(self) -> None:
+        with self.context.rendezvous.telling():
+            super().run_event_loop()
 
     # Intake.
 

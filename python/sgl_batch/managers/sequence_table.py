@@ -32,6 +32,7 @@ class SequenceTable:
 
     `changes` counts what has come and what has changed its state, so that nothing is decided twice over the same.
     `store_ledger`: the account of the store's pages, where KV can wait there; SUSPENDED sequences are among the READY.
+    `most_prompt_tokens`: where the device has a budget, the longest prompt that it has working memory for.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class SequenceTable:
         store_ledger: PageLedger | None = None,
     ) -> None:
         self.ledger, self.store_ledger = ledger, store_ledger
+        self.most_prompt_tokens: int | None = None
         self.changes = 0
         self._sharing, self._counters, self._trace = sharing, counters, trace
         self._sequences: dict[str, Sequence] = {}
@@ -78,7 +80,9 @@ class SequenceTable:
 
     def enter(self, request: Any) -> Sequence:
         """Take in a request as a QUEUED sequence; one that can never fit is marked with its error."""
-        error = refusal(self._sequence_of(request), self.ledger, self.store_ledger)
+        error = refusal(
+            self._sequence_of(request), self.ledger, self.store_ledger, most_prompt_tokens=self.most_prompt_tokens
+        )
         if error is not None and request.to_finish is None:
             request.set_finish_with_abort(error)
         sequence = self._sequence_of(request)

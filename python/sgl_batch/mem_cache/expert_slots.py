@@ -32,6 +32,11 @@ class SlotTensors:
     def count(self) -> int:
         return len(self.w2)
 
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.w13, self.w2, self.w13_scales, self.w2_scales)
+        return sum(part.nbytes for part in parts if part is not None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTotals:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sgl_batch.errors import SglBatchError
+from sgl_batch.errors import SglBatchError, StoreError
 
 
 class StoreFault(SglBatchError):  # noqa: N818 (the caller's fault, not the store's error)
     """The caller asked for what the rules forbid, such as freeing a slot twice; nothing has changed."""
 
 
-class CopyError(SglBatchError):
+class CopyError(StoreError):
     """A copy has failed: what, where and why. What its targets hold is undefined.
 
     `errno` is the system's number, None where it gave none (a file that ends early, a checksum that does not match).

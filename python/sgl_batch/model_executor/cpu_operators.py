@@ -81,6 +81,11 @@ class CpuOperators:
     def streams_weights(self) -> bool:
         return self._streamer is not None
 
+    @property
+    def streamed_bytes(self) -> int:
+        """What the experts in memory take, where they are streamed."""
+        return 0 if self._streamer is None else self._streamer.slots.tensors.num_bytes
+
     def adopt(self, model: Any) -> None:
         """Pack the weights of a loaded model for the native kernels, and compute its linear layers with them.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.distributed.rank_place import RankPlace, backend_for
 from sgl_batch.errors import ConfigError
@@ -17,9 +18,10 @@ from sgl_batch.layers.huge_pages import huge_parameters
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.layers.unloaded_experts import unloaded_experts
 from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
-from sgl_batch.mem_cache.process_memory import forget_peak
+from sgl_batch.mem_cache.process_memory import forget_peak, resident_bytes
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.model_executor.device_needs import model_shape, resident_weight_bytes
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import FAMILIES, Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
@@ -31,6 +33,7 @@ from sgl_batch.sglang_adapter.forward import (
     ModelRunnerOutput,
     forward_context,
 )
+from sgl_batch.sglang_adapter.memory import kv_token_bytes, set_kv_bytes
 from sgl_batch.sglang_adapter.partial_loading import leaving_weights
 from sgl_batch.sglang_adapter.ranks import expert_shard
 
@@ -55,6 +58,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.place = place
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
+        self._program_bytes = 0
         super().__init__(*args, **kwargs)
 
     @property
@@ -73,6 +77,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """Load the model; of several ranks, each its share of the experts. Streamed experts stay in their files."""
         place, memory = self.place, self.batch_config.memory
         shard = nullcontext() if place is None else expert_shard(place.rank, place.world_size)
+        self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         with shard, huge_parameters():
             if memory.weights == "resident":
                 super().load_model()
@@ -82,6 +87,30 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                     super().load_model()
                 self.cpu_operators.stream(self.model, files, memory, rank=0 if place is None else place.rank)
         forget_peak()
+
+    def init_kv_cache_configurator(self) -> None:
+        """With a budget for the device, pages of KV get what the rest leaves of it. Raises ConfigError."""
+        super().init_kv_cache_configurator()
+        memory = self.batch_config.memory
+        if memory.device_memory == 0:
+            return
+        most, page_size = self.server_args.max_running_requests, self.server_args.page_size
+        plan = make_plan(self.batch_config, page_size=page_size, max_running=most)
+        page_bytes = page_size * kv_token_bytes(self.kv_cache_configurator)
+        working = working_bytes(
+            plan,
+            model_shape(self.model_config),
+            max_running=most,
+            page_bytes=page_bytes,
+            staged=memory.kv_store_bytes > 0,
+            by_torch=self.expert_runner == "torch",
+            num_ranks=1 if self.place is None else self.place.world_size,
+        )
+        int8 = self.batch_config.forward.cpu_weight_dtype == "int8"
+        streamed = 0 if self.cpu_operators is None else self.cpu_operators.streamed_bytes
+        weights = resident_weight_bytes(self.model, int8=int8) + streamed
+        needs = DeviceNeeds(program=self._program_bytes, weights=weights, working=working, page=page_bytes)
+        set_kv_bytes(self.kv_cache_configurator, kv_bytes(memory.device_memory, needs, plan))
 
     def init_attention_backends(self) -> None:
         """Build the attention backends, then the layer runner over them and the loaded model."""

@@ -205,6 +205,23 @@ def test_a_sequence_that_can_never_fit_is_refused_with_the_numbers():
         assert number in message
 
 
+def test_a_sequence_that_fits_the_device_and_not_the_store_is_refused_with_the_stores_numbers():
+    device, store = PageLedger(5, 8), PageLedger(4, 8)
+    assert refusal(sequence(prompt=20, new=13), device, store) is None
+    message = refusal(sequence(prompt=20, new=14), device, store)
+    assert message is not None
+    for words in ("5 pages of 8 tokens", "the host KV store holds 4", "raise --kv-store-bytes"):
+        assert words in message
+
+
+def test_a_prompt_that_the_budget_has_no_working_memory_for_is_refused_with_the_longest():
+    assert refusal(sequence(prompt=20, new=1), PageLedger(9, 8), most_prompt_tokens=20) is None
+    message = refusal(sequence(prompt=21, new=1), PageLedger(9, 8), most_prompt_tokens=20)
+    assert message is not None
+    assert "21 tokens" in message
+    assert "groups of 20; shorten the prompt, or raise --b-moe-prefill" in message
+
+
 @QUICK
 @given(st.integers(1, 500), st.integers(1, 500), st.integers(1, 50), st.sampled_from([1, 8, 64]))
 def test_the_remedy_of_a_refusal_is_enough_and_no_more_than_needed(prompt, new, pages, page_size):

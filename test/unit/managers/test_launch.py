@@ -10,9 +10,11 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from sgl_batch.config import from_mapping
+from sgl_batch.config import BatchConfig, from_mapping
+from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.managers import launch
+from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.launch import sglang_arguments, start_errors
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -35,17 +37,24 @@ def start_child() -> Iterator[Callable[[], BaseProcess]]:
         child.join()
 
 
+@pytest.fixture
+def run() -> Iterator[EngineRun]:
+    begun = EngineRun.begin(BatchConfig(), "spawn")
+    yield begun
+    begun.end()
+
+
 @pytest.mark.parametrize(
     ("error", "becomes"),
     [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt), (OSError(), OSError)],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_a_start_that_fails_ends_its_own_children_and_no_others(error, becomes, start_child):
+def test_a_start_that_fails_ends_its_own_children_and_no_others(error, becomes, start_child, run):
     another = start_child()
     own = []
 
     def start_engine():
-        with start_errors():
+        with start_errors(run):
             own.append(start_child())
             raise error
 
@@ -55,23 +64,39 @@ def test_a_start_that_fails_ends_its_own_children_and_no_others(error, becomes, 
     assert another.is_alive()
 
 
-def test_a_start_that_succeeds_ends_nobody(start_child):
-    with start_errors():
+def test_a_start_that_succeeds_ends_nobody(start_child, run):
+    with start_errors(run):
         child = start_child()
     assert child.is_alive()
 
 
-def test_the_error_says_that_the_engine_did_not_start_and_why():
-    with pytest.raises(EngineError, match="the engine did not start: no memory"), start_errors():
+def test_the_error_says_that_the_engine_did_not_start_and_why(run):
+    with pytest.raises(EngineError, match="the engine did not start: no memory"), start_errors(run):
         raise RuntimeError("no memory")
 
 
-def test_a_start_that_fails_gives_back_the_handler_by_which_another_engine_learns_of_a_childs_death():
+def test_a_child_that_has_said_why_it_ended_is_believed_and_nothing_is_left_of_the_run(run):
+    def fail() -> None:
+        with Rendezvous(run.directory).telling():
+            raise ConfigError("device_memory is too small")
+
+    def start_engine() -> None:
+        with start_errors(run):
+            with pytest.raises(ConfigError, match="too small"):
+                fail()
+            raise RuntimeError("rank 0 died")
+
+    with pytest.raises(EngineError, match=r"^the engine did not start: device_memory is too small$"):
+        start_engine()
+    assert not run.directory.exists()
+
+
+def test_a_start_that_fails_gives_back_the_handler_by_which_another_engine_learns_of_a_childs_death(run):
     def handler(*_: object) -> None:
         """Another engine's."""
 
     def start_engine() -> None:
-        with start_errors():
+        with start_errors(run):
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)
             raise RuntimeError("no memory")
 
@@ -124,3 +149,30 @@ def test_a_store_is_refused_where_it_has_no_form(options, arguments, on_cpu, mes
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
     with pytest.raises(ConfigError, match=message):
         sglang_arguments(arguments, from_mapping(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"kv_store_bytes": "3G", "host_memory": "2G"},
+            "kv_store_bytes is 3.00 GiB, more than host_memory .2.00 GiB. allows; lower --kv-store-bytes, raise "
+            "--host-memory, or name a directory for the store .--kv-store-dir.",
+        ),
+        (
+            {"kv_store_bytes": "900T", "device_memory": "1G"},
+            "device_memory .1.00 GiB for each of 1 rank.s.. and a host KV store in memory .900.00 TiB. are more "
+            "than the machine has",
+        ),
+        ({"device_memory": "900T"}, "rank.s.. is more than the machine has, .*; lower --device-memory$"),
+    ],
+)
+def test_budgets_that_cannot_be_kept_are_refused_with_the_numbers(options, message, monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: True)
+    with pytest.raises(ConfigError, match=message):
+        sglang_arguments({}, from_mapping(options))
+
+
+def test_a_store_in_a_file_takes_nothing_of_the_hosts_memory(monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: True)
+    assert sglang_arguments({}, from_mapping({"kv_store_bytes": "3G", "host_memory": "2G", "kv_store_dir": "d"}))

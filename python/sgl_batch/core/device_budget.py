@@ -1,0 +1,93 @@
+"""Decides how much of a device's budget is left for pages of KV, and whether that is enough. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_batch.byte_sizes import format_bytes
+from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.residency import FREE_PAGES
+from sgl_batch.errors import ConfigError
+
+# What the heap keeps of memory given back, and threads and libraries take by and by.
+_SLACK_BYTES = 64 << 20
+_STAGED_LAYERS = 2
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a model that its working memory depends on.
+
+    `attention_width`: numbers that attention makes of a row, queries, keys and values of all heads. `dense_width`: of
+    the widest layer that all rows go through, or of the experts that all do. `item_bytes`: of a hidden state's number.
+    """
+
+    hidden: int
+    vocabulary: int
+    layers: int
+    attention_width: int
+    experts: int
+    top_k: int
+    expert_width: int
+    dense_width: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceNeeds:
+    """What a device holds beside pages, and what a page takes in all layers; bytes."""
+
+    program: int
+    weights: int
+    working: int
+    page: int
+
+
+def working_bytes(
+    plan: Plan, shape: ModelShape, *, max_running: int, page_bytes: int, staged: bool, by_torch: bool, num_ranks: int
+) -> int:
+    """The most that a forward pass of the plan's largest groups takes beside weights and pages of KV; an upper bound.
+
+    `staged`: prefill groups have two layers of KV in pages of their own. `by_torch`: experts are computed by torch's
+    operators, with copies of all routed rows. Prompts longer than a group take more.
+    """
+    rows, sequences = plan.prefill.b_moe, min(plan.prefill.b_moe, max_running)
+    item = shape.item_bytes
+    # Hidden states and residuals: the layer's input, the accumulation buffer, what is combined, and sums in float32.
+    group = rows * shape.hidden * (6 * item + _FLOAT_BYTES)
+    attention = plan.prefill.b_attn * (2 * shape.attention_width + 3 * shape.hidden) * item
+    routed = rows * shape.top_k * (shape.expert_width * item + 24)
+    if by_torch:
+        routed += rows * shape.top_k * (3 * shape.hidden + 2 * shape.expert_width) * _FLOAT_BYTES
+    experts = routed + 2 * rows * shape.experts * _FLOAT_BYTES
+    dense = 3 * rows * shape.dense_width * item
+    exchange = 0 if num_ranks == 1 else num_ranks * rows * shape.hidden * (item + _FLOAT_BYTES)
+    layer = group + max(attention, experts + exchange, dense)
+    logits = sequences * shape.vocabulary * (item + 2 * _FLOAT_BYTES)
+    pages = pages_for(rows, plan.page_size) + sequences if staged else 0
+    # The heap keeps pieces of what was given back, so that layers and logits do not take the same memory by turns.
+    return layer + logits + _STAGED_LAYERS * pages * page_bytes // shape.layers + _SLACK_BYTES
+
+
+def kv_bytes(budget: int, needs: DeviceNeeds, plan: Plan) -> int:
+    """What a budget leaves for pages of KV. Raises ConfigError where running sequences would lack their free pages."""
+    # One page more than are given out, which takes what padding writes.
+    left = budget - needs.program - needs.weights - needs.working - needs.page
+    least = FREE_PAGES * plan.decode.b_moe
+    if left >= least * needs.page:
+        return left
+    whole = budget - left + least * needs.page
+    raise ConfigError(
+        f"device_memory is {format_bytes(budget)}, and {format_bytes(whole)} are needed: the program has "
+        f"{format_bytes(needs.program)}, weights take {format_bytes(needs.weights)}, groups of {plan.prefill.b_moe} "
+        f"prompt tokens and their logits {format_bytes(needs.working)}, and {FREE_PAGES} pages of KV for each of "
+        f"{plan.decode.b_moe} running sequences {format_bytes(least * needs.page)}; raise --device-memory, or lower "
+        f"--b-moe-decode{_most_running(left, needs)}, --b-moe-prefill or --max-running-requests"
+    )
+
+
+def _most_running(left: int, needs: DeviceNeeds) -> str:
+    most = left // (FREE_PAGES * needs.page)
+    return f" to {most}" if most >= 1 else ""

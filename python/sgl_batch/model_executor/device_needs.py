@@ -1,0 +1,63 @@
+"""Owns finding out what a loaded model takes of its device: weights, working memory, the size of a page.
+
+Whether a budget holds it is decided in core/device_budget.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_batch.core.device_budget import ModelShape
+
+_EXACT = ("embed_tokens", "lm_head", ".gate.")
+_SCALE_BYTES = 4
+
+
+def resident_weight_bytes(model: torch.nn.Module, *, int8: bool = False) -> int:
+    """What the weights of a model take of the device for as long as it runs.
+
+    `int8`: those of experts and linear layers will be rounded. Parameters that share memory count once; those that only
+    stand for streamed ones have none.
+    """
+    sizes: dict[int, int] = {}
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        num_bytes = min(weight.nbytes, weight.untyped_storage().nbytes())
+        if int8 and num_bytes == weight.nbytes and weight.ndim >= 2 and not any(part in name for part in _EXACT):
+            num_bytes = weight.numel() + _SCALE_BYTES * (weight.numel() // weight.shape[-1])
+        sizes[weight.data_ptr()] = max(num_bytes, sizes.get(weight.data_ptr(), 0))
+    return sum(sizes.values())
+
+
+def _number(config: Any, *names: str, default: int = 0) -> int:
+    """The first of these that the model's configuration has."""
+    found = (getattr(config, name, None) for name in names)
+    return next((int(value) for value in found if value), default)
+
+
+def model_shape(model_config: Any) -> ModelShape:
+    """The shape of SGLang's model configuration; what it does not have counts as nothing."""
+    config = model_config.hf_text_config
+    heads = _number(config, "num_attention_heads")
+    kv_heads = _number(config, "num_key_value_heads", default=heads)
+    head_dim = max(model_config.head_dim, model_config.v_head_dim)
+    latent = _number(config, "kv_lora_rank")
+    # Latent attention: queries absorbed into the latent space, and its answer before values are made of it.
+    attention = heads * (2 * head_dim + 2 * latent) if latent else (2 * heads + 2 * kv_heads) * head_dim
+    inter = _number(config, "intermediate_size")
+    expert_width = _number(config, "moe_intermediate_size", default=inter)
+    shared = _number(
+        config, "shared_expert_intermediate_size", default=_number(config, "n_shared_experts") * expert_width
+    )
+    return ModelShape(
+        hidden=model_config.hidden_size,
+        vocabulary=model_config.vocab_size,
+        layers=model_config.num_hidden_layers,
+        attention_width=attention,
+        experts=_number(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        top_k=_number(config, "num_experts_per_tok"),
+        expert_width=expert_width,
+        dense_width=max(inter, shared),
+        item_bytes=model_config.dtype.itemsize,
+    )

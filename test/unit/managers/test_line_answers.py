@@ -1,0 +1,45 @@
+"""An engine that is dead raises, unless it died of what the user can mend: then every line is told that."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_batch.core.answers import LineResponse
+from sgl_batch.errors import EngineError
+from sgl_batch.managers.line_answers import LineAnswers
+
+
+def respond(death: EngineError) -> LineResponse:
+    """The answer of an engine that is dead already."""
+    answers = LineAnswers(SimpleNamespace(), None, lambda: death)
+    return asyncio.run(answers.respond("/v1/completions", {}))
+
+
+@pytest.fixture(autouse=True)
+def no_endpoints(monkeypatch):
+    """Nothing is asked of a dead engine."""
+    monkeypatch.setattr("sgl_batch.managers.line_answers.OpenAIEndpoints", lambda *_: None)
+
+
+def test_a_dead_engine_raises_at_once():
+    with pytest.raises(EngineError, match="rank 1 died"):
+        respond(EngineError("rank 1 died"))
+
+
+def test_an_engine_whose_disk_is_full_answers_with_that():
+    answer = respond(EngineError("the disk is full: make room", code="kv_store_failed"))
+    assert answer.status_code == 503
+    assert answer.body["error"] == {
+        "message": "the disk is full: make room",
+        "type": "server_error",
+        "param": None,
+        "code": "kv_store_failed",
+    }
+
+
+def test_its_counters_are_the_last_that_were_read():
+    answers = LineAnswers(SimpleNamespace(), None, lambda: EngineError("full", code="kv_store_failed"))
+    assert asyncio.run(answers.stats()).counters == {}

@@ -1,0 +1,63 @@
+"""What a model takes of its device is read off the model, or off its configuration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from sgl_batch.model_executor.device_needs import model_shape, resident_weight_bytes
+
+
+class Model(torch.nn.Module):
+    """Two linear layers, of which one is a router, and a head that shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(100, 8, dtype=torch.bfloat16)
+        self.up = torch.nn.Linear(8, 16, bias=True, dtype=torch.bfloat16)
+        self.mlp = torch.nn.ModuleDict({"gate": torch.nn.Linear(8, 4, bias=False, dtype=torch.bfloat16)})
+        self.lm_head = torch.nn.Linear(8, 100, bias=False, dtype=torch.bfloat16)
+        self.lm_head.weight = self.embed_tokens.weight
+
+
+EXACT = 2 * (100 * 8 + 16 + 4 * 8)
+
+
+def test_weights_that_share_memory_count_once():
+    assert resident_weight_bytes(Model()) == EXACT + 2 * 16 * 8
+
+
+def test_rounded_weights_take_a_byte_and_a_scale_for_each_output_and_routers_and_heads_are_not_rounded():
+    assert resident_weight_bytes(Model(), int8=True) == EXACT + 16 * 8 + 4 * 16
+
+
+def test_weights_that_only_stand_for_streamed_ones_take_nothing():
+    model = Model()
+    model.up.weight.data = model.up.weight.data.new_zeros(1).expand(16, 8)
+    assert resident_weight_bytes(model) == resident_weight_bytes(model, int8=True) == EXACT + 2
+
+
+def shape_of(**config):
+    return model_shape(
+        SimpleNamespace(
+            hf_text_config=SimpleNamespace(num_attention_heads=16, num_key_value_heads=4, **config),
+            hidden_size=1024,
+            vocab_size=32000,
+            num_hidden_layers=12,
+            head_dim=64,
+            v_head_dim=64,
+            dtype=torch.bfloat16,
+        )
+    )
+
+
+def test_families_that_name_their_numbers_differently_are_read_alike():
+    qwen = shape_of(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=384, intermediate_size=3072)
+    assert (qwen.experts, qwen.top_k, qwen.expert_width, qwen.dense_width) == (64, 8, 384, 3072)
+    assert qwen.attention_width == (2 * 16 + 2 * 4) * 64
+    mixtral = shape_of(num_local_experts=8, num_experts_per_tok=2, intermediate_size=3072)
+    assert (mixtral.experts, mixtral.top_k, mixtral.expert_width) == (8, 2, 3072)
+    deepseek = shape_of(n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1408, kv_lora_rank=512)
+    assert (deepseek.experts, deepseek.dense_width) == (64, 2816)
+    assert deepseek.attention_width == 16 * (2 * 64 + 2 * 512)
