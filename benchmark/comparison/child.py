@@ -59,7 +59,11 @@ def run_child(
     with log.open("wb") as output:
         command = [python, str(_RUNNERS / runner), str(spec), str(result)]
         child = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(threads, environment)
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=_environment(threads, environment),
         )
         try:
             while child.poll() is None and time.monotonic() - began < limit_s:

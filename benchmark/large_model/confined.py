@@ -1,4 +1,4 @@
-"""Owns the control group that a measured engine is confined to: all its processes, their memory and their page cache."""
+"""Owns the control group that a measured engine is confined to: its processes, their memory and page cache."""
 
 from __future__ import annotations
 

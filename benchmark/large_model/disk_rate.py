@@ -1,4 +1,4 @@
-"""Owns measuring how fast a checkpoint's files can be read past the page cache, with the threads that an engine reads with."""
+"""Owns measuring how fast a checkpoint can be read past the page cache, by as many threads as an engine reads with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the rounds: which engine runs which groups with which memory, in alternating order, and the disk's rate beside."""
+"""Owns the rounds: which engine runs which groups with which memory, in alternating order; and the disk's rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .confined import memory_limit
 from .disk_rate import disk_rate
 
 ENGINES = ("sgl_batch", "mapped", "accelerate")
-# Of an engine's processes without weights and KV: Python, torch and SGLang in three processes, and the largest expert call.
+# An engine without experts and KV: Python, torch and SGLang in three processes, and the largest expert call.
 _OURS_BYTES = 2 << 30
 _HUGGING_FACE_BYTES = 3 << 29
 _PAGE = 32
@@ -52,7 +52,7 @@ class Workload:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """One group of one engine in one round. `needed_bytes`: of experts that its passes asked for, where that is known."""
+    """One group of one engine in one round. `needed_bytes`: of experts that its passes asked for, where known."""
 
     engine: str
     round: int
@@ -77,9 +77,7 @@ class Run:
     fault: str | None
 
 
-def run_rounds(
-    workload: Workload, engines: list[str], rounds: int, out: Path, say: Callable[[str], None]
-) -> list[Run]:
+def run_rounds(workload: Workload, engines: list[str], rounds: int, out: Path, say: Callable[[str], None]) -> list[Run]:
     """All rounds; an engine that fails leaves the others alone."""
     runs: list[Run] = []
     for number in range(rounds):
@@ -102,9 +100,7 @@ def _words(run: Run) -> str:
 def _run(workload: Workload, engine: str, number: int, groups: list[int], out: Path) -> Run:
     name = f"{number}-{engine}-{groups[-1]}"
     result, so_far = out / f"{name}.json", out / f"{name}.part.json"
-    rate = disk_rate(
-        sorted(workload.model.glob("*.safetensors")), threads=workload.threads, most_bytes=_RATE_BYTES
-    )
+    rate = disk_rate(sorted(workload.model.glob("*.safetensors")), threads=workload.threads, most_bytes=_RATE_BYTES)
     with memory_limit(workload.limit_bytes) as confinement:
         spec = {
             "mode": engine,
@@ -140,9 +136,7 @@ def _run(workload: Workload, engine: str, number: int, groups: list[int], out: P
         peak = confinement.peak_bytes()
     found = json.loads(so_far.read_text(encoding="utf-8")) if so_far.exists() else {"groups": [], "start_s": 0.0}
     done = [_group(workload, engine, number, rate, group) for group in found["groups"]]
-    return Run(
-        engine=engine, round=number, groups=done, peak_bytes=peak, start_s=found["start_s"], fault=end.reason
-    )
+    return Run(engine=engine, round=number, groups=done, peak_bytes=peak, start_s=found["start_s"], fault=end.reason)
 
 
 def _group(workload: Workload, engine: str, number: int, rate: float, found: dict[str, Any]) -> Group:

@@ -1,4 +1,4 @@
-"""Owns the tables of a model larger than memory: speed by group, ratio to the best of the others, share of the disk's bound."""
+"""Owns the tables of a model larger than memory: speed by group, ratio to the best other, share of the disk's bound."""
 
 from __future__ import annotations
 
