@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sgl_batch.distributed.rank_errors import PeerTimeout
+from sgl_batch.distributed.rank_errors import PeerTimeout, RankError
 from sgl_batch.errors import SglBatchError, StoreError
 
 _POLL_S = 0.01
@@ -61,12 +61,18 @@ class Rendezvous:
             own.unlink()
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Report what of our own errors ends this block: SGLang only logs it, and ends the process."""
+    def telling(self, rank: int | None = None) -> Iterator[None]:
+        """Report what of our own errors ends this block: SGLang only logs it, and ends the process.
+
+        What is wrong with another rank is told by those that watch it.
+        """
         try:
             yield
+        except RankError:
+            raise
         except SglBatchError as error:
-            self.report_failure(str(error), code=error.code if isinstance(error, StoreError) else "")
+            who = "" if rank is None else f"rank {rank} of the engine failed: "
+            self.report_failure(f"{who}{error}", code=error.code if isinstance(error, StoreError) else "")
             raise
 
     @property

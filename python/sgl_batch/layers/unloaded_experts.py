@@ -12,6 +12,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
 
+def is_expert_parameter(name: str) -> bool:
+    """Whether a module's parameter of this name, with or without the module's, holds the weights of experts."""
+    return name.rpartition(".")[2] in _EXPERT_WEIGHTS
+
+
 @contextmanager
 def unloaded_experts() -> Iterator[None]:
     """Inside, modules get parameters of experts with their shape and number type, and memory for one number.

@@ -103,7 +103,7 @@ def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kw
 
 
 def _scheduler(context: RunContext, *args: Any, **kwargs: Any) -> BatchScheduler:
-    with context.rendezvous.telling():
+    with context.telling():
         return BatchScheduler(*args, context=context, **kwargs)
 
 

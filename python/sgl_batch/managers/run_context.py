@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from sgl_batch.config import BatchConfig
@@ -26,3 +27,7 @@ class RunContext:
     cpu_operators: CpuOperators | None = None
     gpu_experts: GpuExperts | None = None
     place: RankPlace | None = None
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Inside, what ends this process is told to the engine's; by rank, where there are several."""
+        return self.rendezvous.telling(None if self.place is None else self.place.rank)

@@ -134,7 +134,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         return info
 
     def run_event_loop(self) -> None:
-        with self.context.rendezvous.telling():
+        with self.context.telling():
             super().run_event_loop()
 
     # Intake.
@@ -197,6 +197,14 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         return bool(super().is_fully_idle(for_health_check)) and self.executor.is_empty
 
     # Control.
+
+    def save_sharded_model(self, **kwargs: Any) -> None:
+        with self.tp_worker.all_weights():
+            super().save_sharded_model(**kwargs)
+
+    def save_remote_model(self, **kwargs: Any) -> None:
+        with self.tp_worker.all_weights():
+            super().save_remote_model(**kwargs)
 
     def set_internal_state(self, recv_req: Any) -> Any:
         """Change numbers of the plan between two steps, the same two on all ranks; other names are SGLang's."""

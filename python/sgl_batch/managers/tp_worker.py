@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from sgl_batch.errors import ConfigError
+from sgl_batch.layers.unloaded_experts import is_expert_parameter
 from sgl_batch.managers.run_context import RunContext
+from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
 from sgl_batch.model_executor.model_runner import BatchModelRunner
 from sgl_batch.sglang_adapter.forward import TpModelWorker, set_model_runner
+
+logger = logging.getLogger(__name__)
+
+_STREAMED = (
+    "those of experts are read from the checkpoint while the model runs (--weights streamed); start the engine anew "
+    "with another checkpoint, or with --weights resident"
+)
 
 
 class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
@@ -38,27 +50,46 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         )
         set_model_runner(self, runner)
 
-    # Weights are read and written in their plain order, whatever order the kernels keep them in.
+    # Weights are read and written in their plain order, whatever order the kernels keep them in. Streamed ones stay
+    # what their files say: an update would reach the others alone.
 
     def update_weights_from_disk(self, recv_req: Any) -> Any:
-        with self._plain_weights():
-            return super().update_weights_from_disk(recv_req)
+        return self._updated(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_distributed(self, recv_req: Any) -> Any:
-        with self._plain_weights():
-            return super().update_weights_from_distributed(recv_req)
+        return self._updated(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
-        with self._plain_weights():
-            return super().update_weights_from_tensor(recv_req)
+        return self._updated(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
-        with self._plain_weights():
-            return super().update_weights_from_ipc(recv_req)
+        return self._updated(super().update_weights_from_ipc, recv_req)
 
     def get_weights_by_name(self, recv_req: Any) -> Any:
+        """SGLang's answer to a weight that it cannot give is None, with the reason in the log."""
+        if self._streams_weights and (is_expert_weight(recv_req.name) or is_expert_parameter(recv_req.name)):
+            logger.error("%s is not in memory: %s", recv_req.name, _STREAMED)
+            return None
         with self._plain_weights():
             return super().get_weights_by_name(recv_req)
+
+    def all_weights(self) -> AbstractContextManager[None]:
+        """For whoever saves the model: inside, all its weights lie in their plain order. Raises ConfigError."""
+        if self._streams_weights:
+            raise ConfigError(f"the model cannot be saved: {_STREAMED}")
+        return self._plain_weights()
+
+    def _updated(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        """SGLang's answer: whether weights are new now, and what went wrong."""
+        if self._streams_weights:
+            return False, f"weights cannot be changed: {_STREAMED}"
+        with self._plain_weights():
+            return update(recv_req)
+
+    @property
+    def _streams_weights(self) -> bool:
+        operators = self._context.cpu_operators
+        return operators is not None and operators.streams_weights
 
     def _plain_weights(self) -> AbstractContextManager[None]:
         operators = self._context.cpu_operators

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from sgl_batch.errors import ConfigError
 _CONVENTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _EXPERT = re.compile(r"\.experts\.\d+\.(?:gate_proj|up_proj|down_proj|w[123])\.weight$")
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
-_MAX_HEADER_BYTES = 1 << 30
 
 
 def is_expert_weight(name: str) -> bool:
@@ -98,23 +99,52 @@ def _matrices(found: dict[str, _Tensor], module: str, expert: int, files: Sequen
 
 
 def _expert_tensors(number: int, file: Path) -> dict[str, _Tensor]:
-    header, data = _header(file)
-    tensors = {}
+    header, data, data_bytes = _header(file)
+    found = {}
     for name, entry in header.items():
         if is_expert_weight(name):
-            begin, _ = entry["data_offsets"]
-            tensors[name] = _Tensor(number, data + begin, tuple(entry["shape"]), entry["dtype"])
-    return tensors
+            tensor = _tensor(number, entry, data, data_bytes)
+            if tensor is None:
+                raise _broken(
+                    file, f"its header says of {name} {str(entry)[:200]}, and {data_bytes} bytes of data follow"
+                )
+            found[name] = tensor
+    return found
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """A safetensors file's header, and where its data begin: 8 bytes of length, JSON, data."""
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        text = opened.read(size) if 2 <= size <= _MAX_HEADER_BYTES else b""
+def _tensor(file: int, entry: Any, data: int, data_bytes: int) -> _Tensor | None:
+    """What a header says of one tensor; None where that is incomplete, contradicts itself or lies outside the file."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+            if not all(isinstance(size, int) and size >= 0 for size in shape) or not 0 <= begin <= end <= data_bytes:
+                return None
+            if dtype in _DTYPES and end - begin != prod(shape) * _DTYPES[dtype].itemsize:
+                return None
+            return _Tensor(file, data + begin, tuple(shape), dtype)
+    return None
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int, int]:
+    """A safetensors file's header, where its data begin and how many bytes they are: 8 bytes of length, JSON, data."""
+    try:
+        with file.open("rb") as opened:
+            file_bytes = opened.seek(0, os.SEEK_END)
+            opened.seek(0)
+            start = opened.read(8)
+            size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= size <= file_bytes - 8:
+                raise _broken(file, f"it has {file_bytes} bytes, and a header of {size}")
+            text = opened.read(size)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     try:
         header = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{file} is no safetensors file: its header cannot be read ({error})") from error
-    return header, 8 + size
+    except (ValueError, RecursionError) as error:
+        raise _broken(file, f"its header cannot be read ({error})") from error
+    if not isinstance(header, dict):
+        raise _broken(file, f"its header is {text[:40]!r}, no object")
+    return header, 8 + size, file_bytes - 8 - size
+
+
+def _broken(file: Path, what: str) -> ConfigError:
+    return ConfigError(f"{file} is no whole safetensors file: {what}; fetch it again")

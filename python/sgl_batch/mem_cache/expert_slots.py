@@ -6,7 +6,8 @@ Which experts are asked for, kept and let go of is decided elsewhere.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,16 +59,17 @@ class ExpertSlots:
         self.tensors, self._places = tensors, places.places
         self.slot_of = torch.full((layers, experts), NOWHERE, dtype=torch.int32)
         self._free = list(range(tensors.count))[::-1]
-        self._loader: Any = expert_loader_kernels().start_expert_loader(
-            places.files,
-            direct=direct,
-            w13=tensors.w13,
-            w2=tensors.w2,
-            w13_scales=tensors.w13_scales,
-            w2_scales=tensors.w2_scales,
-            stored=places.dtype,
-            num_threads=num_threads,
-        )
+        with _read_errors():
+            self._loader: Any = expert_loader_kernels().start_expert_loader(
+                places.files,
+                direct=direct,
+                w13=tensors.w13,
+                w2=tensors.w2,
+                w13_scales=tensors.w13_scales,
+                w2_scales=tensors.w2_scales,
+                stored=places.dtype,
+                num_threads=num_threads,
+            )
         # The threads end before the memory that they write to goes.
         self._close = weakref.finalize(self, _close, self._loader, [tensors])
 
@@ -103,10 +105,8 @@ class ExpertSlots:
 
     def wait(self, layer: int, experts: Sequence[int]) -> None:
         """Return when these are there. Raises EngineError that says which file could not be read, and why."""
-        try:
+        with _read_errors():
             self._loader.wait(self._slots(layer, experts))
-        except RuntimeError as error:
-            raise EngineError(f"weights of the model could not be read: {str(error).splitlines()[0]}") from error
 
     def free(self, layer: int, experts: Sequence[int]) -> None:
         """Let go of experts; of those that are being read, when they are there."""
@@ -138,6 +138,14 @@ class ExpertSlots:
     def _release(self, layer: int, experts: Sequence[int]) -> None:
         self._free.extend(self._slots(layer, experts).tolist())
         self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)] = NOWHERE
+
+
+@contextmanager
+def _read_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineError(f"weights of the model could not be read: {str(error).splitlines()[0]}") from error
 
 
 def _close(loader: Any, tensors: list[SlotTensors]) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from sgl_batch.distributed.rank_errors import RankError
-from sgl_batch.errors import EngineError
 
 
 class Result(enum.Enum):
@@ -47,12 +46,12 @@ class Report:
     failures: tuple[RankError, ...] = ()
 
 
-class MigrationFailed(EngineError):  # noqa: N818 (a name that says which error it is)
+class MigrationFailed(RankError):  # noqa: N818 (a name that says which error it is)
     """Some rank failed during migrations. `report` says what has become of every sequence nevertheless."""
 
     def __init__(self, report: Report) -> None:
         counts = Counter(outcome.result for outcome in report.outcomes)
         ends = ", ".join(f"{count} {result.value}" for result, count in counts.items()) or "none"
         reasons = "; ".join(dict.fromkeys(map(str, report.failures)))
-        super().__init__(f"migration failed: {reasons}. Sequences on this rank: {ends}")
+        super().__init__(None, f"migration failed: {reasons}. Sequences on this rank: {ends}")
         self.report = report

@@ -35,7 +35,8 @@ void pack_panels(const void* plain, int64_t rows, int64_t steps, void* packed) {
 SGL_BATCH_CLONES float round_row(const float* row, int64_t k, int8_t* to) {
   float largest = 0.0f;
   for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::fabs(row[i]));
-  const float scale = largest == 0.0f ? 1.0f : largest / kLargestI8;
+  // Of numbers so small that their scale would be nothing, too, nothing is left.
+  const float share = largest / kLargestI8, scale = share == 0.0f ? 1.0f : share;
   for (int64_t i = 0; i < k; ++i)
     to[i] = static_cast<int8_t>(std::clamp(std::nearbyint(row[i] / scale), -kLargestI8, kLargestI8));
   return scale;

@@ -13,7 +13,8 @@
 namespace sgl_batch {
 namespace {
 
-constexpr int64_t kBlock = 4096;  // direct reads begin and end at multiples of it, in the file and in memory
+constexpr int64_t kBlock = 4096;   // direct reads begin and end at multiples of it, in the file and in memory
+constexpr int64_t kAlignment = 4;  // of what a caller gets: the words that weights are packed from
 
 int64_t down(int64_t bytes) { return bytes / kBlock * kBlock; }
 int64_t up(int64_t bytes) { return down(bytes + kBlock - 1); }
@@ -49,7 +50,9 @@ const char* WeightFile::read(int64_t offset, int64_t bytes, ReadBuffer& buffer) 
     const int64_t begin = down(offset), skipped = offset - begin;
     try {
       fill(begin, memory, skipped + bytes, up(skipped + bytes));
-      return memory + skipped;
+      if (skipped % kAlignment == 0) return memory + skipped;
+      std::memmove(memory, memory + skipped, static_cast<size_t>(bytes));
+      return memory;
     } catch (const ReadFault& fault) {
       if (fault.number != EINVAL) throw;
       leave_direct();

@@ -38,7 +38,8 @@ class WeightFile {
   WeightFile& operator=(const WeightFile&) = delete;
   ~WeightFile();
 
-  // Reads bytes [offset, offset + bytes) and returns where they begin in the buffer. Throws ReadFault.
+  // Reads bytes [offset, offset + bytes) and returns where they begin in the buffer, aligned for words of four bytes. Throws
+  // ReadFault.
   const char* read(int64_t offset, int64_t bytes, ReadBuffer& buffer);
 
   bool direct() const { return direct_.load(std::memory_order_relaxed); }

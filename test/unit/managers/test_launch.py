@@ -176,3 +176,34 @@ def test_budgets_that_cannot_be_kept_are_refused_with_the_numbers(options, messa
 def test_a_store_in_a_file_takes_nothing_of_the_hosts_memory(monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: True)
     assert sglang_arguments({}, from_mapping({"kv_store_bytes": "3G", "host_memory": "2G", "kv_store_dir": "d"}))
+
+
+STREAMED = {"weights": "streamed"}
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "on_cpu", "kernels", "message"),
+    [
+        (STREAMED, {}, False, object(), "has no form for GPUs yet: leave --weights out"),
+        (STREAMED, {}, True, None, "the native kernels are not there: run scripts/install"),
+        ({**STREAMED, "expert_runner": "torch"}, {}, True, object(), "'torch' takes no such weights: choose native"),
+        (STREAMED, {"load_format": "dummy"}, True, object(), "load_format is 'dummy'; .* from safetensors files"),
+        (STREAMED, {"load_format": "pt"}, True, object(), "load_format is 'pt'; .* from safetensors files"),
+        ({"weight_memory": 9}, {}, True, object(), "weights are resident: say --weights streamed too"),
+    ],
+)
+def test_streamed_weights_are_refused_where_nothing_can_read_or_use_them(
+    options, arguments, on_cpu, kernels, message, monkeypatch
+):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
+    monkeypatch.setattr(launch, "native_kernels", lambda: kernels)
+    with pytest.raises(ConfigError, match=message):
+        sglang_arguments(arguments, from_mapping(options))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors"])
+def test_weights_are_streamed_from_safetensors_files_on_a_cpu(load_format, monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: True)
+    monkeypatch.setattr(launch, "native_kernels", object)
+    arguments = sglang_arguments({"load_format": load_format}, from_mapping(STREAMED))
+    assert arguments["load_format"] == load_format

@@ -1,0 +1,72 @@
+"""How much of each layer's experts stays in memory, which of them, and when a layer is read before it is asked for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_batch.core.weight_residency import plan_residency, read_ahead_pays, to_keep
+from sgl_batch.errors import ConfigError
+
+sizes = st.tuples(st.integers(1, 64), st.integers(1, 64), st.integers(0, 64 * 64 * 2))
+
+
+@given(sizes)
+def test_what_stays_and_what_passes_through_fits_and_no_slot_is_left_over(size: tuple[int, int, int]) -> None:
+    layers, experts, more = size
+    slots = experts + more
+    plan = plan_residency(slots, layers=layers, experts=experts)
+    if slots >= layers * experts:
+        assert (plan.slots, plan.kept) == (layers * experts, experts), "no more memory than the model has experts"
+        return
+    assert plan.slots == slots
+    assert 0 <= plan.kept < experts
+
+    def needed(kept: int) -> int:
+        """Of all layers but two what stays; of the one that computes and of the one that is read, everything."""
+        return (layers - 2) * kept + 2 * experts
+
+    assert plan.kept == 0 or needed(plan.kept) <= slots
+    assert layers <= 2 or needed(plan.kept + 1) > slots, "another expert of each layer has no room"
+
+
+@given(sizes)
+def test_more_memory_never_keeps_less(size: tuple[int, int, int]) -> None:
+    layers, experts, more = size
+    fewer = plan_residency(experts + more, layers=layers, experts=experts)
+    assert plan_residency(experts + more + 1, layers=layers, experts=experts).kept >= fewer.kept
+
+
+@pytest.mark.parametrize("slots", [0, 1, 15])
+def test_memory_for_less_than_a_layer_is_refused_with_the_numbers(slots: int) -> None:
+    with pytest.raises(ConfigError, match=rf"memory for {slots} experts is less than the 16 of a layer"):
+        plan_residency(slots, layers=4, experts=16)
+
+
+@given(
+    st.sets(st.integers(0, 31)),
+    st.sets(st.integers(0, 31)),
+    st.lists(st.integers(0, 3), min_size=32, max_size=32),
+    st.integers(0, 40),
+)
+def test_the_most_popular_stay_and_of_equals_those_that_did(
+    present: set[int], kept_before: set[int], popularity: list[int], room: int
+) -> None:
+    stays = to_keep(sorted(present), kept_before, popularity, room)
+    assert stays <= present
+    assert len(stays) == min(room, len(present))
+    for expert in stays:
+        for left in present - stays:
+            assert popularity[expert] >= popularity[left]
+            if popularity[expert] == popularity[left]:
+                assert expert in kept_before or left not in kept_before
+    assert to_keep(sorted(present, reverse=True), kept_before, popularity, room) == stays, "in whatever order they come"
+    assert to_keep(sorted(present), stays, popularity, room) == stays, "and nothing changes when nobody asks"
+
+
+def test_a_layer_is_read_ahead_from_the_group_on_that_is_likely_to_ask_for_nearly_all_of_it() -> None:
+    pays = [rows for rows in range(200) if read_ahead_pays(rows, top_k=8, experts=64)]
+    assert pays == list(range(18, 200)), "0.875 to the 18th is the first below a tenth"
+    assert read_ahead_pays(1, top_k=4, experts=4)
+    assert not read_ahead_pays(0, top_k=4, experts=4)

@@ -1,0 +1,113 @@
+"""Streamed experts compute what resident ones do, and each is read as often as it must be, which the counters say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("sgl_batch_kernel.expert_loader")
+from streamed_layers import EXPERTS, LAYERS, StreamedLayers, routed
+
+MANY, FEW = 40, 2  # tokens of a group: nearly all experts are asked for, and a handful
+ALL = LAYERS * EXPERTS
+pytestmark = pytest.mark.usefixtures("one_thread")
+# A layer, a little more, two layers, two and some that stay, nearly all.
+MEMORY = (EXPERTS, EXPERTS + 3, 2 * EXPERTS, 2 * EXPERTS + 4 * (LAYERS - 2), ALL - 1, ALL)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Experts this small are computed sooner by one thread than shared out."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+@pytest.mark.parametrize("slots", MEMORY)
+def test_results_are_those_of_resident_weights_and_every_read_is_accounted_for(slots: int, tmp_path: Path) -> None:
+    model = StreamedLayers(tmp_path, slots, seed=slots)
+    asked = 0
+    for rows in (MANY, FEW, MANY, MANY, 1, FEW, 0, FEW, MANY):
+        for layer in range(LAYERS):
+            ids = model.routing(rows)
+            model.visit(layer, ids)
+            asked += len(routed(ids))
+    model.leave_all()
+    assert model.count("routed") == asked
+    read, kept, unrouted = model.count("read"), model.count("kept"), model.count("unrouted")
+    assert read == asked - kept + unrouted
+    assert model.count("bytes_read") == read * model.places.expert_bytes
+    if slots == ALL:
+        assert read <= ALL, "each expert once"
+
+
+@pytest.mark.parametrize("slots", MEMORY)
+def test_a_small_group_reads_the_experts_that_it_asks_for_and_no_others(slots: int, tmp_path: Path) -> None:
+    model = StreamedLayers(tmp_path, slots)
+    absent = 0
+    for _ in range(12):
+        for layer in range(LAYERS):
+            ids = model.routing(FEW)
+            absent += len(routed(ids) - set(model.slots.present(layer)))
+            model.visit(layer, ids)
+    model.leave_all()
+    assert model.count("unrouted") == 0
+    assert model.count("read") == absent
+    assert model.count("bytes_read") == absent * model.places.expert_bytes
+    assert (model.count("kept") > 0) == (model.residency.kept > 0)
+
+
+def test_with_memory_for_everything_a_second_pass_reads_nothing(tmp_path: Path) -> None:
+    model = StreamedLayers(tmp_path, ALL)
+    everything = torch.arange(EXPERTS).view(-1, 3)
+    for _ in range(3):
+        for layer in range(LAYERS):
+            model.visit(layer, everything)
+    model.leave_all()
+    assert model.count("read") == ALL
+    assert model.count("kept") == 2 * ALL
+
+
+def test_the_experts_that_are_asked_for_most_often_stay(tmp_path: Path) -> None:
+    model = StreamedLayers(tmp_path, 2 * EXPERTS + 4 * (LAYERS - 2))
+    assert model.residency.kept == 4
+    popular = {layer: set(torch.randperm(EXPERTS)[:4].tolist()) for layer in range(LAYERS)}
+    for number in range(12):
+        for layer in range(LAYERS):
+            others = sorted(set(range(EXPERTS)) - popular[layer])
+            seldom = others[number % len(others)]
+            model.visit(layer, torch.tensor([[*sorted(popular[layer])[:3]], [*sorted(popular[layer])[2:], seldom]]))
+    model.leave_all()
+    assert {layer: set(model.slots.present(layer)) for layer in range(LAYERS)} == popular
+    assert model.count("read") <= LAYERS * (4 + 12 + 1), "at first all are equals, and one that is popular later goes"
+
+
+@pytest.mark.parametrize("slots", MEMORY)
+def test_passes_that_end_half_way_lose_no_slot(slots: int, tmp_path: Path) -> None:
+    model = StreamedLayers(tmp_path, slots, seed=slots)
+    for last in (2, 0, 4, 1, 1, 3, 0, 0, 4, 4):
+        for layer in range(last + 1):
+            ids = model.routing(MANY if last % 2 else FEW)
+            model.visit(layer, ids)
+    model.leave_all()
+    assert model.count("read") == model.count("routed") - model.count("kept") + model.count("unrouted")
+    assert sum(len(model.slots.present(layer)) for layer in range(LAYERS)) <= LAYERS * model.residency.kept
+
+
+@pytest.mark.parametrize("slots", MEMORY)
+def test_a_group_that_comes_in_several_calls_of_a_layer_reads_nothing_twice(slots: int, tmp_path: Path) -> None:
+    model = StreamedLayers(tmp_path, slots)
+    union = 0
+    for layer in range(LAYERS):
+        calls = [model.routing(FEW), model.routing(MANY, range(8)), model.routing(FEW), model.routing(MANY)]
+        for ids in calls:
+            model.visit(layer, ids)
+        union += len(routed(torch.cat(calls)))
+    model.leave_all()
+    assert model.count("routed") == union
+    assert model.count("kept") == 0
+    assert model.count("read") == union + model.count("unrouted")
