@@ -41,12 +41,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def warm_up_of(prompts: list[list[int]]) -> list[list[int]]:
+    """The prompts that every engine is warmed up with."""
+    return [prompt[:_WARM_UP_INPUT] for prompt in prompts[:_WARM_UP_PROMPTS]]
+
+
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Run the round that `spec` describes."""
     began = time.perf_counter()
     engine = importlib.import_module(_MODULES[spec["engine"]]).start(spec)
     started = time.perf_counter()
-    warm_up = [prompt[:_WARM_UP_INPUT] for prompt in spec["prompts"][:_WARM_UP_PROMPTS]]
+    warm_up = warm_up_of(spec["prompts"])
     engine.generate(warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
     before = engine.details()
     warm = time.perf_counter()

@@ -41,5 +41,6 @@ def test_an_engine_whose_disk_is_full_answers_with_that():
 
 
 def test_its_counters_are_the_last_that_were_read():
-    answers = LineAnswers(SimpleNamespace(), None, lambda: EngineError("full", code="kv_store_failed"))
+    manager = SimpleNamespace(get_internal_state=None)
+    answers = LineAnswers(manager, None, lambda: EngineError("full", code="kv_store_failed"))
     assert asyncio.run(answers.stats()).counters == {}

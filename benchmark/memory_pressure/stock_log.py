@@ -1,0 +1,28 @@
+"""Owns reading from stock SGLang's log what it computed again; it counts nothing of that itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_RETRACTED = re.compile(r"Retract requests\. #retracted_reqs: (\d+)")
+_PREFILLED = re.compile(r"Prefill batch.*?#new-token: (\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retractions:
+    """`sequences` were retracted, some more than once; of their KV, that of `tokens` was computed a second time."""
+
+    sequences: int
+    tokens: int
+
+
+def read_retractions(log: str, *, prompt_tokens: int) -> Retractions:
+    """What a run did of which this is the log, of level info, without a radix cache.
+
+    `prompt_tokens`: of all prompts that it was given. What was prefilled beyond these are prompts and outputs of
+    retracted sequences, and of each the last token, which had no KV before.
+    """
+    sequences = sum(map(int, _RETRACTED.findall(log)))
+    prefilled = sum(map(int, _PREFILLED.findall(log)))
+    return Retractions(sequences=sequences, tokens=prefilled - prompt_tokens - sequences)
