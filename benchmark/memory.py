@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from comparison import machine
+from large_model import command as weights
 from memory_pressure import command as pressure
 
 from sgl_batch.errors import ConfigError, EngineError
@@ -29,6 +30,9 @@ examples:
       the random checkpoint of the README, in half a minute
   python benchmark/memory.py pressure --model models/qwen3moe-1b
       sequences with ten times the KV that the device holds
+  python benchmark/offline.py --make-model models/qwen3moe-3b --make-model-layers 20 --make-model-expert-width 768
+  python benchmark/memory.py weights --model models/qwen3moe-3b --limit 4G
+      a model of 6 GB in 4 GiB of memory
 
 The tables go to standard output, progress to standard error, the JSON record and a log per run to --out.
 Exit codes: 0 all runs finished, 1 bad usage, 2 an engine failed, 130 interrupted; what was finished is reported.
@@ -48,7 +52,7 @@ class Measurement(Protocol):
         """All figures of these."""
 
 
-COMMANDS = {"pressure": pressure}
+COMMANDS = {"pressure": pressure, "weights": weights}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

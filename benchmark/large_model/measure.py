@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +11,9 @@ from typing import Any
 
 from comparison.child import is_installed, run_child, this_python
 
+from large_model.confined import memory_limit
+from large_model.disk_rate import disk_rate
 from sgl_batch.errors import ConfigError
-
-from .confined import memory_limit
-from .disk_rate import disk_rate
 
 ENGINES = ("sgl_batch", "mapped", "accelerate")
 # An engine without experts and KV: Python, torch and SGLang in three processes, and the largest expert call.
@@ -36,8 +36,6 @@ class Workload:
     output_len: int
     threads: int
     limit_s: float
-    scratch: Path
-    python_path: list[str]
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -77,18 +75,24 @@ class Run:
     fault: str | None
 
 
-def run_rounds(workload: Workload, engines: list[str], rounds: int, out: Path, say: Callable[[str], None]) -> list[Run]:
-    """All rounds; an engine that fails leaves the others alone."""
-    runs: list[Run] = []
+def run_rounds(
+    workload: Workload,
+    scratch: Path,
+    engines: list[str],
+    rounds: int,
+    runs: list[Run],
+    out: Path,
+    say: Callable[[str], None],
+) -> None:
+    """All rounds, added to `runs` one by one; an engine that fails leaves the others alone."""
     for number in range(rounds):
         order = engines if number % 2 == 0 else engines[::-1]
         for engine in order:
             # What is left beside the KV decides how many of our experts stay, so that each size is run by itself.
             parts = [[size] for size in workload.groups] if engine == "sgl_batch" else [workload.groups]
             for groups in parts:
-                runs.append(_run(workload, engine, number, groups, out))
+                runs.append(_run(workload, scratch, engine, number, groups, out))
                 say(f"round {number + 1}, {engine}: {_words(runs[-1])}")
-    return runs
 
 
 def _words(run: Run) -> str:
@@ -97,7 +101,7 @@ def _words(run: Run) -> str:
     return f"{done or 'nothing'} ({peak}{'' if run.fault is None else '; ' + run.fault})"
 
 
-def _run(workload: Workload, engine: str, number: int, groups: list[int], out: Path) -> Run:
+def _run(workload: Workload, scratch: Path, engine: str, number: int, groups: list[int], out: Path) -> Run:
     name = f"{number}-{engine}-{groups[-1]}"
     result, so_far = out / f"{name}.json", out / f"{name}.part.json"
     rate = disk_rate(sorted(workload.model.glob("*.safetensors")), threads=workload.threads, most_bytes=_RATE_BYTES)
@@ -112,16 +116,17 @@ def _run(workload: Workload, engine: str, number: int, groups: list[int], out: P
             "seed": number,
             "procs": str(confinement.procs),
             "so_far": str(so_far),
-            "scratch": str(workload.scratch / "offload"),
-            "python_path": workload.python_path,
+            "scratch": str(scratch / "offload"),
             **_memory(workload, engine, max(groups)),
         }
         (out / f"{name}.spec.json").write_text(json.dumps(spec, indent=2), encoding="utf-8")
         environment = {}
         if engine == "mapped":
             environment = {
-                "SGL_BATCH_BENCH_MAP": str(workload.scratch),
-                "PYTHONPATH": str(_HERE / "mapped_weights"),
+                "SGL_BATCH_BENCH_MAP": str(scratch),
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(_HERE / "mapped_weights"), os.environ.get("PYTHONPATH")])
+                ),
             }
         end = run_child(
             this_python(),
@@ -185,5 +190,5 @@ def check(workload: Workload, engines: list[str]) -> None:
     unknown = [engine for engine in engines if engine not in ENGINES]
     if unknown:
         raise ConfigError(f"--engines names {unknown[0]!r}; known: {', '.join(ENGINES)}")
-    if "accelerate" in engines and not workload.python_path and not is_installed(this_python(), "accelerate"):
+    if "accelerate" in engines and not is_installed(this_python(), "accelerate"):
         raise ConfigError("accelerate is not installed: pip install '.[bench]', or leave it out of --engines")

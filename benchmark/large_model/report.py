@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from comparison.figures import Spread, paired_ratios, spread
 from comparison.report import table
 
-from .measure import Group, Run, Workload
+from large_model.measure import Group, Run, Workload
 
 OURS = "sgl_batch"
 
@@ -68,3 +68,15 @@ def _speeds(runs: Sequence[Run], engine: str, size: int, output_len: int) -> dic
 
 def _text(value: Spread | None, digits: int = 1) -> str:
     return "-" if value is None else value.text(digits)
+
+
+def memory_table(runs: Sequence[Run], engines: Sequence[str]) -> str:
+    """What each engine took at most of the limit, how long it started, and why it ended early where it did."""
+    rows = []
+    for engine in engines:
+        own = [run for run in runs if run.engine == engine]
+        faults = sorted({run.fault for run in own if run.fault is not None})
+        if own:
+            peak = max(run.peak_bytes for run in own) / 2**30
+            rows.append([engine, f"{peak:.2f}", _text(spread(run.start_s for run in own)), "; ".join(faults) or "-"])
+    return table(["engine", "peak, GiB", "start, s", "ended early"], rows)

@@ -43,7 +43,6 @@ def start_sgl_batch(spec: dict[str, Any]) -> tuple[Generate, Callable[[], dict[s
 
 def start_accelerate(spec: dict[str, Any]) -> tuple[Generate, Callable[[], dict[str, Any]]]:
     """Hugging Face: what does not fit in memory is offloaded to disk by accelerate."""
-    sys.path.extend(spec.get("python_path", []))
     from sgl_batch.sglang_adapter import bootstrap
 
     bootstrap.prepare()
