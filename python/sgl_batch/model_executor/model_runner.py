@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,6 +117,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """Build the attention backends, then the layer runner over them and the loaded model."""
         super().init_attention_backends()
         plan = self.make_plan()
+        if self.batch_config.schedule.share_prefixes and not plan.share_prefixes:
+            logger.warning(
+                "attention backend %s may attend before the KV of a whole batch is written: prompts that begin alike "
+                "are each computed whole",
+                self.server_args.attention_backend,
+            )
         self._operators.adopt(self.model)
         family = family_of(self.model)
         if family is None and self.place is not None:
@@ -137,8 +144,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 known,
             )
             return
-        can_reenter = self.server_args.attention_backend in REENTRANT_BACKENDS
-        if not can_reenter:
+        if not self._can_reenter:
             logger.warning(
                 "attention backend %s cannot hold the plans of several sub-batches: each group runs as one",
                 self.server_args.attention_backend,
@@ -149,7 +155,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             attn_backend=self.attn_backend,
             plan=plan,
             counters=self.counters,
-            can_reenter=can_reenter,
+            can_reenter=self._can_reenter,
             expert_part="router" if self.device == "cpu" else "experts",
             exchange=None if self.place is None else self._exchange(self.place, family),
         )
@@ -190,11 +196,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 self.model_config.hidden_size, self.model_config.dtype, torch.device(self.device)
             )
 
+    @property
+    def _can_reenter(self) -> bool:
+        return self.server_args.attention_backend in REENTRANT_BACKENDS
+
     def make_plan(self) -> Plan:
         """Make the plan that the configuration asks for and what the device holds allow; from now on it holds."""
-        self.plan = make_plan(
-            self.batch_config, page_size=self.server_args.page_size, max_running=self.max_running_requests
-        )
+        plan = make_plan(self.batch_config, page_size=self.server_args.page_size, max_running=self.max_running_requests)
+        self.plan = replace(plan, share_prefixes=plan.share_prefixes and self._can_reenter)
         if self.layer_runner is not None:
             self.layer_runner.plan = self.plan
         return self.plan

@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 # Backends whose per-batch plan is one value in `forward_metadata`, so that several sub-batches can be planned
-# ahead and re-entered; others keep shared workspaces and run a group as one sub-batch.
+# ahead and re-entered; others keep shared workspaces and run a group as one sub-batch. Each of these also writes the KV
+# of all rows before it attends, so that a prompt may read pages that another of the same batch computes.
 REENTRANT_BACKENDS = frozenset({CPU_ATTENTION, "torch_native", "triton", "fa3"})
 
 
