@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +26,20 @@ LAYERS = 4  # of all three models
 
 
 @pytest.fixture(scope="module")
-def requests() -> Requests:
-    return prompts_that_begin_alike(150, random.Random(0))
+def seed() -> int:
+    """Of the requests: another one each time, or that of a run that failed."""
+    return int(os.environ.get("SGL_BATCH_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
+
+
+@pytest.fixture(autouse=True)
+def told(seed: int) -> None:
+    """What a failure says beside itself."""
+    sys.stdout.write(f"the same requests again: SGL_BATCH_TEST_SEED={seed}\n")
+
+
+@pytest.fixture(scope="module")
+def requests(seed: int) -> Requests:
+    return prompts_that_begin_alike(150, random.Random(seed))
 
 
 def check_counts(counts: dict[str, int], unshared: dict[str, int]) -> None:
@@ -91,7 +105,7 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     assert counters["pages_copied_to_suspend"] <= counters["suspensions"], "at most the open page is copied"
     assert (counters["recomputed_tokens_planned"], counters["recomputed_tokens_unplanned"]) == (0, 0)
     layer_bytes = stats["store"]["page_bytes"] / LAYERS
-    assert counters["staging_peak_pages"] >= 2 * POOL_PAGES, "a prefill group is more than the device holds"
+    assert counters["staging_peak_pages"] > POOL_PAGES, "a prefill group is more than the device holds"
     assert counters["staging_peak_bytes"] <= 2 * layer_bytes * counters["staging_peak_pages"], "and two layers of it"
 
 

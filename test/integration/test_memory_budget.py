@@ -1,0 +1,52 @@
+"""A budget for the device sizes the pages of KV and is kept; what it cannot hold is refused with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sgl_batch import Engine
+from sgl_batch.errors import EngineError
+
+from .conftest import FAMILIES
+
+pytestmark = pytest.mark.engine
+
+PLAN = {"b_moe_decode": 16, "b_moe_prefill": 512, "b_attn_prefill": 256, "page_size": 8, "boundary_tokens": 8}
+
+
+def test_a_budget_sizes_the_device_is_kept_and_refuses_prompts_beyond_its_working_memory(
+    model_path: Callable[[str], str],
+) -> None:
+    engine = Engine(
+        model_path=model_path(FAMILIES[0]), dtype="float32", device_memory="1G", kv_store_bytes="32M", **PLAN
+    )
+    try:
+        pages = engine.batch_stats()["total_pages"]
+        page_bytes = engine.batch_stats()["store"]["page_bytes"]
+        assert 100 << 20 < pages * page_bytes < 900 << 20
+        sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        answers = engine.generate(input_ids=[[5 + i] * 200 for i in range(40)], sampling_params=sampling)
+        assert all(len(answer["output_ids"]) == 24 for answer in answers)
+        stats = engine.batch_stats()
+        assert stats["memory"]["budget_bytes"] == (1 << 30) + (32 << 20)
+        assert 100 << 20 < stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
+        assert stats["counters"]["recomputed_tokens_unplanned"] == 0
+        with pytest.raises(
+            ValueError, match=r"513 tokens, and the device's budget has working memory for groups of 512"
+        ):
+            engine.generate(input_ids=[5] * 513, sampling_params=sampling)
+        assert engine.generate(input_ids=[5] * 512, sampling_params=sampling)["meta_info"]["completion_tokens"] == 24
+    finally:
+        engine.shutdown()
+
+
+def test_a_budget_that_cannot_hold_the_model_is_refused_with_what_is_needed(model_path: Callable[[str], str]) -> None:
+    with pytest.raises(
+        EngineError,
+        match=r"did not start: device_memory is 200.00 MiB, and .* are needed: the program has .*, weights take "
+        r"13.* MiB, groups of 512 prompt tokens .* 2 pages of KV for each of 16 running sequences .*; "
+        r"raise --device-memory",
+    ):
+        Engine(model_path=model_path(FAMILIES[0]), dtype="float32", device_memory="200M", **PLAN)
