@@ -109,6 +109,32 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     assert counters["staging_peak_bytes"] <= 2 * layer_bytes * counters["staging_peak_pages"], "and two layers of it"
 
 
+def test_sequences_that_run_together_have_the_prompt_that_they_share_once_on_the_device(
+    model_path: Callable[[str], str], shelf: Any
+) -> None:
+    engine = shelf.get(
+        Engine,
+        model_path=model_path(FAMILIES[0]),
+        dtype="float32",
+        max_total_tokens=PAGE * POOL_PAGES,
+        **store_in(None),
+        **SMALL,
+    )
+    prefix = list(range(100, 100 + 12 * PAGE))
+    requests = Requests(
+        input_ids=[[*prefix, number] for number in range(5, 29)],
+        sampling_params=[{"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}] * 24,
+    )
+    alone = [engine.generate(input_ids=ids, sampling_params=requests.sampling_params[0]) for ids in requests.input_ids]
+    answered, counts = counted(engine, lambda: answers(engine, requests))
+    assert answered == [answer["output_ids"] for answer in alone]
+    assert counts["decode_rows"] / counts["decode_groups"] > 2, "by itself each takes 14 of 20 pages: one would run"
+    assert counts["prompt_pages_found_on_device"] > 0
+    stats = engine.batch_stats()
+    assert stats["free_pages"] == POOL_PAGES
+    assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
+
+
 def test_an_aborted_sequence_gives_back_its_pages_and_slots(
     model_path: Callable[[str], str], started: Callable[..., Any], requests: Requests
 ) -> None:

@@ -5,6 +5,7 @@ Which requests, and when, is the executor's affair.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class KVTiers:
         )
         self._group: list[tuple[Any, Hold, torch.Tensor]] = []
         self._restored: list[int] = []
+        self._on_device: dict[PrefixPage, int] = {}
 
     @property
     def num_slots(self) -> int:
@@ -124,13 +126,27 @@ class KVTiers:
         table: torch.Tensor = self._scheduler.req_to_token_pool.req_to_token
         return table[rows, torch.tensor(positions)].to(torch.int64) // self._page_size
 
-    def restore(self, request: Any) -> tuple[torch.Tensor, Ticket]:
-        """Device pages for a request's KV, and the copy to them."""
-        num_pages = self._pages(self.stored.tokens_of(request.rid))
-        slots = self._allocator.alloc(num_pages * self._page_size)
-        assert slots is not None, f"{num_pages} pages were reserved for {request.rid}"
-        pages = slots[:: self._page_size] // self._page_size
-        return pages, self.stored.restore(request.rid, pages)
+    def restore(self, request: Any, prompt: Seq[PrefixPage]) -> tuple[torch.Tensor, Ticket]:
+        """Device pages for a request's KV, and the copy to them of what the device has not.
+
+        `prompt`: its first pages, which it shares with others that are on the device.
+        """
+        there = [page in self._on_device for page in prompt]
+        num_new = self._pages(self.stored.tokens_of(request.rid)) - sum(there)
+        slots = self._allocator.alloc(num_new * self._page_size)
+        assert slots is not None, f"{num_new} pages were reserved for {request.rid}"
+        new = iter((slots[:: self._page_size] // self._page_size).tolist())
+        for page in prompt:
+            if page not in self._on_device:
+                self._on_device[page] = next(new)
+        pages = torch.tensor([*(self._on_device[page] for page in prompt), *new], dtype=torch.int64)
+        self._counters.add("prompt_pages_found_on_device", sum(there))
+        return pages, self.stored.restore(request.rid, pages, there=there)
+
+    def drop(self, prompt: Seq[PrefixPage]) -> None:
+        """Nobody on the device has these pages of prompts any more."""
+        pages = torch.tensor([self._on_device.pop(page) for page in prompt], dtype=torch.int64)
+        self._allocator.free(pages * self._page_size)
 
     def slots_of(self, name: str, pages: torch.Tensor) -> torch.Tensor:
         """The slots [tokens] of the KV of a sequence that comes back, in its device pages."""

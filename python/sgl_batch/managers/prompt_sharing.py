@@ -55,6 +55,10 @@ class PromptSharing:
         """The pages that a request holds."""
         return self._tree.held(request.rid)
 
+    def pages_of(self, name: str) -> tuple[PrefixPage, ...]:
+        """The first pages of a sequence's prompt, those that others can have as well."""
+        return self._tree.held(name).pages
+
     def lay_tables(self, requests: list[Any], where: dict[PrefixPage, int]) -> None:
         """Lead the tables of a prefill group, whose slots are given, to the pages that its prompts share.
 

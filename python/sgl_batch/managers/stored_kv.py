@@ -105,12 +105,17 @@ class StoredKV:
         ticket = self._engine.store_pages(self._layers, pages, slots)
         self._copies.append(_Copy(ticket=ticket, slots=slots, owners=owners))
 
-    def restore(self, name: str, pages: torch.Tensor) -> Ticket:
-        """Copy a sequence's KV to device pages, in its order; call `restored` when the ticket is done."""
-        slots = torch.tensor(self._records[name].slots)
+    def restore(self, name: str, pages: torch.Tensor, *, there: Seq[bool] = ()) -> Ticket:
+        """Copy a sequence's KV to device pages, in its order; call `restored` when the ticket is done.
+
+        `there`: of its first pages, whether the device has them already.
+        """
+        slots = torch.tensor(self._records[name].slots, dtype=torch.int64)
         assert len(slots) == len(pages), f"{name} has {len(slots)} pages in the store, {len(pages)} on the device"
-        self._counters.add("pages_restored", len(slots))
-        return self._engine.load_pages(self._layers, slots, pages)
+        lacking = torch.ones(len(slots), dtype=torch.bool)
+        lacking[: len(there)] = ~torch.tensor(there, dtype=torch.bool)
+        self._counters.add("pages_restored", int(lacking.sum()))
+        return self._engine.load_pages(self._layers, slots[lacking], pages[lacking])
 
     def restored(self, name: str) -> None:
         """A sequence's KV is on the device; its open page will be another one when it is full."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from sgl_batch.core.coroutine import Event
 from sgl_batch.core.page_boundary import PrefillGroup, boundary_due, prefill_units, prefill_wanted
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.prefixes import PrefixPage
 from sgl_batch.core.primitives import combine
-from sgl_batch.core.residency import Residency, decide_residency
+from sgl_batch.core.residency import Residency, ResidentPrompts, decide_residency
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.kv_tiers import KVTiers
@@ -33,6 +35,7 @@ from sgl_batch.sglang_adapter.scheduling import (
     give_prefix,
     mark_aborted,
     merge_into,
+    protect_prefix,
 )
 
 
@@ -58,6 +61,7 @@ class TieredExecutor(BoundaryExecutor):
         self._arrived_forks: list[Any] = []
         self._fresh: list[Any] = []
         self._staged = False
+        self._prompts = ResidentPrompts[PrefixPage]()
 
     def _make_table(self, trace: TraceWriter) -> SequenceTable:
         store = PageLedger(self._tiers.num_slots, self.plan.page_size)
@@ -97,7 +101,15 @@ class TieredExecutor(BoundaryExecutor):
         """Sync, Evict, Extend, Refill; where nobody can run, wait for whoever comes back."""
         self._tiers.stored.sync(wait=False)
         sequences = [self._grown(request) for request in running.reqs]
-        turn = decide_residency(sequences, self.table.ready, self.ledger, self.plan, restoring=len(self._returning))
+        turn = decide_residency(
+            sequences,
+            self.table.ready,
+            self.ledger,
+            self.plan,
+            prompts=self._prompts,
+            pages_of=self._sharing.pages_of,
+            restoring=len(self._returning),
+        )
         self._suspend(turn, running)
         for sequence, pages in turn.extend:
             self.ledger.resize(sequence.sequence_id, pages)
@@ -126,34 +138,49 @@ class TieredExecutor(BoundaryExecutor):
                 free_slots(self._scheduler, request)
                 detach(self._scheduler, request)
                 self.ledger.release(request.rid)
+                self._leave_device(request.rid)
         self.table.record([self.table.suspended(request.rid) for request in requests])
         self._counters.add("suspensions", len(requests))
+
+    def _leave_device(self, name: str) -> None:
+        """A sequence runs no more: pages of its prompt go that nobody else on the device has."""
+        dropped = self._prompts.leave(name)
+        if dropped:
+            self._tiers.drop(dropped)
+            self.ledger.add_prompt_pages(-len(dropped))
 
     def _restore(self, turn: Residency) -> None:
         with self._counters.clock.part("copies"):
             for sequence, pages in turn.restore:
                 self.ledger.reserve(sequence.sequence_id, pages)
-                request = self.table.take_ready(sequence.sequence_id)
-                device_pages, ticket = self._tiers.restore(request)
+                request, prompt = (
+                    self.table.take_ready(sequence.sequence_id),
+                    self._sharing.pages_of(sequence.sequence_id),
+                )
+                self.ledger.add_prompt_pages(len(self._prompts.lacking(prompt)))
+                self._prompts.enter(sequence.sequence_id, prompt)
+                device_pages, ticket = self._tiers.restore(request, prompt)
                 self._returning.append(_Returning(request=request, pages=device_pages, ticket=ticket))
 
     def _join_returned(self, running: Any) -> Any:
-        """The decode batch with those whose KV has come back."""
-        arrived = [returning for returning in self._returning if returning.ticket.done]
+        """The decode batch with those whose KV has come back, and that of all before them, which they may share."""
+        arrived = list(takewhile(lambda returning: returning.ticket.done, self._returning))
         requests, self._fresh = self._fresh, []
         if not arrived and not requests:
             return running
-        self._returning = [returning for returning in self._returning if returning not in arrived]
+        self._returning = self._returning[len(arrived) :]
         with self._counters.clock.part("copies"):
             for returning in arrived:
                 returning.ticket.wait()
                 request, slots = returning.request, self._tiers.slots_of(returning.request.rid, returning.pages)
+                shared = len(self._sharing.pages_of(request.rid)) * self.plan.page_size
                 self._tiers.stored.restored(request.rid)
                 if request.output_ids:
                     take_in(self._scheduler, request, slots)
+                    protect_prefix(request, shared)
                     requests.append(request)
                 else:
-                    give_prefix(request, self._scheduler, slots, 0)
+                    give_prefix(request, self._scheduler, slots, shared)
                     self._arrived_forks.append(request)
             for joining in decode_batches(self._scheduler, requests):
                 running = merge_into(running, joining)
@@ -205,6 +232,7 @@ class TieredExecutor(BoundaryExecutor):
         for name in names:
             if name not in self.table:
                 self._tiers.stored.forget(name)
+                self._leave_device(name)
         left = [request for request in batch.reqs if not request.finished()]
         if staged:
             for request in left:

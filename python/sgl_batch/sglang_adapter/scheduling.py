@@ -199,8 +199,9 @@ def detach(scheduler: Any, request: Any) -> None:
 
 
 def free_slots(scheduler: Any, request: Any) -> None:
-    """Give back the slots of a request's KV."""
-    slots = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv.kv_allocated_len]
+    """Give back the slots of a request's KV that are its to free."""
+    own = slice(request.cache_protected_len, request.kv.kv_allocated_len)
+    slots = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, own]
     scheduler.token_to_kv_pool_allocator.free(slots)
 
 

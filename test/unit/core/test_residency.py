@@ -9,7 +9,7 @@ from sequence_builders import plan, sequence
 from virtual_memory_pressure import VirtualPressure
 
 from sgl_batch.core.page_ledger import PageLedger
-from sgl_batch.core.residency import decide_residency, pages_to_run
+from sgl_batch.core.residency import ResidentPrompts, decide_residency, pages_to_run
 
 PLAN = plan(b_moe=4, boundary_tokens=8, page_size=8)
 
@@ -25,6 +25,18 @@ def holding(pages: int, *held: tuple) -> PageLedger:
     for owner, number in held:
         ledger.reserve(owner.sequence_id, number)
     return ledger
+
+
+def decided(running, waiting, ledger, plan, *, restoring=0, prompts=None):
+    """A decision over sequences of which `prompts`, by arrival, have pages to share; others have none."""
+    of = {f"s{arrival}": pages for arrival, pages in (prompts or {}).items()}
+    resident = ResidentPrompts()
+    for each in running:
+        resident.enter(each.sequence_id, of.get(each.sequence_id, ()))
+    ledger.add_prompt_pages(len(resident))
+    return decide_residency(
+        running, waiting, ledger, plan, prompts=resident, pages_of=lambda name: of.get(name, ()), restoring=restoring
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +58,7 @@ def test_a_runner_holds_two_free_pages_or_what_it_can_reach_before_the_next_boun
 
 def test_where_all_fit_nobody_is_suspended_and_those_that_wait_longest_come():
     runs, late, early = runner(0), runner(9), runner(3)
-    turn = decide_residency([runs], [late, early], holding(20, (runs, 3)), PLAN)
+    turn = decided([runs], [late, early], holding(20, (runs, 3)), PLAN)
     assert turn.suspend == ()
     assert turn.extend == ((runs, 3),)
     assert [s for s, _ in turn.restore] == [early, late]
@@ -54,34 +66,52 @@ def test_where_all_fit_nobody_is_suspended_and_those_that_wait_longest_come():
 
 def test_the_most_decoded_are_suspended_until_the_others_can_be_extended():
     young, old, middle = runner(0, generated=1), runner(1, generated=40), runner(2, generated=20)
-    turn = decide_residency([young, old, middle], [], holding(12, (young, 2), (old, 6), (middle, 4)), PLAN)
+    turn = decided([young, old, middle], [], holding(12, (young, 2), (old, 6), (middle, 4)), PLAN)
     assert turn.suspend == (old,)
     assert turn.extend == ((young, 3), (middle, 6))
 
 
 def test_one_that_does_not_fit_blocks_those_behind_it():
     large, small = runner(1, prompt=80), runner(2)
-    turn = decide_residency([], [small, large], holding(11), PLAN)
+    turn = decided([], [small, large], holding(11), PLAN)
     assert turn.restore == ()
 
 
 def test_the_decode_group_takes_no_more_than_its_size_those_on_their_way_among_them():
     waiting = [runner(i) for i in range(6)]
-    turn = decide_residency([], waiting, holding(100), PLAN, restoring=3)
+    turn = decided([], waiting, holding(100), PLAN, restoring=3)
     assert len(turn.restore) == 1
 
 
 def test_the_last_runner_gives_way_to_one_whose_kv_is_on_its_way():
     runs, comes = runner(0, prompt=30, generated=9), runner(1, prompt=30)
-    turn = decide_residency([runs], [], holding(9, (runs, 5), (comes, 4)), PLAN, restoring=1)
+    turn = decided([runs], [], holding(9, (runs, 5), (comes, 4)), PLAN, restoring=1)
     assert turn.suspend == (runs,)
 
 
 def test_whoever_was_suspended_does_not_come_back_at_the_same_boundary():
     runs, grown = runner(0, generated=1), runner(1, generated=50)
-    turn = decide_residency([runs, grown], [], holding(10, (runs, 2), (grown, 8)), PLAN)
+    turn = decided([runs, grown], [], holding(10, (runs, 2), (grown, 8)), PLAN)
     assert turn.suspend == (grown,)
     assert turn.restore == ()
+
+
+def test_pages_of_a_prompt_take_room_once_for_all_that_run():
+    runs, first, second = runner(0, prompt=80), runner(1, prompt=80), runner(2, prompt=80)
+    alike = dict.fromkeys(range(3), "abcdefghij")
+    assert [s for s, _ in decided([runs], [first, second], holding(15, (runs, 2)), PLAN, prompts=alike).restore] == [
+        first
+    ]
+    turn = decided([runs], [first, second], holding(16, (runs, 2)), PLAN, prompts=alike)
+    assert turn.restore == ((first, 2), (second, 2))
+
+
+def test_one_that_is_suspended_leaves_the_pages_that_others_have():
+    young, old = runner(0, prompt=16), runner(1, prompt=16, generated=40)
+    turn = decided([young, old], [], holding(11, (young, 2), (old, 6)), PLAN, prompts={0: "ab", 1: "ab"})
+    assert (turn.suspend, turn.extend) == ((), ((young, 2), (old, 7)))
+    turn = decided([young, old], [], holding(10, (young, 2), (old, 6)), PLAN, prompts={0: "ab", 1: "ab"})
+    assert (turn.suspend, turn.extend) == ((old,), ((young, 2),))
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.residency import decide_residency
+from sgl_batch.core.residency import ResidentPrompts, decide_residency
 from sgl_batch.core.sequence import Sequence, Status
 
 
@@ -20,11 +20,15 @@ class VirtualPressure:
         self.waiting: list[Sequence] = []
         self.restoring: list[tuple[Sequence, int]] = []
         self.finished: list[Sequence] = []
+        self.prompts = ResidentPrompts[tuple[int, int]]()
+        self._prompt_of: dict[str, list[tuple[int, int]]] = {}
         self.operations = self.suspensions = self._clock = 0
 
     def add(self, sequence: Sequence) -> None:
         """A sequence whose prompt is computed, and lies in the store."""
         sequence.status, sequence.generated_tokens = Status.READY, 1
+        full = sequence.prompt_tokens // self.plan.page_size
+        self._prompt_of[sequence.sequence_id] = [(sequence.arrival % 3, number) for number in range(full)]
         self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
@@ -51,10 +55,18 @@ class VirtualPressure:
 
     def _boundary(self) -> None:
         oldest = min(self.waiting, key=lambda s: s.waits_since, default=None)
-        turn = decide_residency(self.running, self.waiting, self.ledger, self.plan, restoring=len(self.restoring))
+        turn = decide_residency(
+            self.running,
+            self.waiting,
+            self.ledger,
+            self.plan,
+            prompts=self.prompts,
+            pages_of=self._prompt_of.__getitem__,
+            restoring=len(self.restoring),
+        )
         for sequence in turn.suspend:
             self.running.remove(sequence)
-            self.ledger.release(sequence.sequence_id)
+            self._leave(sequence)
             advance(sequence, Event.SUSPEND, "pages lack")
             self._wait(sequence)
             self.suspensions += 1
@@ -64,6 +76,9 @@ class VirtualPressure:
             self.ledger.resize(sequence.sequence_id, pages)
         for sequence, pages in turn.restore:
             self.waiting.remove(sequence)
+            prompt = self._prompt_of[sequence.sequence_id]
+            self.ledger.add_prompt_pages(len(self.prompts.lacking(prompt)))
+            self.prompts.enter(sequence.sequence_id, prompt)
             self.ledger.reserve(sequence.sequence_id, pages)
             self.restoring.append((sequence, self.restore_steps))
         assert not turn.restore or turn.restore[0][0] is oldest, "whoever waits longest comes back first"
@@ -76,14 +91,18 @@ class VirtualPressure:
         self._join([s for s, left in self.restoring if left <= 0])
         for sequence in list(self.running):
             sequence.generated_tokens += 1
-            held = self.ledger.held(sequence.sequence_id)
+            held = self.ledger.held(sequence.sequence_id) + len(self._prompt_of[sequence.sequence_id])
             assert pages_for(sequence.kv_tokens, self.plan.page_size) <= held, "a runner never lacks a page"
             if sequence.generated_tokens >= sequence.max_new_tokens:
                 advance(sequence, Event.FINISH, "length")
                 self.running.remove(sequence)
-                self.ledger.release(sequence.sequence_id)
+                self._leave(sequence)
                 self.finished.append(sequence)
         self._conserve()
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.ledger.release(sequence.sequence_id)
+        self.ledger.add_prompt_pages(-len(self.prompts.leave(sequence.sequence_id)))
 
     def _join(self, arrived: Iterable[Sequence]) -> None:
         for sequence in arrived:
@@ -93,6 +112,9 @@ class VirtualPressure:
 
     def _conserve(self) -> None:
         holders = [*self.running, *(s for s, _ in self.restoring)]
-        assert self.ledger.reserved_pages == sum(self.ledger.held(s.sequence_id) for s in holders)
+        prompts = {page for s in holders for page in self._prompt_of[s.sequence_id]}
+        assert self.ledger.prompt_pages == len(self.prompts) == len(prompts), "each page of a prompt once"
+        own = sum(self.ledger.held(s.sequence_id) for s in holders)
+        assert self.ledger.reserved_pages == own + len(prompts)
         assert 0 <= self.ledger.free_pages <= self.ledger.total_pages
         assert len(holders) <= self.plan.decode.b_moe
