@@ -23,12 +23,18 @@ RANKS = ("--tp", "2", "--dp", "2", "--ep", "2", "--enable-dp-attention", "--rank
 
 @pytest.fixture
 def two_ranks(repo_root: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A run on two ranks that goes on for minutes unless something stops it; short lines finish early."""
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    """A run on two ranks that goes on for minutes unless something stops it; short lines finish early.
+
+    The ranks share a host KV store, in a file, for whatever their small devices have no room for.
+    """
+    source, output, store = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "store"
+    store.mkdir()
+    sizes = ("--b-moe-decode", "16", "--page-size", "8", "--max-total-tokens", "800")
+    stores = ("--kv-store-bytes", str(1 << 28), "--kv-store-dir", str(store))
     lines = [chat_line(f"line-{i}", "Return the", max_tokens=4 + 400 * (i > 40), ignore_eos=True) for i in range(600)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     process = subprocess.Popen(
-        run_argv(repo_root, source, output, "--progress", "plain", "--b-moe-decode", "16", *RANKS),
+        run_argv(repo_root, source, output, "--progress", "plain", *sizes, *stores, *RANKS),
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -68,6 +74,7 @@ def test_a_rank_that_dies_or_hangs_is_named_and_finished_lines_are_kept(
     assert told in stderr
     assert len(read_lines(output)) >= 20
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    assert not list((output.parent / "store").iterdir())
 
 
 def test_the_summary_says_what_each_rank_did(run_command: Callable[..., RunFiles], tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.READY, Event.ABORT): Status.ABORTED,
     (Status.READY, Event.DEPART): Status.MIGRATING,
     (Status.RUNNING, Event.DEPART): Status.MIGRATING,
+    (Status.SUSPENDED, Event.DEPART): Status.MIGRATING,
     (Status.MIGRATING, Event.ARRIVE): Status.READY,
     (Status.MIGRATING, Event.ABORT): Status.ABORTED,
     (Status.RUNNING, Event.FINISH): Status.FINISHED,

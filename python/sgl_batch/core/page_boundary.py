@@ -22,7 +22,8 @@ class State:
     `queued` and `ready` may be views: a state is good until the next change of what they look at. Only a boundary
     looks at more than their lengths.
     `changed`: whether somebody arrived, was prefilled or finished since the last boundary.
-    `slots` is how many sequences the device can hold, `free_slots` how many more it can take now.
+    `slots` is how many sequences the device can hold, `free_slots` how many more it can take now. `returning` counts
+    those that neither run nor wait, because their KV is on its way back to the device.
     """
 
     queued: Seq[Sequence]
@@ -33,6 +34,7 @@ class State:
     free_slots: int
     filling: bool
     changed: bool = True
+    returning: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,21 +96,19 @@ def decide_at_boundary(state: State, plan: Plan, ledger: PageLedger, order: Orde
     return DecodeStep(at_boundary=True) if state.running else Idle()
 
 
-def prefill_wanted(state: State, plan: Plan, *, returning: int = 0) -> bool:
-    """Whether so few sequences run or are ready that queued ones are to be prefilled, as far as they fit."""
-    resident = state.running + len(state.ready) + returning
+def prefill_wanted(state: State, plan: Plan) -> bool:
+    """Whether so few sequences run or are ready that queued ones are to be prefilled, as far as they fit.
+
+    Once begun (`filling`), prefill goes on until enough are ready.
+    """
+    resident = state.running + len(state.ready) + state.returning
     target = plan.ready_target if state.filling else plan.refill_watermark * plan.decode.b_moe
     return bool(state.queued) and resident < max(target, 1)
 
 
-def prefill_units(
-    state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy, *, returning: int = 0
-) -> list[Admission]:
-    """Queued units to prefill now: once begun (`filling`), prefill goes on until enough are ready.
-
-    `returning`: sequences that neither run nor wait, because their KV is on its way back to the device.
-    """
-    if not prefill_wanted(state, plan, returning=returning):
+def prefill_units(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> list[Admission]:
+    """Queued units to prefill now."""
+    if not prefill_wanted(state, plan):
         return []
     units = group_by_prompt(state.queued, order, most_members=state.slots)
     return select_prefill_group(units, ledger, b_moe=plan.prefill.b_moe, free_slots=state.free_slots)

@@ -62,17 +62,20 @@ class Step:
     """One step of the group, and how many expert calls a layer takes in it on every rank.
 
     `plan_changes`: how many changes of the plan are in force from the next step on, because all ranks know them.
+    `somebody_runs`: whether any rank has sequences to decode, which a rank that waits for copies would hold up.
     """
 
     kind: StepKind
     expert_calls: int = 1
     plan_changes: int = 0
+    somebody_runs: bool = False
 
 
 def next_step(headers: Seq[RankHeader], plan: Plan) -> Step:
     """The step that all ranks take under `plan`, which is in force on all of them."""
     known = min(header.plan_changes for header in headers)
-    return replace(_next_step(headers, plan), plan_changes=known)
+    runs = any(header.running for header in headers)
+    return replace(_next_step(headers, plan), plan_changes=known, somebody_runs=runs)
 
 
 def _next_step(headers: Seq[RankHeader], plan: Plan) -> Step:
@@ -102,7 +105,7 @@ def rank_is_due(state: State, plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
-    """A sequence that may change its rank: READY or RUNNING, with `tokens` of KV and `pages` reserved for it."""
+    """A sequence that may change its rank: one that waits or runs, with `tokens` of KV and `pages` reserved for it."""
 
     sequence: Sequence
     tokens: int
@@ -111,7 +114,7 @@ class Movable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """A rank at a boundary: its own state and account of pages, and what may leave it."""
+    """A rank at a boundary: its own state, its account of pages for admission, and what may leave it."""
 
     state: State
     total_pages: int
@@ -236,7 +239,7 @@ def _evening_move(loads: list[_Load]) -> Move | None:
 
 def _load_of(rank: RankState, plan: Plan) -> _Load:
     state = rank.state
-    active = state.running + len(state.ready)
+    active = state.running + len(state.ready) + state.returning
     return _Load(
         total=active + len(state.queued),
         movable=[*rank.ready, *sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))],

@@ -132,9 +132,12 @@ class BoundaryExecutor:
         return {}
 
     @property
-    def _admission_ledger(self) -> PageLedger:
+    def admission_ledger(self) -> PageLedger:
         """The account in which a sequence's pages are reserved when it is admitted."""
         return self.table.ledger
+
+    def sync(self) -> None:
+        """Nobody runs and nobody waits: complete what goes on in the background."""
 
     @property
     def clock(self) -> PartClock:
@@ -194,7 +197,7 @@ class BoundaryExecutor:
     def _prefill_units(self, units: tuple[Admission, ...]) -> Any:
         for unit in units:
             hold = self._sharing.claim(unit, self.table.request_named(unit.leader.sequence_id), self.plan)
-            reserve(unit, self._admission_ledger, held=len(hold.pages), new=len(hold.own))
+            reserve(unit, self.admission_ledger, held=len(hold.pages), new=len(hold.own))
             if unit.followers:
                 group = unit.leader.prompt_group or ""
                 self._forks[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]

@@ -5,8 +5,10 @@ Which requests, and when, is the executor's affair.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +17,69 @@ import torch
 from sgl_batch.config import MemoryConfig
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.prefixes import Hold, PrefixPage
+from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.errors import ConfigError
 from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.mem_cache.copy_engine import Ticket
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.host_kv_store import HostKVStore, StoreAddress
 from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
 from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 from sgl_batch.model_executor.counters import Counters
 
+# As for all else that the ranks tell each other at the start: loading may take one minutes longer than another.
+_START_TIMEOUT_S = 900.0
+
+
+def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace | None) -> HostKVStore:
+    """The store of this engine: of several ranks, the first makes it and the others join it.
+
+    Raises ConfigError where there is no room for it.
+    """
+    num_ranks, rank = (1, 0) if place is None else (place.world_size, place.rank)
+    if place is not None and rank > 0:
+        told = place.rendezvous.await_all("kv-store", [0], _START_TIMEOUT_S)[0]
+        return HostKVStore.join(StoreAddress(**json.loads(told)), geometry, rank=rank)
+    store = HostKVStore.create(
+        geometry,
+        num_bytes=memory.kv_store_bytes,
+        num_ranks=num_ranks,
+        directory=None if memory.kv_store_dir is None else Path(memory.kv_store_dir),
+    )
+    if store.num_slots < num_ranks:
+        raise ConfigError(
+            f"a host KV store of {memory.kv_store_bytes} bytes (--kv-store-bytes) holds {store.num_slots} pages of "
+            f"{geometry.slot_bytes} bytes, fewer than one for each of {num_ranks} ranks: name a larger store"
+        )
+    if place is not None:
+        place.rendezvous.publish("kv-store", rank, json.dumps(asdict(store.address)))
+    return store
+
 
 class KVTiers:
-    """Made after the scheduler's pools. `runner`: the layer runner, which hands a prefill group's KV over."""
+    """Made after the scheduler's pools. `runner`: the layer runner, which hands a prefill group's KV over.
 
-    def __init__(self, scheduler: Any, runner: Any, memory: MemoryConfig, counters: Counters) -> None:
+    `share`: how many pages of the store are this rank's. Each has as many, so that none asks another before it takes
+    some; sequences that move take theirs along.
+    """
+
+    def __init__(
+        self, scheduler: Any, runner: Any, memory: MemoryConfig, counters: Counters, place: RankPlace | None
+    ) -> None:
         self._scheduler, self._runner, self._counters = scheduler, runner, counters
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._pool = self._allocator.get_kvcache()
         self._page_size: int = scheduler.page_size
-        self._store = HostKVStore.create(
-            StoreGeometry.of_pool(self._pool, checksums=memory.kv_store_checksums),
-            num_bytes=memory.kv_store_bytes,
-            directory=None if memory.kv_store_dir is None else Path(memory.kv_store_dir),
-        )
+        self._store = open_store(StoreGeometry.of_pool(self._pool, checksums=memory.kv_store_checksums), memory, place)
+        self.share = self._store.num_slots // self._store.num_ranks
         self._engine = NativeCopyEngine(self._store, self._pool, num_workers=memory.kv_copy_threads)
         self.stored = StoredKV(
-            self._store, self._engine, page_size=self._page_size, layers=self._pool.layer_num, counters=counters
+            self._store,
+            self._engine,
+            page_size=self._page_size,
+            layers=self._pool.layer_num,
+            share=self.share,
+            counters=counters,
         )
         self._staging = PrefillStaging(
             self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
@@ -48,13 +88,8 @@ class KVTiers:
         self._restored: list[int] = []
         self._on_device: dict[PrefixPage, int] = {}
 
-    @property
-    def num_slots(self) -> int:
-        """How many pages the store holds."""
-        return self._store.num_slots
-
     def store_state(self) -> dict[str, int]:
-        """Pages of the store, those free of them, and the bytes of one."""
+        """Pages of the store, those free of them, and the bytes of one; of a store of several ranks, all ranks'."""
         counts, slot_bytes = self._store.counts(), self._store.geometry.slot_bytes
         return {"total_pages": self._store.num_slots, "free_pages": counts.free, "page_bytes": slot_bytes}
 

@@ -84,10 +84,9 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
     if merged.get("pp_size", 1) != 1:
         raise ConfigError(f"pp_size is {merged['pp_size']}; this release has no pipeline parallelism: use pp_size=1")
-    ranks = _rank_arguments(merged)
-    _check_store(config.memory, on_cpu=on_cpu(kwargs), several_ranks=bool(ranks))
+    _check_store(config.memory, on_cpu=on_cpu(kwargs))
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
-    merged.update(ranks)
+    merged.update(_rank_arguments(merged))
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
     if merged.get("speculative_algorithm"):
         raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
@@ -107,7 +106,7 @@ def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
         raise ConfigError(f"{asked}, and expert_runner {forward.expert_runner!r} takes no such weights: choose native")
 
 
-def _check_store(memory: MemoryConfig, *, on_cpu: bool, several_ranks: bool) -> None:
+def _check_store(memory: MemoryConfig, *, on_cpu: bool) -> None:
     """What this release has no host KV store for. Raises ConfigError."""
     if memory.kv_store_bytes == 0:
         if memory.kv_store_dir is not None:
@@ -116,8 +115,6 @@ def _check_store(memory: MemoryConfig, *, on_cpu: bool, several_ranks: bool) -> 
     asked = f"kv_store_bytes is {memory.kv_store_bytes}"
     if not on_cpu:
         raise ConfigError(f"{asked}; the host KV store has no form for GPUs yet: leave it out")
-    if several_ranks:
-        raise ConfigError(f"{asked}; several ranks have no host KV store yet: leave it out, or --tp, --dp and --ep")
 
 
 def _check_streaming(config: BatchConfig, merged: dict[str, Any], *, on_cpu: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from sgl_batch.core.order import OrderPolicy
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import Migration, RankHeader, Step, StepKind, decide_group, next_step
+from sgl_batch.core.rank_agreement import Migration, RankHeader, Step, decide_group, next_step
 from sgl_batch.distributed.channel import Channel
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.rank_messages import (
@@ -23,6 +23,8 @@ from sgl_batch.managers.rank_messages import (
     StepMessage,
     orders_for,
     state_of,
+    step_of,
+    told_of,
 )
 
 _DECIDES = 0
@@ -64,11 +66,11 @@ class RankGroup:
         if self.rank != _DECIDES:
             self._channel.send(_DECIDES, own)
             answer = self._receive([_DECIDES], StepMessage, "the next step")[1]
-            return Step(kind=StepKind(answer.kind), expert_calls=answer.expert_calls, plan_changes=answer.plan_changes)
+            return step_of(answer)
         headers = self._gather(own, HeaderMessage, "what it has to do next")
         step = next_step([_header_of(header) for header in headers], plan)
         for peer in self._others:
-            self._channel.send(peer, StepMessage(step.kind.value, step.expert_calls, step.plan_changes))
+            self._channel.send(peer, told_of(step))
         return step
 
     def take_waited_s(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sgl_batch.core.page_boundary import Action, PrefillGroup, Refill, State
-from sgl_batch.core.rank_agreement import GroupDecision, Movable, RankState
+from sgl_batch.core.rank_agreement import GroupDecision, Movable, RankState, Step, StepKind
 from sgl_batch.core.sequence import Sequence, Status
 
 # What a rank tells of its queue at a boundary: enough for any prefill group, and bounded for a queue of millions.
@@ -28,6 +28,7 @@ class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
     kind: str
     expert_calls: int
     plan_changes: int
+    somebody_runs: bool
 
 
 class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
@@ -55,6 +56,7 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     slots: int
     free_slots: int
     filling: bool
+    returning: int
     total_pages: int
     free_pages: int
 
@@ -84,6 +86,21 @@ class OrdersMessage(msgspec.Struct, tag="orders", array_like=True, frozen=True):
 Message = HeaderMessage | StepMessage | StateMessage | OrdersMessage
 
 
+def told_of(step: Step) -> StepMessage:
+    """A step as the ranks are told of it."""
+    return StepMessage(step.kind.value, step.expert_calls, step.plan_changes, step.somebody_runs)
+
+
+def step_of(message: StepMessage) -> Step:
+    """The step that was told."""
+    return Step(
+        kind=StepKind(message.kind),
+        expert_calls=message.expert_calls,
+        plan_changes=message.plan_changes,
+        somebody_runs=message.somebody_runs,
+    )
+
+
 def message_of(rank: RankState) -> StateMessage:
     """What a rank tells of its state: all that decisions look at, but of its queue the first ones only."""
     state = rank.state
@@ -97,6 +114,7 @@ def message_of(rank: RankState) -> StateMessage:
         slots=state.slots,
         free_slots=state.free_slots,
         filling=state.filling,
+        returning=state.returning,
         total_pages=rank.total_pages,
         free_pages=rank.free_pages,
     )
@@ -150,6 +168,7 @@ def state_of(message: StateMessage) -> RankState:
         slots=message.slots,
         free_slots=message.free_slots,
         filling=message.filling,
+        returning=message.returning,
     )
     return RankState(
         state=state,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from sgl_batch.migration import messages, migrator
 from sgl_batch.migration.ends import Ends
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.outcome import Result
-from sgl_batch.migration.store import Export, Refusal, Reservation
+from sgl_batch.migration.store import Export, Refusal, Reservation, SequenceStore
 from sgl_batch.sglang_adapter import moving
 
 
@@ -31,46 +31,66 @@ class _Expected:
     slots: torch.Tensor
 
 
+def written_down(request: Any, pool: Any, *, num_pages: int, slots: list[int]) -> SequenceHeader:
+    """A request as it travels, with KV in pages that travel as well, or in slots of the store that all ranks have."""
+    return SequenceHeader(
+        sequence_id=request.rid,
+        prompt_tokens=list(request.origin_input_ids),
+        generated_tokens=list(request.output_ids),
+        seed=request.sampling_params.sampling_seed,
+        sampling=moving.sampling_of(request),
+        progress=moving.progress_of(request),
+        position=request.kv_committed_len,
+        num_pages=num_pages,
+        num_layers=pool.layer_num,
+        page_shapes=tuple(tuple(part.shape[1:]) for part in pool.page_parts(0)),
+        page_dtype=str(pool.dtype).removeprefix("torch."),
+        slots=slots,
+    )
+
+
+def request_of(header: SequenceHeader, scheduler: Any) -> Any:
+    """The request that was written down; it holds nothing yet."""
+    return moving.rebuild(
+        scheduler,
+        rid=header.sequence_id,
+        prompt_tokens=header.prompt_tokens,
+        generated_tokens=header.generated_tokens,
+        sampling=header.sampling,
+        progress=header.progress,
+        position=header.position,
+    )
+
+
+class MovingSequences(SequenceStore, Protocol):
+    """A rank's `SequenceStore`, which is told what leaves at a boundary."""
+
+    def begin(self, leaving: list[str], running: Any) -> None:
+        """These sequences of the rank are about to leave; `running` is its decode batch."""
+
+
 class RankSequences:
-    """The `SequenceStore` of a scheduler process. `running` is the decode batch of the boundary under way."""
+    """The `SequenceStore` of a scheduler process whose KV lies on the device alone."""
 
     def __init__(self, scheduler: Any, executor: BoundaryExecutor) -> None:
         self._scheduler, self._table = scheduler, executor.table
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._page_size: int = scheduler.page_size
         self._expected: dict[str, _Expected] = {}
-        self.running: Any = None
+        self._running: Any = None
+
+    def begin(self, leaving: list[str], running: Any) -> None:
+        self._running = running
 
     def export(self, sequence_id: str) -> Export:
         request = self._table.request_named(sequence_id)
-        position = request.kv_committed_len
-        slots = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, :position]
+        slots = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv_committed_len]
         pages = (slots[:: self._page_size].to(torch.int64) // self._page_size).tolist()
-        header = SequenceHeader(
-            sequence_id=sequence_id,
-            prompt_tokens=list(request.origin_input_ids),
-            generated_tokens=list(request.output_ids),
-            seed=request.sampling_params.sampling_seed,
-            sampling=moving.sampling_of(request),
-            progress=moving.progress_of(request),
-            position=position,
-            num_pages=len(pages),
-            num_layers=self._pool.layer_num,
-            page_shapes=tuple(tuple(part.shape[1:]) for part in self._pool.page_parts(0)),
-            page_dtype=str(self._pool.dtype).removeprefix("torch."),
-        )
+        header = written_down(request, self._pool, num_pages=len(pages), slots=[])
         return Export(header=header, tensors=list(self._views(pages)))
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
-        request = moving.rebuild(
-            self._scheduler,
-            rid=header.sequence_id,
-            prompt_tokens=header.prompt_tokens,
-            generated_tokens=header.generated_tokens,
-            sampling=header.sampling,
-            progress=header.progress,
-            position=header.position,
-        )
+        request = request_of(header, self._scheduler)
         refusal = self._table.expect(request)
         if refusal is not None:
             return Refusal(reason=refusal)
@@ -92,7 +112,7 @@ class RankSequences:
     def release(self, sequence_id: str) -> None:
         request = self._table.request_named(sequence_id)
         if self._table.is_running(sequence_id):
-            moving.without(self.running, request)
+            moving.without(self._running, request)
         moving.let_go(self._scheduler, request)
         self._table.depart(sequence_id)
 
@@ -106,8 +126,8 @@ class RankSequences:
 class RankMigration:
     """Carries out the moves of a boundary on this rank."""
 
-    def __init__(self, store: RankSequences, place: RankPlace, *, backend: str, step_timeout_s: float) -> None:
-        self._store = store
+    def __init__(self, place: RankPlace, store: MovingSequences, *, backend: str, step_timeout_s: float) -> None:
+        self._store, self._rank = store, place.rank
         self._boundary = 0
         transport = GroupTransport(place.process_group("pages", backend), range(place.world_size))
         ends = Ends(
@@ -121,7 +141,6 @@ class RankMigration:
     def run(self, moves: list[Move], running: Any) -> int:
         """Make these moves, as all ranks do; returns how many sequences came. Raises MigrationFailed."""
         self._boundary += 1
-        self._store.running = running
+        self._store.begin([move.sequence_id for move in moves if move.source == self._rank], running)
         report = self._migrator.run(self._boundary, moves)
-        self._store.running = None
         return sum(outcome.result is Result.ADOPTED for outcome in report.outcomes)

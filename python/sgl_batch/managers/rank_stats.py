@@ -16,6 +16,7 @@ def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The ranks' statistics as one: sums, but for steps that they take together, and times, which are means.
 
     Memory is that of the rank with the most: what ranks share counts in each, so that a sum would say too much.
+    The store is one for all ranks, and its state that which the last of them saw, when the others' had let go.
     """
     if len(ranks) == 1:
         return dict(ranks[0])
@@ -35,6 +36,7 @@ def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "free_pages": sum(rank["free_pages"] for rank in ordered),
         "total_pages": sum(rank["total_pages"] for rank in ordered),
         "memory": max((rank["memory"] for rank in ordered), key=lambda memory: memory["peak_bytes"]),
+        "store": max((rank["store"] for rank in ordered), key=lambda store: store.get("free_pages", 0)),
         "ranks": ordered,
     }
 

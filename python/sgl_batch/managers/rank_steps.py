@@ -13,7 +13,7 @@ from typing import Any
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import PrefillGroup
-from sgl_batch.core.rank_agreement import Move, RankHeader, RankState, StepKind, rank_is_due
+from sgl_batch.core.rank_agreement import Move, RankHeader, RankState, Step, StepKind, rank_is_due
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
@@ -23,12 +23,16 @@ from sgl_batch.managers.rank_migration import RankMigration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A rank's part in a step: its batch, if it has rows; `takes_part` in the exchanges either way, unless all idle."""
+    """A rank's part in a step: its batch, if it has rows; `takes_part` in the exchanges either way, if there are any.
+
+    `idles`: whether nobody has anything to do.
+    """
 
     batch: Any | None
     running: Any
     takes_part: bool
     expert_calls: int = 1
+    idles: bool = False
 
 
 class RankSteps:
@@ -51,10 +55,11 @@ class RankSteps:
         while self._changes_made < self._changes_due:
             self._changes.popleft()()
             self._changes_made += 1
+        running = self._arrived(running)
         state = executor.state(running)
         header = RankHeader(
             running=state.running,
-            waiting=len(state.ready) + len(state.queued),
+            waiting=len(state.ready) + len(state.queued) + state.returning,
             forked=executor.num_forked,
             due=rank_is_due(state, executor.plan),
             plan_changes=self._changes_known,
@@ -64,9 +69,10 @@ class RankSteps:
         executor.clock.shift(self._group.take_waited_s(), source="agreement", target="stall")
         self._changes_due = step.plan_changes
         if step.kind is StepKind.IDLE:
-            return Part(batch=None, running=running, takes_part=False)
+            executor.sync()
+            return Part(batch=None, running=running, takes_part=False, idles=True)
         if step.kind is StepKind.BOUNDARY:
-            return self._boundary(running)
+            return self._boundary(running, step)
         batch = None
         if step.kind is StepKind.FORKS:
             batch = executor.fork_batch() if executor.num_forked else None
@@ -74,13 +80,17 @@ class RankSteps:
             batch = self._decode(running)
         return Part(batch=batch, running=running, takes_part=True, expert_calls=step.expert_calls)
 
+    def _arrived(self, running: Any) -> Any:
+        """The decode batch with those that have come since the last step without a word to other ranks."""
+        return running
+
     def _decode(self, running: Any) -> Any | None:
         if running.is_empty():
             self._executor.count_step()
             return None
         return self._executor.decode_step(running)
 
-    def _boundary(self, running: Any) -> Part:
+    def _boundary(self, running: Any, step: Step) -> Part:
         executor = self._executor
         with executor.clock.part("boundary"):
             orders = self._group.decide(self._told(running), executor.plan, self._order)
@@ -91,16 +101,24 @@ class RankSteps:
             return Part(batch=batch, running=running, takes_part=True, expert_calls=orders.expert_calls)
         if orders.moves:
             with executor.clock.part("boundary"):
-                self._migration.run(
-                    [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in orders.moves], running
-                )
+                moves = [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in orders.moves]
+                self._migration.run(moves, running)
+        return self._turn_page(orders, running, step)
+
+    def _turn_page(self, orders: OrdersMessage, running: Any, step: Step) -> Part:
+        """Nobody prefills, and the moves are made: refill, and the first step after it."""
         joining = self._joining(orders, running)
         if joining:
-            running = executor.refill(joining, running)
-        executor.begin_page()
-        if orders.busy:
-            batch = self._decode(running)
-        return Part(batch=batch, running=running, takes_part=orders.busy, expert_calls=orders.expert_calls)
+            running = self._executor.refill(joining, running)
+        self._executor.begin_page()
+        batch = self._decode(running) if orders.busy else None
+        return Part(
+            batch=batch,
+            running=running,
+            takes_part=orders.busy,
+            expert_calls=orders.expert_calls,
+            idles=not orders.busy,
+        )
 
     def _joining(self, orders: OrdersMessage, running: Any) -> tuple[Sequence, ...]:
         """Who joins the decode batch. Moves may have failed: then those that stayed join as well, while there is room.
@@ -115,7 +133,7 @@ class RankSteps:
         """This rank's state for whoever decides."""
         executor = self._executor
         ready, run = executor.movable(running)
-        ledger, state = executor.ledger, executor.state(running)
+        ledger, state = executor.admission_ledger, executor.state(running)
         executor.foresee(state)
         return message_of(
             RankState(

@@ -26,7 +26,9 @@ from sgl_batch.managers.rank_messages import Message
 from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.run_context import RunContext
+from sgl_batch.managers.stored_migration import StoredSequences
 from sgl_batch.managers.tiered_executor import TieredExecutor
+from sgl_batch.managers.tiered_rank_steps import TieredRankSteps
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.process_memory import peak_resident_bytes
@@ -70,7 +72,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             return BoundaryExecutor(self, runner.plan, context.counters, trace)
         if runner.layer_runner is None:
             raise ConfigError("this model runs through SGLang's own forward, which has no host KV store: leave it out")
-        tiers = KVTiers(self, runner.layer_runner, memory, context.counters)
+        tiers = KVTiers(self, runner.layer_runner, memory, context.counters, context.place)
         return TieredExecutor(self, runner.plan, context.counters, trace, tiers)
 
     def _join(self, place: RankPlace) -> RankSteps:
@@ -83,14 +85,11 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             timeout_s=_STEP_TIMEOUT_S,
             board=self._board(place),
         )
-        migration = RankMigration(
-            RankSequences(self, self.executor),
-            place,
-            backend=backend_for(self.device),
-            step_timeout_s=_STEP_TIMEOUT_S,
-        )
+        migrates = partial(RankMigration, place, backend=backend_for(self.device), step_timeout_s=_STEP_TIMEOUT_S)
         RankHeartbeat(place, ranks.rank_timeout_s).start()
-        return RankSteps(self.executor, group, migration)
+        if isinstance(self.executor, TieredExecutor):
+            return TieredRankSteps(self.executor, group, migrates(StoredSequences(self, self.executor)))
+        return RankSteps(self.executor, group, migrates(RankSequences(self, self.executor)))
 
     def _board(self, place: RankPlace) -> SharedBoard | None:
         """The ranks' board, unless they are to share no memory or cannot."""
@@ -174,7 +173,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def _next_part(self, part: Part) -> Any:
         """This rank's batch of the group's step; without one it takes part in the exchanges here and now."""
         runner = self.tp_worker.model_runner
-        self._group_idles = not part.takes_part
+        self._group_idles = part.idles
         runner.set_expert_calls(part.expert_calls)
         if part.takes_part and part.batch is None:
             runner.forward_without_rows()

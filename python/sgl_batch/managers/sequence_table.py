@@ -54,6 +54,11 @@ class SequenceTable:
         self._arrivals = self._waits = 0
 
     @property
+    def _admission_ledger(self) -> PageLedger:
+        """The account that has all that a sequence can need."""
+        return self.store_ledger or self.ledger
+
+    @property
     def is_empty(self) -> bool:
         return not self._sequences
 
@@ -120,9 +125,9 @@ class SequenceTable:
         """A sequence has its prompt's KV, and is READY."""
         return yield_(self._wait(name), finished=False, why="its KV is kept for decode")
 
-    def suspended(self, name: str) -> Transition:
+    def suspended(self, name: str, why: str) -> Transition:
         """A sequence that ran waits in the store."""
-        return advance(self._wait(name), Event.SUSPEND, "pages of the device lack")
+        return advance(self._wait(name), Event.SUSPEND, why)
 
     def forked(self, name: str) -> None:
         """A choice waits in the store with all of its prompt but the last token, QUEUED until that is computed."""
@@ -162,7 +167,7 @@ class SequenceTable:
         for ledger in (self.ledger, self.store_ledger):
             if ledger is not None and ledger.holds(sequence.sequence_id):
                 ledger.release(sequence.sequence_id)
-        (self.store_ledger or self.ledger).add_prompt_pages(-self._sharing.leave(sequence.sequence_id))
+        self._admission_ledger.add_prompt_pages(-self._sharing.leave(sequence.sequence_id))
 
     # What comes from other ranks and goes there.
 
@@ -171,7 +176,7 @@ class SequenceTable:
         return self._sequences[name].status is Status.RUNNING
 
     def movable(self, running: Any) -> tuple[list[Movable], list[Movable]]:
-        """READY and RUNNING sequences that can change their rank: nobody shares their pages, all can be written."""
+        """Those that wait and those that run of which nobody shares pages, and all can be written down."""
         ready = [self._movable(name) for name in self._ready]
         run = [self._movable(request.rid) for request in running.reqs]
         return [item for item in ready if item is not None], [item for item in run if item is not None]
@@ -184,22 +189,23 @@ class SequenceTable:
 
     def expect(self, request: Any) -> str | None:
         """Keep pages for a sequence that may come; why not, with the numbers, where there is no room."""
-        need, free = self.ledger.whole_pages(self._sequence_of(request)), self.ledger.free_pages
+        ledger = self._admission_ledger
+        need, free = ledger.whole_pages(self._sequence_of(request)), ledger.free_pages
         if need > free:
             return f"it can need {need} pages and {free} are free"
-        self.ledger.reserve(request.rid, need)
+        ledger.reserve(request.rid, need)
         return None
 
     def expect_no_more(self, name: str) -> None:
         """The sequence that was expected does not come."""
-        self.ledger.release(name)
+        self._admission_ledger.release(name)
 
     def adopt(self, request: Any) -> None:
         """A sequence has come, with its KV: it is READY here."""
         sequence = self._sequence_of(request)
-        sequence.status = Status.MIGRATING
+        sequence.status, sequence.generated_tokens = Status.MIGRATING, len(request.output_ids)
         self._keep(sequence, request)
-        self._ready[request.rid] = sequence
+        self._wait(request.rid)
         self.record([migrate(sequence, Event.ARRIVE, "moved here to even out the ranks")])
         self._counters.add("sequences_arrived")
 

@@ -42,22 +42,30 @@ class StoredKV:
     """Slots by sequence. Copies to the store run in the background; `sync` completes those that have ended."""
 
     def __init__(
-        self, store: HostKVStore, engine: CopyEngine, *, page_size: int, layers: int, counters: Counters
+        self, store: HostKVStore, engine: CopyEngine, *, page_size: int, layers: int, share: int, counters: Counters
     ) -> None:
-        self._store, self._engine, self._page_size = store, engine, page_size
+        """`share`: how many slots this rank may hold."""
+        self._store, self._engine, self._page_size, self._share = store, engine, page_size, share
         self._layers, self._counters = range(layers), counters
         self._records: dict[str, _Record] = {}
         self._copies: list[_Copy] = []
         self._dying: list[int] = []
 
     def take(self, pages: int) -> torch.Tensor:
-        """Slots to write to. That there are enough was settled at admission."""
-        slots = self._store.prepare_store(pages)
-        if slots is None:
+        """Slots to write to. That there are enough was settled at admission.
+
+        It counts no slots of ended sequences to which copies are under way: they would be taken from others' shares.
+        """
+        if self._dying and self.held + pages > self._share:
             self.sync(wait=True)
-            slots = self._store.prepare_store(pages)
+        slots = self._store.prepare_store(pages)
         assert slots is not None, f"{pages} slots were reserved, {self._store.counts().free} are free"
         return slots
+
+    @property
+    def held(self) -> int:
+        """Slots that this rank holds, those that several sequences share once for each."""
+        return len(self._dying) + sum(len(record.slots) for record in self._records.values())
 
     def adopt(self, name: str, slots: torch.Tensor, tokens: int, *, shared: Seq[int] = ()) -> None:
         """A sequence's prompt of `tokens` is in READY slots: `shared` ones of others first, then these, its own."""
@@ -70,6 +78,15 @@ class StoredKV:
         slots = self._records[leader].slots[: -(-tokens // self._page_size)]
         self._store.share(slots)
         self._records[follower] = _Record(slots=list(slots), open=tokens % self._page_size != 0, tokens=tokens)
+
+    def slots_of(self, name: str) -> list[int]:
+        """Where the KV of a sequence that waits lies, page after page."""
+        return list(self._records[name].slots)
+
+    def take_over(self, name: str, slots: list[int], tokens: int) -> None:
+        """A sequence of another rank, which holds these READY slots until this has returned, is to go on here."""
+        self._store.share(slots)
+        self.adopt(name, torch.tensor(slots, dtype=torch.int64), tokens)
 
     def write_through(self, names: list[str], pages: torch.Tensor) -> None:
         """Pages that have just become full, one of each sequence, leave for the store."""

@@ -6,14 +6,15 @@ It decides nothing itself: who keeps device pages is decided in core/residency.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 import torch
 
 from sgl_batch.core.coroutine import Event
-from sgl_batch.core.page_boundary import PrefillGroup, boundary_due, prefill_units, prefill_wanted
+from sgl_batch.core.page_boundary import PrefillGroup, State, boundary_due, prefill_units, prefill_wanted
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.prefixes import PrefixPage
@@ -23,6 +24,7 @@ from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.sequence_table import SequenceTable
+from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.copy_engine import Ticket
 from sgl_batch.model_executor.counters import Counters
@@ -49,7 +51,8 @@ class _Returning:
 
 
 class TieredExecutor(BoundaryExecutor):
-    """A boundary executor over two tiers. The store's account holds all that a sequence can need, from admission on.
+    """A boundary executor over two tiers. The store's account holds all that a sequence can need, from admission on;
+    of a store that ranks share it has this rank's share.
 
     The device's account holds what runners need until the next boundary, and what is on its way back to the device.
     """
@@ -64,43 +67,59 @@ class TieredExecutor(BoundaryExecutor):
         self._prompts = ResidentPrompts[PrefixPage]()
 
     def _make_table(self, trace: TraceWriter) -> SequenceTable:
-        store = PageLedger(self._tiers.num_slots, self.plan.page_size)
+        store = PageLedger(self._tiers.share, self.plan.page_size)
         return SequenceTable(self._device_ledger(), self._sharing, self._counters, trace, store_ledger=store)
 
     @property
-    def _admission_ledger(self) -> PageLedger:
+    def admission_ledger(self) -> PageLedger:
         assert self.table.store_ledger is not None, "there is a store"
         return self.table.store_ledger
 
+    @property
+    def stored(self) -> StoredKV:
+        """The slots of this rank's sequences."""
+        return self._tiers.stored
+
     def store_state(self) -> dict[str, int]:
         if self.is_empty:  # who has asked because all answers are there finds all slots free
-            self._tiers.stored.sync(wait=True)
+            self.sync()
         return self._tiers.store_state()
+
+    def state(self, running: Any) -> State:
+        return replace(super().state(running), returning=len(self._returning))
+
+    @property
+    def num_forked(self) -> int:
+        return len(self._arrived_forks)
+
+    def sync(self) -> None:
+        """Nobody else comes by to free the slots of those that have ended."""
+        self._tiers.stored.sync(wait=True)
 
     # Decide, then do.
 
     def next_batch(self, running: Any) -> tuple[Any | None, Any]:
-        running = self._join_returned(running)
+        running = self.join_returned(running)
         if self._arrived_forks:
             return self.fork_batch(), running
-        if boundary_due(self.state(running), self.plan):
-            state = self.state(running)
-            if prefill_wanted(state, self.plan, returning=len(self._returning)):
+        state = self.state(running)
+        if boundary_due(state, self.plan):
+            if prefill_wanted(state, self.plan):
                 self.foresee(state)
-            group = prefill_units(state, self.plan, self._admission_ledger, self._order, returning=len(self._returning))
+            group = prefill_units(state, self.plan, self.admission_ledger, self._order)
             if group:
                 return self.prefill(PrefillGroup(units=tuple(group))), running
-            running = self._turn_page(running)
+            running = self.turn_page(running)
             if self._arrived_forks:
                 return self.fork_batch(), running
             if not running.reqs:
                 self._filling = False
-                self._tiers.stored.sync(wait=True)  # nobody comes by to free the slots of those that have ended
+                self.sync()
                 return None, running
         return self.decode_step(running), running
 
-    def _turn_page(self, running: Any) -> Any:
-        """Sync, Evict, Extend, Refill; where nobody can run, wait for whoever comes back."""
+    def turn_page(self, running: Any, *, others_run: bool = False) -> Any:
+        """Sync, Evict, Extend, Refill; where nobody can run, on other ranks neither, wait for whoever comes back."""
         self._tiers.stored.sync(wait=False)
         sequences = [self._grown(request) for request in running.reqs]
         turn = decide_residency(
@@ -112,15 +131,15 @@ class TieredExecutor(BoundaryExecutor):
             pages_of=self._sharing.pages_of,
             restoring=len(self._returning),
         )
-        self._suspend(turn, running)
+        self._suspend(turn.suspend, running, "pages of the device lack")
         for sequence, pages in turn.extend:
             self.ledger.resize(sequence.sequence_id, pages)
         self._restore(turn)
-        if not running.reqs and self._returning:
+        if self._returning and not (running.reqs or others_run):
             with self._counters.clock.part("copies"):
                 for returning in self._returning:
                     returning.ticket.wait()
-            running = self._join_returned(running)
+            running = self.join_returned(running)
         self.begin_page()
         return running
 
@@ -129,10 +148,14 @@ class TieredExecutor(BoundaryExecutor):
         sequence.generated_tokens = len(request.output_ids)
         return sequence
 
-    def _suspend(self, turn: Residency, running: Any) -> None:
-        if not turn.suspend:
+    def leave_device(self, names: list[str], running: Any) -> None:
+        """Suspend those of these sequences that run: all KV of each is in the store when this returns."""
+        self._suspend([self.table[name] for name in names if self.table.is_running(name)], running, "it moves away")
+
+    def _suspend(self, sequences: Seq[Sequence], running: Any, why: str) -> None:
+        if not sequences:
             return
-        requests = [self.table.request_named(sequence.sequence_id) for sequence in turn.suspend]
+        requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
         with self._counters.clock.part("copies"):
             self._tiers.suspend(requests)
             for request in requests:
@@ -141,7 +164,7 @@ class TieredExecutor(BoundaryExecutor):
                 detach(self._scheduler, request)
                 self.ledger.release(request.rid)
                 self._leave_device(request.rid)
-        self.table.record([self.table.suspended(request.rid) for request in requests])
+        self.table.record([self.table.suspended(request.rid, why) for request in requests])
         self._counters.add("suspensions", len(requests))
 
     def _leave_device(self, name: str) -> None:
@@ -164,7 +187,7 @@ class TieredExecutor(BoundaryExecutor):
                 device_pages, ticket = self._tiers.restore(request, prompt)
                 self._returning.append(_Returning(request=request, pages=device_pages, ticket=ticket))
 
-    def _join_returned(self, running: Any) -> Any:
+    def join_returned(self, running: Any) -> Any:
         """The decode batch with those whose KV has come back, and that of all before them, which they may share."""
         arrived = list(takewhile(lambda returning: returning.ticket.done, self._returning))
         requests, self._fresh = self._fresh, []

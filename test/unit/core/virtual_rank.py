@@ -80,6 +80,13 @@ class VirtualRank:
     def num_forked(self) -> int:
         return len(self.forked)
 
+    @property
+    def admission_ledger(self) -> PageLedger:
+        return self.ledger
+
+    def sync(self) -> None:
+        """Nothing goes on in the background."""
+
     def state(self, running: Running) -> State:
         promised = len(self.forked) + sum(len(forks) for forks in self.forks.values())
         return State(

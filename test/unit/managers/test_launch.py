@@ -133,22 +133,16 @@ def test_rounded_weights_are_refused_where_nothing_can_multiply_them(options, on
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "on_cpu", "message"),
+    ("options", "on_cpu", "message"),
     [
-        ({"kv_store_dir": "d"}, {}, True, "kv_store_dir is given without a size: say kv_store_bytes too"),
-        ({"kv_store_bytes": 9}, {}, False, "kv_store_bytes is 9; the host KV store has no form for GPUs yet"),
-        (
-            {"kv_store_bytes": 9},
-            {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True},
-            True,
-            "kv_store_bytes is 9; several ranks have no host KV store yet",
-        ),
+        ({"kv_store_dir": "d"}, True, "kv_store_dir is given without a size: say kv_store_bytes too"),
+        ({"kv_store_bytes": 9}, False, "kv_store_bytes is 9; the host KV store has no form for GPUs yet"),
     ],
 )
-def test_a_store_is_refused_where_it_has_no_form(options, arguments, on_cpu, message, monkeypatch):
+def test_a_store_is_refused_where_it_has_no_form(options, on_cpu, message, monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
     with pytest.raises(ConfigError, match=message):
-        sglang_arguments(arguments, from_mapping(options))
+        sglang_arguments({}, from_mapping(options))
 
 
 @pytest.mark.parametrize(

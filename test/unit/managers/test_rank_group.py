@@ -164,7 +164,7 @@ def test_a_message_of_another_kind_is_an_error_that_names_it_and_its_sender():
 
 def test_an_answer_of_another_kind_is_an_error_on_the_other_side():
     with in_memory(2) as (first, second):
-        first.send(1, StepMessage("decode", 1, 0))
+        first.send(1, StepMessage("decode", 1, 0, True))
         with pytest.raises(EngineError, match="rank 0 sent StepMessage where rank 1 awaited its orders at a boundary"):
             group_of(second, 2).decide(message_of(a_rank()), PLAN, FifoOrder())
 

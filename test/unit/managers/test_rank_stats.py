@@ -7,7 +7,9 @@ from typing import Any
 from sgl_batch.managers.rank_stats import engine_stats, merged_stats
 
 
-def stats_of(rank: int, *, part_s: dict[str, float] | None = None, **counters: int) -> dict[str, Any]:
+def stats_of(
+    rank: int, *, part_s: dict[str, float] | None = None, store: dict[str, int] | None = None, **counters: int
+) -> dict[str, Any]:
     return {
         "rank": rank,
         "counters": counters,
@@ -17,6 +19,7 @@ def stats_of(rank: int, *, part_s: dict[str, float] | None = None, **counters: i
         "free_pages": 5,
         "total_pages": 8,
         "memory": {"peak_bytes": 100 - rank, "budget_bytes": 200},
+        "store": store or {},
     }
 
 
@@ -63,6 +66,11 @@ def test_memory_is_that_of_the_rank_with_the_most():
     stats = engine_stats(merged_stats([stats_of(1), stats_of(0)]))
     assert (stats.peak_memory_bytes, stats.memory_budget_bytes) == (100, 200)
     assert [rank.peak_memory_bytes for rank in stats.ranks] == [100, 99]
+
+
+def test_the_store_that_ranks_share_is_as_the_last_of_them_saw_it():
+    early, late = ({"total_pages": 9, "free_pages": free} for free in (7, 9))
+    assert merged_stats([stats_of(0, store=early), stats_of(1, store=late)])["store"] == late
 
 
 def test_each_rank_s_own_statistics_are_kept_by_rank_and_unchanged():

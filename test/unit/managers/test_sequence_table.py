@@ -51,6 +51,28 @@ def test_who_finds_no_room_is_told_the_numbers_and_nothing_is_kept(table):
     assert table.ledger.free_pages == 10
 
 
+def test_where_there_is_a_store_its_account_keeps_the_pages_of_who_may_come():
+    store = PageLedger(4, 64)
+    table = SequenceTable(PageLedger(10, 64), NoSharing(), Counters(), TraceWriter(None), store_ledger=store)
+    assert table.expect(request(1)) is None
+    assert (table.ledger.free_pages, store.free_pages) == (10, 2)
+    assert table.expect(request(2, max_new_tokens=64)) == "it can need 3 pages and 2 are free"
+    table.expect_no_more("r1")
+    assert store.free_pages == 4
+
+
+def test_who_was_suspended_can_leave_and_knows_its_tokens_where_it_comes(table):
+    make_ready(table, request(1))
+    table.take_ready("r1")
+    table.record(combine([table["r1"]], Event.COMBINE_DECODE, "test"))
+    table.record([table.suspended("r1", "test")])
+    table.depart("r1")
+    come = request(1, output_ids=[1] * 5)
+    table.expect(come)
+    table.adopt(come)
+    assert table["r1"].kv_tokens == 104, "four of five tokens have KV"
+
+
 def test_who_has_come_is_ready_behind_the_others_and_a_change_to_decide_over(table):
     make_ready(table, request(1))
     changes = table.changes

@@ -36,7 +36,7 @@ def store(pool):
 @pytest.fixture
 def stored(store, pool, counters):
     engine = NativeCopyEngine(store, pool)
-    yield StoredKV(store, engine, page_size=PAGE, layers=LAYERS, counters=counters)
+    yield StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=store.num_slots, counters=counters)
     engine.close()
 
 
@@ -93,3 +93,41 @@ def test_slots_that_wait_for_their_copies_are_found_when_all_others_are_taken(st
         stored.write_through([name] * 2, torch.tensor([1, 2]))
         stored.forget(name)
     assert len(stored.take(store.num_slots)) == store.num_slots
+
+
+def test_a_sequence_that_moves_takes_its_slots_along_and_no_page_is_copied(pool):
+    geometry = StoreGeometry.of_pool(pool, checksums=True)
+    with (
+        HostKVStore.create(geometry, num_bytes=12 * 4096, num_ranks=2) as here,
+        HostKVStore.join(here.address, geometry, rank=1) as there,
+    ):
+        engines = [NativeCopyEngine(store, pool) for store in (here, there)]
+        source, target = (
+            StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=6, counters=Counters())
+            for store, engine in zip((here, there), engines, strict=True)
+        )
+        prompt(source, here, "a", 6)
+        target.take_over("a", source.slots_of("a"), 6)
+        source.forget("a")
+        assert (source.held, target.held) == (0, 2)
+        before = [pool.page_parts(layer)[0][:2].clone() for layer in range(LAYERS)]
+        target.restore("a", torch.tensor([20, 21])).wait()
+        assert all(torch.equal(pool.page_parts(layer)[0][20:22], before[layer]) for layer in range(LAYERS))
+        assert engines[0].counters().loaded_pages == 0
+        target.forget("a")
+        assert there.counts().free == there.num_slots
+        for engine in engines:
+            engine.close()
+
+
+def test_slots_of_one_that_ended_under_a_copy_count_to_this_rank_s_share(pool, counters):
+    """Others' shares are never touched, however late a copy ends."""
+    with HostKVStore.create(StoreGeometry.of_pool(pool), num_bytes=12 * 4096, num_ranks=2) as store:
+        engine = NativeCopyEngine(store, pool)
+        stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=6, counters=counters)
+        for name in "abcdef":
+            stored.adopt(name, torch.empty(0, dtype=torch.int64), 0)
+            stored.write_through([name] * 3, torch.tensor([1, 2, 3]))
+            stored.forget(name)
+            assert store.counts().used <= 6
+        engine.close()

@@ -1,0 +1,53 @@
+"""Owns a rank's sequences as migration sees them where KV waits in a store that the ranks share: moved by their slots.
+
+No page is copied to another rank: the receiver takes a reference to the slots while the sender still holds its own.
+Whoever runs is suspended first. Which sequences move is decided in core/rank_agreement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_batch.managers.rank_migration import request_of, written_down
+from sgl_batch.managers.tiered_executor import TieredExecutor
+from sgl_batch.migration.header import SequenceHeader
+from sgl_batch.migration.store import Export, Refusal, Reservation
+
+
+class StoredSequences:
+    """The `SequenceStore` of a scheduler process with a store."""
+
+    def __init__(self, scheduler: Any, executor: TieredExecutor) -> None:
+        self._scheduler, self._executor, self._stored = scheduler, executor, executor.stored
+        self._table = executor.table
+        self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        self._expected: dict[str, Any] = {}
+
+    def begin(self, leaving: list[str], running: Any) -> None:
+        self._executor.leave_device(leaving, running)
+
+    def export(self, sequence_id: str) -> Export:
+        request = self._table.request_named(sequence_id)
+        header = written_down(request, self._pool, num_pages=0, slots=self._stored.slots_of(sequence_id))
+        return Export(header=header, tensors=())
+
+    def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
+        request = request_of(header, self._scheduler)
+        refusal = self._table.expect(request)
+        if refusal is not None:
+            return Refusal(reason=refusal)
+        self._stored.take_over(header.sequence_id, header.slots, header.position)
+        self._expected[header.sequence_id] = request
+        return Reservation(tensors=())
+
+    def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
+        self._table.adopt(self._expected.pop(header.sequence_id))
+
+    def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
+        del self._expected[header.sequence_id]
+        self._stored.forget(header.sequence_id)
+        self._table.expect_no_more(header.sequence_id)
+
+    def release(self, sequence_id: str) -> None:
+        self._stored.forget(sequence_id)
+        self._table.depart(sequence_id)

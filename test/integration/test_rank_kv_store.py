@@ -1,0 +1,72 @@
+"""Ranks that share one store give one rank's tokens: sequences move between them by their slots, and none is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_batch import Engine
+
+from .conftest import FAMILIES
+from .shared_prompts import PAGE, Requests, answers, counted, prompts_that_begin_alike
+
+pytestmark = pytest.mark.engine
+
+POOL_PAGES = 20
+SMALL = {"page_size": PAGE, "boundary_tokens": PAGE, "b_moe_decode": 16, "b_moe_prefill": 700, "b_attn_prefill": 64}
+TWO_RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "rank_timeout_s": 60.0}
+CHOICES = {"n": 4, "temperature": 1.0, "sampling_seed": 3, "max_new_tokens": 20, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def skewed() -> Requests:
+    """Long outputs for one rank and short ones for the other: requests go to ranks in turn."""
+    long, short = (
+        prompts_that_begin_alike(50, random.Random(seed), lengths) for seed, lengths in ((1, (40, 70, 90)), (2, (1, 8)))
+    )
+
+    def mixed(some: list[Any], others: list[Any]) -> list[Any]:
+        return [item for pair in zip(some, others, strict=True) for item in pair]
+
+    return Requests(mixed(long.input_ids, short.input_ids), mixed(long.sampling_params, short.sampling_params))
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, model_path: Callable[[str], str]) -> Iterator[Any]:
+    engine = Engine(
+        model_path=model_path(FAMILIES[0]),
+        dtype="float32",
+        max_total_tokens=PAGE * POOL_PAGES,
+        kv_store_bytes=64 << 20,
+        kv_store_dir=str(tmp_path),
+        kv_store_checksums=True,
+        **TWO_RANKS,
+        **SMALL,
+    )
+    yield engine
+    engine.shutdown()
+
+
+def test_two_ranks_with_one_store_give_one_rank_s_tokens(
+    skewed: Requests, batch_engine: Callable[..., Any], two_ranks: Any
+) -> None:
+    def chosen(engine: Any) -> list[list[int]]:
+        answered = engine.generate(input_ids=skewed.input_ids[:12], sampling_params=CHOICES)
+        return [answer["output_ids"] for answer in answered]
+
+    roomy = batch_engine(FAMILIES[0], **SMALL)
+    expected, one = counted(roomy, lambda: answers(roomy, skewed))
+    given, counts = counted(two_ranks, lambda: answers(two_ranks, skewed))
+    assert given == expected
+    assert counts["decode_rows"] == one["decode_rows"], "no row is computed twice"
+    assert counts["sequences_arrived"] == counts["sequences_departed"] > 5
+    assert counts["recomputed_tokens_unplanned"] == 0
+    assert chosen(two_ranks) == chosen(roomy)
+    stats = two_ranks.batch_stats()
+    assert all(rank["counters"]["suspensions"] > 5 for rank in stats["ranks"])
+    assert stats["free_pages"] == stats["total_pages"] == 2 * POOL_PAGES
+    assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
