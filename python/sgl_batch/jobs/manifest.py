@@ -135,6 +135,7 @@ def _describe_stats(stats: EngineStats) -> dict[str, object]:
         "counters": dict(stats.counters),
         "part_s": dict(stats.part_s),
         "tokens_per_expert": list(stats.tokens_per_expert),
+        "memory": {"peak_bytes": stats.peak_memory_bytes, "budget_bytes": stats.memory_budget_bytes},
         **({"ranks": [_describe_stats(rank) for rank in stats.ranks]} if stats.ranks else {}),
     }
 

@@ -52,7 +52,13 @@ def test_at_the_start_it_says_all_that_a_repetition_needs(manifest, tmp_path):
 
 def test_at_the_end_it_gains_the_result(manifest):
     manifest.write()
-    stats = EngineStats(counters={"expert_calls": 2.0}, part_s={"experts": 1.0}, tokens_per_expert=[1, 2])
+    stats = EngineStats(
+        counters={"expert_calls": 2.0},
+        part_s={"experts": 1.0},
+        tokens_per_expert=[1, 2],
+        peak_memory_bytes=7,
+        memory_budget_bytes=9,
+    )
     manifest.finish(
         RunResult(
             status=RunStatus.INTERRUPTED,
@@ -78,6 +84,7 @@ def test_at_the_end_it_gains_the_result(manifest):
     }
     assert content["usage"] == {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
     assert content["engine"]["tokens_per_expert"] == [1, 2]
+    assert content["engine"]["memory"] == {"peak_bytes": 7, "budget_bytes": 9}
     assert [path.name for path in manifest.path.parent.glob("*draft*")] == []
 
 
