@@ -38,7 +38,8 @@ def stream_experts(
 
     Raises ConfigError where the checkpoint or the memory does not allow it.
     """
-    modules = {name: module for name, module in model.named_modules() if module in set(expert_layers(model))}
+    layers_of_experts = set(expert_layers(model))
+    modules = {name: module for name, module in model.named_modules() if module in layers_of_experts}
     if not modules:
         raise ConfigError(f"{type(model).__name__} has no unquantised experts to stream: use --weights resident")
     first = next(iter(modules.values()))
