@@ -11,18 +11,19 @@ _PREFILLED = re.compile(r"Prefill batch.*?#new-token: (\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retractions:
-    """`sequences` were retracted, some more than once; of their KV, that of `tokens` was computed a second time."""
+    """`sequences` were retracted, some more than once; of their KV, that of `tokens` at least was computed again."""
 
     sequences: int
     tokens: int
 
 
 def read_retractions(log: str, *, prompt_tokens: int) -> Retractions:
-    """What a run did of which this is the log, of level info, without a radix cache.
+    """What a run did of which this is the log, of level info.
 
     `prompt_tokens`: of all prompts that it was given. What was prefilled beyond these are prompts and outputs of
-    retracted sequences, and of each the last token, which had no KV before.
+    retracted sequences, and of each the last token, which had no KV before. Where the radix cache had the beginning of
+    a prompt, that many more were computed again.
     """
     sequences = sum(map(int, _RETRACTED.findall(log)))
     prefilled = sum(map(int, _PREFILLED.findall(log)))
-    return Retractions(sequences=sequences, tokens=prefilled - prompt_tokens - sequences)
+    return Retractions(sequences=sequences, tokens=max(0, prefilled - prompt_tokens - sequences))
