@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import uuid
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
 from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.seeds import choice_seed
+from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
 from sgl_batch.sglang_adapter.tokenizing import (
     ServerStatus,
     SignalHandler,
@@ -64,6 +66,8 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.server_drains = False
         self.child_death: str | None = None
         self._next_rank = 0
+        # Of an engine that does not start, nobody ends the processes, and the manager is collected as garbage.
+        weakref.finalize(self, close_sockets, sockets_of(self)).atexit = False
 
     def _send_one_request(self, tokenized_obj: Any) -> None:
         self._prepare(tokenized_obj)

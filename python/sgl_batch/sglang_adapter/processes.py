@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "RankedEngine",
     "ServerArgs",
     "argument_names",
+    "close_sockets",
     "end_processes",
     "kill_process_tree",
     "launch_subprocesses",
@@ -41,6 +43,7 @@ __all__ = [
     "run_detokenizer_process",
     "run_scheduler_with",
     "serve_http",
+    "sockets_of",
 ]
 
 
@@ -138,6 +141,8 @@ def end_processes(engine: Any) -> None:
     manager = engine.tokenizer_manager
     if manager is not None and manager._subprocess_watchdog is not None:
         manager._subprocess_watchdog.stop()
+    if manager is not None:
+        close_sockets(sockets_of(manager))
     if getattr(engine, "send_to_rpc", None) is not None:
         engine.send_to_rpc.close(linger=0)
         engine.send_to_rpc = None
@@ -145,6 +150,22 @@ def end_processes(engine: Any) -> None:
     for pid in launched.all_child_pids if launched is not None else ():
         if psutil.pid_exists(pid):
             kill_process_tree(pid, include_parent=True, wait_timeout=60)
+
+
+def sockets_of(manager: Any) -> list[Any]:
+    """The sockets of a tokenizer manager."""
+    found = (getattr(manager, name, None) for name in ("recv_from_detokenizer", "send_to_scheduler"))
+    return [socket for socket in found if socket is not None]
+
+
+def close_sockets(sockets: list[Any]) -> None:
+    """Close sockets whose other ends are gone.
+
+    One that is open when it is collected as garbage together with its context would let the context wait for ever.
+    """
+    for socket in sockets:
+        with suppress(RuntimeError):  # whoever waits on it may do so in an event loop that is closed
+            socket.close(linger=0)
 
 
 def argument_names() -> tuple[str, ...]:
