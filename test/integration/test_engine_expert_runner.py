@@ -13,8 +13,7 @@ REQUEST = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 PROMPTS = ["Return the", "What does os.path.join do?"]
 
 
-@pytest.mark.parametrize("family", ["tiny-qwen3-moe", "tiny-mixtral"])
-@pytest.mark.parametrize("runner", ["torch", "triton"])
+@pytest.mark.parametrize(("runner", "family"), [("torch", "tiny-mixtral"), ("triton", "tiny-qwen3-moe")])
 def test_a_runner_that_is_asked_for_computes_the_same_tokens(
     runner: str, family: str, batch_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
