@@ -16,8 +16,8 @@ from large_model.disk_rate import disk_rate
 from sgl_batch.errors import ConfigError
 
 ENGINES = ("sgl_batch", "mapped", "accelerate")
-# An engine without experts and KV: Python, torch and SGLang in three processes, and the largest expert call. With half a
-# GiB less, 512 sequences took twice as long.
+# An engine without experts and KV: Python, torch and SGLang in three processes, and the largest expert call. With
+# half a GiB less, 512 sequences took twice as long.
 _OURS_BYTES = 2 << 30
 _HUGGING_FACE_BYTES = 9 << 28
 _PAGE = 32
