@@ -87,7 +87,7 @@ def test_greedy_tokens_of_ranks_equal_huggingface_with_every_sequence_moved_at_e
     assert all(sum(rank["tokens_per_expert"]) > 0 for rank in stats["ranks"])
 
 
-@pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[2]])  # attention of both kinds
+@pytest.mark.parametrize("family", [FAMILIES[2]])  # the sampled tokens below are of FAMILIES[0] in bfloat16
 def test_bfloat16_tokens_of_two_ranks_are_those_of_one(
     family: str, batch_engine: Callable[..., Any], prompts: Prompts
 ) -> None:
