@@ -1,31 +1,17 @@
 // Owns the copy threads: see copy_engine.h.
 #include "copy_engine.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <chrono>
+
+#include "../worker_threads.h"
 
 namespace sgl_batch {
 namespace {
-
-int64_t now_ns() {
-  const auto since = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-}
 
 int64_t unit_bytes(const Geometry& geometry) {
   int64_t bytes = 0;
   for (const int64_t part : geometry.part_bytes) bytes += part;
   return bytes;
-}
-
-// Signals go to the threads that were there before, but for those that a thread brings upon itself.
-void block_signals() {
-  sigset_t signals;
-  sigfillset(&signals);
-  for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&signals, own);
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 }
 
 }  // namespace

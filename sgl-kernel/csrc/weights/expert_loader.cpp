@@ -1,32 +1,16 @@
 // Owns the threads that load experts: see expert_loader.h.
 #include "expert_loader.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 
 #include "../cpu/packing.h"
+#include "../worker_threads.h"
 
 namespace sgl_batch {
 namespace {
 
 constexpr int64_t kReadBytes = 2 << 20;  // of one read, in whole panels: small enough for several threads to overlap
-
-int64_t now_ns() {
-  const auto since = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-}
-
-// Signals go to the threads that were there before, but for those that a thread brings upon itself.
-void block_signals() {
-  sigset_t signals;
-  sigfillset(&signals);
-  for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&signals, own);
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-}
 
 bool in_use(SlotLoad state) { return state == SlotLoad::kQueued || state == SlotLoad::kLoading; }
 
