@@ -14,11 +14,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from comparison import machine
+from comparison.terminal import say
 from kernel_rates.shapes import Shapes, shapes_of
 
 from sgl_batch.errors import ConfigError
@@ -103,11 +103,6 @@ def print_report(about: dict[str, Any], rates: list[Any], head: str, text_of: Ca
     print(f"{' '.join(about['command'])}\n\nMedians (smallest-largest) of {rates[0].ms.count} rounds.\n\n{head}")
     for name in dict.fromkeys(rate.table for rate in rates if rate.table not in ("product", "read")):
         print(f"\n{text_of(name, rates)}")
-
-
-def say(text: str) -> None:
-    """Progress, for a person."""
-    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 from comparison import machine
 from comparison.figures import spread
 from comparison.report import table
+from comparison.terminal import say
 
 from sgl_batch.errors import ConfigError
 
@@ -170,11 +171,6 @@ def _cells(found: dict[bool, Point]) -> tuple[str, str, str]:
         return texts[0], texts[1], ""
     ratios = [a / b for a, b in zip(found[True].tokens_per_s, found[False].tokens_per_s, strict=True)]
     return texts[0], texts[1], f"{statistics.median(ratios):.2f} times as fast"
-
-
-def say(text: str) -> None:
-    """Progress, for a person."""
-    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from comparison import machine
+from comparison.terminal import exit_code, say
 from large_model import command as weights
 from memory_pressure import command as pressure
 
@@ -105,21 +106,10 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
     return code
 
 
-def say(text: str) -> None:
-    """Progress, for a person."""
-    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
-
-
 def main(argv: list[str]) -> int:
     """The command. User faults end it with one line instead of a traceback."""
     options = parse(argv)
-    try:
-        return measure(options, argv)
-    except ConfigError as error:
-        print(f"memory.py: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"memory.py: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
-    return 1
+    return exit_code("memory.py", lambda: measure(options, argv))
 
 
 if __name__ == "__main__":

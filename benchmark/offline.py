@@ -15,6 +15,7 @@ from comparison import machine
 from comparison.child import this_python
 from comparison.report import Record, as_json, markdown
 from comparison.rounds import ENGINE_MODULES, EngineRun, Settings, run_rounds
+from comparison.terminal import exit_code, say
 from comparison.workload import (
     DEFAULT_OUTPUT_LEN,
     Workload,
@@ -233,21 +234,10 @@ def make_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def say(text: str) -> None:
-    """Progress, for a person."""
-    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
-
-
 def main(argv: list[str]) -> int:
     """The command. User faults end it with one line instead of a traceback."""
     args = parse_arguments(argv)
-    try:
-        return make_model(args) if args.make_model else compare(args, argv)
-    except ConfigError as error:
-        print(f"offline.py: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"offline.py: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
-    return 1
+    return exit_code("offline.py", lambda: make_model(args) if args.make_model else compare(args, argv))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison import machine
+from comparison.terminal import exit_code, say
 from comparison.workload import Workload, check_fits, model_config
 from several_ranks.measuring import Case, Comparison, kinds_of_ranks, run_all
 from several_ranks.report import NOTE, as_json, markdown
@@ -161,21 +162,10 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
     return code
 
 
-def say(text: str) -> None:
-    """Progress, for a person."""
-    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
-
-
 def main(argv: list[str]) -> int:
     """The command. User faults end it with one line instead of a traceback."""
     options = parse(argv)
-    try:
-        return measure(options, argv)
-    except ConfigError as error:
-        print(f"ranks.py: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"ranks.py: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
-    return 1
+    return exit_code("ranks.py", lambda: measure(options, argv))
 
 
 if __name__ == "__main__":
