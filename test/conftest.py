@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +25,15 @@ def repo_root() -> Path:
 def data_dir(repo_root: Path) -> Path:
     """The directory of small data files that ship with the tests."""
     return repo_root / "test" / "data"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "sgl-batch-test", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no small file system can be mounted here; the same errors are tested without one, too")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)

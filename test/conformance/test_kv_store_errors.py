@@ -25,18 +25,6 @@ FILES = [form for form in FORMS if form.kind == "file"]
 MIB = 1 << 20
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "sgl-batch-test", str(place)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("no small file system can be mounted here; the limit on the size of files is tested instead")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
 @contextmanager
 def limited(kind: int, num_bytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(kind)

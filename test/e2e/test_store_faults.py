@@ -79,18 +79,6 @@ def start(repo_root: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
             job.process.wait()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "sgl-batch-test", str(place)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("no small file system can be mounted here; a call that says so is tested instead")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
 def fill(path: Path) -> None:
     """Let a file take all that is free on its file system."""
     with suppress(OSError), path.open("wb", buffering=0) as file:
