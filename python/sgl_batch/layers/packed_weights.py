@@ -142,17 +142,45 @@ class PackedWeights:
         """
         if self._kernels is None or w13 not in self:
             return cpu_experts.combined_experts(x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output=f32_output)
-        done: tuple[torch.Tensor, torch.Tensor] = self._kernels.experts(
-            x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous(),
+        return packed_experts(
+            self._kernels,
+            x_TM,
             w13,
             w2,
-            topk_weights_TK.to(torch.float32).contiguous(),
-            topk_ids_TK.to(torch.int32).contiguous(),
+            topk_weights_TK,
+            topk_ids_TK,
             f32_output=f32_output,
             w13_scales=self._scales(w13),
             w2_scales=self._scales(w2),
         )
-        return done
+
+
+def packed_experts(
+    kernels: ModuleType,
+    x_TM: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    *,
+    f32_output: bool,
+    w13_scales: torch.Tensor | None,
+    w2_scales: torch.Tensor | None,
+    slots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels' `experts` with packed weights, whatever number types and order in memory the other tensors have."""
+    done: tuple[torch.Tensor, torch.Tensor] = kernels.experts(
+        x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous(),
+        w13,
+        w2,
+        topk_weights_TK.to(torch.float32).contiguous(),
+        topk_ids_TK.to(torch.int32).contiguous(),
+        f32_output=f32_output,
+        w13_scales=w13_scales,
+        w2_scales=w2_scales,
+        slots=slots,
+    )
+    return done
 
 
 def _packable(weight: torch.Tensor) -> bool:

@@ -178,10 +178,8 @@ class TieredExecutor(BoundaryExecutor):
         with self._counters.clock.part("copies"):
             for sequence, pages in turn.restore:
                 self.ledger.reserve(sequence.sequence_id, pages)
-                request, prompt = (
-                    self.table.take_ready(sequence.sequence_id),
-                    self._sharing.pages_of(sequence.sequence_id),
-                )
+                request = self.table.take_ready(sequence.sequence_id)
+                prompt = self._sharing.pages_of(sequence.sequence_id)
                 self.ledger.add_prompt_pages(len(self._prompts.lacking(prompt)))
                 self._prompts.enter(sequence.sequence_id, prompt)
                 device_pages, ticket = self._tiers.restore(request, prompt)

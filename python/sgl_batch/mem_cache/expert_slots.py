@@ -41,14 +41,10 @@ class SlotTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTotals:
-    """Since start. Seconds are summed over threads, but for those that were waited."""
+    """What was read since start."""
 
     bytes: int
     experts: int
-    dropped: int
-    read_s: float
-    pack_s: float
-    waited_s: float
 
 
 class ExpertSlots:
@@ -119,15 +115,8 @@ class ExpertSlots:
         return found
 
     def totals(self) -> LoadTotals:
-        size, experts, dropped, _, read_ns, pack_ns, wait_ns = self._loader.totals()
-        return LoadTotals(
-            bytes=size,
-            experts=experts,
-            dropped=dropped,
-            read_s=read_ns * 1e-9,
-            pack_s=pack_ns * 1e-9,
-            waited_s=wait_ns * 1e-9,
-        )
+        size, experts, *_ = self._loader.totals()
+        return LoadTotals(bytes=size, experts=experts)
 
     def close(self) -> None:
         self._close()

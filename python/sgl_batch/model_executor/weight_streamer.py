@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from sgl_batch.core.weight_residency import WeightResidency, read_ahead_pays, to_keep
+from sgl_batch.layers.packed_weights import packed_experts
 from sgl_batch.mem_cache.expert_slots import ExpertSlots
 from sgl_batch.model_executor.counters import Counters
 
@@ -66,27 +67,26 @@ class WeightStreamer:
         f32_output: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As PackedWeights.experts; `w13` is a layer's key, `w2` is not looked at."""
-        ids_TK = topk_ids_TK.to(torch.int32).contiguous()
         layer = self._keys[id(w13)]
-        routed = self._routed(ids_TK)
+        routed = self._routed(topk_ids_TK)
         self._enter(layer)
         self._demand(layer, routed)
-        self._look_ahead(layer, *ids_TK.shape)
+        self._look_ahead(layer, *topk_ids_TK.shape)
         with self._counters.clock.part("weights"):
             self._slots.wait(layer.number, routed)
         tensors = self._slots.tensors
-        done: tuple[torch.Tensor, torch.Tensor] = self._kernels.experts(
-            x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous(),
+        return packed_experts(
+            self._kernels,
+            x_TM,
             tensors.w13,
             tensors.w2,
-            topk_weights_TK.to(torch.float32).contiguous(),
-            ids_TK,
+            topk_weights_TK,
+            topk_ids_TK,
             f32_output=f32_output,
             w13_scales=tensors.w13_scales,
             w2_scales=tensors.w2_scales,
             slots=self._slots.slot_of[layer.number],
         )
-        return done
 
     def _routed(self, ids_TK: torch.Tensor) -> list[int]:
         rows = torch.bincount(ids_TK.flatten() + 1, minlength=self._num_experts + 1)
