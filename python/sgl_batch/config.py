@@ -32,6 +32,7 @@ def _flag(
 
 
 CPU_WEIGHT_DTYPES = ("auto", "int8")
+KV_STORE_MODES = ("auto", "inclusive", "exclusive")
 EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
 
 
@@ -107,6 +108,13 @@ class MemoryConfig:
         in_bytes=True,
     )
     kv_store_dir: str | None = _flag(None, "directory for a file that is the host KV store, in place of memory")
+    kv_store_mode: str = _flag(
+        "auto",
+        "inclusive keeps every full page of KV in the host KV store, so that suspending copies next to nothing; "
+        "exclusive keeps a page on the device or in the store, so that both together hold sequences, and shares "
+        "prompts among choices alone; auto is exclusive where the store is not larger than the device's pages",
+        choices=KV_STORE_MODES,
+    )
     kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")
     kv_copy_threads: int = _flag(1, "threads that copy pages between the device and the host KV store", minimum=1)
     weights: str = _flag(

@@ -107,6 +107,31 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     layer_bytes = stats["store"]["page_bytes"] / LAYERS
     assert counters["staging_peak_pages"] > POOL_PAGES, "a prefill group is more than the device holds"
     assert counters["staging_peak_bytes"] <= 2 * layer_bytes * counters["staging_peak_pages"], "and two layers of it"
+    assert not stats["store"]["exclusive"]
+    engine.shutdown()
+    small = {**store, "kv_store_bytes": POOL_PAGES * stats["store"]["page_bytes"]}
+    exclusive = started(
+        model_path=model_path(family), dtype="float32", max_total_tokens=PAGE * POOL_PAGES, **small, **SMALL
+    )
+    check_exclusive(exclusive, requests, expected, unshared)
+
+
+def check_exclusive(engine: Any, requests: Requests, expected: list[list[int]], unshared: dict[str, int]) -> None:
+    """A store as small as the device has the tokens as well; pages move, and none lies in both."""
+    assert answers(engine, requests) == expected
+    stats = engine.batch_stats()
+    counters = stats["counters"]
+    assert stats["store"]["exclusive"]
+    assert counters["prompts_prefilled_on_device"] > 10
+    assert counters["staging_peak_pages"] > 0, "other prompts left for the store as they were computed"
+    assert counters["suspensions"] > 5
+    assert counters["pages_copied_to_suspend"] > 2 * counters["suspensions"], "whole sequences move"
+    assert counters["pages_restored"] > counters["pages_copied_to_suspend"]
+    assert counters["prompt_tokens"] == unshared["prompt_tokens"]
+    assert counters["decode_rows"] == unshared["decode_rows"]
+    assert counters["recomputed_tokens_unplanned"] == 0
+    assert stats["free_pages"] == stats["total_pages"] == POOL_PAGES
+    assert stats["store"]["free_pages"] == stats["store"]["total_pages"] == POOL_PAGES
 
 
 def test_sequences_that_run_together_have_the_prompt_that_they_share_once_on_the_device(
@@ -174,7 +199,12 @@ def test_a_sequence_that_can_never_fit_the_store_is_refused_with_the_numbers(
     model_path: Callable[[str], str], started: Callable[..., Any]
 ) -> None:
     engine = started(
-        model_path=model_path(FAMILIES[0]), dtype="float32", max_total_tokens=4096, kv_store_bytes=1 << 20, **SMALL
+        model_path=model_path(FAMILIES[0]),
+        dtype="float32",
+        max_total_tokens=4096,
+        kv_store_bytes=1 << 20,
+        kv_store_mode="inclusive",
+        **SMALL,
     )
     with pytest.raises(ValueError, match=r"313 pages of 8 tokens, but the host KV store holds 64; .* --kv-store-bytes"):
         engine.generate(input_ids=[5] * 2000, sampling_params={"temperature": 0, "max_new_tokens": 500})

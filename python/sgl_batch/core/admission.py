@@ -71,8 +71,13 @@ def group_by_prompt(queued: Seq[Sequence], order: OrderPolicy, *, most_members: 
 
 def unit_pages(unit: Admission, ledger: PageLedger) -> int:
     """Pages that a unit needs: those of its leader that no prompt before it has, then each follower's own."""
+    return sum(member_pages(unit, ledger))
+
+
+def member_pages(unit: Admission, ledger: PageLedger) -> list[int]:
+    """Pages that each member of a unit needs for itself alone, the leader first."""
     leader = ledger.whole_pages(unit.leader) - unit.leader.shared_tokens // ledger.page_size
-    return leader + sum(ledger.own_pages(follower) for follower in unit.followers)
+    return [leader, *(ledger.own_pages(follower) for follower in unit.followers)]
 
 
 def select_prefill_group(
@@ -85,17 +90,17 @@ def select_prefill_group(
     who then queue for themselves, next.
     """
     chosen: list[Admission] = []
-    tokens, pages, slots = 0, ledger.free_pages, free_slots
+    needs: list[int] = []
+    tokens, slots = 0, free_slots
     for whole in units:
-        cut = unit_pages(whole, ledger) > ledger.total_pages
+        cut = unit_pages(whole, ledger) > ledger.limit(max(member_pages(whole, ledger)))
         unit = Admission(leader=whole.leader) if cut else whole
-        need = unit_pages(unit, ledger)
         full = chosen and tokens + unit.leader.prefill_rows > b_moe
-        if full or need > pages or len(unit.members) > slots:
+        needs += member_pages(unit, ledger)
+        if full or not ledger.fits(*needs) or len(unit.members) > slots:
             break
         chosen.append(unit)
         tokens += unit.leader.prefill_rows
-        pages -= need
         slots -= len(unit.members)
         if cut:
             break

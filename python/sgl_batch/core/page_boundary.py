@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission, group_by_prompt, select_prefill_group
+from sgl_batch.core.exclusive import Rooms, placed
 from sgl_batch.core.order import OrderPolicy
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
@@ -84,9 +85,11 @@ def decide(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> 
     return decide_at_boundary(state, plan, ledger, order) if boundary_due(state, plan) else DecodeStep()
 
 
-def decide_at_boundary(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> Action:
+def decide_at_boundary(
+    state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy, rooms: Rooms | None = None
+) -> Action:
     """The action at a boundary, however it came about."""
-    group = prefill_units(state, plan, ledger, order)
+    group = prefill_units(state, plan, ledger, order, rooms)
     if group:
         return PrefillGroup(units=tuple(group))
     room = plan.decode.b_moe - state.running
@@ -106,9 +109,13 @@ def prefill_wanted(state: State, plan: Plan) -> bool:
     return bool(state.queued) and resident < max(target, 1)
 
 
-def prefill_units(state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy) -> list[Admission]:
-    """Queued units to prefill now."""
+def prefill_units(
+    state: State, plan: Plan, ledger: PageLedger, order: OrderPolicy, rooms: Rooms | None = None
+) -> list[Admission]:
+    """Queued units to prefill now. `rooms`: what each tier has for prompts, where a page lies in one of them alone."""
     if not prefill_wanted(state, plan):
         return []
     units = group_by_prompt(state.queued, order, most_members=state.slots)
+    if rooms is not None:
+        units = placed(units, rooms, ledger, plan)
     return select_prefill_group(units, ledger, b_moe=plan.prefill.b_moe, free_slots=state.free_slots)

@@ -13,11 +13,13 @@ def pages_for(tokens: int, page_size: int) -> int:
 class PageLedger:
     """Reservations by sequence, and pages of prompts that several may hold, counted once.
 
-    Invariant: free + reserved == total, never negative.
+    Invariant: free + reserved == total, never negative. `overflow_pages`: of a store to which whole sequences move that
+    have no room here. All that it holds beside the largest sequence counts as well then (core/exclusive says why), and
+    nothing is shared.
     """
 
-    def __init__(self, total_pages: int, page_size: int) -> None:
-        self.total_pages = total_pages
+    def __init__(self, total_pages: int, page_size: int, *, overflow_pages: int = 0) -> None:
+        self.total_pages, self.overflow_pages = total_pages, overflow_pages
         self.page_size = page_size
         self.prompt_pages = 0
         self._reserved: dict[str, int] = {}
@@ -27,12 +29,26 @@ class PageLedger:
         return self.prompt_pages + sum(self._reserved.values())
 
     @property
+    def largest(self) -> int:
+        """The largest reservation."""
+        return max(self._reserved.values(), default=0)
+
+    def limit(self, largest: int) -> int:
+        """The most pages that can be reserved where the largest reservation is this."""
+        return self.total_pages + max(0, self.overflow_pages - largest)
+
+    @property
     def free_pages(self) -> int:
-        return self.total_pages - self.reserved_pages
+        """How many more can be reserved by one that wants no more than the largest does."""
+        return self.limit(self.largest) - self.reserved_pages
+
+    def fits(self, *pages: int) -> bool:
+        """Whether as many owners more can reserve so many pages."""
+        return self.reserved_pages + sum(pages) <= self.limit(max(self.largest, *pages))
 
     def reserve(self, owner: str, pages: int) -> None:
         assert owner not in self._reserved, f"{owner} holds a reservation already"
-        assert pages <= self.free_pages, f"{owner} wants {pages} pages, {self.free_pages} are free"
+        assert self.fits(pages), f"{owner} wants {pages} pages, {self.free_pages} are free"
         self._reserved[owner] = pages
 
     def add_prompt_pages(self, pages: int) -> None:
@@ -70,4 +86,5 @@ class PageLedger:
 
     def own_pages(self, sequence: Sequence) -> int:
         """Pages of a choice beside the shared ones."""
-        return self.whole_pages(sequence) - self.shared_pages(sequence)
+        shared = 0 if self.overflow_pages else self.shared_pages(sequence)
+        return self.whole_pages(sequence) - shared

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from sgl_batch.core.exclusive import Rooms
 from sgl_batch.core.order import OrderPolicy
 from sgl_batch.core.page_boundary import (
     Action,
@@ -114,19 +115,26 @@ class Movable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """A rank at a boundary: its own state, its account of pages for admission, and what may leave it."""
+    """A rank at a boundary: its own state, its account of pages for admission, and what may leave it.
+
+    `overflow_pages`, `largest` and `rooms` are of use where a page lies on the device or in the store alone.
+    """
 
     state: State
     total_pages: int
     free_pages: int
+    overflow_pages: int = 0
+    largest: int = 0
+    rooms: Rooms | None = None
     ready: Seq[Movable] = ()
     running: Seq[Movable] = ()
 
     def ledger(self, page_size: int) -> PageLedger:
-        """The account as `page_boundary` wants it: what is reserved has one nameless owner."""
-        ledger = PageLedger(self.total_pages, page_size)
-        if self.free_pages < self.total_pages:
-            ledger.reserve("reserved", self.total_pages - self.free_pages)
+        """The account as `page_boundary` wants it: what is reserved has no names."""
+        ledger = PageLedger(self.total_pages, page_size, overflow_pages=self.overflow_pages)
+        if self.largest:
+            ledger.reserve("largest", self.largest)
+        ledger.add_prompt_pages(ledger.free_pages - self.free_pages)
         return ledger
 
 
@@ -166,7 +174,7 @@ def decide_group(ranks: Seq[RankState], plan: Plan, order: OrderPolicy, migratio
 
 
 def _at_boundary(rank: RankState, plan: Plan, order: OrderPolicy) -> Action:
-    return decide_at_boundary(rank.state, plan, rank.ledger(plan.page_size), order)
+    return decide_at_boundary(rank.state, plan, rank.ledger(plan.page_size), order, rank.rooms)
 
 
 def _decode_rows(rank: RankState, action: Action) -> int:
@@ -180,7 +188,7 @@ def _prefill_phase(ranks: Seq[RankState], actions: list[Action], plan: Plan, ord
         units = action.units if isinstance(action, PrefillGroup) else ()
         if not units:
             filling = replace(rank.state, filling=True)
-            units = tuple(prefill_units(filling, plan, rank.ledger(plan.page_size), order))
+            units = tuple(prefill_units(filling, plan, rank.ledger(plan.page_size), order, rank.rooms))
         parts.append(PrefillGroup(units=units) if units else Idle())
     rows = max(_prefill_rows(part) for part in parts)
     calls = num_expert_calls(rows, plan.prefill, plan)
@@ -196,17 +204,20 @@ class _Load:
     """What a rank has while moves are planned: sequences of every kind, and room for more.
 
     `open_places`: how many more it would decode at once; none where it has a queue of its own, whose head may be
-    waiting for just the pages that somebody else would take.
+    waiting for just the pages that somebody else would take. `free_tokens`: for which the store has pages, where those
+    are not part of `free_pages`.
     """
 
     total: int
     movable: list[Movable]
     free_pages: int
+    free_tokens: int | None
     free_slots: int
     open_places: int
 
     def fits(self, item: Movable) -> bool:
-        return self.free_slots > 0 and item.pages <= self.free_pages
+        stored = self.free_tokens is None or item.tokens <= self.free_tokens
+        return self.free_slots > 0 and item.pages <= self.free_pages and stored
 
 
 def plan_moves(ranks: Seq[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
@@ -244,6 +255,7 @@ def _load_of(rank: RankState, plan: Plan) -> _Load:
         total=active + len(state.queued),
         movable=[*rank.ready, *sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))],
         free_pages=rank.free_pages,
+        free_tokens=None if rank.rooms is None else rank.rooms.store * plan.page_size,
         free_slots=state.free_slots,
         open_places=0 if state.queued else plan.decode.b_moe - active,
     )
@@ -254,6 +266,9 @@ def _move(loads: list[_Load], item: Movable, source: int, target: int) -> Move:
     loads[source].total -= 1
     loads[target].total += 1
     loads[target].free_pages -= item.pages
+    left = loads[target].free_tokens
+    if left is not None:
+        loads[target].free_tokens = left - item.tokens
     loads[target].free_slots -= 1
     loads[target].open_places -= 1
     return Move(sequence_id=item.sequence.sequence_id, source=source, target=target)

@@ -62,11 +62,13 @@ class ResidentPrompts(Generic[Page]):
 class Residency:
     """Evict, Extend and Refill, in this order: who is suspended, and how many pages the others hold from now on.
 
-    Pages of their prompts that sequences share come on top of these. `restore`: READY and SUSPENDED sequences whose KV
-    comes back from the store.
+    Pages of their prompts that sequences share come on top of these. `evict`: READY sequences that lose their pages of
+    the device. `restore`: READY and SUSPENDED ones that are to run; their KV comes back from the store where they have
+    no pages of the device.
     """
 
     suspend: tuple[Sequence, ...]
+    evict: tuple[Sequence, ...]
     extend: tuple[tuple[Sequence, int], ...]
     restore: tuple[tuple[Sequence, int], ...]
 
@@ -94,16 +96,19 @@ def decide_residency(
 ) -> Residency:
     """Who holds which number of pages until the next boundary. Pure.
 
-    `ledger` has what runners and `restoring` sequences, whose KV is on its way, hold now; `prompts` the pages of their
-    prompts that can be shared, which `pages_of` says of any sequence: each takes room once. Where runners cannot all be
-    extended, those that have generated most are suspended first: they would soon ask again. Waiting sequences come back
-    in the order in which they began to wait; one that does not fit blocks those behind it, so that nobody starves. Each
-    runs at least until the next boundary then, so that outputs grow whatever happens. The last runner is never
-    suspended: alone, any sequence fits, or it would have been refused.
+    `ledger` has what runners and `restoring` sequences, whose KV is on its way, hold now, and what those of `waiting`
+    hold that have KV on the device: they keep it where nobody that runs needs the pages. `prompts` are the pages of
+    their prompts that can be shared, which `pages_of` says of any sequence: each takes room once. Where runners cannot
+    all be extended, those that have generated most are suspended first: they would soon ask again. Waiting sequences
+    come back in the order in which they began to wait; one that does not fit blocks those behind it, so that nobody
+    starves. Each runs at least until the next boundary then, so that outputs grow whatever happens. The last runner is
+    never suspended: alone, any sequence fits, or it would have been refused.
     """
     prompts = prompts.copy()
     need = {s.sequence_id: _own_pages(s, ledger, plan, pages_of) for s in running}
-    others = ledger.reserved_pages - len(prompts) - sum(ledger.held(s.sequence_id) for s in running)
+    waiting = sorted(waiting, key=lambda s: s.waits_since)
+    resident = [s for s in waiting if ledger.holds(s.sequence_id)]
+    others = ledger.reserved_pages - len(prompts) - sum(ledger.held(s.sequence_id) for s in (*running, *resident))
     room = ledger.total_pages - others - len(prompts) - sum(need.values())
     kept = sorted(running, key=lambda s: (s.generated_tokens, s.arrival))
     suspend: list[Sequence] = []
@@ -113,16 +118,26 @@ def decide_residency(
         room += need[victim.sequence_id] + len(prompts.leave(victim.sequence_id))
     assert room >= 0, f"{kept[0].sequence_id} alone lacks {-room} pages of {ledger.total_pages}"
     gone = {s.sequence_id for s in suspend}
-    restore: list[tuple[Sequence, int]] = []
-    for sequence in sorted(waiting, key=lambda s: s.waits_since):
+    restore: dict[str, tuple[Sequence, int]] = {}
+    for sequence in waiting:
         own, prompt = _own_pages(sequence, ledger, plan, pages_of), pages_of(sequence.sequence_id)
-        room -= own + len(prompts.lacking(prompt))
-        if len(kept) + restoring + len(restore) >= plan.decode.b_moe or room < 0:
+        takes = own + len(prompts.lacking(prompt))
+        if len(kept) + restoring + len(restore) >= plan.decode.b_moe or takes > room:
             break
+        room -= takes
         prompts.enter(sequence.sequence_id, prompt)
-        restore.append((sequence, own))
+        restore[sequence.sequence_id] = sequence, own
     return Residency(
         suspend=tuple(suspend),
+        evict=tuple(_evicted([s for s in resident if s.sequence_id not in restore], ledger, room)),
         extend=tuple((s, need[s.sequence_id]) for s in running if s.sequence_id not in gone),
-        restore=tuple(restore),
+        restore=tuple(restore.values()),
     )
+
+
+def _evicted(resident: Iterable[Sequence], ledger: PageLedger, room: int) -> Iterable[Sequence]:
+    """Those for which no pages are left, the last that came first."""
+    for sequence in resident:
+        room -= ledger.held(sequence.sequence_id)
+        if room < 0:
+            yield sequence

@@ -12,6 +12,7 @@ import torch
 
 from sgl_batch.core.admission import Admission, group_by_prompt, reserve
 from sgl_batch.core.coroutine import Event, Transition
+from sgl_batch.core.exclusive import Rooms
 from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import Idle, PrefillGroup, Refill, State, boundary_due, decide, prefill_wanted
 from sgl_batch.core.page_ledger import PageLedger
@@ -131,6 +132,10 @@ class BoundaryExecutor:
         """What the host KV store has; nothing where there is none."""
         return {}
 
+    def rooms(self, running: Any) -> Rooms | None:
+        """What each tier has for prompts, where a page lies in one of them alone."""
+        return None
+
     @property
     def admission_ledger(self) -> PageLedger:
         """The account in which a sequence's pages are reserved when it is admitted."""
@@ -196,8 +201,7 @@ class BoundaryExecutor:
 
     def _prefill_units(self, units: tuple[Admission, ...]) -> Any:
         for unit in units:
-            hold = self._sharing.claim(unit, self.table.request_named(unit.leader.sequence_id), self.plan)
-            reserve(unit, self.admission_ledger, held=len(hold.pages), new=len(hold.own))
+            self._admit(unit)
             if unit.followers:
                 group = unit.leader.prompt_group or ""
                 self._forks[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]
@@ -208,6 +212,11 @@ class BoundaryExecutor:
             self._queued.remove(name)
         leaders = [self.table.request_named(unit.leader.sequence_id) for unit in units]
         return self._prefill_group(leaders, f"prefill group of {len(leaders)}")
+
+    def _admit(self, unit: Admission) -> None:
+        """Keep all pages that a unit can need, beside those that it shares with who was admitted before."""
+        hold = self._sharing.claim(unit, self.table.request_named(unit.leader.sequence_id), self.plan)
+        reserve(unit, self.admission_ledger, held=len(hold.pages), new=len(hold.own))
 
     def _prefill_group(self, requests: list[Any], why: str) -> Any:
         batch = self._prefill(requests, why)

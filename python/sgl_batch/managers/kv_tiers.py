@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,15 @@ def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace |
     return store
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returning:
+    """A sequence whose KV is on its way to device pages [P]."""
+
+    request: Any
+    pages: torch.Tensor
+    ticket: Ticket
+
+
 class KVTiers:
     """Made after the scheduler's pools. `runner`: the layer runner, which hands a prefill group's KV over.
 
@@ -80,6 +89,7 @@ class KVTiers:
             layers=self._pool.layer_num,
             share=self.share,
             counters=counters,
+            exclusive=self._is_exclusive(memory.kv_store_mode),
         )
         self._staging = PrefillStaging(
             self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
@@ -88,10 +98,20 @@ class KVTiers:
         self._restored: list[int] = []
         self._on_device: dict[PrefixPage, int] = {}
 
+    def _is_exclusive(self, mode: str) -> bool:
+        """An inclusive store that is no larger than the device would hold nothing that the device cannot."""
+        device_pages = self._allocator.size // self._page_size
+        return mode == "exclusive" or (mode == "auto" and self.share <= device_pages)
+
     def store_state(self) -> dict[str, int]:
         """Pages of the store, those free of them, and the bytes of one; of a store of several ranks, all ranks'."""
         counts, slot_bytes = self._store.counts(), self._store.geometry.slot_bytes
-        return {"total_pages": self._store.num_slots, "free_pages": counts.free, "page_bytes": slot_bytes}
+        return {
+            "total_pages": self._store.num_slots,
+            "free_pages": counts.free,
+            "page_bytes": slot_bytes,
+            "exclusive": int(self.stored.exclusive),
+        }
 
     def _pages(self, tokens: int) -> int:
         return pages_for(tokens, self._page_size)
@@ -144,15 +164,18 @@ class KVTiers:
     def write_through(self, requests: list[Any]) -> None:
         """Of requests that have made a step, the pages that it has filled leave for the store."""
         full = [request for request in requests if request.kv_committed_len % self._page_size == 0]
-        if full:
+        if full and not self.stored.exclusive:
             last = [request.kv_committed_len - 1 for request in full]
             self.stored.write_through([request.rid for request in full], self._pages_at(full, last))
 
     def suspend(self, requests: list[Any]) -> None:
         """All KV of these requests is in the store when this returns; their slots are still theirs."""
+        table, size = self._scheduler.req_to_token_pool.req_to_token, self._page_size
         tokens = [request.kv_committed_len for request in requests]
-        pages = self._pages_at(requests, [length - 1 for length in tokens])
-        pages[torch.tensor([length % self._page_size == 0 for length in tokens])] = -1
+        pages = [
+            table[request.req_pool_idx, :length:size].to(torch.int64) // size
+            for request, length in zip(requests, tokens, strict=True)
+        ]
         self.stored.suspend([request.rid for request in requests], pages, tokens)
 
     def _pages_at(self, requests: list[Any], positions: list[int]) -> torch.Tensor:
@@ -161,7 +184,7 @@ class KVTiers:
         table: torch.Tensor = self._scheduler.req_to_token_pool.req_to_token
         return table[rows, torch.tensor(positions)].to(torch.int64) // self._page_size
 
-    def restore(self, request: Any, prompt: Seq[PrefixPage]) -> tuple[torch.Tensor, Ticket]:
+    def restore(self, request: Any, prompt: Seq[PrefixPage]) -> Returning:
         """Device pages for a request's KV, and the copy to them of what the device has not.
 
         `prompt`: its first pages, which it shares with others that are on the device.
@@ -176,7 +199,8 @@ class KVTiers:
                 self._on_device[page] = next(new)
         pages = torch.tensor([*(self._on_device[page] for page in prompt), *new], dtype=torch.int64)
         self._counters.add("prompt_pages_found_on_device", sum(there))
-        return pages, self.stored.restore(request.rid, pages, there=there)
+        ticket = self.stored.restore(request.rid, pages, there=there)
+        return Returning(request=request, pages=pages, ticket=ticket)
 
     def drop(self, prompt: Seq[PrefixPage]) -> None:
         """Nobody on the device has these pages of prompts any more."""

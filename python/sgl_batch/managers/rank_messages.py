@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sgl_batch.core.exclusive import Rooms
 from sgl_batch.core.page_boundary import Action, PrefillGroup, Refill, State
 from sgl_batch.core.rank_agreement import GroupDecision, Movable, RankState, Step, StepKind
 from sgl_batch.core.sequence import Sequence, Status
@@ -59,6 +60,9 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     returning: int
     total_pages: int
     free_pages: int
+    overflow_pages: int
+    largest: int
+    rooms: tuple[int | None, int] | None
 
 
 class MoveRow(msgspec.Struct, array_like=True, frozen=True):
@@ -117,6 +121,9 @@ def message_of(rank: RankState) -> StateMessage:
         returning=state.returning,
         total_pages=rank.total_pages,
         free_pages=rank.free_pages,
+        overflow_pages=rank.overflow_pages,
+        largest=rank.largest,
+        rooms=None if rank.rooms is None else (rank.rooms.device, rank.rooms.store),
     )
 
 
@@ -174,6 +181,9 @@ def state_of(message: StateMessage) -> RankState:
         state=state,
         total_pages=message.total_pages,
         free_pages=message.free_pages,
+        overflow_pages=message.overflow_pages,
+        largest=message.largest,
+        rooms=None if message.rooms is None else Rooms(device=message.rooms[0], store=message.rooms[1]),
         ready=movable,
         running=running,
     )

@@ -140,6 +140,9 @@ class RankSteps:
                 state=state,
                 total_pages=ledger.total_pages,
                 free_pages=ledger.free_pages,
+                overflow_pages=ledger.overflow_pages,
+                largest=ledger.largest,
+                rooms=executor.rooms(running),
                 ready=ready,
                 running=run,
             )

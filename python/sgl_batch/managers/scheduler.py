@@ -19,6 +19,7 @@ from sgl_batch.distributed.shared_memory import shared_regions
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use, native_kernels
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.exclusive_executor import ExclusiveExecutor
 from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
@@ -73,7 +74,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         if runner.layer_runner is None:
             raise ConfigError("this model runs through SGLang's own forward, which has no host KV store: leave it out")
         tiers = KVTiers(self, runner.layer_runner, memory, context.counters, context.place)
-        return TieredExecutor(self, runner.plan, context.counters, trace, tiers)
+        kind = ExclusiveExecutor if tiers.stored.exclusive else TieredExecutor
+        return kind(self, runner.plan, context.counters, trace, tiers)
 
     def _join(self, place: RankPlace) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""

@@ -190,9 +190,9 @@ class SequenceTable:
     def expect(self, request: Any) -> str | None:
         """Keep pages for a sequence that may come; why not, with the numbers, where there is no room."""
         ledger = self._admission_ledger
-        need, free = ledger.whole_pages(self._sequence_of(request)), ledger.free_pages
-        if need > free:
-            return f"it can need {need} pages and {free} are free"
+        need = ledger.whole_pages(self._sequence_of(request))
+        if not ledger.fits(need):
+            return f"it can need {need} pages and {ledger.free_pages} are free"
         ledger.reserve(request.rid, need)
         return None
 

@@ -1,7 +1,8 @@
 """Owns the KV of a rank's sequences in the store: which slots each has, and the copies between these and its pages.
 
-Every page of KV lies in the store from the moment it is full, so that whoever is suspended copies no more than its open
-page. Who is suspended and restored is decided in core/residency.
+In an inclusive store every page of KV lies from the moment it is full, so that whoever is suspended copies no more than
+its open page; in an exclusive one lies nothing that is on the device. Who is suspended and restored is decided in
+core/residency.
 """
 
 from __future__ import annotations
@@ -42,10 +43,19 @@ class StoredKV:
     """Slots by sequence. Copies to the store run in the background; `sync` completes those that have ended."""
 
     def __init__(
-        self, store: HostKVStore, engine: CopyEngine, *, page_size: int, layers: int, share: int, counters: Counters
+        self,
+        store: HostKVStore,
+        engine: CopyEngine,
+        *,
+        page_size: int,
+        layers: int,
+        share: int,
+        counters: Counters,
+        exclusive: bool = False,
     ) -> None:
         """`share`: how many slots this rank may hold."""
         self._store, self._engine, self._page_size, self._share = store, engine, page_size, share
+        self.exclusive = exclusive
         self._layers, self._counters = range(layers), counters
         self._records: dict[str, _Record] = {}
         self._copies: list[_Copy] = []
@@ -61,6 +71,11 @@ class StoredKV:
         slots = self._store.prepare_store(pages)
         assert slots is not None, f"{pages} slots were reserved, {self._store.counts().free} are free"
         return slots
+
+    @property
+    def free(self) -> int:
+        """Slots of this rank's share that it does not hold."""
+        return self._share - self.held
 
     @property
     def held(self) -> int:
@@ -100,21 +115,23 @@ class StoredKV:
         """How many tokens of a sequence that waits have their KV in the store."""
         return self._records[name].tokens
 
-    def suspend(self, names: list[str], open_pages: torch.Tensor, tokens: list[int]) -> None:
-        """Everything of these sequences is in the store when this returns.
+    def suspend(self, names: list[str], pages: list[torch.Tensor], tokens: list[int]) -> None:
+        """Everything of these sequences is in the store when this returns; what is not there yet is copied.
 
-        `open_pages` [N]: of each the page that is not full, or -1 where there is none. `tokens`: how many have KV.
+        `pages`: those of each on the device, in its order. `tokens`: how many have KV.
         """
-        for name, number in zip(names, tokens, strict=True):
-            self._records[name].tokens = number
-        partial = open_pages >= 0
-        owners = [name for name, has in zip(names, partial.tolist(), strict=True) if has]
+        owners: list[str] = []
+        missing = []
+        for name, own, number in zip(names, pages, tokens, strict=True):
+            record = self._records.setdefault(name, _Record())
+            record.tokens, record.open = number, number % self._page_size != 0
+            missing.append(own[len(record.slots) :])
+            owners += [name] * len(missing[-1])
         if owners:
             slots = self.take(len(owners))
             for name, slot in zip(owners, slots.tolist(), strict=True):
                 self._records[name].slots.append(slot)
-                self._records[name].open = True
-            self._send(owners, open_pages[partial], slots)
+            self._send(owners, torch.cat(missing), slots)
         self._counters.add("pages_copied_to_suspend", len(owners))
         self.sync(wait=True)
 
@@ -137,7 +154,10 @@ class StoredKV:
     def restored(self, name: str) -> None:
         """A sequence's KV is on the device; its open page will be another one when it is full."""
         record = self._records[name]
-        if record.open:
+        if self.exclusive:
+            self._store.free(record.slots)
+            record.slots, record.open = [], False
+        elif record.open:
             self._store.free([record.slots.pop()])
             record.open = False
 

@@ -33,6 +33,10 @@ class StoredSequences:
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
         request = request_of(header, self._scheduler)
+        if self._stored.exclusive and len(header.slots) > self._stored.free:
+            return Refusal(
+                reason=f"it has {len(header.slots)} pages in the store, of which {self._stored.free} are free"
+            )
         refusal = self._table.expect(request)
         if refusal is not None:
             return Refusal(reason=refusal)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
-
-import torch
 
 from sgl_batch.core.coroutine import Event
 from sgl_batch.core.page_boundary import PrefillGroup, State, boundary_due, prefill_units, prefill_wanted
@@ -22,16 +20,16 @@ from sgl_batch.core.primitives import combine
 from sgl_batch.core.residency import Residency, ResidentPrompts, decide_residency
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
-from sgl_batch.managers.kv_tiers import KVTiers
+from sgl_batch.managers.kv_tiers import KVTiers, Returning
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.managers.trace import TraceWriter
-from sgl_batch.mem_cache.copy_engine import Ticket
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.moving import take_in, without
 from sgl_batch.sglang_adapter.scheduling import (
     decode_batches,
     detach,
+    end_aborted,
     end_detached,
     free_slots,
     give_prefix,
@@ -39,15 +37,6 @@ from sgl_batch.sglang_adapter.scheduling import (
     merge_into,
     protect_prefix,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Returning:
-    """A sequence whose KV is on its way to device pages [P]."""
-
-    request: Any
-    pages: torch.Tensor
-    ticket: Ticket
 
 
 class TieredExecutor(BoundaryExecutor):
@@ -60,15 +49,20 @@ class TieredExecutor(BoundaryExecutor):
     def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter, tiers: KVTiers) -> None:
         self._tiers = tiers
         super().__init__(scheduler, plan, counters, trace)
-        self._returning: list[_Returning] = []
+        self._returning: list[Returning] = []
         self._arrived_forks: list[Any] = []
         self._fresh: list[Any] = []
         self._staged = False
         self._prompts = ResidentPrompts[PrefixPage]()
 
     def _make_table(self, trace: TraceWriter) -> SequenceTable:
-        store = PageLedger(self._tiers.share, self.plan.page_size)
-        return SequenceTable(self._device_ledger(), self._sharing, self._counters, trace, store_ledger=store)
+        return SequenceTable(
+            self._device_ledger(), self._sharing, self._counters, trace, store_ledger=self._admission_account()
+        )
+
+    def _admission_account(self) -> PageLedger:
+        """An empty account of all that admitted sequences can need."""
+        return PageLedger(self._tiers.share, self.plan.page_size)
 
     @property
     def admission_ledger(self) -> PageLedger:
@@ -106,7 +100,7 @@ class TieredExecutor(BoundaryExecutor):
         if boundary_due(state, self.plan):
             if prefill_wanted(state, self.plan):
                 self.foresee(state)
-            group = prefill_units(state, self.plan, self.admission_ledger, self._order)
+            group = prefill_units(state, self.plan, self.admission_ledger, self._order, self.rooms(running))
             if group:
                 return self.prefill(PrefillGroup(units=tuple(group))), running
             running = self.turn_page(running)
@@ -120,9 +114,21 @@ class TieredExecutor(BoundaryExecutor):
 
     def turn_page(self, running: Any, *, others_run: bool = False) -> Any:
         """Sync, Evict, Extend, Refill; where nobody can run, on other ranks neither, wait for whoever comes back."""
-        self._tiers.stored.sync(wait=False)
+        self.stored.sync(wait=False)
+        turn = self._decide(running)
+        self._suspend(turn.suspend, running, "pages of the device lack")
+        self._evict(turn.evict)
+        for sequence, pages in turn.extend:
+            self.ledger.resize(sequence.sequence_id, pages)
+        running = self._restore(turn.restore, running)
+        if self._returning and not (running.reqs or others_run):
+            running = self._await_returning(running)
+        self.begin_page()
+        return running
+
+    def _decide(self, running: Any) -> Residency:
         sequences = [self._grown(request) for request in running.reqs]
-        turn = decide_residency(
+        return decide_residency(
             sequences,
             self.table.ready,
             self.ledger,
@@ -131,17 +137,12 @@ class TieredExecutor(BoundaryExecutor):
             pages_of=self._sharing.pages_of,
             restoring=len(self._returning),
         )
-        self._suspend(turn.suspend, running, "pages of the device lack")
-        for sequence, pages in turn.extend:
-            self.ledger.resize(sequence.sequence_id, pages)
-        self._restore(turn)
-        if self._returning and not (running.reqs or others_run):
-            with self._counters.clock.part("copies"):
-                for returning in self._returning:
-                    returning.ticket.wait()
-            running = self.join_returned(running)
-        self.begin_page()
-        return running
+
+    def _await_returning(self, running: Any) -> Any:
+        with self._counters.clock.part("copies"):
+            for returning in self._returning:
+                returning.ticket.wait()
+        return self.join_returned(running)
 
     def _grown(self, request: Any) -> Sequence:
         sequence = self.table[request.rid]
@@ -156,16 +157,23 @@ class TieredExecutor(BoundaryExecutor):
         if not sequences:
             return
         requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
+        for request in requests:
+            without(running, request)
+        self._to_store(requests)
+        self.table.record([self.table.suspended(request.rid, why) for request in requests])
+        self._counters.add("suspensions", len(requests))
+
+    def _to_store(self, requests: list[Any]) -> None:
+        """Their KV leaves the device; it is all in the store when this returns."""
+        if not requests:
+            return
         with self._counters.clock.part("copies"):
             self._tiers.suspend(requests)
             for request in requests:
-                without(running, request)
                 free_slots(self._scheduler, request)
                 detach(self._scheduler, request)
                 self.ledger.release(request.rid)
                 self._leave_device(request.rid)
-        self.table.record([self.table.suspended(request.rid, why) for request in requests])
-        self._counters.add("suspensions", len(requests))
 
     def _leave_device(self, name: str) -> None:
         """A sequence runs no more: pages of its prompt go that nobody else on the device has."""
@@ -174,16 +182,20 @@ class TieredExecutor(BoundaryExecutor):
             self._tiers.drop(dropped)
             self.ledger.add_prompt_pages(-len(dropped))
 
-    def _restore(self, turn: Residency) -> None:
+    def _evict(self, sequences: Seq[Sequence]) -> None:
+        assert not sequences, "whoever waits has no pages of the device"
+
+    def _restore(self, sequences: Seq[tuple[Sequence, int]], running: Any) -> Any:
+        """Bring sequences back, for each of which so many pages are free; returns the decode batch."""
         with self._counters.clock.part("copies"):
-            for sequence, pages in turn.restore:
+            for sequence, pages in sequences:
                 self.ledger.reserve(sequence.sequence_id, pages)
                 request = self.table.take_ready(sequence.sequence_id)
                 prompt = self._sharing.pages_of(sequence.sequence_id)
                 self.ledger.add_prompt_pages(len(self._prompts.lacking(prompt)))
                 self._prompts.enter(sequence.sequence_id, prompt)
-                device_pages, ticket = self._tiers.restore(request, prompt)
-                self._returning.append(_Returning(request=request, pages=device_pages, ticket=ticket))
+                self._returning.append(self._tiers.restore(request, prompt))
+        return running
 
     def join_returned(self, running: Any) -> Any:
         """The decode batch with those whose KV has come back, and that of all before them, which they may share."""
@@ -222,9 +234,13 @@ class TieredExecutor(BoundaryExecutor):
 
     def _fork(self, leader: Any, followers: list[Any]) -> None:
         for follower in followers:
-            self._sharing.join(leader, follower)
+            self._share_prompt(leader, follower)
             self._tiers.stored.fork(leader.rid, follower.rid, tokens=len(leader.origin_input_ids) - 1)
             self.table.forked(follower.rid)
+
+    def _share_prompt(self, leader: Any, follower: Any) -> None:
+        """A choice has its leader's prompt, but for the last token."""
+        self._sharing.join(leader, follower)
 
     def fork_batch(self) -> Any:
         """The prefill of choices whose KV has come to the device: their prompts' last tokens."""
@@ -264,12 +280,17 @@ class TieredExecutor(BoundaryExecutor):
         with self._counters.clock.part("copies"):
             self._tiers.write_through(left)
         if prefilled:
-            self._fresh += [self.table.take_ready(request.rid) for request in left]
+            self._prefilled_on_device(left)
+
+    def _prefilled_on_device(self, requests: list[Any]) -> None:
+        """Choices have computed the last token of their prompts, and run from the next step on."""
+        self._fresh += [self.table.take_ready(request.rid) for request in requests]
 
     def abort_outside_batches(self, is_meant: Callable[[str], bool]) -> None:
         for name in [s.sequence_id for s in self.table.ready if is_meant(s.sequence_id)]:
             request = self.table.take_ready(name)
-            end_detached(self._scheduler, request)
+            end = end_aborted if self.ledger.holds(name) else end_detached
+            end(self._scheduler, request)
             self.table.record([self.table.finish(request)])
             self._tiers.stored.forget(name)
         held = [*(returning.request for returning in self._returning), *self._arrived_forks, *self._fresh]

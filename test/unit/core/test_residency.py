@@ -7,6 +7,7 @@ import random
 import pytest
 from sequence_builders import plan, sequence
 from virtual_memory_pressure import VirtualPressure
+from virtual_two_tiers import VirtualTwoTiers
 
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.residency import ResidentPrompts, decide_residency, pages_to_run
@@ -133,3 +134,29 @@ def test_ten_thousand_operations_under_pressure_lose_no_page_and_starve_nobody(s
     assert len(pressure.finished) == arrivals
     assert pressure.ledger.free_pages == pressure.ledger.total_pages
     assert pressure.suspensions > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("restore_steps", [1, 5, 20])
+def test_ten_thousand_operations_in_two_exclusive_tiers_lose_no_page_and_starve_nobody(seed, restore_steps):
+    """As above, with stores from much smaller than the device to as large, and some that end before their time."""
+    rng = random.Random(seed)
+    device = rng.randint(20, 60)
+    tiers = VirtualTwoTiers(device, rng.randint(1, device), PLAN, restore_steps=restore_steps)
+    arrivals = 0
+    while tiers.operations < 300:
+        for _ in range(rng.randint(0, 6)):
+            prompt = rng.randint(1, 80)
+            tiers.queue.append(sequence(arrivals, prompt=prompt, new=rng.randint(2, 8 * 20 - prompt)))
+            arrivals += 1
+        if tiers.busy:
+            tiers.page()
+        ended = [*tiers.running, *tiers.waiting]
+        if ended and rng.random() < 0.1:
+            tiers.abort(rng.choice(ended))
+    tiers.run()
+    assert len(tiers.finished) == arrivals
+    assert tiers.ledger.free_pages == tiers.ledger.total_pages
+    assert not tiers.slots
+    assert not tiers.account.reserved_pages
+    assert tiers.stayed > 0

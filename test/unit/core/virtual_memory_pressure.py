@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.residency import ResidentPrompts, decide_residency
+from sgl_batch.core.residency import Residency, ResidentPrompts, decide_residency
 from sgl_batch.core.sequence import Sequence, Status
 
 
@@ -22,14 +22,18 @@ class VirtualPressure:
         self.finished: list[Sequence] = []
         self.prompts = ResidentPrompts[tuple[int, int]]()
         self._prompt_of: dict[str, list[tuple[int, int]]] = {}
-        self.operations = self.suspensions = self._clock = 0
+        self.operations = self.suspensions = self.restores = self._clock = 0
 
     def add(self, sequence: Sequence) -> None:
         """A sequence whose prompt is computed, and lies in the store."""
         sequence.status, sequence.generated_tokens = Status.READY, 1
-        full = sequence.prompt_tokens // self.plan.page_size
-        self._prompt_of[sequence.sequence_id] = [(sequence.arrival % 3, number) for number in range(full)]
+        self._prompt_of[sequence.sequence_id] = self._shared_pages(sequence)
         self._wait(sequence)
+
+    def _shared_pages(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """The pages of its prompt that others can have as well."""
+        full = sequence.prompt_tokens // self.plan.page_size
+        return [(sequence.arrival % 3, number) for number in range(full)]
 
     def _wait(self, sequence: Sequence) -> None:
         self._clock += 1
@@ -41,41 +45,46 @@ class VirtualPressure:
         while self.waiting or self.running or self.restoring:
             self.page()
 
+    def _leaves_device(self, sequence: Sequence) -> None:
+        """Its KV is in the store, as all that is waited for."""
+
     def page(self) -> None:
-        """A boundary and the steps after it, which are none where everybody's KV is still on its way."""
+        """A boundary and the steps after it, without rows where everybody's KV is still on its way."""
         before = self._progress()
         self._boundary()
-        for _ in range(self.plan.boundary_tokens if self.running else self.restore_steps):
+        for _ in range(self.plan.boundary_tokens):
             self._step()
         assert self._progress() > before, "outputs grow, or KV comes nearer"
 
-    def _progress(self) -> tuple[int, int]:
+    def _progress(self) -> tuple[int, int, int]:
         everybody = [*self.running, *self.waiting, *(s for s, _ in self.restoring), *self.finished]
-        return sum(s.generated_tokens for s in everybody), -sum(left for _, left in self.restoring)
+        left = sum(left for _, left in self.restoring)
+        return sum(s.generated_tokens for s in everybody), self.restores, -left
 
     def _boundary(self) -> None:
         oldest = min(self.waiting, key=lambda s: s.waits_since, default=None)
-        turn = decide_residency(
-            self.running,
-            self.waiting,
-            self.ledger,
-            self.plan,
-            prompts=self.prompts,
-            pages_of=self._prompt_of.__getitem__,
-            restoring=len(self.restoring),
-        )
+        turn = self._decide()
         for sequence in turn.suspend:
             self.running.remove(sequence)
             self._leave(sequence)
             advance(sequence, Event.SUSPEND, "pages lack")
             self._wait(sequence)
+            self._leaves_device(sequence)
             self.suspensions += 1
         most = max((s.generated_tokens for s in self.running), default=0)
         assert all(s.generated_tokens >= most for s in turn.suspend), "those that have generated most go first"
+        for sequence in turn.evict:
+            self.ledger.release(sequence.sequence_id)
+            self._leaves_device(sequence)
         for sequence, pages in turn.extend:
             self.ledger.resize(sequence.sequence_id, pages)
         for sequence, pages in turn.restore:
             self.waiting.remove(sequence)
+            if self.ledger.holds(sequence.sequence_id):
+                self.ledger.resize(sequence.sequence_id, pages)
+                self._join([sequence])
+                continue
+            self.restores += 1
             prompt = self._prompt_of[sequence.sequence_id]
             self.ledger.add_prompt_pages(len(self.prompts.lacking(prompt)))
             self.prompts.enter(sequence.sequence_id, prompt)
@@ -85,6 +94,17 @@ class VirtualPressure:
         assert not set(map(id, turn.suspend)) & {id(s) for s, _ in turn.restore}, "nobody leaves and comes at once"
         self.operations += len(turn.suspend) + len(turn.extend) + len(turn.restore)
         self._conserve()
+
+    def _decide(self) -> Residency:
+        return decide_residency(
+            self.running,
+            self.waiting,
+            self.ledger,
+            self.plan,
+            prompts=self.prompts,
+            pages_of=self._prompt_of.__getitem__,
+            restoring=len(self.restoring),
+        )
 
     def _step(self) -> None:
         self.restoring = [(s, left - 1) for s, left in self.restoring]
@@ -97,8 +117,11 @@ class VirtualPressure:
                 advance(sequence, Event.FINISH, "length")
                 self.running.remove(sequence)
                 self._leave(sequence)
-                self.finished.append(sequence)
+                self._ends(sequence)
         self._conserve()
+
+    def _ends(self, sequence: Sequence) -> None:
+        self.finished.append(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.ledger.release(sequence.sequence_id)
@@ -111,10 +134,11 @@ class VirtualPressure:
             self.running.append(sequence)
 
     def _conserve(self) -> None:
-        holders = [*self.running, *(s for s, _ in self.restoring)]
+        resident = [s for s in self.waiting if self.ledger.holds(s.sequence_id)]
+        holders = [*self.running, *(s for s, _ in self.restoring), *resident]
         prompts = {page for s in holders for page in self._prompt_of[s.sequence_id]}
         assert self.ledger.prompt_pages == len(self.prompts) == len(prompts), "each page of a prompt once"
         own = sum(self.ledger.held(s.sequence_id) for s in holders)
         assert self.ledger.reserved_pages == own + len(prompts)
         assert 0 <= self.ledger.free_pages <= self.ledger.total_pages
-        assert len(holders) <= self.plan.decode.b_moe
+        assert len(holders) - len(resident) <= self.plan.decode.b_moe

@@ -84,6 +84,9 @@ class VirtualRank:
     def admission_ledger(self) -> PageLedger:
         return self.ledger
 
+    def rooms(self, running: Running) -> None:
+        """There is one tier."""
+
     def sync(self) -> None:
         """Nothing goes on in the background."""
 

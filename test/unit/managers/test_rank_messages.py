@@ -11,6 +11,7 @@ from rank_builders import PLAN
 from rank_builders import rank as a_rank
 from sequence_builders import sequence
 
+from sgl_batch.core.exclusive import Rooms
 from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
@@ -58,7 +59,10 @@ def rank_states(draw) -> RankState:
         chosen = [item for item in of if draw(st.booleans())]
         return [Movable(sequence=s, tokens=draw(st.integers(0, 99)), pages=draw(st.integers(0, 9))) for s in chosen]
 
-    total = draw(st.integers(0, 100))
+    total, overflow = draw(st.integers(0, 100)), draw(st.integers(0, 50))
+    largest = draw(st.integers(0, total))
+    limit = total + max(0, overflow - largest)
+    rooms = st.builds(Rooms, device=st.none() | st.integers(0, 99), store=st.integers(0, 99))
     return RankState(
         state=State(
             queued=draw(sequences(Status.QUEUED, 0)),
@@ -68,9 +72,13 @@ def rank_states(draw) -> RankState:
             slots=draw(st.integers(0, 64)),
             free_slots=draw(st.integers(0, 64)),
             filling=draw(st.booleans()),
+            returning=draw(st.integers(0, 9)),
         ),
         total_pages=total,
-        free_pages=draw(st.integers(0, total)),
+        free_pages=draw(st.integers(0, limit - largest)),
+        overflow_pages=overflow,
+        largest=largest,
+        rooms=draw(st.none() | rooms),
         ready=movables(waiting),
         running=movables(runners),
     )

@@ -52,7 +52,7 @@ def test_a_suspended_sequence_comes_back_as_it_was(stored, store, pool, counters
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
     stored.write_through(["a"], torch.tensor([7]))
     stored.write_through(["a"], torch.tensor([3]))
-    stored.suspend(["a"], torch.tensor([9]), [9])
+    stored.suspend(["a"], [torch.tensor([7, 3, 9])], [9])
     before = [pool.page_parts(layer)[0][[7, 3, 9]].clone() for layer in range(LAYERS)]
     stored.restore("a", torch.tensor([20, 21, 22])).wait()
     assert all(torch.equal(pool.page_parts(layer)[0][20:23], before[layer]) for layer in range(LAYERS))
@@ -65,7 +65,7 @@ def test_a_suspended_sequence_comes_back_as_it_was(stored, store, pool, counters
 def test_of_a_sequence_that_ends_with_a_full_page_nothing_is_copied_to_suspend_it(stored, counters):
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
     stored.write_through(["a"], torch.tensor([7]))
-    stored.suspend(["a"], torch.tensor([-1]), [4])
+    stored.suspend(["a"], [torch.tensor([7])], [4])
     assert counters.counts["pages_copied_to_suspend"] == 0
 
 
@@ -131,3 +131,22 @@ def test_slots_of_one_that_ended_under_a_copy_count_to_this_rank_s_share(pool, c
             stored.forget(name)
             assert store.counts().used <= 6
         engine.close()
+
+
+def test_in_exclusive_tiers_all_pages_go_to_the_store_and_leave_it_when_they_come_back(store, pool, counters):
+    engine = NativeCopyEngine(store, pool)
+    stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=12, counters=counters, exclusive=True)
+    stored.suspend(["a", "b"], [torch.tensor([7, 3, 9]), torch.tensor([5])], [9, 4])
+    assert (stored.held, stored.free, store.counts().used) == (4, 8, 4)
+    before = [pool.page_parts(layer)[0][[7, 3, 9]].clone() for layer in range(LAYERS)]
+    stored.restore("a", torch.tensor([20, 21, 22])).wait()
+    assert stored.held == 4, "until the copy has ended"
+    stored.restored("a")
+    assert all(torch.equal(pool.page_parts(layer)[0][20:23], before[layer]) for layer in range(LAYERS))
+    assert (stored.held, store.counts().used) == (1, 1)
+    stored.suspend(["a"], [torch.tensor([20, 21, 22, 23])], [13])
+    assert counters.counts["pages_copied_to_suspend"] == 8
+    for name in "ab":
+        stored.forget(name)
+    assert store.counts().free == store.num_slots
+    engine.close()

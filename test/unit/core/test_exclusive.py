@@ -1,0 +1,93 @@
+"""Where prompts go if a page lies on the device or in the store alone, and how many sequences that admits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from sequence_builders import plan, sequence
+
+from sgl_batch.core.admission import Admission, refusal, select_prefill_group
+from sgl_batch.core.exclusive import Rooms, placed, stays_on_device
+from sgl_batch.core.page_ledger import PageLedger
+
+PLAN = plan(b_moe=4, boundary_tokens=8, page_size=8)
+
+
+def unit(arrival: int, *, prompt: int = 16, new: int = 40, followers: int = 0) -> Admission:
+    """A unit whose leader runs with four pages from its prompt of two on."""
+    leader = sequence(arrival, prompt=prompt, new=new)
+    others = tuple(sequence(arrival + 1 + i, prompt=prompt, new=new) for i in range(followers))
+    return Admission(leader=leader, followers=others)
+
+
+def chosen(units: list[Admission], rooms: Rooms, *, store_pages: int = 20) -> list[Admission]:
+    return list(placed(units, rooms, PageLedger(20, 8, overflow_pages=store_pages), PLAN))
+
+
+def on_device(units: list[Admission], rooms: Rooms) -> bool:
+    return stays_on_device(units, rooms, PageLedger(20, 8, overflow_pages=20), PLAN)
+
+
+def test_prompts_stay_on_the_device_as_far_as_they_can_run_there():
+    units, rooms = [unit(i) for i in range(4)], Rooms(device=13, store=100)
+    assert chosen(units, rooms) == units[:3]
+    assert on_device(units[:3], rooms)
+    assert not on_device(units, rooms)
+
+
+@pytest.mark.parametrize("device", [None, 3])
+def test_prompts_go_to_the_store_where_somebody_waits_there_or_the_device_is_full(device):
+    units, rooms = [unit(i) for i in range(4)], Rooms(device=device, store=7)
+    assert chosen(units, rooms) == units[:3], "two pages of each prompt"
+    assert not on_device(units[:3], rooms)
+
+
+def test_where_neither_tier_has_room_for_the_head_nobody_passes_it():
+    assert chosen([unit(0, prompt=80), unit(1)], Rooms(device=5, store=9)) == []
+
+
+def test_choices_begin_in_the_store_with_references_that_count():
+    shared, alone = unit(0, followers=2), unit(9)
+    assert chosen([shared, alone], Rooms(device=20, store=6)) == [shared]
+    assert not on_device([shared], Rooms(device=20, store=6))
+    assert chosen([shared], Rooms(device=20, store=5)) == []
+    assert chosen([alone, shared], Rooms(device=20, store=20)) == [alone], (
+        "what stays on the device is a group of its own"
+    )
+
+
+def test_a_prompt_that_the_store_can_never_hold_for_all_choices_comes_alone():
+    shared = unit(0, followers=2)
+    assert chosen([shared, unit(9)], Rooms(device=20, store=5), store_pages=5) == [Admission(leader=shared.leader)]
+
+
+def test_admission_counts_all_of_the_store_but_room_for_the_largest():
+    ledger = PageLedger(20, 8, overflow_pages=10)
+    ledger.reserve("a", 6)
+    assert ledger.fits(6, 6, 6)
+    assert not ledger.fits(6, 6, 7), "24 of 20 + 10 - 6 are the most, and 7 leave 3 of the store"
+    assert ledger.fits(14)
+    assert not ledger.fits(15), "21 of 20: with so large a sequence the store counts for nothing"
+    assert ledger.free_pages == 18
+
+
+def test_a_group_is_chosen_within_that_account():
+    ledger = PageLedger(20, 8, overflow_pages=10)
+    units = [unit(i, prompt=16, new=33) for i in range(9)]  # six pages each
+    assert len(select_prefill_group(units, ledger, b_moe=1000, free_slots=99)) == 4
+
+
+def test_whatever_fits_the_device_is_not_refused_for_a_small_store():
+    ledger = PageLedger(20, 8)
+    assert refusal(sequence(0, prompt=100, new=61), ledger, PageLedger(20, 8, overflow_pages=1)) is None
+
+
+def test_choices_share_no_account():
+    ledger = PageLedger(60, 8, overflow_pages=10)
+    shared = unit(0, prompt=16, new=33, followers=1)
+    grouped = Admission(
+        leader=dataclasses.replace(shared.leader, prompt_group="g"),
+        followers=tuple(dataclasses.replace(f, prompt_group="g", choice=1) for f in shared.followers),
+    )
+    assert [ledger.own_pages(member) for member in grouped.members] == [6, 6]

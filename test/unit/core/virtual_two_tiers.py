@@ -1,0 +1,129 @@
+"""Sequences that decode where a page lies on the device or in the store alone; every promise is checked each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from virtual_memory_pressure import VirtualPressure
+
+from sgl_batch.core.admission import reserve
+from sgl_batch.core.coroutine import Event, advance
+from sgl_batch.core.exclusive import Rooms, stays_on_device
+from sgl_batch.core.order.fifo import FifoOrder
+from sgl_batch.core.page_boundary import State, prefill_units
+from sgl_batch.core.page_ledger import PageLedger, pages_for
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.residency import Residency, pages_to_run
+from sgl_batch.core.sequence import Sequence
+
+
+class VirtualTwoTiers(VirtualPressure):
+    """A device and a store of some pages, and a queue. `slots`: what each sequence has in the store."""
+
+    def __init__(self, pages: int, store_pages: int, plan: Plan, *, restore_steps: int) -> None:
+        super().__init__(pages, plan, restore_steps=restore_steps)
+        self.account = PageLedger(pages, plan.page_size, overflow_pages=store_pages)
+        self.store_pages = store_pages
+        self.slots: dict[str, int] = {}
+        self.queue: list[Sequence] = []
+        self.stayed = self.evicted = self.waits = 0
+
+    def _shared_pages(self, sequence: Sequence) -> list[tuple[int, int]]:
+        return []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue or self.waiting or self.running or self.restoring)
+
+    def run(self) -> None:
+        while self.busy:
+            self.page()
+
+    def _boundary(self) -> None:
+        while self._prefill():
+            pass
+        super()._boundary()
+
+    # Prefill.
+
+    def _prefill(self) -> bool:
+        state = State(
+            queued=list(self.queue),
+            ready=list(self.waiting),
+            running=len(self.running),
+            steps=0,
+            slots=99,
+            free_slots=99,
+            filling=True,
+            returning=len(self.restoring),
+        )
+        rooms = self._rooms()
+        units = prefill_units(state, self.plan, self.account, FifoOrder(), rooms)
+        stays = bool(units) and stays_on_device(units, rooms, self.account, self.plan)
+        assert [unit.leader for unit in units] == self.queue[: len(units)], "nobody passes the head of the queue"
+        for unit in units:
+            assert not unit.followers
+            sequence = self.queue.pop(0)
+            reserve(unit, self.account, held=0, new=0)
+            self.add(sequence)
+            if stays:
+                self.stayed += 1
+                self.ledger.reserve(sequence.sequence_id, pages_to_run(sequence, self.account, self.plan))
+            else:
+                self._leaves_device(sequence)
+        self.operations += len(units)
+        return bool(units)
+
+    def _rooms(self) -> Rooms:
+        in_store = any(not self.ledger.holds(s.sequence_id) for s in self.waiting)
+        grow = sum(pages_to_run(s, self.ledger, self.plan) - self.ledger.held(s.sequence_id) for s in self.running)
+        return Rooms(device=None if in_store else max(0, self.ledger.free_pages - grow), store=self._free_slots)
+
+    # The tiers.
+
+    @property
+    def _free_slots(self) -> int:
+        return self.store_pages - sum(self.slots.values())
+
+    def _decide(self) -> Residency:
+        """Whoever needs slots that are free when a copy has ended waits for it."""
+        turn = super()._decide()
+        leave = sum(pages_for(s.kv_tokens, self.plan.page_size) for s in (*turn.suspend, *turn.evict))
+        if leave > self._free_slots:
+            self.waits += 1
+            assert self.restoring, "without copies under way there are slots enough"
+            self._join([s for s, _ in self.restoring])
+            turn = super()._decide()
+        self.evicted += len(turn.evict)
+        return turn
+
+    def _leaves_device(self, sequence: Sequence) -> None:
+        self.slots[sequence.sequence_id] = pages_for(sequence.kv_tokens, self.plan.page_size)
+
+    def _join(self, arrived: Iterable[Sequence]) -> None:
+        arrived = list(arrived)
+        super()._join(arrived)
+        for sequence in arrived:
+            self.slots.pop(sequence.sequence_id, None)
+
+    def _ends(self, sequence: Sequence) -> None:
+        super()._ends(sequence)
+        self.account.release(sequence.sequence_id)
+
+    def _conserve(self) -> None:
+        super()._conserve()
+        assert self._free_slots >= 0, "the store holds no more than it has slots"
+        on_device = {s.sequence_id for s in self.running}
+        assert not on_device & self.slots.keys(), "whoever runs has nothing in the store"
+        for sequence in self.waiting:
+            held = self.ledger.holds(sequence.sequence_id)
+            assert held is not (sequence.sequence_id in self.slots), "who waits has its KV in one of the tiers"
+
+    def abort(self, sequence: Sequence) -> None:
+        """A sequence that waits or runs ends."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        advance(sequence, Event.ABORT, "test")
+        self.slots.pop(sequence.sequence_id, None)
+        if self.ledger.holds(sequence.sequence_id):
+            self.ledger.release(sequence.sequence_id)
+        self._ends(sequence)
