@@ -16,7 +16,8 @@ from runners.run_round import warm_up_of
 from memory_pressure.stock_log import read_retractions
 from sgl_batch.errors import EngineError
 
-STORE, NO_STORE, STOCK, ROOMY = "host store", "no store", "stock SGLang", "all on the device"
+STREAMED, STORE, NO_STORE = "host store, decode streamed", "host store, decode resident", "no store"
+STOCK, ROOMY = "stock SGLang", "all on the device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +57,15 @@ class Pressure:
 
 
 def cases_of(*, pool_tokens: int, need_tokens: int, store_bytes: int, ours: dict[str, Any]) -> tuple[Case, ...]:
-    """Ours with a store and without, stock, and ours with all memory, which the others are measured against."""
+    """Ours with a store, either way of decode, and without, stock, and ours with all memory."""
     pool = {"max_total_tokens": pool_tokens}
     # As it comes: without its radix cache it would reserve whole outputs for requests that ignore the end token, as
     # those of a benchmark do and those of a batch do not.
     stock = {**pool, "log_level": "info"}
+    store = {**ours, **pool, "kv_store_bytes": store_bytes}
     return (
-        Case(name=STORE, engine="sgl_batch", arguments={**ours, **pool, "kv_store_bytes": store_bytes}),
+        Case(name=STREAMED, engine="sgl_batch", arguments={**store, "decode_kv": "streamed"}),
+        Case(name=STORE, engine="sgl_batch", arguments={**store, "decode_kv": "resident"}),
         Case(name=NO_STORE, engine="sgl_batch", arguments={**ours, **pool}),
         Case(name=STOCK, engine="stock", arguments=stock),
         Case(name=ROOMY, engine="sgl_batch", arguments={**ours, "max_total_tokens": need_tokens}),
@@ -80,7 +83,7 @@ def run_rounds(pressure: Pressure, rounds: int, say: Callable[[str], None], foun
         say(f"round {number + 1}/{rounds}, {case.name}: started{eta}")
         if number == len(found):
             found.append({})
-        run, seconds = _run(pressure, case, f"{number + 1}-{case.name.replace(' ', '-')}")
+        run, seconds = _run(pressure, case, f"{number + 1}-{case.name.replace(',', '').replace(' ', '-')}")
         found[number][case.name] = run
         took.setdefault(case.name, []).append(seconds)
         say(f"round {number + 1}/{rounds}, {case.name}: {run.seconds:.1f} s")

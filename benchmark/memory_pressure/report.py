@@ -10,13 +10,13 @@ from typing import Any
 from comparison.figures import paired_ratios, spread
 from comparison.report import table
 
-from memory_pressure.measuring import NO_STORE, ROOMY, STOCK, STORE, Pressure, Run
+from memory_pressure.measuring import NO_STORE, ROOMY, STOCK, STORE, STREAMED, Pressure, Run
 
 NOTE = """\
 Medians (smallest-largest) of the rounds. Suspended: KV kept in the host store, and read back; retracted: KV dropped and
 computed again. Computed twice: tokens whose KV was there before; ours are counters of the engine, stock's are read from
 its log. Rows a step: sequences in a decode step, on average. Peak: resident memory of all processes of the engine."""
-_OURS = (STORE, NO_STORE, ROOMY)
+_OURS = (STREAMED, STORE, NO_STORE, ROOMY)
 
 
 def markdown(pressure: Pressure, rounds: Sequence[dict[str, Run]]) -> str:
@@ -80,7 +80,7 @@ def _spread(runs: Sequence[Run], value: Callable[[Run], float], digits: int = 1)
 def _parts(rounds: Sequence[dict[str, Run]]) -> str:
     """Where our time goes, of the run of median time."""
     rows = []
-    parts = [part for part, seconds in rounds[0][STORE].part_s.items() if seconds > 0]
+    parts = [part for part, seconds in rounds[0][STREAMED].part_s.items() if seconds > 0]
     for name in _OURS:
         runs = sorted((done[name] for done in rounds), key=lambda run: run.seconds)
         run = runs[(len(runs) - 1) // 2]

@@ -33,6 +33,7 @@ def _flag(
 
 CPU_WEIGHT_DTYPES = ("auto", "int8")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")
+DECODE_KV_PLACES = ("auto", "resident", "streamed")
 EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
 
 
@@ -114,6 +115,13 @@ class MemoryConfig:
         "exclusive keeps a page on the device or in the store, so that both together hold sequences, and shares "
         "prompts among choices alone; auto is exclusive where the store is not larger than the device's pages",
         choices=KV_STORE_MODES,
+    )
+    decode_kv: str = _flag(
+        "auto",
+        "where the decode group's KV lies beside a host KV store: resident on the device, so that as many run as fit "
+        "there; streamed through the device by layer and sub-batch in each step, so that the group is as large as the "
+        "store; auto measures both for a page of steps and takes the faster one (several ranks: resident)",
+        choices=DECODE_KV_PLACES,
     )
     kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")
     kv_copy_threads: int = _flag(1, "threads that copy pages between the device and the host KV store", minimum=1)

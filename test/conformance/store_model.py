@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Set
 
 import pytest
 import torch
@@ -26,11 +27,20 @@ class ModelledStore:
 
     def step(self) -> None:
         """One operation, drawn at random, and what must hold after it."""
-        operations = (self.prepare, self.store_pages, self.load_pages, self.share, self.free, self.misuse)
-        self.random.choices(operations, weights=(4, 4, 3, 2, 6, 2))[0]()
+        operations = (
+            (self.prepare, 4),
+            (self.store_pages, 4),
+            (self.store_again, 1),
+            (self.load_pages, 3),
+            (self.share, 2),
+            (self.free, 6),
+            (self.misuse, 2),
+        )
+        names, weights = zip(*operations, strict=True)
+        self.random.choices(names, weights=weights)[0]()
         self.check()
 
-    def some(self, slots: set[int] | dict[int, tuple[int, int]]) -> list[int]:
+    def some(self, slots: Set[int] | dict[int, tuple[int, int]]) -> list[int]:
         return self.random.sample(sorted(slots), min(len(slots), self.random.randint(1, 5)))
 
     def prepare(self) -> None:
@@ -47,14 +57,24 @@ class ModelledStore:
         assert not (self.writing | self.ready.keys()).intersection(taken)
         self.writing.update(taken)
 
+    def alone(self) -> list[int]:
+        """READY slots with one reference."""
+        return [slot for slot, (references, _) in self.ready.items() if references == 1]
+
     def store_pages(self) -> None:
-        slots = self.some(self.writing)
+        self.write(self.some(self.writing), new=True)
+
+    def store_again(self) -> None:
+        self.write(self.some(set(self.alone())), new=False)
+
+    def write(self, slots: list[int], *, new: bool) -> None:
         pages = self.random.sample(range(NUM_PAGES), len(slots))
         values = [self.random.randrange(256) for _ in slots]
         for page, value in zip(pages, values, strict=True):
             self.pool.fill(page, value)
         self.engine.store_pages(self.layers, pages, slots).wait()
-        self.store.complete_store(slots)
+        if new:
+            self.store.complete_store(slots)
         self.writing.difference_update(slots)
         self.ready.update({slot: (1, value) for slot, value in zip(slots, values, strict=True)})
 
@@ -82,14 +102,16 @@ class ModelledStore:
     def misuse(self) -> None:
         """What is forbidden for one slot of a batch is refused for all of it: `check` sees that nothing has changed."""
         free = set(range(self.store.num_slots)) - self.writing - self.ready.keys()
-        lone = [slot for slot, (references, _) in self.ready.items() if references == 1] + sorted(self.writing)
+        alone = self.alone()
+        lone = alone + sorted(self.writing)
+        shared = self.ready.keys() - set(alone)
         attempts = [
             (self.store.free, self.some(self.writing), self.some(free)),
             (self.store.free, lone[:1], lone[:1]),
             (self.store.share, self.some(self.ready), self.some(self.writing)),
             (self.store.complete_store, self.some(self.writing), self.some(self.ready)),
             (self.store.complete_store, sorted(self.writing)[:1], sorted(self.writing)[:1]),
-            (self.store_to, self.some(self.writing), self.some(self.ready)),
+            (self.store_to, self.some(self.writing), self.some(shared)),
             (self.store_to, sorted(self.writing)[:1], sorted(self.writing)[:1]),
             (self.load_from, self.some(self.ready), self.some(self.writing)),
         ]

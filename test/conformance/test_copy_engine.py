@@ -310,3 +310,17 @@ def test_a_device_page_cannot_be_loaded_from_two_slots_at_once(tmp_path: Path) -
         with pytest.raises(StoreFault, match="device page 7 stands twice among the targets"):
             engine.load_pages(range(3), slots, [7, 7])
         store.free(slots)
+
+
+def test_a_ready_slot_is_written_again_while_nobody_else_holds_it(tmp_path: Path) -> None:
+    pool = PlainPool.random()
+    with store_and_engine(FORMS[0], pool, tmp_path) as (store, engine):
+        slot = stored(store, engine, [1])
+        engine.store_pages(range(3), [2], slot).wait()
+        store.share(slot)
+        with pytest.raises(StoreFault, match="has to be WRITING, or READY with one reference"):
+            engine.store_pages(range(3), [3], slot)
+        engine.load_pages(range(3), slot, [5]).wait()
+        assert all(torch.equal(part[5], part[2]) for layer in range(3) for part in pool.page_parts(layer))
+        store.free(slot)
+        store.free(slot)

@@ -91,9 +91,8 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     assert shared == expected
     check_counts(on_device, unshared)
     store = store_in(tmp_path if in_file else None)
-    engine = started(
-        model_path=model_path(family), dtype="float32", max_total_tokens=PAGE * POOL_PAGES, **store, **SMALL
-    )
+    device = {"model_path": model_path(family), "dtype": "float32", "max_total_tokens": PAGE * POOL_PAGES, **SMALL}
+    engine = started(decode_kv="resident", **store, **device)
     assert answers(engine, requests) == expected
     stats = engine.batch_stats()
     counters = stats["counters"]
@@ -109,11 +108,27 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     assert counters["staging_peak_bytes"] <= 2 * layer_bytes * counters["staging_peak_pages"], "and two layers of it"
     assert not stats["store"]["exclusive"]
     engine.shutdown()
+    streamed = started(decode_kv="streamed", **store, **device)
+    check_streamed(streamed, requests, expected, unshared)
+    streamed.shutdown()
     small = {**store, "kv_store_bytes": POOL_PAGES * stats["store"]["page_bytes"]}
-    exclusive = started(
-        model_path=model_path(family), dtype="float32", max_total_tokens=PAGE * POOL_PAGES, **small, **SMALL
-    )
-    check_exclusive(exclusive, requests, expected, unshared)
+    check_exclusive(started(**small, **device), requests, expected, unshared)
+
+
+def check_streamed(engine: Any, requests: Requests, expected: list[list[int]], unshared: dict[str, int]) -> None:
+    """A decode group larger than the device, whose KV comes by layer and sub-batch, has the tokens as well."""
+    assert answers(engine, requests) == expected
+    stats = engine.batch_stats()
+    counters = stats["counters"]
+    check_counts(counters, unshared)
+    assert counters["streamed_steps"] == counters["decode_groups"]
+    assert counters["decode_rows"] / counters["decode_groups"] > 8, "of at most 16; two to six of them fit the device"
+    assert counters["attention_calls"] > 2 * LAYERS * counters["decode_groups"], "several sub-batches"
+    assert counters["pages_streamed"] > 0
+    assert counters.get("suspensions", 0) == counters.get("pages_restored", 0) == 0
+    assert counters["recomputed_tokens_unplanned"] == 0
+    assert stats["free_pages"] == stats["total_pages"] == POOL_PAGES
+    assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
 
 
 def check_exclusive(engine: Any, requests: Requests, expected: list[list[int]], unshared: dict[str, int]) -> None:
@@ -142,6 +157,7 @@ def test_sequences_that_run_together_have_the_prompt_that_they_share_once_on_the
         model_path=model_path(FAMILIES[0]),
         dtype="float32",
         max_total_tokens=PAGE * POOL_PAGES,
+        decode_kv="resident",
         **store_in(None),
         **SMALL,
     )

@@ -20,7 +20,9 @@ from sgl_batch.core.prefixes import Hold, PrefixPage
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers.stored_kv import StoredKV
+from sgl_batch.managers.streamed_rows import StreamedRows
 from sgl_batch.mem_cache.copy_engine import Ticket
+from sgl_batch.mem_cache.decode_staging import DecodeStaging, PartCopies
 from sgl_batch.mem_cache.host_kv_store import HostKVStore, StoreAddress
 from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
 from sgl_batch.mem_cache.prefill_staging import PrefillStaging
@@ -89,19 +91,24 @@ class KVTiers:
             layers=self._pool.layer_num,
             share=self.share,
             counters=counters,
-            exclusive=self._is_exclusive(memory.kv_store_mode),
+            exclusive=self._is_exclusive(memory),
         )
         self._staging = PrefillStaging(
             self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
         )
+        self._decode_staging = DecodeStaging(self._pool, self._engine, first_page=self._allocator.first_staged)
         self._group: list[tuple[Any, Hold, torch.Tensor]] = []
         self._restored: list[int] = []
         self._on_device: dict[PrefixPage, int] = {}
 
-    def _is_exclusive(self, mode: str) -> bool:
-        """An inclusive store that is no larger than the device would hold nothing that the device cannot."""
-        device_pages = self._allocator.size // self._page_size
-        return mode == "exclusive" or (mode == "auto" and self.share <= device_pages)
+    def _is_exclusive(self, memory: MemoryConfig) -> bool:
+        """An inclusive store that is no larger than the device would hold nothing that the device cannot.
+
+        What is streamed lies in the store whole.
+        """
+        small = self.share <= self._allocator.size // self._page_size
+        asked = memory.kv_store_mode
+        return asked == "exclusive" or (asked == "auto" and small and memory.decode_kv != "streamed")
 
     def store_state(self) -> dict[str, int]:
         """Pages of the store, those free of them, and the bytes of one; of a store of several ranks, all ranks'."""
@@ -167,6 +174,30 @@ class KVTiers:
         if full and not self.stored.exclusive:
             last = [request.kv_committed_len - 1 for request in full]
             self.stored.write_through([request.rid for request in full], self._pages_at(full, last))
+
+    def streamed_rows(self) -> StreamedRows:
+        """For decode steps whose KV is streamed through all pages of the device."""
+        return StreamedRows(
+            self._scheduler,
+            self.stored,
+            page_size=self._page_size,
+            first_page=self._allocator.first_staged,
+            total_pages=self._allocator.num_pages,
+        )
+
+    def begin_streamed_step(self, copies: list[PartCopies]) -> None:
+        """The next forward pass is a decode step that needs these copies."""
+        self._decode_staging.begin(copies)
+        self._runner.decode_source = self._decode_staging
+
+    def end_streamed_step(self) -> None:
+        """The pass is over: all KV is in the store."""
+        staging = self._decode_staging
+        self._runner.decode_source = None
+        staging.end()
+        self.stored.written()
+        self._counters.counts["pages_streamed"] = staging.pages_brought
+        self._counters.counts["stream_wait_us"] = round(1e6 * staging.waited_s)
 
     def suspend(self, requests: list[Any]) -> None:
         """All KV of these requests is in the store when this returns; their slots are still theirs."""

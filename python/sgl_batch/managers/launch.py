@@ -111,7 +111,14 @@ def _check_store(memory: MemoryConfig, *, on_cpu: bool) -> None:
     if memory.kv_store_bytes == 0:
         if memory.kv_store_dir is not None:
             raise ConfigError("kv_store_dir is given without a size: say kv_store_bytes too")
+        if memory.decode_kv == "streamed":
+            raise ConfigError("decode_kv is 'streamed', and there is no store to stream from: say kv_store_bytes too")
         return
+    if memory.decode_kv == "streamed" and memory.kv_store_mode == "exclusive":
+        raise ConfigError(
+            "decode_kv is 'streamed', for which all KV lies in the store, and kv_store_mode is 'exclusive': choose "
+            "'inclusive'"
+        )
     asked = f"kv_store_bytes is {memory.kv_store_bytes}"
     if not on_cpu:
         raise ConfigError(f"{asked}; the host KV store has no form for GPUs yet: leave it out")

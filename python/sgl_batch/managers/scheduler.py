@@ -12,6 +12,7 @@ from typing import Any
 
 from sgl_batch import config
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.distributed.rank_place import RankPlace, backend_for
 from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
@@ -28,6 +29,7 @@ from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.stored_migration import StoredSequences
+from sgl_batch.managers.streaming_executor import StreamingExecutor
 from sgl_batch.managers.tiered_executor import TieredExecutor
 from sgl_batch.managers.tiered_rank_steps import TieredRankSteps
 from sgl_batch.managers.tp_worker import BatchTpWorker
@@ -74,8 +76,14 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         if runner.layer_runner is None:
             raise ConfigError("this model runs through SGLang's own forward, which has no host KV store: leave it out")
         tiers = KVTiers(self, runner.layer_runner, memory, context.counters, context.place)
-        kind = ExclusiveExecutor if tiers.stored.exclusive else TieredExecutor
-        return kind(self, runner.plan, context.counters, trace, tiers)
+        arguments = (self, runner.plan, context.counters, trace, tiers)
+        if tiers.stored.exclusive:
+            return ExclusiveExecutor(*arguments)
+        if memory.decode_kv == "streamed":
+            return StreamingExecutor(*arguments)
+        if memory.decode_kv == "auto" and context.place is None:
+            return StreamingExecutor(*arguments, choice=StreamingChoice())
+        return TieredExecutor(*arguments)
 
     def _join(self, place: RankPlace) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""

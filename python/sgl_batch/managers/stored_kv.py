@@ -60,6 +60,8 @@ class StoredKV:
         self._records: dict[str, _Record] = {}
         self._copies: list[_Copy] = []
         self._dying: list[int] = []
+        self._new: list[int] = []
+        self._replaced: dict[str, int] = {}
 
     def take(self, pages: int) -> torch.Tensor:
         """Slots to write to. That there are enough was settled at admission.
@@ -110,6 +112,43 @@ class StoredKV:
             self._records[name].slots.append(slot)
         self._send(names, pages, slots)
         self._counters.add("pages_written_through", len(names))
+
+    # Decode KV that is streamed: whoever runs has all pages in the store, of which the last is written again and again.
+
+    def grow(self, names: list[str]) -> None:
+        """A slot more for each of these sequences, to which the coming pass writes first."""
+        if not names:
+            return
+        slots = self.take(len(names)).tolist()
+        for name, slot in zip(names, slots, strict=True):
+            self._records[name].slots.append(slot)
+        self._new += slots
+
+    def own_open_pages(self, names: list[str]) -> None:
+        """Sequences begin to run: an open page that others have in the same slot is written to a slot of its own."""
+        opened = [name for name in names if self._records[name].open]
+        held = self._store.references([self._records[name].slots[-1] for name in opened]).tolist()
+        shared = [name for name, references in zip(opened, held, strict=True) if references > 1]
+        for name in shared:
+            self._replaced[name] = self._records[name].slots.pop()
+        self.grow(shared)
+
+    def is_replaced(self, name: str) -> bool:
+        """Whether the coming pass reads a sequence's open page in a slot that is not its own."""
+        return name in self._replaced
+
+    def open_slot_to_read(self, name: str) -> int:
+        """The slot that has the tokens so far of a sequence's open page."""
+        return self._replaced.get(name, self._records[name].slots[-1])
+
+    def written(self) -> None:
+        """A pass is over, and all copies of it: what it wrote first is READY."""
+        if self._new:
+            self._store.complete_store(self._new)
+            self._new = []
+        if self._replaced:
+            self._store.free(list(self._replaced.values()))
+            self._replaced = {}
 
     def tokens_of(self, name: str) -> int:
         """How many tokens of a sequence that waits have their KV in the store."""

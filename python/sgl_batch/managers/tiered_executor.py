@@ -158,6 +158,7 @@ class TieredExecutor(BoundaryExecutor):
             return
         requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
         for request in requests:
+            self._grown(request)
             without(running, request)
         self._to_store(requests)
         self.table.record([self.table.suspended(request.rid, why) for request in requests])
@@ -277,10 +278,14 @@ class TieredExecutor(BoundaryExecutor):
             for request in left:
                 detach(self._scheduler, request)
             return
-        with self._counters.clock.part("copies"):
-            self._tiers.write_through(left)
+        self._write_through(left)
         if prefilled:
             self._prefilled_on_device(left)
+
+    def _write_through(self, requests: list[Any]) -> None:
+        """Pages that requests have filled leave for the store."""
+        with self._counters.clock.part("copies"):
+            self._tiers.write_through(requests)
 
     def _prefilled_on_device(self, requests: list[Any]) -> None:
         """Choices have computed the last token of their prompts, and run from the next step on."""

@@ -59,7 +59,7 @@ class CopyEngine(Protocol):
     """
 
     def store_pages(self, layers: range, device_pages: Indices, slots: Indices) -> Ticket:
-        """Copy layers of device_pages[i] to slots[i], which are WRITING."""
+        """Copy layers of device_pages[i] to slots[i], which are WRITING, or READY and held once: written again."""
 
     def load_pages(self, layers: range, slots: Indices, device_pages: Indices) -> Ticket:
         """Copy layers of slots[i], which are READY, to device_pages[i]. A slot may go to several pages."""

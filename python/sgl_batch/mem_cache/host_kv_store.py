@@ -1,7 +1,8 @@
 """Owns the store tier: slots of one page each, in memory or in a file, shared by the ranks of one machine.
 
 What is stored, and when a slot is let go, is decided elsewhere; data is moved by a copy engine. A slot is FREE, then
-WRITING (`prepare_store`: its rank may copy a page to it), then READY (`complete_store`: it may be restored and shared).
+WRITING (`prepare_store`: its rank may copy a page to it), then READY (`complete_store`: it may be restored and shared,
+and while it has one reference its rank may copy to it again).
 Every reference to a slot belongs to a rank; the slot is free when the last one is dropped.
 """
 

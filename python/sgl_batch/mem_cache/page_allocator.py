@@ -100,8 +100,12 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One slot [num_sequences] for the token at position seq_lens - 1 of each sequence."""
-        opens_page = (seq_lens - 1) % self.page_size == 0
+        """One slot [num_sequences] for the token at position seq_lens - 1 of each sequence.
+
+        Pages behind the device's own lie one after the other in the order of their sequence.
+        """
+        staged = last_loc >= self.first_staged * self.page_size
+        opens_page = ((seq_lens - 1) % self.page_size == 0) & ~staged
         taken = self._take(int(opens_page.sum()))
         if taken is None:
             return None

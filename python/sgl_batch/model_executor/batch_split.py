@@ -1,11 +1,11 @@
-"""Owns cutting a group's forward batch into attention sub-batches. The sizes come from the plan."""
+"""Owns cutting a group's forward batch into attention sub-batches. Which rows these are is given."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_batch.core.plan import cut_sequences, row_spans
+from sgl_batch.core.plan import cut_sequences
 from sgl_batch.sglang_adapter.forward import decode_slice, extend_slice
 
 
@@ -18,13 +18,12 @@ class SubBatch:
     attention_plan: Any = None
 
 
-def split(forward_batch: Any, b_attn: int) -> list[SubBatch]:
-    """Sub-batches of at most `b_attn` tokens (prefill) or sequences (decode), covering every row once."""
-    num_rows = len(forward_batch.input_ids)
-    if num_rows <= b_attn:
-        return [SubBatch(span=(0, num_rows), forward_batch=forward_batch)]
+def split(forward_batch: Any, spans: list[tuple[int, int]]) -> list[SubBatch]:
+    """Sub-batches of rows `spans`, which cover every row once."""
+    if len(spans) == 1:
+        return [SubBatch(span=spans[0], forward_batch=forward_batch)]
     cut = _decode_part if forward_batch.forward_mode.is_decode() else _extend_part
-    return [SubBatch(span=span, forward_batch=cut(forward_batch, span)) for span in row_spans(num_rows, b_attn)]
+    return [SubBatch(span=span, forward_batch=cut(forward_batch, span)) for span in spans]
 
 
 def _decode_part(forward_batch: Any, span: tuple[int, int]) -> Any:

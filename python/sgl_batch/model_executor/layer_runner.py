@@ -29,6 +29,20 @@ class PrefillSink(Protocol):
         """The KV of the group's rows up to `end` is written in a layer."""
 
 
+class DecodeSource(Protocol):
+    """Who brings the KV of a decode group, layer by layer and sub-batch by sub-batch, and takes away what is new."""
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The rows of each sub-batch of the coming pass; they cover every row once."""
+
+    def rows_wanted(self, layer: int, index: int) -> None:
+        """Attention of a sub-batch is about to read and write in a layer."""
+
+    def rows_attended(self, layer: int, index: int) -> None:
+        """It has."""
+
+
 class LayerRunner:
     """Runs one forward pass of a group. The attention backend keeps its plan for a batch in `forward_metadata`.
 
@@ -55,6 +69,7 @@ class LayerRunner:
         self.expert_part, self.exchange = expert_part, exchange
         self.expert_calls = 1
         self.prefill_sink: PrefillSink | None = None
+        self.decode_source: DecodeSource | None = None
 
     def forward(self, forward_batch: Any) -> Any:
         """Logits for a prefill group or a decode group, as the model's own forward gives them."""
@@ -65,7 +80,7 @@ class LayerRunner:
         self.counters.add("decode_rows" if is_decode else "prefill_rows", num_rows)
         clock, begun = self.counters.clock, time.perf_counter()
         with clock.part("attention"):
-            sub_batches = split(forward_batch, phase.b_attn if self.can_reenter else num_rows)
+            sub_batches = split(forward_batch, self._spans(is_decode, num_rows, phase))
             self._plan_attention(sub_batches)
         hidden = self.family.embed(self.model, forward_batch.input_ids)
         hidden = self._run_layers(forward_batch, sub_batches, hidden, phase)
@@ -73,6 +88,12 @@ class LayerRunner:
         if not is_decode:
             self.counters.add("prefill_us", round(1e6 * (time.perf_counter() - begun)))
         return logits
+
+    def _spans(self, is_decode: bool, num_rows: int, phase: PhasePlan) -> list[tuple[int, int]]:
+        """The rows of each sub-batch."""
+        if is_decode and self.decode_source is not None:
+            return self.decode_source.spans
+        return row_spans(num_rows, phase.b_attn) if self.can_reenter else [(0, num_rows)]
 
     def forward_without_rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take part in the exchanges of a forward pass in which this rank has no rows of its own."""
@@ -94,15 +115,21 @@ class LayerRunner:
     ) -> torch.Tensor:
         residual: torch.Tensor | None = None
         buffer = AccumulationBuffer(len(hidden), hidden.shape[-1], hidden.dtype, hidden.device)
-        sink = None if forward_batch.forward_mode.is_decode() else self.prefill_sink
+        is_decode = forward_batch.forward_mode.is_decode()
+        sink, source = (None, self.decode_source) if is_decode else (self.prefill_sink, None)
         for index, layer in enumerate(self.family.layers(self.model)):
             if sink is not None:
                 sink.layer_begins(index)
-            for sub in sub_batches:
+            for number, sub in enumerate(sub_batches):
+                if source is not None:
+                    with self.counters.clock.part("copies"):
+                        source.rows_wanted(index, number)
                 with self.counters.clock.part("attention"):
                     yielded = self._attention(layer, sub, hidden, residual)
                     if len(sub_batches) > 1:
                         buffer.write(sub.span, *yielded)
+                if source is not None:
+                    source.rows_attended(index, number)
                 if sink is not None:
                     sink.rows_attended(index, sub.span[1])
             hidden, residual = yielded if len(sub_batches) == 1 else buffer.combined()

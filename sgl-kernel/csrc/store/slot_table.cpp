@@ -233,13 +233,14 @@ int64_t SlotTable::reclaim(int rank) {
 
 void SlotTable::begin_copies(const int64_t* slots, int64_t count, bool to_slots) {
   const Lock lock(*this);
-  const SlotState needed = to_slots ? SlotState::kWriting : SlotState::kReady;
   all_or_none(
       slots, count,
       [&](int64_t i) {
-        if (slots_[i].state != needed || refs(i, rank_) == 0)
-          throw StoreFault(named(i) + " cannot be " + (to_slots ? "stored to" : "loaded from") + ": it has to be " +
-                          name_of(needed) + ", and this rank's");
+        const bool alone = to_slots && slots_[i].state == SlotState::kReady && slots_[i].references == 1;
+        if (refs(i, rank_) == 0 || (!alone && slots_[i].state != (to_slots ? SlotState::kWriting : SlotState::kReady)))
+          throw StoreFault(named(i) + " cannot be " +
+                          (to_slots ? "stored to: it has to be WRITING, or READY with one reference, and this rank's"
+                                    : "loaded from: it has to be READY, and this rank's"));
         copies_[i].fetch_add(1);
       },
       [&](int64_t i) { copies_[i].fetch_sub(1); });

@@ -42,8 +42,8 @@ class SlotTable {
   // process has ended; returns how many slots became free. The rank may be entered again.
   int64_t reclaim(int rank);
 
-  // A copy to WRITING or from READY slots of this rank begins: until its end the rank can neither complete nor let go of
-  // them.
+  // A copy to WRITING slots of this rank, or to READY ones that nobody else holds, or from READY ones, begins: until its
+  // end the rank can neither complete nor let go of them.
   void begin_copies(const int64_t* slots, int64_t count, bool to_slots);
   void end_copies(const int64_t* slots, int64_t count);
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from memory import main, parse
 from memory_pressure.command import build
-from memory_pressure.measuring import NO_STORE, ROOMY, STOCK, STORE, Run
+from memory_pressure.measuring import NO_STORE, ROOMY, STOCK, STORE, STREAMED, Run
 from memory_pressure.report import markdown
 from memory_pressure.stock_log import Retractions, read_retractions
 
@@ -42,9 +42,11 @@ def pressure(repo_root, tmp_path):
 
 def test_all_cases_but_the_roomy_one_have_the_same_device_and_one_has_a_store_for_all(pressure):
     pools = {case.name: case.arguments["max_total_tokens"] for case in pressure.cases}
-    assert pools == dict.fromkeys((STORE, NO_STORE, STOCK), pressure.pool_tokens) | {ROOMY: pressure.need_tokens}
+    assert pools == dict.fromkeys((STREAMED, STORE, NO_STORE, STOCK), pressure.pool_tokens) | {
+        ROOMY: pressure.need_tokens
+    }
     assert 0.09 < pressure.pool_tokens / pressure.need_tokens <= 0.1
-    assert [case.name for case in pressure.cases if "kv_store_bytes" in case.arguments] == [STORE]
+    assert [case.name for case in pressure.cases if "kv_store_bytes" in case.arguments] == [STREAMED, STORE]
 
 
 LOG = """\
@@ -75,6 +77,7 @@ def run(seconds: float, *, again: int = 0, token: int = 1, **counters: int) -> R
 
 def test_the_report_has_a_row_for_each_case_and_says_when_tokens_differ(pressure):
     done = {
+        STREAMED: run(8.0, decode_rows=100, decode_steps=10),
         STORE: run(10.0, again=3, decode_rows=70, decode_steps=10),
         NO_STORE: run(12.0, decode_rows=60, decode_steps=10),
         STOCK: run(40.0, again=5),

@@ -169,6 +169,7 @@ def test_what_the_rules_forbid_is_refused_and_nothing_held(parts: Parts) -> None
     store, engine, _, _ = parts
     slots = store.prepare_store(2)
     ready = stored(store, engine, [0, 1])
+    store.share(ready)
     for call, message in (
         (lambda: engine.load_pages(LAYERS, slots, [1, 2]), "has to be READY"),
         (lambda: engine.store_pages(LAYERS, [1, 2], ready), "has to be WRITING"),
@@ -179,7 +180,7 @@ def test_what_the_rules_forbid_is_refused_and_nothing_held(parts: Parts) -> None
     ):
         with pytest.raises(StoreFault, match=message):
             call()
-    store.free(torch.cat((slots, ready)))
+    store.free(torch.cat((slots, ready, ready)))
 
 
 def test_closing_waits_for_all_and_refuses_more(parts: Parts) -> None:

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 
 import pytest
 import torch
+from staged_pool import LAYERS, PAGE, WIDTH, StagedPool
 
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
 from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
 from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
-PAGE, LAYERS, WIDTH, FIRST = 4, 5, 8, 100
+FIRST = 100
 NONE = torch.empty(0, dtype=torch.int64)
 
 
-@dataclass
-class Pool:
-    """Device pages of one part, [pages, PAGE, WIDTH] for each layer."""
-
-    layer_num: int = LAYERS
-    page_size: int = PAGE
-    first_page: int = 0
-    parts: list[tuple[torch.Tensor, ...]] = field(
-        default_factory=lambda: [(torch.full((9, PAGE, WIDTH), -1.0),) for _ in range(LAYERS)]
-    )
-
-    def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        return self.parts[layer]
-
-    def redirect(self, parts, first_page: int) -> None:
-        self.parts, self.first_page = list(parts), first_page
-
-
 @pytest.fixture
-def pool() -> Pool:
-    return Pool()
+def pool() -> StagedPool:
+    return StagedPool()
 
 
 @pytest.fixture
@@ -46,7 +28,7 @@ def store(pool):
         yield made
 
 
-def prefill(pool: Pool, staging: PrefillStaging, lengths: list[int], slots: torch.Tensor, sub_batch: int) -> None:
+def prefill(pool: StagedPool, staging: PrefillStaging, lengths: list[int], slots: torch.Tensor, sub_batch: int) -> None:
     """What a forward pass does: each layer writes the rows of one sub-batch after the other."""
     staging.begin(lengths, slots, restored=NONE)
     owner = [(sum(-(-n // PAGE) for n in lengths[:i]), at) for i, n in enumerate(lengths) for at in range(n)]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_model import decode_batch, extend_batch
 
+from sgl_batch.core.plan import row_spans
 from sgl_batch.model_executor.batch_split import split
 
 # No deadline: a busy machine is no fault of the code.
@@ -17,6 +18,10 @@ QUICK = settings(max_examples=100, deadline=None)
 
 b_attns = st.integers(1, 70)
 prompts = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=8)
+
+
+def cut(batch, b_attn: int):
+    return split(batch, row_spans(len(batch.input_ids), b_attn))
 
 
 def joined(sub_batches, name: str) -> list[int]:
@@ -39,7 +44,7 @@ def check_cover(batch, sub_batches, b_attn: int) -> None:
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=80), b_attns)
 def test_a_decode_group_is_cut_by_sequences(lengths, b_attn):
     batch = decode_batch(lengths)
-    sub_batches = split(batch, b_attn)
+    sub_batches = cut(batch, b_attn)
     check_cover(batch, sub_batches, b_attn)
     for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "orig_seq_lens"):
         assert joined(sub_batches, name) == getattr(batch, name).tolist()
@@ -54,7 +59,7 @@ def test_a_decode_group_is_cut_by_sequences(lengths, b_attn):
 def test_a_prefill_group_is_cut_by_tokens_and_a_longer_sequence_chunked(spans, b_attn):
     prefixes, news = [list(part) for part in zip(*spans, strict=True)]
     batch = extend_batch(prefixes, news)
-    sub_batches = split(batch, b_attn)
+    sub_batches = cut(batch, b_attn)
     check_cover(batch, sub_batches, b_attn)
     done = dict(zip(batch.req_pool_indices.tolist(), prefixes, strict=True))
     for sub in sub_batches:
@@ -70,7 +75,7 @@ def test_a_prefill_group_is_cut_by_tokens_and_a_longer_sequence_chunked(spans, b
 @given(prompts, b_attns)
 def test_the_fields_of_a_prefill_sub_batch_agree_with_each_other(spans, b_attn):
     prefixes, news = [list(part) for part in zip(*spans, strict=True)]
-    for sub in split(extend_batch(prefixes, news), b_attn):
+    for sub in cut(extend_batch(prefixes, news), b_attn):
         part = sub.forward_batch
         starts, lengths = part.extend_prefix_lens_cpu, part.extend_seq_lens_cpu
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -87,7 +92,7 @@ def test_the_fields_of_a_prefill_sub_batch_agree_with_each_other(spans, b_attn):
 
 def test_a_group_that_fits_one_sub_batch_is_not_copied():
     for batch in (decode_batch([3, 4]), extend_batch([0, 7], [1, 1])):
-        (sub,) = split(batch, 2)
+        (sub,) = cut(batch, 2)
         assert sub.forward_batch is batch
         assert sub.span == (0, 2)
 
@@ -95,7 +100,7 @@ def test_a_group_that_fits_one_sub_batch_is_not_copied():
 def test_cutting_leaves_the_group_as_it_was():
     for batch in (decode_batch([3, 4, 5]), extend_batch([0, 7], [4, 6])):
         before = copy.deepcopy(vars(batch))
-        split(batch, 2)
+        cut(batch, 2)
         assert vars(batch).keys() == before.keys()
         for name, value in vars(batch).items():
             same = torch.equal(value, before[name]) if torch.is_tensor(value) else value == before[name]

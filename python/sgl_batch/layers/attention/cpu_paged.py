@@ -43,9 +43,16 @@ class PrefillMetadata:
 
 
 def page_table(
-    req_to_token: torch.Tensor, req_pool_indices_B: torch.Tensor, seq_lens_B: torch.Tensor, page_size: int
+    req_to_token: torch.Tensor,
+    req_pool_indices_B: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+    page_size: int,
+    first_page: int = 0,
 ) -> DecodeMetadata:
-    """Flatten the pages of sequences of `seq_lens_B` tokens; slots past a sequence's end get a bias of -inf."""
+    """Flatten the pages of sequences of `seq_lens_B` tokens; slots past a sequence's end get a bias of -inf.
+
+    Pages are counted from `first_page`.
+    """
     num_pages_B = (seq_lens_B + page_size - 1) // page_size
     owner_P = torch.repeat_interleave(torch.arange(len(seq_lens_B)), num_pages_B)
     rank_P = torch.arange(len(owner_P)) - (torch.cumsum(num_pages_B, 0) - num_pages_B)[owner_P]
@@ -53,7 +60,8 @@ def page_table(
     used_P = seq_lens_B[owner_P] - rank_P * page_size
     bias_PS = torch.zeros(len(owner_P), page_size)
     bias_PS.masked_fill_(torch.arange(page_size) >= used_P[:, None], float("-inf"))
-    return DecodeMetadata(pages_P=slots_P // page_size, owner_P=owner_P, bias_PS=bias_PS, num_pages_B=num_pages_B)
+    pages_P = slots_P // page_size - first_page
+    return DecodeMetadata(pages_P=pages_P, owner_P=owner_P, bias_PS=bias_PS, num_pages_B=num_pages_B)
 
 
 def decode_attention(
@@ -141,6 +149,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
                 self.pool.page_size,
+                self.pool.first_page,
             )
             return
         rows, slots, start = [], [], 0
