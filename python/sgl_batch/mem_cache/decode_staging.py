@@ -41,7 +41,7 @@ class PartCopies:
 class _Pass:
     """One forward pass. Turns are numbered layer by layer.
 
-    `loads`: of turns that come. `leaving`: copies to the store of sub-batches in `layer`, beside `stores`, which has all.
+    `loads`: of turns that come. `leaving`: copies to the store of sub-batches in `layer`; `stores`: of all layers.
     """
 
     copies: Seq[PartCopies]
