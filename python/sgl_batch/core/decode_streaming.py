@@ -1,14 +1,13 @@
 """Decides which rows of a decode group have their KV on the device together, where it is brought there by layer and
 sub-batch, and in which pages; and whether that pays (BatchGen 5.3).
 
-Two sub-batches follow each other in different halves of the device's pages, so that one is brought while the other is
-attended. How the bytes move is the affair of others.
+The device's memory is two halves for sub-batches that follow each other, so that one comes while the other is attended.
+How the bytes move is the affair of others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -25,77 +24,97 @@ class StreamedRow:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StreamedPart:
-    """Rows [start, end) of a group. `pages`: of each, the device's page for each of its pages, own ones in sequence.
+    """Rows [start, end) of a group. `pages`: of each, where in a half its pages lie, own ones one after the other.
 
-    Full pages that several rows have in the same slots (`page_of`) have one page. `first`, `last`: what the part uses.
+    Full pages that several rows have in the same slots (`page_of`) lie there once. A part of more pages than a half
+    has (`large`) takes both halves.
     """
 
     start: int
     end: int
-    first: int
-    last: int
+    large: bool = False
+    num_pages: int = 0
     pages: list[list[int]] = field(default_factory=list)
     page_of: dict[int, int] = field(default_factory=dict)
 
-    def overlaps(self, other: StreamedPart) -> bool:
-        """Whether both cannot be on the device in one layer."""
-        return self.first <= other.last and other.first <= self.last
 
+def lay_out(rows: Seq[StreamedRow], *, half_pages: int, most_rows: int) -> list[StreamedPart]:
+    """Cut rows into sub-batches of at most `most_rows`, in their order, each as much as a half holds.
 
-def lay_out(rows: Seq[StreamedRow], *, total_pages: int, most_rows: int) -> list[StreamedPart]:
-    """Cut rows into sub-batches of at most `most_rows`, in their order, each within half the pages 1..total_pages.
-
-    A row that alone takes more than half has a sub-batch of its own, from the first page on.
+    A row that alone needs more has a sub-batch of its own.
     """
-    half = total_pages // 2
     parts: list[StreamedPart] = []
     for number, row in enumerate(rows):
         part = parts[-1] if parts else None
-        if part is None or part.end - part.start >= most_rows or part.last + _takes(part, row) > part.first + half - 1:
-            first = 1 + half if part is not None and part.last <= half else 1
-            if len(set(row.slots)) + row.own_pages > half:
-                first = 1
-            part = StreamedPart(start=number, end=number, first=first, last=first - 1)
+        full = part is not None and (
+            part.end - part.start >= most_rows or part.num_pages + _takes(part, row) > half_pages
+        )
+        if part is None or full:
+            part = StreamedPart(start=number, end=number)
             parts.append(part)
         _append(part, row)
-        assert part.last <= total_pages, f"row {number} takes {part.last} pages of {total_pages}"
+        part.large = part.num_pages > half_pages
     return parts
 
 
 def _takes(part: StreamedPart, row: StreamedRow) -> int:
-    return len({slot for slot in row.slots if slot not in part.page_of}) + row.own_pages
+    return sum(slot not in part.page_of for slot in row.slots) + row.own_pages
 
 
 def _append(part: StreamedPart, row: StreamedRow) -> None:
     pages = []
     for slot in row.slots:
         if slot not in part.page_of:
-            part.last += 1
-            part.page_of[slot] = part.last
+            part.page_of[slot] = part.num_pages
+            part.num_pages += 1
         pages.append(part.page_of[slot])
-    pages += range(part.last + 1, part.last + 1 + row.own_pages)
-    part.last += row.own_pages
+    pages += range(part.num_pages, part.num_pages + row.own_pages)
+    part.num_pages += row.own_pages
     part.pages.append(pages)
     part.end += 1
 
 
-def bring_order(parts: Seq[StreamedPart], layers: int, *, ahead: int) -> Iterator[tuple[int, ...]]:
-    """Turns, numbered layer by layer, that may begin to come: first those before any is attended, then those that may
-    begin when the turn 0, 1, ... has been attended. A turn comes at most `ahead` turns early, and never to pages that
-    another turn of its layer still needs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One sub-batch in one layer. Turns are numbered layer by layer; `half`: which one it begins in, 0 or 1.
+
+    `frees`: the turns before it whose pages it takes; `then`: those that may begin to come when it has been attended.
     """
-    num_turns, next_turn = layers * len(parts), 0
-    for attended in range(-1, num_turns):
-        begin = next_turn
-        while next_turn < num_turns and next_turn <= attended + ahead and not _meets(next_turn, attended, parts):
-            next_turn += 1
-        yield tuple(range(begin, next_turn))
+
+    layer: int
+    index: int
+    half: int
+    frees: tuple[int, ...]
+    then: tuple[int, ...]
 
 
-def _meets(turn: int, attended: int, parts: Seq[StreamedPart]) -> bool:
-    layer, index = divmod(turn, len(parts))
-    first = max(attended + 1, layer * len(parts)) - layer * len(parts)
-    return any(parts[index].overlaps(parts[earlier]) for earlier in range(first, index))
+def take_turns(parts: Seq[StreamedPart], layers: int) -> list[Turn]:
+    """The turns of a forward pass. The first, and the second where it takes other pages, come before any is attended.
+
+    A turn comes one turn early, to the half that is not attended meanwhile, or, where one of both is large, when the
+    one before it has been attended.
+    """
+    large = [part.large for part in parts] * layers
+    halves = [0 if is_large else number % 2 for number, is_large in enumerate(large)]
+    begun = [
+        number - 1 if number and (large[number] or large[number - 1]) else number - 2 for number in range(len(large))
+    ]
+    return [
+        Turn(
+            layer=number // len(parts),
+            index=number % len(parts),
+            half=halves[number],
+            frees=tuple(other for other in (number - 2, number - 1) if 0 <= other <= begun[number]),
+            then=tuple(other for other in (number + 1, number + 2) if other < len(large) and begun[other] == number),
+        )
+        for number in range(len(large))
+    ]
+
+
+def first_turns(turns: Seq[Turn]) -> list[int]:
+    """Those that come before any is attended."""
+    later = {number for turn in turns for number in turn.then}
+    return [number for number in range(len(turns)) if number not in later]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -96,7 +96,9 @@ class KVTiers:
         self._staging = PrefillStaging(
             self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
         )
-        self._decode_staging = DecodeStaging(self._pool, self._engine, first_page=self._allocator.first_staged)
+        self._decode_staging = DecodeStaging(
+            self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
+        )
         self._group: list[tuple[Any, Hold, torch.Tensor]] = []
         self._restored: list[int] = []
         self._on_device: dict[PrefixPage, int] = {}
@@ -182,7 +184,7 @@ class KVTiers:
             self.stored,
             page_size=self._page_size,
             first_page=self._allocator.first_staged,
-            total_pages=self._allocator.num_pages,
+            half_pages=self._decode_staging.half_pages,
         )
 
     def begin_streamed_step(self, copies: list[PartCopies]) -> None:
@@ -246,5 +248,6 @@ class KVTiers:
     def close(self) -> None:
         """End the copies and leave the store."""
         self._staging.close()
+        self._decode_staging.close()
         self._engine.close()
         self._store.close()

@@ -20,7 +20,7 @@ from sgl_batch.mem_cache.decode_staging import PartCopies
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    """A row's sub-batch, and the device's page for each page of its sequence up to the next lay-out."""
+    """A row's sub-batch, and the place in a half of each page of its sequence up to the next lay-out."""
 
     part: int
     pages: list[int]
@@ -29,13 +29,13 @@ class _Row:
 class StreamedRows:
     """The lay-out of the group, which lasts until somebody joins or has used up its pages.
 
-    `first_page`: how tables number the first page of the device, beyond those that sequences hold.
+    `first_page`: how tables number the first page of a half of the device, beyond the pages that sequences hold.
     """
 
-    def __init__(self, scheduler: Any, stored: StoredKV, *, page_size: int, first_page: int, total_pages: int) -> None:
+    def __init__(self, scheduler: Any, stored: StoredKV, *, page_size: int, first_page: int, half_pages: int) -> None:
         self._table: torch.Tensor = scheduler.req_to_token_pool.req_to_token
         self._stored, self._size = stored, page_size
-        self._first_page, self._total_pages = first_page, total_pages
+        self._first_page, self._half_pages = first_page, half_pages
         self._parts: list[StreamedPart] = []
         self._rows: dict[str, _Row] = {}
         self._copies: dict[int, PartCopies] = {}
@@ -52,7 +52,7 @@ class StreamedRows:
             own = pages_for(request.kv_committed_len + plan.boundary_tokens, size) - full
             most = pages_for(len(request.origin_input_ids) + request.sampling_params.max_new_tokens, size) - full
             rows.append(StreamedRow(slots=slots, own_pages=max(1, min(own, most))))
-        self._parts = lay_out(rows, total_pages=self._total_pages, most_rows=plan.decode.b_attn)
+        self._parts = lay_out(rows, half_pages=self._half_pages, most_rows=plan.decode.b_attn)
         self._rows = {
             requests[number].rid: _Row(part=index, pages=part.pages[number - part.start])
             for index, part in enumerate(self._parts)

@@ -1,28 +1,30 @@
 """Owns bringing a decode group's KV to the device layer by layer and sub-batch by sub-batch, and what it changes back.
 
-The device's pages hold two sub-batches of a layer. Which rows make a sub-batch, and in which pages, is decided in
-core/decode_streaming; that all of them have slots, by the caller.
+The device's pages of all layers together are two halves, each for a sub-batch of a layer. Which rows make a sub-batch,
+and who comes when, is decided in core/decode_streaming; that all of them have slots, by the caller.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sgl_batch.core.decode_streaming import StreamedPart, bring_order
-from sgl_batch.mem_cache.copy_engine import CopyEngine, Ticket
+from sgl_batch.core.decode_streaming import StreamedPart, Turn, first_turns, take_turns
+from sgl_batch.mem_cache.copy_engine import Ticket
+from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
 
-_AHEAD = 2  # turns: while one is attended the next is there, or comes
+_HALVES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCopies:
-    """Of one sub-batch, the rows `span` of the group: pages [N] that come from slots [N], and pages [R] of its rows'
-    last tokens that go to slots [R]. `part` says which of the device's pages it has.
+    """Of a sub-batch, the rows `span` of the group: pages [N] of a half that come from slots [N], and pages [R] of its
+    rows' last tokens that go to slots [R]. `part`: how it is laid out.
     """
 
     span: tuple[int, int]
@@ -37,97 +39,93 @@ class PartCopies:
         return self.span[1] - self.span[0]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Pass:
-    """One forward pass. Turns are numbered layer by layer.
+class _AllLayers:
+    """Pages as a pool has them, the same ones for every layer."""
 
-    `loads`: of turns that come. `leaving`: copies to the store of sub-batches in `layer`; `stores`: of all layers.
-    """
+    def __init__(self, parts: tuple[torch.Tensor, ...], layer_num: int) -> None:
+        self.layer_num, self._parts = layer_num, parts
 
-    copies: Seq[PartCopies]
-    order: list[tuple[int, ...]]
-    loads: dict[int, Ticket] = field(default_factory=dict)
-    leaving: dict[int, Ticket] = field(default_factory=dict)
-    layer: int = 0
-    stores: list[Ticket] = field(default_factory=list)
+    def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self._parts
 
 
 class DecodeStaging:
-    """The pages of `pool`, nobody's between two passes. `engine`: copies between them and the store.
+    """The pages of `pool`, nobody's between two passes. Waits for copies are added up in `waited_s`.
 
-    `first_page`: how tables number the first of them, beyond those that sequences hold. Waits for copies are added up
-    in `waited_s`.
+    `first_page`: how tables number the first page of a half, beyond the pages that sequences hold.
     """
 
-    def __init__(self, pool: Any, engine: CopyEngine, *, first_page: int) -> None:
-        self._pool, self._engine, self._first_page = pool, engine, first_page
+    def __init__(self, store: HostKVStore, pool: Any, *, first_page: int, num_workers: int) -> None:
+        self._pool, self._first_page = pool, first_page
         self._own = [pool.page_parts(layer) for layer in range(pool.layer_num)]
-        self._pass: _Pass | None = None
+        parts: tuple[torch.Tensor, ...] = pool.all_parts
+        self.half_pages = len(parts[0]) // _HALVES
+        self._halves = [tuple(part[half * self.half_pages :] for part in parts) for half in range(_HALVES)]
+        self._engine = NativeCopyEngine(store, _AllLayers(parts, pool.layer_num), num_workers=num_workers)
+        self._copies: Seq[PartCopies] = ()
+        self._parts: list[StreamedPart] = []
+        self._turns: list[Turn] = []
+        self._loads: dict[int, Ticket] = {}
+        self._stores: dict[int, Ticket] = {}
         self.waited_s = 0.0
         self.pages_brought = 0
-        self._ordered: list[StreamedPart] = []
-        self._last_order: list[tuple[int, ...]] = []
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """The rows of each sub-batch of the pass."""
-        assert self._pass is not None, "a pass has begun"
-        return [copies.span for copies in self._pass.copies]
+        return [copies.span for copies in self._copies]
 
     def begin(self, copies: Seq[PartCopies]) -> None:
         """The next forward pass is a decode step of these sub-batches. All slots are READY, or new ones to store to."""
-        assert self._pass is None, "one pass at a time"
-        self._pass = _Pass(copies=copies, order=self._order([one.part for one in copies]))
-        self._pool.redirect(self._own, self._first_page)
-        self._bring(self._pass.order[0])
+        assert not self._copies, "one pass at a time"
+        self._copies = copies
+        parts = [one.part for one in copies]
+        if parts != self._parts:
+            self._parts, self._turns = parts, take_turns(parts, self._pool.layer_num)
+        self._lead_to(0)
+        self._bring(first_turns(self._turns))
         self.pages_brought += sum(len(one.load_slots) for one in copies)
 
-    def _order(self, parts: list[StreamedPart]) -> list[tuple[int, ...]]:
-        if parts != self._ordered:
-            self._ordered = parts
-            self._last_order = list(bring_order(parts, self._pool.layer_num, ahead=_AHEAD))
-        return self._last_order
+    def _lead_to(self, half: int) -> None:
+        self._pool.redirect([self._halves[half]] * self._pool.layer_num, self._first_page)
 
-    def _bring(self, turns: Seq[int]) -> None:
-        assert self._pass is not None, "a pass has begun"
-        for turn in turns:
-            layer, index = divmod(turn, len(self._pass.copies))
-            copies = self._pass.copies[index]
-            if len(copies.load_slots):
-                self._pass.loads[turn] = self._engine.load_pages(
-                    range(layer, layer + 1), copies.load_slots, copies.load_pages
-                )
+    def _bring(self, numbers: Seq[int]) -> None:
+        for number in numbers:
+            turn = self._turns[number]
+            copies, layer = self._copies[turn.index], turn.layer
+            pages = copies.load_pages + turn.half * self.half_pages
+            self._loads[number] = self._engine.load_pages(range(layer, layer + 1), copies.load_slots, pages)
 
     def rows_wanted(self, layer: int, index: int) -> None:
         """Wait until a sub-batch's KV of a layer is there, and its pages are nobody's source any more."""
-        assert self._pass is not None, "a pass has begun"
-        ticket = self._pass.loads.pop(layer * len(self._pass.copies) + index, None)
-        if ticket is not None:
-            self._wait(ticket)
-        if layer != self._pass.layer:
-            self._pass.layer, self._pass.leaving = layer, {}
-        part = self._pass.copies[index].part
-        for earlier in [i for i in self._pass.leaving if self._pass.copies[i].part.overlaps(part)]:
-            self._wait(self._pass.leaving.pop(earlier))
+        number = layer * len(self._copies) + index
+        turn = self._turns[number]
+        self._wait(self._loads.pop(number))
+        for earlier in turn.frees:
+            if earlier in self._stores:
+                self._wait(self._stores.pop(earlier))
+        self._lead_to(turn.half)
 
     def rows_attended(self, layer: int, index: int) -> None:
         """A sub-batch has been attended in a layer: its last tokens' pages go back, and the next ones may come."""
-        assert self._pass is not None, "a pass has begun"
-        copies = self._pass.copies[index]
-        ticket = self._engine.store_pages(range(layer, layer + 1), copies.store_pages, copies.store_slots)
-        self._pass.leaving[index] = ticket
-        self._pass.stores.append(ticket)
-        self._bring(self._pass.order[layer * len(self._pass.copies) + index + 1])
+        number = layer * len(self._copies) + index
+        turn, copies = self._turns[number], self._copies[index]
+        pages = copies.store_pages + turn.half * self.half_pages
+        self._stores[number] = self._engine.store_pages(range(layer, layer + 1), pages, copies.store_slots)
+        self._bring(turn.then)
 
     def end(self) -> None:
         """The pass is over: all is in the store. Raises CopyError where a copy failed."""
-        assert self._pass is not None, "a pass has begun"
-        ended, self._pass = self._pass, None
+        self._copies = ()
         self._pool.redirect(self._own, 0)
-        for ticket in ended.stores:
-            self._wait(ticket)
+        for number in list(self._stores):
+            self._wait(self._stores.pop(number))
 
     def _wait(self, ticket: Ticket) -> None:
         began = time.perf_counter()
         ticket.wait()
         self.waited_s += time.perf_counter() - began
+
+    def close(self) -> None:
+        """End the copies. No pass is under way."""
+        self._engine.close()

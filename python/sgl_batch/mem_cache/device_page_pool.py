@@ -26,6 +26,12 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+def lazy_layers(num_layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Lazy zeros [num_layers * N, ...] for layers of `shape` [N, ...], and each layer's share of them."""
+    whole = lazy_zeros((num_layers * shape[0], *shape[1:]), dtype)
+    return whole, list(whole.split(shape[0]))
+
+
 class DevicePagePool(KVCache):  # type: ignore[misc]
     """Keys and values by page: per layer [num_pages, ...], in the order of `layout`.
 
@@ -57,8 +63,10 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
             native=native_kernels() is not None,
         )
         keys, values = (num_pages, *self.layout.key_shape), (num_pages, *self.layout.value_shape)
-        self.k_pages: list[torch.Tensor] = [lazy_zeros(keys, dtype) for _ in range(layer_num)]
-        self.v_pages: list[torch.Tensor] = [lazy_zeros(values, dtype) for _ in range(layer_num)]
+        all_keys, self.k_pages = lazy_layers(layer_num, keys, dtype)
+        all_values, self.v_pages = lazy_layers(layer_num, values, dtype)
+        self.all_parts: tuple[torch.Tensor, ...] = (all_keys, all_values)
+        """What the pages of all layers consist of, each [layers * num_pages, ...], one layer after the other."""
         self.first_page = 0
         self.head_num, self.head_dim, self.v_head_dim = head_num, head_dim, head_dim
         self._finalize_allocation_log(size)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.mem_cache.device_page_pool import lazy_zeros
+from sgl_batch.mem_cache.device_page_pool import lazy_layers
 from sgl_batch.sglang_adapter.memory import KVCache, unwrap_write_loc
 
 
@@ -39,7 +39,9 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         self.row_dim = kv_lora_rank + qk_rope_head_dim
         shape = (size // page_size + 1, page_size, self.row_dim)
-        self.pages: list[torch.Tensor] = [lazy_zeros(shape, dtype) for _ in range(layer_num)]
+        all_pages, self.pages = lazy_layers(layer_num, shape, dtype)
+        self.all_parts: tuple[torch.Tensor, ...] = (all_pages,)
+        """As in DevicePagePool."""
         self.first_page = 0
         # The native kernels read bf16 in pairs.
         self.native_layout = dtype == torch.float32 or (

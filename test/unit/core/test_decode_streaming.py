@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_batch.core.decode_streaming import StreamedRow, StreamingChoice, bring_order, lay_out
+from sgl_batch.core.decode_streaming import StreamedRow, StreamingChoice, first_turns, lay_out, take_turns
 
 rows_of = st.lists(
     st.builds(
@@ -18,58 +18,69 @@ rows_of = st.lists(
 )
 
 
-@given(rows=rows_of, total_pages=st.integers(8, 40), most_rows=st.integers(1, 8))
+@given(rows=rows_of, half_pages=st.integers(1, 20), most_rows=st.integers(1, 8))
 @settings(max_examples=300)
-def test_every_row_has_its_pages_once_and_within_the_device(
-    rows: list[StreamedRow], total_pages: int, most_rows: int
+def test_every_row_has_its_pages_once_and_within_a_half(
+    rows: list[StreamedRow], half_pages: int, most_rows: int
 ) -> None:
-    parts = lay_out(rows, total_pages=total_pages, most_rows=most_rows)
+    parts = lay_out(rows, half_pages=half_pages, most_rows=most_rows)
     assert [row for part in parts for row in range(part.start, part.end)] == list(range(len(rows)))
     for part in parts:
         assert part.end - part.start == len(part.pages) <= most_rows
+        assert part.large == (part.num_pages > half_pages)
+        assert not part.large or part.end - part.start == 1
         taken: dict[int, object] = {}
         for number, pages in enumerate(part.pages, part.start):
             row = rows[number]
-            assert len(pages) == len(row.slots) + row.own_pages
             own = pages[len(row.slots) :]
             assert own == list(range(own[0], own[0] + row.own_pages)), "the next token's page follows the last one's"
-            for page, content in zip(
-                pages, [*row.slots, *((number, index) for index in range(row.own_pages))], strict=True
-            ):
+            contents = [*row.slots, *((number, index) for index in range(row.own_pages))]
+            for page, content in zip(pages, contents, strict=True):
                 assert taken.setdefault(page, content) == content, "two contents in one page"
-                assert 1 <= part.first <= page <= part.last <= total_pages
-        assert len(taken) == part.last - part.first + 1, "and a content that rows share has one page"
+        assert sorted(taken) == list(range(part.num_pages)), "and a content that rows share has one page"
 
 
-@given(rows=rows_of, total_pages=st.integers(8, 40), most_rows=st.integers(1, 8))
-def test_neighbours_lie_apart_unless_one_takes_more_than_half(
-    rows: list[StreamedRow], total_pages: int, most_rows: int
-) -> None:
-    parts = lay_out(rows, total_pages=total_pages, most_rows=most_rows)
+@given(rows=rows_of, half_pages=st.integers(1, 20))
+def test_a_sub_batch_is_as_large_as_a_half_allows(rows: list[StreamedRow], half_pages: int) -> None:
+    parts = lay_out(rows, half_pages=half_pages, most_rows=len(rows))
     for before, after in pairwise(parts):
-        large = max(part.last - part.first + 1 for part in (before, after)) > total_pages // 2
-        assert large or not before.overlaps(after)
+        first = rows[after.start]
+        new = len(set(first.slots) - before.page_of.keys()) + first.own_pages
+        assert before.num_pages + new > half_pages
 
 
-@given(rows=rows_of, layers=st.integers(1, 4), most_rows=st.integers(1, 8), ahead=st.integers(1, 4))
+@given(rows=rows_of, half_pages=st.integers(1, 20), layers=st.integers(1, 4), most_rows=st.integers(1, 8))
 def test_each_turn_comes_once_before_it_is_attended_and_over_nothing_that_is_needed(
-    rows: list[StreamedRow], layers: int, most_rows: int, ahead: int
+    rows: list[StreamedRow], half_pages: int, layers: int, most_rows: int
 ) -> None:
-    parts = lay_out(rows, total_pages=10, most_rows=most_rows)
-    order = list(bring_order(parts, layers, ahead=ahead))
-    assert [turn for turns in order for turn in turns] == list(range(layers * len(parts)))
-    assert len(order) == layers * len(parts) + 1
-    on_device: dict[int, int] = {}  # turns that came, by layer
-    for attended, turns in enumerate(order, -1):
-        on_device.pop(attended, None)
-        for turn in turns:
-            layer, index = divmod(turn, len(parts))
-            assert turn <= attended + ahead
-            for other, its_layer in on_device.items():
-                assert its_layer != layer or not parts[other % len(parts)].overlaps(parts[index])
-            on_device[turn] = layer
-        if attended + 1 < layers * len(parts):
-            assert attended + 1 in on_device, "what is attended next has begun to come"
+    parts = lay_out(rows, half_pages=half_pages, most_rows=most_rows)
+    turns = take_turns(parts, layers)
+    assert [(turn.layer, turn.index) for turn in turns] == [
+        (i // len(parts), i % len(parts)) for i in range(len(turns))
+    ]
+    coming, came = first_turns(turns), set[int]()
+    on_device: dict[int, set[int]] = {}  # halves by turn
+    leaving: dict[int, set[int]] = {}
+    for number, turn in enumerate(turns):
+        for other in coming:
+            takes = {0, 1} if parts[turns[other].index].large else {turns[other].half}
+            assert not any(takes & halves for halves in on_device.values()), "it comes over what is needed"
+            on_device[other] = takes
+            came.add(other)
+        assert number in on_device, "what is attended has begun to come"
+        assert (
+            parts[turn.index].large
+            or number + 1 == len(turns)
+            or number + 1 in came
+            or (parts[turns[number + 1].index].large)
+        ), "and so has what follows it"
+        for other in turn.frees:
+            leaving.pop(other, None)
+        assert not any(on_device[number] & halves for halves in leaving.values()), "its pages are nobody's source"
+        leaving[number] = on_device.pop(number)
+        coming = list(turn.then)
+    assert came == set(range(len(turns)))
+    assert not coming
 
 
 def test_whatever_fits_the_device_is_not_streamed() -> None:

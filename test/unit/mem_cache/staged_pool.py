@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
 PAGE, LAYERS, WIDTH, PAGES = 4, 5, 8, 9
 
 
-@dataclass
 class StagedPool:
     """Device pages of one part, [PAGES, PAGE, WIDTH] for each layer."""
 
-    layer_num: int = LAYERS
-    page_size: int = PAGE
-    first_page: int = 0
-    parts: list[tuple[torch.Tensor, ...]] = field(
-        default_factory=lambda: [(torch.full((PAGES, PAGE, WIDTH), -1.0),) for _ in range(LAYERS)]
-    )
+    def __init__(self) -> None:
+        self.layer_num, self.page_size, self.first_page = LAYERS, PAGE, 0
+        self.all_parts = (torch.full((LAYERS * PAGES, PAGE, WIDTH), -1.0),)
+        self.parts: list[tuple[torch.Tensor, ...]] = [(part,) for part in self.all_parts[0].split(PAGES)]
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self.parts[layer]
