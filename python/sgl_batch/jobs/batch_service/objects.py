@@ -118,7 +118,8 @@ class ServiceSnapshot:
 
     `jobs` are those not ended. `counters` only grow, from the service's start: lines_completed, lines_failed,
     lines_rerun, tokens_in, tokens_out, commits, commit_s, committed_bytes, engine_deaths, storage_failures,
-    jobs_created and jobs_ended. `finished_s_ago` is how long no line was finished (None: none yet).
+    jobs_created and jobs_ended. `finished_s_ago` is how long no line was finished (None: no job runs). `fault` is a
+    fault of the program itself that has stopped a part of the service: it is not healthy.
     """
 
     jobs: tuple[BatchObject, ...]
@@ -128,6 +129,7 @@ class ServiceSnapshot:
     engine_ready: bool
     storage: StorageState
     finished_s_ago: float | None
+    fault: str | None
     counters: Mapping[str, float]
 
 
