@@ -100,7 +100,9 @@ class JobDriver:
     async def tidy(self) -> None:
         """Remove what an ended job needs no more; what it leaves behind in a crash is removed at the next start."""
         job, store = self._job, self._parts.store
-        while await self._persist(lambda db: delete_some_results(db, job.row.seq, DELETE_ROWS_AT_ONCE)):
+        more = True
+        while more:
+            more = await self._persist(lambda db: delete_some_results(db, job.row.seq, DELETE_ROWS_AT_ONCE))
             failpoint("driver.some_results_deleted")
         await self._parts.guard.persist(lambda: self._parts.committer.close_segment(job))
         store.directory.segment(job.id).unlink(missing_ok=True)

@@ -205,7 +205,7 @@ class JobRunner:
             await self._committer.flush()
             self._suspects.remove(lot)
         elif lot is not None or suspects:
-            await self._suspects.split(lot, [(one.job.row.seq, one.line.index) for one in suspects])
+            await self._suspects.split(lot, sorted((one.job.row.seq, one.line.index) for one in suspects))
 
     def _crashed(self, one: LineInFlight) -> None:
         self.num_in_flight += 1

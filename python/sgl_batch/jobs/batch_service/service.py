@@ -219,6 +219,8 @@ class BatchService:
         if created.is_new:
             failpoint("creation.committed")
             self._counters.jobs_created += 1
+        # A job found by its key may have been written by a request that was told the disk had failed.
+        if created.row.status not in ENDED and created.row.id not in self._jobs:
             self._begin(ActiveJob(created.row, self._clock))
         return self._shown(created.row)
 

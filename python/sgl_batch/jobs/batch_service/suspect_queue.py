@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
 from sgl_batch.jobs.batch_service.suspect_lots import split_suspects
+from sgl_batch.jobs.failpoints import failpoint
 from sgl_batch.jobs.job_store.result_rows import LineKey, replace_lot
 from sgl_batch.jobs.job_store.store import JobStore
 
@@ -53,6 +54,7 @@ class SuspectQueue:
         old = None if lot is None else lot.number
         rows = [(one.number, one.lines) for one in lots]
         await self._guard.persist(lambda: self._store.write(lambda db: replace_lot(db, old, suspects, rows)))
+        failpoint("suspects.lots_written")
         if lot is not None:
             self.remove(lot)
         self._lots.update((one.number, one) for one in lots)

@@ -58,7 +58,10 @@ class FileUpload:
         name = filename.encode("utf-8", "replace").decode("utf-8")[:MAX_FILENAME_CHARACTERS]
         expires_after_s = parse_expiry(expires_after, "expires_after")
         await self._to_thread(self._sync)
-        return await self._register(self._partial, self._num_bytes, name, expires_after_s)
+        try:
+            return await self._register(self._partial, self._num_bytes, name, expires_after_s)
+        except StorageError as error:
+            raise storage_refusal(error) from error
 
     async def __aenter__(self) -> FileUpload:
         return self
@@ -96,6 +99,6 @@ def storage_refusal(error: StorageError) -> RequestError:
     """What a caller is told when the disk does not take a write."""
     return RequestError(
         code="storage_failed",
-        message=f"{error}. Nothing was stored; make room in the jobs directory and try again",
+        message=f"{error}. Make room in the jobs directory, or mend its disk, and send the request again",
         status_code=507,
     )
