@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sgl_batch.core.answers import LineResponse
 from sgl_batch.jobs.job_store.result_rows import Totals
-from sgl_batch.jobs.records import record_token, refused_record, response_record
+from sgl_batch.jobs.records import internal_error_response, record_token, refused_record, response_record
 from sgl_batch.jobs.request_line import RefusedLine, RequestLine
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ def usage_totals(body: Mapping[str, object], *, failed: bool) -> Totals:
 
 
 def _encode_answer(job_id: str, index: int, custom_id: str, number: int, response: LineResponse) -> Record:
-    data = response_record(record_token(job_id, index), custom_id, number, response)
+    token = record_token(job_id, index)
+    try:
+        data = response_record(token, custom_id, number, response)
+    except (RecursionError, TypeError) as error:  # nested too deeply for JSON, or none: no other line is to wait for it
+        response = internal_error_response(token, error)
+        data = response_record(token, custom_id, number, response)
     return Record(data=data, totals=usage_totals(response.body, failed=response.status_code != 200))
 
 

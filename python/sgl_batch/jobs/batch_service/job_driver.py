@@ -135,10 +135,10 @@ class JobDriver:
             max_line_bytes=parts.settings.max_line_bytes,
         )
         path = parts.store.directory.file(row.input_file_id)
-        scratch = parts.store.directory.new_scratch()
+        new_scratch = parts.store.directory.new_scratch
         async with parts.long_reads:
             found = await parts.guard.persist(
-                lambda: asyncio.to_thread(validate_input, path, scratch, rules, self._stop)
+                lambda: asyncio.to_thread(validate_input, path, new_scratch(), rules, self._stop)
             )
         failpoint("driver.validated")
         if found.faults:
@@ -232,14 +232,15 @@ class JobDriver:
         job = self._job
         if job.status is JobStatus.CANCELLING:
             return JobStatus.CANCELLED
-        if job.status is JobStatus.VALIDATING:
-            return JobStatus.EXPIRED
-        if job.status is not JobStatus.FINALIZING:
-            try:
+        try:
+            if job.status is JobStatus.VALIDATING:
+                await self._move(JobStatus.EXPIRED)
+                return JobStatus.EXPIRED
+            if job.status is not JobStatus.FINALIZING:
                 await self._move(JobStatus.FINALIZING)
-            except TransitionError:
-                return JobStatus.CANCELLED
-            failpoint("driver.finalizing")
+                failpoint("driver.finalizing")
+        except TransitionError:
+            return JobStatus.CANCELLED
         is_whole = job.totals.completed + job.totals.failed == job.row.total
         return JobStatus.COMPLETED if is_whole else JobStatus.EXPIRED
 

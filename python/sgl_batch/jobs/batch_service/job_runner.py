@@ -24,6 +24,7 @@ from sgl_batch.jobs.line_engine import EngineSource
 from sgl_batch.jobs.records import engine_crashed_response, record_token
 from sgl_batch.jobs.request_line import RefusedLine
 
+REPLACED_WAIT_S = 0.02  # an engine that went away in peace: whoever keeps it may not have told all of us yet
 BURST_LINES = 16  # of one job, before the choice is made again and the event loop has a turn
 
 
@@ -80,6 +81,7 @@ class JobRunner:
                 engine = await self._engines.available(other_than=found_dead)
                 self._life = life = EngineLife(engine, self._answered, self._dropped)
                 await self._serve(life)
+                await asyncio.sleep(REPLACED_WAIT_S if life.death is None else 0)
         finally:
             for job in self._jobs.values():
                 job.accepts_results = False

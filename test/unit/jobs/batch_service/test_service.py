@@ -18,7 +18,7 @@ from running_service import (
     until,
     upload,
 )
-from scripted_engines import ScriptedSource, answer, refusal
+from scripted_engines import LineResponse, ScriptedSource, answer, refusal
 
 from sgl_batch.errors import ConfigError, RequestError
 from sgl_batch.jobs.seeds import line_seed
@@ -114,6 +114,25 @@ def test_a_job_with_bad_lines_fails_as_a_whole_and_runs_none(tmp_path):
             }
             assert (done.output_file_id, done.error_file_id) == (None, None)
             assert source.current().prompts == []
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_is_no_json_is_its_own_lines_error(tmp_path):
+    async def deep(engine, body):
+        if body["prompt"] != "deep":
+            return None
+        nested = []
+        for _ in range(100_000):
+            nested = [nested]
+        return LineResponse(status_code=200, request_id="r", body={"choices": nested})
+
+    async def scenario():
+        async with service_in(tmp_path, ScriptedSource(deep)) as service:
+            done = await until(service, (await create(service, [line("a"), line("b", "deep"), line("c")])).id)
+            assert done.request_counts == {"total": 3, "completed": 2, "failed": 1}
+            (error,) = await records(service, done.error_file_id)
+            assert error["response"]["body"]["error"]["code"] == "internal_error"
 
     asyncio.run(scenario())
 
