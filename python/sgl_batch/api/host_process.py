@@ -69,6 +69,8 @@ class HostProcess:
         finally:
             self.kill()
             server.close()
+            if self._frames.done():
+                self._frames.result().close()
             shutil.rmtree(self._directory, ignore_errors=True)
         if self.client is not None:
             self.client.fail(EngineError(words.message, code=words.code))
