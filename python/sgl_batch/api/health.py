@@ -9,32 +9,40 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from sgl_batch.api.supervisor import EngineState
-from sgl_batch.jobs.batch_service.objects import StorageState
+from sgl_batch.jobs.batch_service.objects import ServiceSnapshot
 
 
-def health_of(engine: EngineState, storage: StorageState) -> tuple[int, dict[str, Any]]:
-    """The status and body of /health: 200 as long as the engine answers, also while no job can be written."""
-    ready = engine.phase == "ready"
-    status = "degraded" if ready and not storage.ok else ("ok" if ready else engine.phase)
+def health_of(engine: EngineState, service: ServiceSnapshot) -> tuple[int, dict[str, Any]]:
+    """The status and body of /health: 200 as long as the engine answers, also while no job can be written.
+
+    Where a part of the batch service has stopped by a fault, starting this server anew is all that helps.
+    """
+    ready = engine.phase == "ready" and service.fault is None
+    status = "ok" if ready else engine.phase
+    if service.fault is not None:
+        status = "faulty"
+    elif ready and not service.storage.ok:
+        status = "degraded"
     return 200 if ready else 503, {
         "status": status,
+        "fault": service.fault,
         "engine": {
             "state": engine.phase,
             "message": engine.message,
             "since": int(engine.since),
             "restarts": engine.restarts,
         },
-        "storage": storage.to_json(),
+        "storage": service.storage.to_json(),
     }
 
 
-def health_router(engine: Callable[[], EngineState], storage: Callable[[], StorageState]) -> APIRouter:
+def health_router(engine: Callable[[], EngineState], service: Callable[[], ServiceSnapshot]) -> APIRouter:
     """The route of /health."""
     router = APIRouter()
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        status_code, body = health_of(engine(), storage())
+        status_code, body = health_of(engine(), service())
         return JSONResponse(body, status_code)
 
     return router

@@ -40,7 +40,7 @@ def progress_router(service: BatchService, supervisor: EngineSupervisor) -> APIR
 
 async def _progress(service: BatchService, supervisor: EngineSupervisor) -> dict[str, Any]:
     snapshot = service.snapshot()
-    _, health = health_of(supervisor.state, snapshot.storage)
+    _, health = health_of(supervisor.state, snapshot)
     latest = await service.list_batches(limit=_MOST_JOBS)
     return {
         "health": health,
