@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from sgl_batch.api.front_options import add_own_flags, parse_front_options
-from sgl_batch.errors import ConfigError
+from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.program_end import end_with
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until stopped; returns the exit code, 1 for bad usage."""
+    """Serve until stopped; returns the exit code: 1 for bad usage, 3 when it cannot serve."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
         return _print_help(arguments)
@@ -23,9 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_batch.api.front import serve
 
         return serve(options)
-    except ConfigError as error:
+    except SglBatchError as error:
         sys.stderr.write(f"launch_server: error: {error}\n")
-        return 1
+        return 1 if isinstance(error, ConfigError) else 3
 
 
 def _print_help(arguments: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 WITHIN_S = 120
 # They end one after another, over some seconds.
-LINES = [chat_line(f"line {n}", f"Say {n}.", max_tokens=20 * n + 1, ignore_eos=True, temperature=0) for n in range(40)]
+LINES = [chat_line(f"line {n}", f"Say {n}.", max_tokens=20 * n + 1, ignore_eos=True, temperature=0) for n in range(24)]
 
 
 def create(server: Server) -> str:

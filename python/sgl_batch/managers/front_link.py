@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
+from typing import NoReturn
 
 import msgspec
 
@@ -45,7 +48,10 @@ class FrontLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_link() -> FrontLink:
-    """Read the link, and die with the front from now on (SIGHUP). Exits at once if it is gone already."""
+    """Read the link, and die with the front from now on (SIGHUP). Exits at once if it is gone already.
+
+    As long as nobody else handles that signal, what the front leaves behind is its directory alone.
+    """
     data = bytearray()
     while not data.endswith(b"\n"):
         more = os.read(sys.stdin.fileno(), 65536)
@@ -53,8 +59,14 @@ def read_link() -> FrontLink:
             os._exit(1)
         data += more
     link = msgspec.json.decode(data, type=FrontLink)
+    signal.signal(signal.SIGHUP, partial(_end_after_front, link))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != link.front_pid:
-        os._exit(1)
+        _end_after_front(link)
     return link
+
+
+def _end_after_front(link: FrontLink, *_: object) -> NoReturn:
+    shutil.rmtree(link.directory, ignore_errors=True)
+    os._exit(1)
