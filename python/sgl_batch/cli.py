@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """The program: `main`, then the end of its process."""
-    from sgl_batch.launch_server import end_with
+    from sgl_batch.program_end import end_with
 
     end_with(main)
 

@@ -61,7 +61,7 @@ PrepareEngine = Callable[[Sequence[str]], StartEngine]
 
 def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
     """Check the engine's flags (ConfigError) and return what starts it."""
-    from sgl_batch.launch_server import build_arguments
+    from sgl_batch.engine_arguments import build_arguments
 
     arguments = build_arguments(engine_argv)
 

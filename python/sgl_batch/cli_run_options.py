@@ -201,7 +201,7 @@ class _HelpAll(argparse.Action):
     """Our flags and SGLang's; importing SGLang takes seconds."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from sgl_batch.launch_server import add_engine_flags
+        from sgl_batch.engine_arguments import add_engine_flags
 
         parser.print_help()
         engine = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, conflict_handler="resolve")

@@ -1,128 +1,40 @@
-"""`python -m sgl_batch.launch_server`: SGLang's HTTP server over our processes, with SGLang's flags and ours."""
+"""`python -m sgl_batch.launch_server`: the server. It reads its own flags and hands the others to the engine's process.
+
+It never imports the engine's libraries, but for its help.
+"""
 
 from __future__ import annotations
 
-import argparse
-import logging
-import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
-from sgl_batch import config as batch_config
-from sgl_batch.config import BatchConfig
+from sgl_batch.api.front_options import add_own_flags, parse_front_options
 from sgl_batch.errors import ConfigError, SglBatchError
-from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
-
-_DESCRIPTION = """\
-Serve a mixture-of-experts model over HTTP with SGLang's endpoints, scheduled in groups for whole batches.
-The flags of sgl_batch come first; all other flags are SGLang's own and mean what they mean there.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArguments:
-    """SGLang's arguments (a ServerArgs), ours, and multiprocessing's start method for the engine's processes."""
-
-    server_args: Any
-    config: BatchConfig
-    start_method: str
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see --help)")
-
-
-def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of all flags. Our defaults for SGLang's flags depend on --device, so it looks at `argv`."""
-    from sgl_batch.managers import launch
-
-    known = _what_defaults_depend_on(argv)
-    parser = _Parser(
-        prog="python -m sgl_batch.launch_server",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    batch_config.add_cli_flags(parser)
-    add_engine_flags(parser)
-    parser.set_defaults(**launch.default_arguments({"device": known.device}, known.b_moe_decode))
-    return parser
-
-
-def _what_defaults_depend_on(argv: Sequence[str]) -> argparse.Namespace:
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--device")
-    first.add_argument("--b-moe-decode", type=int, default=None)
-    return first.parse_known_args(list(argv))[0]
-
-
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add SGLang's own flags."""
-    from sgl_batch.sglang_adapter.processes import ServerArgs
-
-    ServerArgs.add_cli_args(parser)
-
-
-def build_arguments(argv: Sequence[str]) -> EngineArguments:
-    """Parse and check all flags, in a program of ours. Raises ConfigError for a bad one; --help exits."""
-    ours = _Parser(add_help=False, allow_abbrev=False)
-    batch_config.add_cli_flags(ours)
-    batch_config.from_args(
-        ours.parse_known_args(list(argv))[0]
-    )  # our mistakes are answered before SGLang's slow import
-    with template(_what_defaults_depend_on(argv).device) as can_fork:
-        from sgl_batch.engine import make_server_args
-        from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file
-
-        parser = build_parser(argv)
-        args = parser.parse_args(merge_config_file(parser, list(argv)))
-        config = batch_config.from_args(args)
-        kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
-        server_args = make_server_args(kwargs, config)
-    return EngineArguments(server_args=server_args, config=config, start_method=FORK if can_fork else SPAWN)
+from sgl_batch.program_end import end_with
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until stopped; returns the exit code: 1 for bad usage, 3 when the engine cannot start."""
+    """Serve until stopped; returns the exit code: 1 for bad usage, 3 when it cannot serve."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        return _print_help(arguments)
     try:
-        parsed = build_arguments(arguments)
-    except ConfigError as error:
-        sys.stderr.write(f"launch_server: error: {error}\n")
-        return 1
-    level = str(parsed.server_args.log_level).upper()
-    logging.basicConfig(level=level, format="[%(asctime)s] %(message)s", force=True)
-    from sgl_batch.managers import launch
-    from sgl_batch.sglang_adapter.processes import kill_process_tree
+        options = parse_front_options(arguments)
+        from sgl_batch.api.front import serve
 
-    try:
-        launch.serve(parsed.server_args, parsed.config, parsed.start_method)
+        return serve(options)
     except SglBatchError as error:
         sys.stderr.write(f"launch_server: error: {error}\n")
-        return 3
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+        return 1 if isinstance(error, ConfigError) else 3
+
+
+def _print_help(arguments: Sequence[str]) -> int:
+    from sgl_batch.engine_arguments import build_parser
+    from sgl_batch.sglang_adapter.child_processes import template
+
+    with template("cpu"):
+        build_parser(arguments, add_own_flags).print_help()
     return 0
-
-
-def end_with(program: Callable[[], int]) -> NoReturn:
-    """Run a program of ours, and end this process with its exit code and at once.
-
-    Python's own way looks at each of the millions of objects of the libraries, for seconds, before it lets them go.
-    """
-    try:
-        code = program()
-    except SystemExit as end:
-        if not isinstance(end.code, int | None):
-            raise
-        code = end.code or 0
-    with suppress(BrokenPipeError):
-        sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -63,17 +63,17 @@ def run_command(repo_root: Path) -> Callable[..., RunFiles]:
     return run
 
 
-# A server stops as soon as it has answered everything. What takes time then is the end of its interpreter, which looks
-# at every object of its libraries: two seconds of a free core.
+# A server stops as soon as it has answered everything. What takes time then is the end of the engine's processes.
 STOPS_WITHIN_S = 30
 
 
 @dataclass(frozen=True)
 class Server:
-    """An HTTP server that answers."""
+    """An HTTP server that answers; its jobs lie in `jobs_dir`."""
 
     url: str
     process: subprocess.Popen[str]
+    jobs_dir: Path
 
     def stop(self) -> int:
         """Ask it to stop, and wait for its exit code."""
@@ -82,26 +82,29 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def start_server(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
+def start_server(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """Starts servers of the tiny Qwen3-MoE model in float32; those that still run at the end are stopped."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start() -> Server:
+    def start(*flags: str, jobs_dir: Path | None = None) -> Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         argv = [sys.executable, "-m", "sgl_batch.launch_server", "--port", str(port), "--dtype", "float32"]
         argv += ["--model-path", str(repo_root / "test" / "models" / "tiny-qwen3-moe"), "--served-model-name", MODEL]
-        log = tmp_path_factory.mktemp("server") / "log.txt"
+        place = tmp_path_factory.mktemp("server")
+        jobs_dir = jobs_dir or place / "jobs"
+        argv += ["--jobs-dir", str(jobs_dir), "--log-level", "warning", *flags]
+        log = place / "log.txt"
         with log.open("w") as file:
-            process = subprocess.Popen([*argv, "--log-level", "warning"], stderr=file, text=True)
+            process = subprocess.Popen(argv, stderr=file, text=True)
         processes.append(process)
-        server = Server(f"http://127.0.0.1:{port}", process)
+        server = Server(f"http://127.0.0.1:{port}", process, jobs_dir)
         deadline = time.monotonic() + 300
         while not is_healthy(server.url):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, "the server did not come up"
-            time.sleep(0.5)
+            time.sleep(0.1)
         return server
 
     yield start

@@ -1,4 +1,4 @@
-"""`python -m sgl_batch.launch_server`: SGLang's endpoints, with the real `openai` client and the real curl."""
+"""`python -m sgl_batch.launch_server`: files, jobs, SGLang's endpoints, with the real `openai` client and curl."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,67 @@ from .conftest import MODEL, Server, chat_line, collect, run_argv
 
 pytestmark = pytest.mark.engine
 
+KEY, ADMIN_KEY = "the-users-key", "the-admins-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 SAME = chat_line("same", "What does os.path.join do?", temperature=0.8, seed=3, n=2, logprobs=True)
+VARYING = {"id", "created"}
+WITHIN_S = 60
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[[], Server]) -> str:
-    return start_server().url
+def server(start_server: Callable[..., Server]) -> str:
+    return start_server("--api-key", KEY, "--admin-api-key", ADMIN_KEY, "--enable-metrics").url
 
 
-def test_the_openai_client_chats_and_streams(server: str) -> None:
-    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+@pytest.fixture(scope="module")
+def client(server: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server}/v1", api_key=KEY)
+
+
+def create(client: openai.OpenAI, lines: list[dict[str, Any]], **more: Any) -> Any:
+    """A job of these lines."""
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", **more
+    )
+
+
+def until(client: openai.OpenAI, batch_id: str, is_reached: Callable[[Any], bool]) -> Any:
+    """The job when `is_reached` says so."""
+    deadline = time.monotonic() + WITHIN_S
+    while not is_reached(job := client.batches.retrieve(batch_id)):
+        assert time.monotonic() < deadline, job
+        time.sleep(0.05)
+    return job
+
+
+def num_sequences(server: str) -> int:
+    """How many sequences the engine has at this moment."""
+    info = requests.get(f"{server}/server_info", headers=HEADERS, timeout=10).json()
+    return sum(info["internal_states"][0]["sgl_batch"]["sequences"].values())
+
+
+def until_idle(server: str) -> None:
+    """Wait until the engine has no sequence: sooner than the longest of them could have ended."""
+    deadline = time.monotonic() + 5
+    while (number := num_sequences(server)) > 0:
+        assert time.monotonic() < deadline, number
+        time.sleep(0.05)
+
+
+def content(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def curl(server: str, path: str, *argv: str, key: str = KEY) -> Any:
+    """The JSON that curl gets."""
+    command = ["curl", "-s", f"{server}{path}", "-H", f"Authorization: Bearer {key}", *argv]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+
+
+def test_the_openai_client_chats_and_streams(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     request: dict[str, Any] = {"model": MODEL, "messages": SAME["body"]["messages"], "max_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**request)
@@ -37,36 +89,152 @@ def test_the_openai_client_chats_and_streams(server: str) -> None:
 
 
 def test_curl_gets_a_completion_and_a_clear_refusal(server: str) -> None:
-    def curl(body: dict[str, Any]) -> dict[str, Any]:
-        argv = ["curl", "-s", f"{server}/v1/completions", "-H", "Content-Type: application/json"]
-        done = subprocess.run([*argv, "-d", json.dumps(body)], capture_output=True, text=True, timeout=60, check=True)
-        answer: dict[str, Any] = json.loads(done.stdout)
-        return answer
+    def complete(body: dict[str, Any]) -> Any:
+        return curl(server, "/v1/completions", "-H", "Content-Type: application/json", "-d", json.dumps(body))
 
-    good = curl({"model": MODEL, "prompt": "Return the", "max_tokens": 5, "temperature": 0})
+    good = complete({"model": MODEL, "prompt": "Return the", "max_tokens": 5, "temperature": 0})
     assert good["choices"][0]["text"]
-    bad = curl({"model": MODEL, "prompt": "Return the", "max_tokens": -5})
-    assert "-5" in json.dumps(bad)
+    bad = complete({"model": MODEL, "prompt": "Return the", "max_tokens": -5})
+    assert "-5" in bad["error"]["message"]
+    assert bad["error"]["type"] == "invalid_request_error"
 
 
 def test_a_batch_line_gets_the_body_that_the_online_endpoint_returns(
-    server: str, repo_root: Path, tmp_path: Path
+    server: str, client: openai.OpenAI, repo_root: Path, tmp_path: Path
 ) -> None:
-    online = requests.post(f"{server}/v1/chat/completions", json=SAME["body"], timeout=60).json()
+    online = requests.post(f"{server}/v1/chat/completions", json=SAME["body"], headers=HEADERS, timeout=60).json()
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps(SAME) + "\n")
     done = subprocess.run(run_argv(repo_root, source, output), capture_output=True, text=True, timeout=300)
     files = collect(done.returncode, done.stderr, output)
     assert files.exit_code == 0, files.stderr
-    line = files.output[0]["response"]["body"]
-    assert line.keys() == online.keys()
-    varying = {"id", "created"}
-    assert {k: v for k, v in line.items() if k not in varying} == {k: v for k, v in online.items() if k not in varying}
+    job = until(client, create(client, [SAME]).id, lambda job: job.status == "completed")
+    for line in (files.output[0], content(client, job.output_file_id)[0]):
+        body = line["response"]["body"]
+        assert body.keys() == online.keys()
+        assert {k: v for k, v in body.items() if k not in VARYING} == {
+            k: v for k, v in online.items() if k not in VARYING
+        }
+
+
+def test_a_job_of_the_openai_client_ends_with_every_line_in_order_and_its_errors_apart(client: openai.OpenAI) -> None:
+    lines = [chat_line(f"line {n}", f"Say {n}.", max_tokens=4 + n % 7, temperature=0) for n in range(60)]
+    lines[17]["body"]["temperature"] = -3
+    job = create(client, lines, metadata={"for": "a test"})
+    assert job.status in ("validating", "in_progress")
+    job = until(client, job.id, lambda job: job.status == "completed")
+    assert (job.request_counts.total, job.request_counts.completed, job.request_counts.failed) == (60, 59, 1)
+    output = content(client, job.output_file_id)
+    assert [line["custom_id"] for line in output] == [f"line {n}" for n in range(60) if n != 17]
+    assert {line["response"]["status_code"] for line in output} == {200}
+    assert all(line["id"].startswith("batch_req_") and line["error"] is None for line in output)
+    [error] = content(client, job.error_file_id)
+    assert (error["custom_id"], error["response"]["status_code"], error["error"]) == ("line 17", 400, None)
+    assert "temperature" in error["response"]["body"]["error"]["message"]
+    assert job.usage.output_tokens == sum(line["response"]["body"]["usage"]["completion_tokens"] for line in output)
+    assert job.metadata == {"for": "a test"}
+    assert job.id in [one.id for one in client.batches.list(limit=1)]
+    assert client.files.retrieve(job.output_file_id).purpose == "batch_output"
+    assert client.files.delete(job.output_file_id).deleted
+
+
+def test_a_cancelled_job_keeps_what_is_finished_and_leaves_the_engine_idle(server: str, client: openai.OpenAI) -> None:
+    long = {"max_tokens": 3000, "ignore_eos": True}
+    lines = [chat_line("short", "Say.", max_tokens=2)] + [chat_line(f"long {n}", "Say.", **long) for n in range(8)]
+    job = create(client, lines)
+    until(client, job.id, lambda job: job.request_counts is not None and job.request_counts.completed == 1)
+    assert num_sequences(server) == 8
+    assert client.batches.cancel(job.id).status in ("cancelling", "cancelled")
+    job = until(client, job.id, lambda job: job.status == "cancelled")
+    assert [line["custom_id"] for line in content(client, job.output_file_id)] == ["short"]
+    until_idle(server)
+
+
+def test_a_client_that_goes_away_leaves_the_engine_idle(server: str, client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt="Say", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert num_sequences(server) == 1
+    stream.close()
+    body = {"model": MODEL, "prompt": "Say", "max_tokens": 3000, "ignore_eos": True}
+    with pytest.raises(requests.ReadTimeout):
+        requests.post(f"{server}/v1/completions", json=body, headers=HEADERS, timeout=0.5)
+    until_idle(server)
+
+
+def test_an_invalid_job_fails_as_a_whole_and_says_which_lines(server: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"custom_id": "a"}\n{\n')
+    file = curl(server, "/v1/files", "-F", "purpose=batch", "-F", f"file=@{source}")
+    body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    job = curl(server, "/v1/batches", "-d", json.dumps(body))
+    deadline = time.monotonic() + WITHIN_S
+    while (job := curl(server, f"/v1/batches/{job['id']}"))["status"] != "failed":
+        assert time.monotonic() < deadline, job
+        time.sleep(0.05)
+    assert {error["line"] for error in job["errors"]["data"]} == {1, 2}
+    assert "invalid_json_line" in {error["code"] for error in job["errors"]["data"]}
+
+
+def test_keys_are_needed_and_never_told(server: str) -> None:
+    assert requests.get(f"{server}/v1/models", timeout=10).status_code == 401
+    assert requests.get(f"{server}/v1/files", timeout=10).json()["error"]["code"] == "invalid_api_key"
+    for path in ("/server_info", "/get_server_info"):
+        info = requests.get(server + path, headers=HEADERS, timeout=10)
+        assert info.status_code == 200
+        assert info.json()["api_key"] is None
+        assert KEY not in info.text
+        assert ADMIN_KEY not in info.text
+    assert requests.post(f"{server}/flush_cache", headers=HEADERS, timeout=10).status_code == 401
+    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    assert requests.post(f"{server}/flush_cache", headers=admin, timeout=10).status_code == 200
+    foreign = {**HEADERS, "Origin": "https://evil.example"}
+    answer = requests.options(f"{server}/v1/models", headers=foreign, timeout=10)
+    assert answer.status_code == 403
+    assert not [name for name in answer.headers if name.lower().startswith("access-control-")]
+
+
+def test_metrics_are_ours_and_the_engines(server: str) -> None:
+    text = requests.get(f"{server}/metrics", timeout=10).text
+    assert "sgl_batch:engine_ready 1.0" in text
+    assert "sgl_batch:lines_completed_total" in text
+    assert "\nsglang:" in text
+
+
+def test_the_page_shows_jobs_and_where_the_engines_time_went(server: str) -> None:
+    assert "<title>sgl_batch</title>" in requests.get(server, timeout=10).text
+    found = requests.get(f"{server}/v1/sgl_batch/progress", headers=HEADERS, timeout=10).json()
+    assert found["health"]["status"] == "ok"
+    assert found["jobs"]
+    assert found["engine"]["part_s"]["experts"] > 0
+    assert any(sample["tokens_per_expert_call"] for sample in found["engine"]["samples"])
 
 
 def test_help_groups_our_flags_before_sglangs() -> None:
     argv = [sys.executable, "-m", "sgl_batch.launch_server", "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"})
     assert done.returncode == 0
-    assert done.stdout.index("--b-attn-prefill") < done.stdout.index("--tensor-parallel-size")
+    own, ours, sglangs = (
+        done.stdout.index(flag) for flag in ("--jobs-dir", "--b-attn-prefill", "--tensor-parallel-size")
+    )
+    assert own < ours < sglangs
     assert "sgl_batch: coroutine forward" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--b-moe-decode", "0"], "b_moe_decode is 0; it must be at least 1"),
+        (["--port", "70000"], "at most 65535"),
+        (["--host", "0.0.0.0"], "--allow-unauthenticated"),
+    ],
+)
+def test_bad_usage_ends_with_1_and_what_is_wrong(tmp_path: Path, flags: list[str], words: str) -> None:
+    argv = [sys.executable, "-m", "sgl_batch.launch_server", "--model-path", "m", "--port", "0"]
+    argv += ["--jobs-dir", str(tmp_path / "jobs"), *flags]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert words in done.stderr
+    assert done.stderr.startswith("launch_server: error: ")
+    assert "Traceback" not in done.stderr

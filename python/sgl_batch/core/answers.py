@@ -23,7 +23,8 @@ class EngineStats:
     holds prompt_tokens and output_tokens, the progress takes its rates from them while long lines still run.
     `part_s` holds seconds by part (attention, experts, router, copies, sampling, waiting, other; of several ranks also
     exchange, agreement, stall, boundary). `tokens_per_expert` holds the tokens routed to each expert, summed over the
-    layers. `ranks` holds each rank's own where there are several; the rest is then of all of them.
+    layers. `sequences` holds how many sequences are in each state (QUEUED, RUNNING, ...) now. `ranks` holds each
+    rank's own where there are several; the rest is then of all of them.
     `peak_memory_bytes` is the most that a rank's process had in memory since the model was loaded (0: not known), and
     `memory_budget_bytes` what it may have (0: no budget is set); of several ranks, those of the one with the most.
     """
@@ -31,6 +32,7 @@ class EngineStats:
     counters: Mapping[str, float] = field(default_factory=dict)
     part_s: Mapping[str, float] = field(default_factory=dict)
     tokens_per_expert: Sequence[int] = ()
+    sequences: Mapping[str, int] = field(default_factory=dict)
     ranks: Sequence[EngineStats] = ()
     peak_memory_bytes: int = 0
     memory_budget_bytes: int = 0
@@ -52,6 +54,7 @@ class EngineStats:
             counters={key: value - earlier.counters.get(key, 0) for key, value in self.counters.items()},
             part_s={key: value - earlier.part_s.get(key, 0.0) for key, value in self.part_s.items()},
             tokens_per_expert=[now - then for now, then in zip(self.tokens_per_expert, before, strict=True)],
+            sequences=self.sequences,
             ranks=tuple(now.since(then) for now, then in zip(self.ranks, ranks_before, strict=True)),
             peak_memory_bytes=self.peak_memory_bytes,
             memory_budget_bytes=self.memory_budget_bytes,

@@ -1,4 +1,4 @@
-"""What a job needs from an engine, as a Protocol; decides nothing about how lines are computed."""
+"""What jobs need from an engine and from who keeps it alive, as Protocols; decides not how lines are computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_batch.core.answers import EngineStats, LineResponse
 
 
 class LineEngine(Protocol):
-    """An engine that answers request lines."""
+    """An engine that answers request lines. One object stands for one life of an engine: a restarted one is another."""
 
     @property
     def served_model_names(self) -> tuple[str, ...]:
@@ -19,10 +19,26 @@ class LineEngine(Protocol):
     async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
         """Answer one request; a bad one gets a 4xx with {"error": {...}} as its body.
 
-        Raises EngineError only when the engine itself is dead. Cancelling the call aborts the request.
+        Raises EngineError only when the engine itself is dead: then the lines that were in flight are suspected of
+        having killed it. Cancelling the call aborts the request.
         """
         ...
 
     async def stats(self) -> EngineStats:
         """Counters since the engine started. Raises EngineError when the engine is dead."""
+        ...
+
+
+class EngineSource(Protocol):
+    """Who keeps an engine alive: it may be absent (starting, crashed) and come back as a new object."""
+
+    def current(self) -> LineEngine | None:
+        """The engine that is ready now; None while there is none."""
+        ...
+
+    async def available(self, other_than: LineEngine | None = None) -> LineEngine:
+        """Wait, as long as it takes, for a ready engine that is not `other_than` (one that was found dead).
+
+        It never raises on its own; who waits cancels the call.
+        """
         ...

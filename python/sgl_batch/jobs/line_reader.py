@@ -40,6 +40,16 @@ class RawLine:
     number: int  # line in the file as an editor counts, from 1
     data: bytes | None
     num_bytes: int
+    offset: int = 0  # of its first byte in the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineStart:
+    """Where reading begins: the first byte of a line, how many lines and how many that are not blank lie before it."""
+
+    offset: int
+    index: int
+    lines_before: int
 
 
 def scan_input(path: Path) -> InputScan:
@@ -61,14 +71,17 @@ def scan_input(path: Path) -> InputScan:
     return InputScan(num_lines=num_lines + line_has_text, num_bytes=num_bytes, sha256=digest.hexdigest())
 
 
-def read_lines(path: Path, max_line_bytes: int) -> Iterator[RawLine]:
+def read_lines(path: Path, max_line_bytes: int, start: LineStart | None = None) -> Iterator[RawLine]:
     """Yield the lines that are not blank, holding at most `max_line_bytes` of one line in memory.
 
     Raises StorageError when the file cannot be read to its end.
     """
     with storage_errors(f"reading the input {path}"), path.open("rb") as file:
-        _skip_bom(file)
-        index = number = 0
+        if start is None:
+            _skip_bom(file)
+            start = LineStart(offset=file.tell(), index=0, lines_before=0)
+        file.seek(start.offset)
+        offset, index, number = start.offset, start.index, start.lines_before
         # Two bytes beyond the limit: a line of exactly the limit still arrives whole with its CR LF.
         while chunk := file.readline(max_line_bytes + 2):
             number += 1
@@ -78,8 +91,9 @@ def read_lines(path: Path, max_line_bytes: int) -> Iterator[RawLine]:
                 rest_bytes, rest_has_text = (0, False) if chunk.endswith(b"\n") else _skip_rest_of_line(file)
                 data, num_bytes, has_text = None, num_bytes + rest_bytes, has_text or rest_has_text
             if has_text:
-                yield RawLine(index=index, number=number, data=data, num_bytes=num_bytes)
+                yield RawLine(index=index, number=number, data=data, num_bytes=num_bytes, offset=offset)
                 index += 1
+            offset = offset + len(chunk) if data is not None else file.tell()
 
 
 def _skip_rest_of_line(file: BinaryIO) -> tuple[int, bool]:

@@ -25,6 +25,7 @@ class Snapshot:
     tokens_out_per_s: float
     eta_s: float | None
     idle_s: float  # since anything was last finished or counted
+    lines_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class ProgressTracker:
             tokens_out_per_s=max(newest.tokens_out - oldest.tokens_out, 0) / window_s,
             eta_s=self._eta_s(newest, oldest),
             idle_s=now - self._last_change_s,
+            lines_per_s=(newest.done - oldest.done) / window_s,
         )
 
     def _remember(self, newest: _Sample) -> _Sample:

@@ -42,6 +42,24 @@ def refused_record(token: str, custom_id: str | None, line: int, error: RequestE
     return _encode(token, custom_id, error.status_code, f"req_{token}", body)
 
 
+def unanswered_record(token: str, custom_id: str | None, code: str, message: str) -> bytes:
+    """A line that was never answered, because its job expired or was cancelled."""
+    error = {"code": code, "message": message}
+    return _encode_record({"id": f"batch_req_{token}", "custom_id": custom_id, "response": None, "error": error})
+
+
+def engine_crashed_response(token: str) -> LineResponse:
+    """The answer for a line that killed the engine, twice: the second time with no other line beside it."""
+    fields: dict[str, object] = {
+        "message": "the engine died while it ran this line, and once more when it ran this line alone; the other lines "
+        "of the job were not touched. Look for the reason in the engine's log",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_crashed",
+    }
+    return LineResponse(status_code=500, request_id=f"req_{token}", body={"error": fields})
+
+
 def internal_error_response(token: str, error: BaseException) -> LineResponse:
     """The answer for a line on which the engine raised what it should not have."""
     message = f"the engine failed on this line: {type(error).__name__}: {error}"
@@ -69,12 +87,16 @@ def error_of(response: LineResponse, line: int) -> dict[str, object]:
 
 
 def _encode(token: str, custom_id: str | None, status_code: int, request_id: str, body: dict[str, object]) -> bytes:
-    record = {
+    record: dict[str, object] = {
         "id": f"batch_req_{token}",
         "custom_id": custom_id,
         "response": {"status_code": status_code, "request_id": request_id, "body": body},
         "error": None,
     }
+    return _encode_record(record)
+
+
+def _encode_record(record: dict[str, object]) -> bytes:
     try:
         text = _ENCODER.encode(record)
         for raw, escaped in _LINE_SEPARATORS.items():

@@ -61,16 +61,10 @@ def parse_request_line(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> Req
     """Validate one line. Never raises for what is in it: a fault becomes a RefusedLine."""
     custom_id: str | None = None
     try:
-        line = _parse_object(raw, rules.max_line_bytes)
-        custom_id = _custom_id(line)
-        earlier = claim_id(custom_id, raw.number)
-        if earlier is not None:
-            refuse(
-                "duplicate_custom_id",
-                f"custom_id {show(custom_id)} was already used in line {earlier}; every line needs its own",
-                "custom_id",
-            )
-        url, body = _envelope(line)
+        line = parse_object(raw, rules.max_line_bytes)
+        custom_id = parse_custom_id(line)
+        refuse_repeated(custom_id, raw.number, claim_id)
+        url, body = parse_envelope(line)
         check_body(url, body, rules.served_model_names)
     except RequestError as error:
         return RefusedLine(index=raw.index, number=raw.number, custom_id=custom_id, error=error)
@@ -81,7 +75,8 @@ def parse_request_line(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> Req
     )
 
 
-def _parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
+def parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
+    """The line as a JSON object. Raises RequestError."""
     if raw.data is None:
         refuse(
             "line_too_long",
@@ -112,7 +107,19 @@ def _parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
     return value
 
 
-def _custom_id(line: dict[str, object]) -> str:
+def refuse_repeated(custom_id: str, number: int, claim_id: ClaimId) -> None:
+    """Claim the custom_id for line `number`. Raises RequestError where an earlier line has it."""
+    earlier = claim_id(custom_id, number)
+    if earlier is not None:
+        refuse(
+            "duplicate_custom_id",
+            f"custom_id {show(custom_id)} was already used in line {earlier}; every line needs its own",
+            "custom_id",
+        )
+
+
+def parse_custom_id(line: dict[str, object]) -> str:
+    """The line's custom_id. Raises RequestError."""
     custom_id = line.get("custom_id")
     if custom_id is None:
         refuse("missing_custom_id", 'the line has no "custom_id"; give each line a text of its own', "custom_id")
@@ -125,7 +132,8 @@ def _custom_id(line: dict[str, object]) -> str:
     return custom_id
 
 
-def _envelope(line: dict[str, object]) -> tuple[str, dict[str, object]]:
+def parse_envelope(line: dict[str, object]) -> tuple[str, dict[str, object]]:
+    """The url and the body of a line. Raises RequestError."""
     method, url, body = line.get("method"), line.get("url"), line.get("body")
     supported = " and ".join(SUPPORTED_URLS)
     if method is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,28 +202,17 @@ def start_errors(run: EngineRun) -> Iterator[None]:
         raise
 
 
-def serve(server_args: Any, config: BatchConfig, start_method: str) -> None:
-    """Start the process tree, verify it, and serve HTTP until stopped. Raises SystemExit when SIGTERM has stopped it.
-
-    Uvicorn takes SIGTERM over while it serves, and passes it on to this handler when it has answered everything.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    run = EngineRun.begin(config, start_method)
-    try:
-        with processes.platform(child_platform(server_args)), start_errors(run):
-            launched = processes.launch_subprocesses(
-                server_args,
-                init_tokenizer_manager_func=start_tokenizer_manager,
-                run_scheduler_process_func=run,
-                run_detokenizer_process_func=run.detokenizer,
-            )
-        cpu = server_args.device == "cpu"
-        verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, cpu=cpu)
-        # With HTTP/2 it is not uvicorn that serves, and nobody passes the signal on.
-        launched.tokenizer_manager.server_drains = not server_args.enable_http2
-        processes.serve_http(server_args, launched)
-    finally:
-        run.end()
+def start_tree(server_args: Any, run: EngineRun) -> processes.Launched:
+    """Start the process tree and verify it. Raises EngineError; the run's directory is left to the caller then too."""
+    with processes.platform(child_platform(server_args)), start_errors(run):
+        launched = processes.launch_subprocesses(
+            server_args,
+            init_tokenizer_manager_func=start_tokenizer_manager,
+            run_scheduler_process_func=run,
+            run_detokenizer_process_func=run.detokenizer,
+        )
+    verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, cpu=server_args.device == "cpu")
+    return launched
 
 
 def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: Any, *, cpu: bool) -> dict[str, Any]:

@@ -22,8 +22,10 @@ def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return dict(ranks[0])
     ordered = sorted(ranks, key=lambda rank: rank["rank"])
     counters: Counter[str] = Counter()
+    sequences: Counter[str] = Counter()
     for rank in ordered:
         counters.update(rank["counters"])
+        sequences.update(rank["sequences"])
     for name in _COMMON:
         if name in counters:
             counters[name] = max(rank["counters"].get(name, 0) for rank in ordered)
@@ -31,6 +33,7 @@ def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         **ordered[0],
         "counters": dict(counters),
+        "sequences": dict(sequences),
         "part_s": {part: sum(rank["part_s"][part] for rank in ordered) / len(ordered) for part in parts},
         "tokens_per_expert": [tokens for rank in ordered for tokens in rank["tokens_per_expert"]],
         "free_pages": sum(rank["free_pages"] for rank in ordered),
@@ -47,6 +50,7 @@ def engine_stats(stats: dict[str, Any]) -> EngineStats:
         counters=stats["counters"],
         part_s=stats["part_s"],
         tokens_per_expert=stats["tokens_per_expert"],
+        sequences=stats["sequences"],
         ranks=tuple(engine_stats(rank) for rank in stats.get("ranks", ())),
         peak_memory_bytes=stats["memory"]["peak_bytes"],
         memory_budget_bytes=stats["memory"]["budget_bytes"],

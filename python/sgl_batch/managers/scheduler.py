@@ -246,6 +246,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "free_pages": self.executor.ledger.free_pages,
             "total_pages": self.executor.ledger.total_pages,
             "store": self.executor.store_state(),
+            "sequences": self.executor.table.num_by_status(),
             "memory": {"peak_bytes": peak_resident_bytes(), "budget_bytes": self.context.config.memory.process_bytes},
             "rank": 0 if self.context.place is None else self.context.place.rank,
         }

@@ -5,6 +5,7 @@ Which of them runs, waits or moves next is decided in core/; batches of them are
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Protocol
 
 from sgl_batch.core.admission import refusal
@@ -61,6 +62,10 @@ class SequenceTable:
     @property
     def is_empty(self) -> bool:
         return not self._sequences
+
+    def num_by_status(self) -> dict[str, int]:
+        """How many sequences are in each state now."""
+        return dict(Counter(sequence.status.value for sequence in self._sequences.values()))
 
     def __contains__(self, name: str) -> bool:
         return name in self._sequences

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ class OpenAIEndpoints:
     """The handlers of /v1/chat/completions and /v1/completions over a tokenizer manager of this process."""
 
     def __init__(self, tokenizer_manager: Any, template_manager: Any) -> None:
+        self._tokenizer_manager = tokenizer_manager
         self._routes: dict[str, tuple[Any, Any]] = {
             "/v1/chat/completions": (
                 ChatCompletionRequest,
@@ -31,18 +34,36 @@ class OpenAIEndpoints:
         }
 
     async def post(self, url: str, body: Mapping[str, object]) -> tuple[int, dict[str, Any]]:
-        """Status and body that the online endpoint gives; errors as {"error": {message, type, param, code}}."""
+        """Status and body that the online endpoint gives; errors as {"error": {message, type, param, code}}.
+
+        Cancelling the call aborts the request: SGLang itself would go on with one that nobody waits for.
+        """
         request_class, handler = self._routes[url]
         try:
             request = request_class.model_validate(dict(body))
         except ValidationError as error:
             return 400, {"error": _validation_error(error)}
-        response = await handler.handle_request(request, None)
+        if request.rid is None:
+            request.rid = uuid.uuid4().hex
+        try:
+            response = await handler.handle_request(request, None)
+        except asyncio.CancelledError:
+            for rid in _ids_of(request):
+                self._tokenizer_manager.abort_request(rid)
+            raise
         if hasattr(response, "status_code"):
             content = json.loads(response.body)
             fault = {name: content.get(name) for name in ("message", "type", "param", "code")}
             return response.status_code, {"error": fault}
         return 200, json.loads(response.model_dump_json())
+
+
+def _ids_of(request: Any) -> list[str]:
+    """Every id that the engine may know a request by: its own, or those of its prompts' choices."""
+    given = [request.rid] if isinstance(request.rid, str) else list(request.rid)
+    prompts = getattr(request, "prompt", None)
+    num_prompts = len(prompts) if isinstance(prompts, list) else 1
+    return given + [f"{rid}_{index}" for rid in given for index in range(num_prompts * (request.n or 1))]
 
 
 def _validation_error(error: ValidationError) -> dict[str, Any]:

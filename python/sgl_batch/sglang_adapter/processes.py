@@ -8,8 +8,8 @@ put in SGLang's place, while it is started.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,13 +115,24 @@ def launch_subprocesses(server_args: Any, **functions: Callable[..., Any]) -> La
     )
 
 
-def serve_http(server_args: Any, launched: Launched) -> None:
+def serve_http(
+    server_args: Any, launched: Launched, beside: Callable[[], AbstractAsyncContextManager[None]] | None = None
+) -> None:
     """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped.
 
-    From then on a child that ends has not crashed.
+    `beside` is entered in the server's event loop when it starts, and left when it stops. From then on a child that
+    ends has not crashed.
     """
-    from sglang.srt.entrypoints.http_server import _execute_server_warmup, _setup_and_run_http_server
+    from sglang.srt.entrypoints.http_server import _execute_server_warmup, _setup_and_run_http_server, app
 
+    own = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def both(served: Any) -> AsyncIterator[Any]:
+        async with own(served) as state, beside() if beside is not None else nullcontext():
+            yield state
+
+    app.router.lifespan_context = both
     try:
         _setup_and_run_http_server(
             server_args,
@@ -133,6 +144,7 @@ def serve_http(server_args: Any, launched: Launched) -> None:
             execute_warmup_func=_execute_server_warmup,
         )
     finally:
+        app.router.lifespan_context = own
         launched.watchdog.stop()
 
 

@@ -15,6 +15,7 @@ def stats_of(
         "counters": counters,
         "part_s": part_s or {"experts": 1.0, "waiting": 0.0},
         "tokens_per_expert": [10 * rank, 10 * rank + 1],
+        "sequences": {"RUNNING": 1 + rank},
         "plan": {"page_size": 64},
         "free_pages": 5,
         "total_pages": 8,
@@ -32,6 +33,11 @@ def test_a_lone_rank_s_statistics_stay_as_they_are():
 def test_counters_are_added_up():
     merged = merged_stats([stats_of(0, output_tokens=3, prefill_groups=1), stats_of(1, output_tokens=4)])
     assert merged["counters"] == {"output_tokens": 7, "prefill_groups": 1}
+
+
+def test_sequences_of_all_ranks_are_counted_by_state():
+    merged = merged_stats([stats_of(0), stats_of(1)])
+    assert engine_stats(merged).sequences == {"RUNNING": 3}
 
 
 def test_steps_that_all_take_together_count_once():

@@ -1,0 +1,122 @@
+"""Decides who may ask for what: users, whoever controls the engine, and web pages of other origins.
+
+A path that is not known to be a user's is the administrator's: SGLang's control and weight-update endpoints, and those
+that a later SGLang may add.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sgl_batch.api.errors import error_response
+from sgl_batch.api.front_options import is_loopback
+
+# Read by probes and scrapers, which have no key; they tell nothing of requests. `/` is the page without any data.
+_OPEN = frozenset({"/", "/health", "/health_generate", "/metrics", "/ping"})
+_USER = frozenset(
+    {
+        *("/generate", "/encode", "/classify", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+        *("/get_load", "/tokenize", "/detokenize", "/parse_function_call", "/separate_reasoning"),
+        *("/invocations", "/vertex_generate"),
+        *("/api/chat", "/api/generate", "/api/tags", "/api/show"),
+    }
+)
+_USER_ROOTS = ("/v1/",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a request is not let in."""
+
+    status_code: int
+    message: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessRules:
+    """The keys there are. Without any, who reaches the server may use all of it."""
+
+    api_key: str | None
+    admin_api_key: str | None
+    host: str
+
+    def refusal(self, path: str, headers: Mapping[str, str]) -> Refusal | None:
+        """Why this request is not let in; None if it is."""
+        foreign = self._refusal_of_pages(headers)
+        if foreign is not None or path in _OPEN:
+            return foreign
+        key = _bearer(headers.get("authorization"))
+        if _same(key, self.admin_api_key):
+            return None
+        if is_for_admin(path):
+            return self._refusal_of_control(key)
+        if self.api_key is None or _same(key, self.api_key):
+            return None
+        return _bad_key(key, "--api-key")
+
+    def _refusal_of_control(self, key: str | None) -> Refusal | None:
+        if self.admin_api_key is not None:
+            return _bad_key(key, "--admin-api-key")
+        if self.api_key is None:
+            return None
+        message = "this endpoint controls the engine: start the server with --admin-api-key, and give that key here"
+        return Refusal(status_code=403, message=message, code="admin_key_required")
+
+    def _refusal_of_pages(self, headers: Mapping[str, str]) -> Refusal | None:
+        """A web page of another origin must not use what its reader's browser happens to reach."""
+        origin, host = headers.get("origin"), headers.get("host", "")
+        if origin is not None and urlsplit(origin).netloc != host:
+            message = f"requests of web pages of another origin are not answered (origin: {origin})"
+            return Refusal(status_code=403, message=message, code="foreign_origin")
+        # A page can give its own name this machine's address, and then has its own origin.
+        name = urlsplit(f"//{host}").hostname or ""
+        if self.api_key is None and is_loopback(self.host) and host and not is_loopback(name):
+            message = f"without an API key this server answers to loopback's names alone, not to {name!r}"
+            return Refusal(status_code=403, message=message, code="foreign_host")
+        return None
+
+
+def is_for_admin(path: str) -> bool:
+    """Whether an endpoint controls the engine. One whose name is written in roundabout ways is taken for such."""
+    if {".", ".."} & set(path.split("/")):
+        return True
+    return not (path in _OPEN or path in _USER or path.startswith(_USER_ROOTS))
+
+
+def _bearer(header: str | None) -> str | None:
+    scheme, _, key = (header or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" and key else None
+
+
+def _same(key: str | None, wanted: str | None) -> bool:
+    return key is not None and wanted is not None and secrets.compare_digest(key.encode(), wanted.encode())
+
+
+def _bad_key(key: str | None, flag: str) -> Refusal:
+    message = "no API key was given" if key is None else "this API key is not right here"
+    message += f": send the server's {flag} as `Authorization: Bearer KEY`"
+    return Refusal(status_code=401, message=message, code="invalid_api_key")
+
+
+class AccessMiddleware:
+    """Answers requests that are not let in; lets the others through as they are."""
+
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+        self._app, self._rules = app, rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            refusal = self._rules.refusal(scope["path"], Headers(scope=scope))
+            if refusal is not None:
+                headers = {"WWW-Authenticate": "Bearer"} if refusal.status_code == 401 else None
+                answer = error_response(refusal.status_code, refusal.message, code=refusal.code, headers=headers)
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

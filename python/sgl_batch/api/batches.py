@@ -1,0 +1,60 @@
+"""/v1/batches in HTTP. What a job is and what may be done with it, is decided by the service."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import JSONResponse
+
+from sgl_batch.errors import RequestError
+from sgl_batch.jobs.batch_service.service import BatchService
+
+MAX_BODY_BYTES = 1 << 20
+
+
+def batches_router(service: BatchService) -> APIRouter:
+    """The routes of /v1/batches."""
+    router = APIRouter(prefix="/v1/batches")
+
+    @router.post("")
+    async def create(request: Request, idempotency_key: Annotated[str | None, Header()] = None) -> JSONResponse:
+        body = await read_object(request)
+        batch = await service.create_batch(body, idempotency_key=idempotency_key)
+        return JSONResponse(batch.to_openai())
+
+    @router.get("")
+    async def listing(
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: str | None = None,
+    ) -> JSONResponse:
+        return JSONResponse((await service.list_batches(limit=limit, after=after)).to_openai())
+
+    @router.get("/{batch_id}")
+    async def one(batch_id: str) -> JSONResponse:
+        return JSONResponse((await service.get_batch(batch_id)).to_openai())
+
+    @router.post("/{batch_id}/cancel")
+    async def cancel(batch_id: str) -> JSONResponse:
+        return JSONResponse((await service.cancel_batch(batch_id)).to_openai())
+
+    return router
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """A request's body, which must be a JSON object of a moderate size. Raises RequestError."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            message = f"the request body has more than {MAX_BODY_BYTES:,} bytes"
+            raise RequestError(code="request_too_large", message=message, status_code=413)
+    try:
+        body = json.loads(bytes(data))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise RequestError(code="invalid_json", message=f"the request body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        message = f"the request body is a {type(body).__name__}; it must be a JSON object"
+        raise RequestError(code="invalid_json", message=message)
+    return body

@@ -1,0 +1,52 @@
+"""Owns what the progress page and the metrics show of the engine: its last statistics and some minutes of history."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from sgl_batch.core.answers import EngineStats
+
+_NUM_SAMPLES = 300
+_STATES = ("RUNNING", "READY", "SUSPENDED", "QUEUED", "PREFILLING")
+
+
+class EngineView:
+    """Statistics of the engine, once a second. A restarted engine counts from nothing."""
+
+    def __init__(self) -> None:
+        self.stats: EngineStats | None = None
+        self._samples: deque[dict[str, Any]] = deque(maxlen=_NUM_SAMPLES)
+
+    def begin(self) -> None:
+        """Another engine's statistics follow."""
+        self.stats = None
+
+    def add(self, stats: EngineStats, time_s: float) -> None:
+        """Take in a reading of the engine. `time_s` is Unix time."""
+        since = stats.since(self.stats) if self.stats is not None else stats
+        calls, rows = since.counters.get("expert_calls", 0), since.counters.get("expert_rows", 0)
+        self.stats = stats
+        self._samples.append(
+            {
+                "time": round(time_s, 1),
+                **{name.lower(): stats.sequences.get(name, 0) for name in _STATES},
+                "tokens_per_expert_call": round(rows / calls, 1) if calls else None,
+                "output_tokens": stats.counters.get("output_tokens", 0),
+            }
+        )
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether the engine had any sequence when it last spoke."""
+        return self.stats is not None and any(self.stats.sequences.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """As the progress page gets it: `samples` are the last minutes, oldest first; `part_s` since the start."""
+        stats = self.stats
+        return {
+            "samples": list(self._samples),
+            "part_s": {} if stats is None else {name: round(value, 3) for name, value in stats.part_s.items()},
+            "counters": {} if stats is None else dict(stats.counters),
+            "peak_memory_bytes": 0 if stats is None else stats.peak_memory_bytes,
+        }

@@ -1,0 +1,141 @@
+"""Owns the server's life: the socket, the jobs, the engine's process and the HTTP server, their start and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from sgl_batch.api.app import make_app
+from sgl_batch.api.auth import AccessRules
+from sgl_batch.api.front_options import FrontOptions
+from sgl_batch.api.host_process import ENGINE_PROGRAM
+from sgl_batch.api.pass_through import PassThrough
+from sgl_batch.api.supervisor import EngineSupervisor
+from sgl_batch.errors import ConfigError
+from sgl_batch.jobs.batch_service.service import BatchService
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+
+
+def serve(options: FrontOptions) -> int:
+    """Serve until stopped; returns the exit code. Raises ConfigError for what cannot be served."""
+    logging.basicConfig(level=options.log_level.upper(), format="[%(asctime)s] %(message)s", force=True)
+    # Uvicorn passes the signal that ended it on to whoever listened before: by then all is done.
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, lambda *_: None)
+    with _listen(options.host, options.port) as listener:
+        return uvloop.run(_serve(options, listener))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"the server cannot listen on --host {host} --port {port}: {error}") from error
+
+
+async def _serve(options: FrontOptions, listener: socket.socket) -> int:
+    async with AsyncExitStack() as ending:
+        directory = ending.enter_context(
+            tempfile.TemporaryDirectory(prefix="sgl-batch-server-", ignore_cleanup_errors=True)
+        )
+        supervisor = EngineSupervisor(
+            (*ENGINE_PROGRAM, *options.engine_argv),
+            Path(directory),
+            stall_s=options.stall_s,
+            restart_stalled=options.restart_stalled,
+        )
+        service = BatchService(options.service, supervisor)
+        engine = PassThrough(lambda: supervisor.http, lambda: supervisor.state)
+        ending.push_async_callback(engine.close)
+        rules = AccessRules(api_key=options.api_key, admin_api_key=options.admin_api_key, host=options.host)
+        stopping = _Stopping(service)
+        server = _Server(_uvicorn_config(options, make_app(service, supervisor, engine, rules)), stopping.begin)
+        with server.capture_signals():
+            await service.start()
+            ending.push_async_callback(supervisor.stop)
+            supervising = supervisor.start()
+            ending.push_async_callback(stopping.done)
+            stopping.started()
+            return await _until_stopped(server, supervisor, supervising, listener)
+
+
+async def _until_stopped(
+    server: _Server, supervisor: EngineSupervisor, supervising: asyncio.Task[None], listener: socket.socket
+) -> int:
+    """Serve until asked to stop, also without an engine; but not without one that could ever start."""
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    await asyncio.wait({serving, supervising}, return_when=asyncio.FIRST_COMPLETED)
+    fault = supervising.exception() if supervising.done() else None
+    if fault is not None or supervisor.is_refused:
+        server.should_exit = True
+    await serving
+    if fault is not None:
+        raise fault
+    return 1 if supervisor.is_refused else 0
+
+
+def _uvicorn_config(options: FrontOptions, app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level=options.log_level,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_keyfile_password=options.ssl_keyfile_password,
+        ssl_ca_certs=options.ssl_ca_certs,
+    )
+
+
+class _Stopping:
+    """Jobs stop as soon as the server is asked to; requests that are being answered are answered to their end."""
+
+    def __init__(self, service: BatchService) -> None:
+        self._service = service
+        self._is_started = False
+        self._task: asyncio.Task[None] | None = None
+
+    def started(self) -> None:
+        """The service has something to stop."""
+        self._is_started = True
+
+    def begin(self) -> None:
+        """Give up the lines in flight. Idempotent."""
+        if self._is_started and self._task is None:
+            self._task = asyncio.create_task(self._service.stop())
+
+    async def done(self) -> None:
+        """All that is finished is committed."""
+        self.begin()
+        assert self._task is not None, "it has begun"
+        await self._task
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's server, which tells when it is asked to stop."""
+
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_stop = on_stop
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop; called by a signal, in the middle of anything."""
+        super().handle_exit(sig, frame)
+        self._loop.call_soon_threadsafe(self._on_stop)

@@ -1,0 +1,197 @@
+"""Owns the server's own command line; all other flags are the engine's, and judged there.
+
+It imports nothing slow, so that mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sgl_batch.byte_sizes import HOW_TO_WRITE, parse_bytes
+from sgl_batch.errors import ConfigError
+from sgl_batch.jobs.batch_service.settings import (
+    DEFAULT_MAX_FILE_BYTES,
+    DEFAULT_MAX_IN_FLIGHT,
+    DEFAULT_MAX_JOB_LINES,
+    ServiceSettings,
+)
+
+DEFAULT_JOBS_DIR = "sgl_batch_jobs"
+DEFAULT_STALL_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontOptions:
+    """What the server was asked for. `engine_argv` is what the engine's own parser still has to judge.
+
+    `stall_s`: after how long without any count in the engine, while it has work, it counts as hung (0: never).
+    """
+
+    host: str
+    port: int
+    api_key: str | None
+    admin_api_key: str | None
+    ssl_certfile: str | None
+    ssl_keyfile: str | None
+    ssl_keyfile_password: str | None
+    ssl_ca_certs: str | None
+    log_level: str
+    stall_s: float
+    restart_stalled: bool
+    service: ServiceSettings
+    engine_argv: tuple[str, ...]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see --help)")
+
+
+def add_own_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that SGLang does not have."""
+    group = parser.add_argument_group("sgl_batch: server", "the Files and Batch API, and the engine's process")
+    group.add_argument(
+        "--jobs-dir",
+        default=DEFAULT_JOBS_DIR,
+        metavar="DIR",
+        help="directory of files and jobs, which go on where they were after a restart (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-in-flight",
+        type=int,
+        default=DEFAULT_MAX_IN_FLIGHT,
+        metavar="N",
+        help="request lines of all jobs that are handed to the engine ahead (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-file-bytes",
+        default=DEFAULT_MAX_FILE_BYTES,
+        metavar="BYTES",
+        help=f"a larger uploaded file is refused; {HOW_TO_WRITE} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-job-lines",
+        type=int,
+        default=DEFAULT_MAX_JOB_LINES,
+        metavar="N",
+        help="a job with more request lines is refused (default: %(default)s)",
+    )
+    group.add_argument(
+        "--allow-unauthenticated",
+        action="store_true",
+        help="listen on another address than loopback without --api-key",
+    )
+    group.add_argument(
+        "--engine-stall-s",
+        type=float,
+        default=DEFAULT_STALL_S,
+        metavar="SECONDS",
+        help="an engine that has work and counts nothing for so long is unhealthy (0: never; default: %(default)s)",
+    )
+    group.add_argument(
+        "--restart-stalled-engine", action="store_true", help="end such an engine and start another; jobs go on"
+    )
+
+
+def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that SGLang has too, and that are this server's."""
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    for flag in ("--api-key", "--admin-api-key", "--ssl-certfile", "--ssl-keyfile"):
+        parser.add_argument(flag)
+    for flag in ("--ssl-keyfile-password", "--ssl-ca-certs"):
+        parser.add_argument(flag)
+
+
+def parse_front_options(argv: Sequence[str]) -> FrontOptions:
+    """Read the command line. Raises ConfigError for bad values."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_own_flags(parser)
+    _add_shared_flags(parser)
+    parser.set_defaults(**_config_file_values(argv, parser))
+    args, rest = parser.parse_known_args(list(argv))
+    _check(args)
+    service = ServiceSettings(
+        jobs_dir=Path(args.jobs_dir),
+        max_file_bytes=_bytes("--max-file-bytes", args.max_file_bytes),
+        max_job_lines=args.max_job_lines,
+        max_in_flight=args.max_in_flight,
+    )
+    return FrontOptions(
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        admin_api_key=args.admin_api_key,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_keyfile_password=args.ssl_keyfile_password,
+        ssl_ca_certs=args.ssl_ca_certs,
+        log_level=_log_level(rest),
+        stall_s=args.engine_stall_s,
+        restart_stalled=args.restart_stalled_engine,
+        service=service,
+        engine_argv=tuple(rest),
+    )
+
+
+def _config_file_values(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """What SGLang's --config FILE says of the flags that are SGLang's and this server's."""
+    first = _Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    path = first.parse_known_args(list(argv))[0].config
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    own = {action.dest for action in parser._actions}
+    named = {str(key).replace("-", "_"): value for key, value in (values or {}).items()}
+    return {key: value for key, value in named.items() if key in own}
+
+
+def _log_level(rest: Sequence[str]) -> str:
+    """SGLang's flag, which is the engine's too."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--log-level", default="info")
+    return str(parser.parse_known_args(list(rest))[0].log_level)
+
+
+def _bytes(flag: str, value: int | str) -> int:
+    size = parse_bytes(flag, value) if isinstance(value, str) else value
+    if size < 1:
+        raise ConfigError(f"{flag} is {value}; it must be at least 1")
+    return size
+
+
+def _check(args: argparse.Namespace) -> None:
+    for flag in ("max_in_flight", "max_job_lines"):
+        if getattr(args, flag) < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}; it must be at least 1")
+    if not 0 <= args.port < 65536:
+        raise ConfigError(f"--port is {args.port}; it must be at least 0 and at most 65535")
+    if args.engine_stall_s < 0:
+        raise ConfigError(f"--engine-stall-s is {args.engine_stall_s}; it must be at least 0")
+    for flag in ("api_key", "admin_api_key"):
+        if getattr(args, flag) == "":
+            raise ConfigError(f"--{flag.replace('_', '-')} is empty; leave it out, or give a key")
+    if args.api_key is None and not is_loopback(args.host) and not args.allow_unauthenticated:
+        raise ConfigError(
+            f"--host is {args.host}, where others reach this server, and there is no --api-key: give one, or "
+            "--allow-unauthenticated if whoever reaches it may use it"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

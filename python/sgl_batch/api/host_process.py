@@ -1,0 +1,167 @@
+"""Owns one life of the engine's process: its start, the conversation with it, its end.
+
+Whether another follows is decided by the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_batch.distributed.line_channel import LineClient
+from sgl_batch.distributed.line_frames import Failed, FrameError, Frames, FromHost, Ready
+from sgl_batch.errors import EngineError
+from sgl_batch.managers.front_link import FrontLink
+
+logger = logging.getLogger(__name__)
+
+ENGINE_PROGRAM = (sys.executable, "-m", "sgl_batch.launch_engine")
+# How long a process may take to end once it has closed its connection.
+_LAST_BREATH_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHttp:
+    """Where SGLang's endpoints of one engine are, and the key that opens them."""
+
+    base_url: str
+    api_key: str
+
+
+class HostProcess:
+    """One process with one engine: `command`, with where its HTTP endpoints are to be.
+
+    Its temporary files lie in a directory of its own in `directory`.
+
+    `client` stands for the engine once it is ready.
+    """
+
+    def __init__(self, command: Sequence[str], directory: Path, number: int) -> None:
+        self._command = command
+        self._front_directory = directory
+        self._directory = directory / f"engine-{number}"
+        self._socket = str(self._directory / "lines.sock")
+        self._port = free_port()
+        self._process: asyncio.subprocess.Process | None = None
+        self._frames: asyncio.Future[Frames[FromHost]] = asyncio.get_running_loop().create_future()
+        self.http = EngineHttp(base_url=f"http://127.0.0.1:{self._port}", api_key=secrets.token_urlsafe(32))
+        self.client: LineClient | None = None
+
+    async def live(self, on_ready: Callable[[], None]) -> Failed:
+        """Start the process, call `on_ready` when it answers, and return why it ended; nothing of it is left then."""
+        self._directory.mkdir(mode=0o700)
+        server = await asyncio.start_unix_server(self._connected, self._socket)
+        try:
+            await self._start()
+            words = await self._converse(on_ready)
+            words = await self._reap(words)
+        finally:
+            self.kill()
+            server.close()
+            if self._frames.done():
+                self._frames.result().close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        if self.client is not None:
+            self.client.fail(EngineError(words.message, code=words.code))
+        return words
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._frames.done():
+            writer.close()
+        else:
+            self._frames.set_result(Frames(reader, writer, FromHost))
+
+    async def _start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(*self._command, "--host", "127.0.0.1", "--port", str(self._port)),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(self._directory)},
+        )
+        link = FrontLink(
+            socket=self._socket,
+            directory=str(self._front_directory),
+            api_key=self.http.api_key,
+            front_pid=os.getpid(),
+        )
+        assert self._process.stdin is not None, "standard input is a pipe"
+        # It stays open: its end is how the other side learns of ours.
+        self._process.stdin.write(link.encode())
+
+    async def _converse(self, on_ready: Callable[[], None]) -> Failed | None:
+        """Hear the process until it ends. Returns its last words, if any."""
+        assert self._process is not None, "the process has started"
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            waits: set[asyncio.Future[Any]] = {ended, self._frames}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not self._frames.done():
+                return None
+            frames = self._frames.result()
+            try:
+                first = await frames.read()
+                if not isinstance(first, Ready):
+                    return first if isinstance(first, Failed) else None
+                self.client = LineClient(frames, first.served_model_names)
+                on_ready()
+                return await self.client.read_answers()
+            except FrameError as error:
+                logger.exception("the engine's process does not speak our language")
+                return Failed(message=str(error), code=None)
+        finally:
+            ended.cancel()
+
+    async def _reap(self, words: Failed | None) -> Failed:
+        """Wait for the end of a process that has closed its connection."""
+        assert self._process is not None, "the process has started"
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _LAST_BREATH_S)
+        if words is not None:
+            return words
+        return Failed(message=self._how_it_ended(), code=None)
+
+    def _how_it_ended(self) -> str:
+        when = "before it was ready" if self.client is None else "while it served"
+        code = self._process.returncode if self._process is not None else None
+        if code is None:
+            return f"the engine's process closed its connection {when} and did not end"
+        if code < 0:
+            return f"the engine's process was ended by {signal.Signals(-code).name} {when}"
+        return f"the engine's process ended with exit code {code} {when}; its own messages are in the log"
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask the process to end in order, and end it where it has not done so in time."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            logger.warning("the engine's process did not end within %g s and is killed", grace_s)
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and all that it started, which are one session."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

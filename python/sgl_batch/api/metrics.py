@@ -1,0 +1,103 @@
+"""Owns /metrics: ours, in SGLang's manner of naming, and the engine's own after them where it keeps any.
+
+No metric has a label of a job: their number is not bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sgl_batch.api.pass_through import PassThrough
+from sgl_batch.api.supervisor import EngineSupervisor
+from sgl_batch.core.answers import EngineStats
+from sgl_batch.jobs.batch_service.objects import ServiceSnapshot
+
+_PREFIX = "sgl_batch:"
+_ENGINE_WITHIN_S = 2.0
+# The service's counters, by their names there.
+_COUNTERS = {
+    "lines_completed": ("lines_completed", "Request lines of jobs that have their output"),
+    "lines_failed": ("lines_failed", "Request lines of jobs that have their error"),
+    "lines_rerun": ("lines_rerun", "Request lines that were run again, because the engine had died"),
+    "tokens_in": ("prompt_tokens", "Prompt tokens of finished request lines"),
+    "tokens_out": ("generation_tokens", "Generated tokens of finished request lines"),
+    "commits": ("commits", "Group commits of finished lines"),
+    "commit_s": ("commit_seconds", "Time in group commits"),
+    "committed_bytes": ("committed_bytes", "Bytes of finished lines that were committed"),
+    "engine_deaths": ("engine_deaths", "Engines that died while lines were in flight"),
+    "storage_failures": ("storage_failures", "Writes to the jobs directory that failed"),
+    "jobs_created": ("jobs_created", "Jobs that were created"),
+    "jobs_ended": ("jobs_ended", "Jobs that have ended"),
+}
+
+
+class _Ours(Collector):
+    def __init__(self, snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSupervisor) -> None:
+        self._snapshot, self._supervisor = snapshot, supervisor
+
+    def collect(self) -> Iterable[Metric]:
+        yield from _service_metrics(self._snapshot())
+        state = self._supervisor.state
+        yield _gauge("engine_ready", "Whether the engine answers", int(state.phase == "ready"))
+        yield _gauge("engine_stalled", "Whether the engine has work and counts nothing", int(state.phase == "stalled"))
+        yield _counter("engine_restarts", "Starts of the engine after its first", state.restarts)
+        stats = self._supervisor.view.stats
+        if stats is not None:
+            yield from _engine_metrics(stats)
+
+
+def _service_metrics(snapshot: ServiceSnapshot) -> Iterable[Metric]:
+    jobs = GaugeMetricFamily(_PREFIX + "num_jobs", "Jobs by status", labels=["status"])
+    for status, number in snapshot.jobs_by_status.items():
+        jobs.add_metric([status], number)
+    yield jobs
+    yield _gauge("num_lines_in_flight", "Request lines of jobs that the engine has", snapshot.in_flight)
+    yield _gauge("in_flight_bytes", "Bytes of the request lines that the engine has", snapshot.in_flight_bytes)
+    yield _gauge("storage_ok", "Whether the jobs directory can be written", int(snapshot.storage.ok))
+    for name, (ours, text) in _COUNTERS.items():
+        yield _counter(ours, text, snapshot.counters.get(name, 0))
+
+
+def _engine_metrics(stats: EngineStats) -> Iterable[Metric]:
+    sequences = GaugeMetricFamily(_PREFIX + "num_sequences", "Sequences of the engine by state", labels=["state"])
+    for state, number in stats.sequences.items():
+        sequences.add_metric([state.lower()], number)
+    yield sequences
+    parts = CounterMetricFamily(_PREFIX + "part_seconds", "Where the engine's time went", labels=["part"])
+    for part, seconds in stats.part_s.items():
+        parts.add_metric([part], seconds)
+    yield parts
+    for name in ("expert_calls", "expert_rows", "prompt_tokens", "output_tokens"):
+        yield _counter(f"engine_{name}", f"The engine's counter {name}, since it started", stats.counters.get(name, 0))
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(_PREFIX + name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(_PREFIX + name, text, value=value)
+
+
+def metrics_router(
+    snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSupervisor, engine: PassThrough
+) -> APIRouter:
+    """The route of /metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Ours(snapshot, supervisor))
+    router = APIRouter()
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        own = generate_latest(registry)
+        engines = await engine.fetch("/metrics", _ENGINE_WITHIN_S)
+        return Response(own + (engines or b""), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    return router

@@ -1,0 +1,196 @@
+"""Owns that there is an engine: starts its process, starts it again when it has died, and says how it is.
+
+It knows no jobs and no HTTP. When to give up is decided by the restart policy, what hangs by the progress watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_batch.api.engine_view import EngineView
+from sgl_batch.api.host_process import EngineHttp, HostProcess
+from sgl_batch.api.progress_watch import ProgressWatch
+from sgl_batch.api.restart_policy import LifeEnd, RestartPolicy
+from sgl_batch.distributed.line_channel import LineClient
+from sgl_batch.errors import EngineError
+from sgl_batch.managers.front_link import BAD_USAGE
+
+logger = logging.getLogger(__name__)
+
+_STATS_EVERY_S = 1.0
+_STOP_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """How the engine is: starting, ready, stalled, restarting, failed (for good) or stopped. Since when: Unix time."""
+
+    phase: str
+    message: str | None
+    since: float
+    restarts: int
+
+
+class EngineSupervisor:
+    """Keeps an engine alive; an `EngineSource` for jobs.
+
+    `is_refused`: the engine's own parser does not take the command line, and no start can help.
+    """
+
+    def __init__(self, command: Sequence[str], directory: Path, *, stall_s: float, restart_stalled: bool) -> None:
+        self._command, self._directory = command, directory
+        self._stall_s, self._restart_stalled = stall_s, restart_stalled
+        self._host: HostProcess | None = None
+        self._ready: LineClient | None = None
+        self._changed = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._state = EngineState(phase="starting", message=None, since=time.time(), restarts=0)
+        self.view = EngineView()
+        self.is_refused = False
+
+    # What jobs ask.
+
+    def current(self) -> LineClient | None:
+        """The engine that is ready now."""
+        return self._ready
+
+    async def available(self, other_than: object | None = None) -> LineClient:
+        """Wait for a ready engine that is not `other_than`."""
+        async with self._changed:
+            while self._ready is None or self._ready is other_than:
+                await self._changed.wait()
+            return self._ready
+
+    # What HTTP asks.
+
+    @property
+    def state(self) -> EngineState:
+        """How the engine is."""
+        return self._state
+
+    @property
+    def http(self) -> EngineHttp | None:
+        """Where the ready engine's endpoints are."""
+        return self._host.http if self._ready is not None and self._host is not None else None
+
+    # What the server does.
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin to keep an engine alive; the task ends when that is given up."""
+        self._task = asyncio.create_task(self._keep_alive())
+        return self._task
+
+    async def stop(self) -> None:
+        """End the engine, in order if it can."""
+        self._set_phase("stopped", None)
+        if self._host is not None:
+            await self._host.stop(_STOP_WITHIN_S)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _keep_alive(self) -> None:
+        policy = RestartPolicy()
+        while True:
+            words, end = await self._one_life()
+            if self._state.phase == "stopped":
+                return
+            if words.code == BAD_USAGE:
+                self._set_phase("failed", str(words))
+                self.is_refused = True
+                return
+            delay_s = policy.delay_after(end)
+            if delay_s is None:
+                logger.error("the engine is not started again: %s", words)
+                self._set_phase("failed", f"not started again: {words}")
+                return
+            logger.error("the engine is started again in %g s: %s", delay_s, words)
+            self._set_phase("restarting", str(words), restarts=self._state.restarts + 1)
+            await asyncio.sleep(delay_s)
+
+    async def _one_life(self) -> tuple[EngineError, LifeEnd]:
+        """One engine, from its start to its end."""
+        self._host = host = HostProcess(self._command, self._directory, self._state.restarts)
+        ready_at: list[float] = []
+        arrived = asyncio.Event()
+
+        def on_ready() -> None:
+            ready_at.append(time.monotonic())
+            arrived.set()
+
+        watching = asyncio.create_task(self._watch(host, arrived))
+        try:
+            words = await host.live(on_ready)
+        finally:
+            self._ready = None
+            watching.cancel()
+            await asyncio.wait({watching})
+        if not watching.cancelled():
+            watching.result()
+        client = host.client
+        return EngineError(words.message, code=words.code), LifeEnd(
+            words=words.message,
+            lived_s=time.monotonic() - ready_at[0] if ready_at else 0.0,
+            busy=client is not None and client.was_busy,
+            num_answered=client.num_answered if client is not None else 0,
+        )
+
+    async def _watch(self, host: HostProcess, arrived: asyncio.Event) -> None:
+        """Announce the engine when it is ready; then ask it for its statistics as long as it lives."""
+        await arrived.wait()
+        assert host.client is not None, "it is ready"
+        async with self._changed:
+            self._ready = client = host.client
+            self._set_phase("ready", None)
+            self._changed.notify_all()
+        logger.info("the engine is ready")
+        self.view.begin()
+        try:
+            await self._look_after(host, client)
+        except EngineError:
+            return  # whoever reads its answers says what that means
+
+    async def _look_after(self, host: HostProcess, client: LineClient) -> None:
+        watch = ProgressWatch(self._stall_s, time.monotonic)
+        # One question at a time, and none is given up: the engine's process answers them in turn, between two steps.
+        asking = asyncio.ensure_future(client.stats())
+        try:
+            while True:
+                await asyncio.wait({asking}, timeout=_STATS_EVERY_S)
+                counters = None
+                if asking.done():
+                    stats = asking.result()
+                    counters = stats.counters
+                    self.view.add(stats, time.time())
+                    await asyncio.sleep(_STATS_EVERY_S)
+                    asking = asyncio.ensure_future(client.stats())
+                # One that does not even say how it is has work of which nobody here knows.
+                has_work = client.num_in_flight > 0 or self.view.has_sequences or counters is None
+                watch.see(counters, has_work=has_work)
+                self._judge(host, watch)
+        finally:
+            asking.cancel()
+
+    def _judge(self, host: HostProcess, watch: ProgressWatch) -> None:
+        if watch.is_stalled and self._state.phase == "ready":
+            message = f"the engine has work and has counted nothing for {watch.still_s:.0f} s"
+            logger.error("%s%s", message, "; it is ended" if self._restart_stalled else "")
+            self._set_phase("stalled", message)
+            if self._restart_stalled:
+                host.kill()
+        elif not watch.is_stalled and self._state.phase == "stalled":
+            logger.info("the engine goes on")
+            self._set_phase("ready", None)
+
+    def _set_phase(self, phase: str, message: str | None, *, restarts: int | None = None) -> None:
+        self._state = EngineState(
+            phase=phase,
+            message=message,
+            since=time.time(),
+            restarts=self._state.restarts if restarts is None else restarts,
+        )

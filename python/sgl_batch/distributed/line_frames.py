@@ -1,0 +1,139 @@
+"""Owns the messages between a front and the engine's process, and how they lie in a stream of bytes.
+
+A frame is its length (4 bytes, big endian) and one MessagePack message, decoded into the types given and into nothing
+else. Bodies of requests and answers travel as JSON, which has numbers of any size. Who listens where is decided by
+others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from sgl_batch.core.answers import EngineStats
+from sgl_batch.errors import SglBatchError
+
+# One frame holds one request or answer: a line's limit is far lower, and log probabilities of a long answer fit.
+MAX_FRAME_BYTES = 1 << 30
+_LENGTH_BYTES = 4
+
+
+class FrameError(SglBatchError):
+    """What came is no message of ours; nothing that follows it in the stream can be trusted."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine answers from now on, under these names of the model."""
+
+    served_model_names: tuple[str, ...]
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine cannot start or is dead, and its process ends. `code` as EngineError has it."""
+
+    message: str
+    code: str | None
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to the request `number`."""
+
+    number: int
+    status_code: int
+    request_id: str
+    body: bytes
+
+
+class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The statistics that were asked for as `number`."""
+
+    number: int
+    stats: EngineStats
+
+
+class Respond(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer this request."""
+
+    number: int
+    url: str
+    body: bytes
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nobody waits for the answer `number` any more."""
+
+    number: int
+
+
+class Count(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Say the statistics."""
+
+    number: int
+
+
+FromHost = Ready | Failed | Answer | Counted
+FromFront = Respond | Cancel | Count
+M = TypeVar("M")
+
+
+def pack_body(body: Mapping[str, object]) -> bytes:
+    """A request's or answer's body as it travels."""
+    return json.dumps(body, separators=(",", ":")).encode("ascii")
+
+
+def unpack_body(data: bytes) -> dict[str, Any]:
+    """The body of a request or an answer."""
+    body: dict[str, Any] = json.loads(data)
+    return body
+
+
+def write_frame(message: msgspec.Struct) -> bytes:
+    """A message as it lies in the stream. Raises FrameError for one that is too long."""
+    data = msgspec.msgpack.encode(message)
+    if len(data) > MAX_FRAME_BYTES:
+        raise FrameError(f"a message has {len(data):,} bytes; at most {MAX_FRAME_BYTES:,} are sent")
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+
+
+class Frames(Generic[M]):
+    """Messages over one connection: those of type `incoming` are read, any are written."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incoming: Any) -> None:
+        self._reader, self._writer = reader, writer
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(incoming)
+
+    async def read(self) -> M | None:
+        """The next message; None when the other side has ended. Raises FrameError."""
+        try:
+            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+            if length > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame says it has {length:,} bytes; at most {MAX_FRAME_BYTES:,} are taken")
+            data = await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        try:
+            return self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise FrameError(f"a frame of {length:,} bytes holds no message of ours: {error}") from error
+
+    def write(self, message: msgspec.Struct) -> None:
+        """Put a message into the buffer; once the connection has ended, nowhere. Raises FrameError."""
+        frame = write_frame(message)
+        if not self._writer.is_closing():
+            self._writer.write(frame)
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Write a message, and wait while the other side is slow to read."""
+        self.write(message)
+        try:
+            await self._writer.drain()
+        except ConnectionError:
+            return  # whoever reads learns of the end
+
+    def close(self) -> None:
+        """End the connection."""
+        self._writer.close()

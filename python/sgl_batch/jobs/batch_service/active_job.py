@@ -1,0 +1,87 @@
+"""A job that has not ended, as the service holds it in memory; decides nothing about what is done with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+from sgl_batch.jobs.batch_service.job_feeder import FeedShare, is_urgent, weight_of
+from sgl_batch.jobs.batch_service.lifecycle import JobStatus
+from sgl_batch.jobs.batch_service.line_feed import LineFeed
+from sgl_batch.jobs.batch_service.line_states import LineStates
+from sgl_batch.jobs.job_store.job_rows import JobRow
+from sgl_batch.jobs.job_store.result_rows import Totals
+from sgl_batch.jobs.progress import ProgressTracker
+
+
+class ActiveJob:
+    """`row` is what was last written; counts and states of lines follow each commit."""
+
+    def __init__(self, row: JobRow, clock: Callable[[], float]) -> None:
+        self.row = row
+        self.totals = Totals(
+            completed=row.completed,
+            failed=row.failed,
+            input_tokens=row.input_tokens,
+            output_tokens=row.output_tokens,
+            cached_tokens=row.cached_tokens,
+            reasoning_tokens=row.reasoning_tokens,
+        )
+        self.lines = LineStates(0)
+        self._feed: LineFeed | None = None
+        self.share = FeedShare(
+            order=row.seq,
+            weight=weight_of(json.loads(row.metadata) if row.metadata else None),
+            deadline=row.expires_at,
+            is_urgent=is_urgent(row.completion_window),
+        )
+        self.tracker = ProgressTracker(0, clock)
+        self.accepts_results = True
+        self.num_in_flight = 0
+        self.over = asyncio.Event()  # nothing more is to be run: all is done, or the job was cancelled or expired
+        self._clock = clock
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        return self.row.id
+
+    @property
+    def status(self) -> JobStatus:
+        """The job's status."""
+        return JobStatus(self.row.status)
+
+    @property
+    def runs(self) -> bool:
+        """Whether its lines are being run."""
+        return self._feed is not None
+
+    @property
+    def feed(self) -> LineFeed:
+        """Where its lines come from, once it runs."""
+        assert self._feed is not None, f"job {self.id} does not run yet"
+        return self._feed
+
+    def changed(self, **changes: object) -> None:
+        """What was just written to the job's row."""
+        self.row = replace(self.row, **changes)  # type: ignore[arg-type]
+
+    def begin(self, feed: LineFeed) -> None:
+        """Its lines can be run from now on; rates and the time left count from here."""
+        self._feed = feed
+        self.tracker = ProgressTracker(self.lines.total - self.lines.num_done, self._clock)
+        self.end_if_done()
+
+    def committed(self, index: int, totals: Totals) -> None:
+        """One line's record is on the disk."""
+        self.lines.finish(index)
+        self.totals += totals
+        self.tracker.line_done(failed=totals.failed > 0, tokens_in=totals.input_tokens, tokens_out=totals.output_tokens)
+        self.end_if_done()
+
+    def end_if_done(self) -> None:
+        """The job is over when all its lines are."""
+        if self.lines.num_done == self.lines.total:
+            self.over.set()

@@ -1,0 +1,120 @@
+"""The job and file objects that the service shows, from rows and running state; decides nothing about either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_batch.jobs.batch_service.active_job import ActiveJob
+from sgl_batch.jobs.batch_service.lifecycle import ENDED, JobStatus
+from sgl_batch.jobs.batch_service.objects import BatchObject, FileObject, StorageState
+from sgl_batch.jobs.job_store.file_rows import FileRow
+from sgl_batch.jobs.job_store.job_rows import JobRow
+
+_TIMES = (
+    "created_at in_progress_at expires_at finalizing_at completed_at failed_at expired_at cancelling_at cancelled_at"
+).split()
+
+
+def file_object(row: FileRow) -> FileObject:
+    """A whole file."""
+    return FileObject(
+        id=row.id,
+        bytes=row.num_bytes,
+        created_at=row.created_at,
+        filename=row.filename,
+        purpose=row.purpose,
+        expires_at=row.expires_at,
+    )
+
+
+def running_output(job: ActiveJob, file_id: str, num_bytes: int) -> FileObject:
+    """What can be read so far of a file that a job is to write."""
+    return FileObject(
+        id=file_id,
+        bytes=num_bytes,
+        created_at=job.row.created_at,
+        filename=output_name(job.row, file_id),
+        purpose="batch_output",
+        status="uploaded",
+        status_details=f"job {job.id} is {job.status}: these are its lines before the first that is not finished",
+    )
+
+
+def output_name(job: JobRow, file_id: str) -> str:
+    """The filename of a job's output or error file."""
+    return f"{job.id}_{'output' if file_id == job.output_file_id else 'error'}.jsonl"
+
+
+def batch_object(
+    row: JobRow, active: ActiveJob | None, *, now: float, engine_ready: bool, storage: StorageState
+) -> BatchObject:
+    """A job; `active` where it has not ended."""
+    if active is not None:
+        row = active.row
+    completed = active.totals.completed if active else row.completed
+    failed = active.totals.failed if active else row.failed
+    extra: dict[str, Any] = {
+        "output_file_id": row.output_file_id,
+        "error_file_id": row.error_file_id,
+        "seed": row.seed,
+        "continue_from": row.continue_from,
+        "percent": round(100 * (completed + failed) / row.total, 2) if row.total else 0.0,
+    }
+    if active is not None and row.status not in ENDED:
+        extra |= _progress(active, now)
+        extra |= {"engine": "ready" if engine_ready else "absent", "storage": storage.to_json()}
+    return BatchObject(
+        id=row.id,
+        endpoint=row.endpoint,
+        model=row.model,
+        input_file_id=row.input_file_id,
+        completion_window=row.completion_window,
+        status=row.status,
+        errors=json.loads(row.errors) if row.errors else None,
+        output_file_id=row.output_file_id if row.has_output else None,
+        error_file_id=row.error_file_id if row.has_errors else None,
+        request_counts={"total": row.total, "completed": completed, "failed": failed},
+        usage=_usage(active or row),
+        metadata=json.loads(row.metadata) if row.metadata else None,
+        x_sgl_batch=extra,
+        **{name: getattr(row, name) for name in _TIMES},
+    )
+
+
+def _usage(source: ActiveJob | JobRow) -> Mapping[str, Any]:
+    totals = source.totals if isinstance(source, ActiveJob) else source
+    return {
+        "input_tokens": totals.input_tokens,
+        "output_tokens": totals.output_tokens,
+        "total_tokens": totals.input_tokens + totals.output_tokens,
+        "input_tokens_details": {"cached_tokens": totals.cached_tokens},
+        "output_tokens_details": {"reasoning_tokens": totals.reasoning_tokens},
+    }
+
+
+def _progress(job: ActiveJob, now: float) -> dict[str, Any]:
+    shown = job.tracker.snapshot(job.num_in_flight)
+    extra: dict[str, Any] = {"in_flight": job.num_in_flight, "contiguous_lines": job.lines.contiguous}
+    if job.status is not JobStatus.IN_PROGRESS:
+        return extra
+    extra |= {
+        "lines_per_s": round(shown.lines_per_s, 3),
+        "tokens_in_per_s": round(shown.tokens_in_per_s, 3),
+        "tokens_out_per_s": round(shown.tokens_out_per_s, 3),
+    }
+    if shown.eta_s is not None:
+        done_at, expires_at = now + shown.eta_s, job.row.expires_at
+        at_risk = done_at > expires_at
+        side = "after" if at_risk else "before"
+        text = f"at this rate the job ends {abs(expires_at - done_at):,.0f} s {side} its window"
+        if at_risk:
+            text += "; lines that are not finished then get the error batch_expired"
+        extra |= {
+            "eta_s": round(shown.eta_s, 1),
+            "expected_completion_at": int(done_at),
+            "window_at_risk": at_risk,
+            "window_text": text,
+        }
+    return extra

@@ -1,0 +1,155 @@
+"""Group commit: appends finished lines to their segments, syncs, and commits them to the database in one transaction.
+
+It does not decide what a record says, nor what is done when the disk refuses (storage_guard).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from sgl_batch.jobs.batch_service.active_job import ActiveJob
+from sgl_batch.jobs.batch_service.counters import ServiceCounters
+from sgl_batch.jobs.batch_service.finished_line import FinishedLine, Record
+from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
+from sgl_batch.jobs.failpoints import failpoint
+from sgl_batch.jobs.job_store.database import transaction
+from sgl_batch.jobs.job_store.result_rows import (
+    ResultRow,
+    Totals,
+    add_results,
+    clear_suspects,
+    finished_among,
+    segment_bytes,
+)
+from sgl_batch.jobs.job_store.segment import Segments
+from sgl_batch.jobs.job_store.store import JobStore
+
+MAX_LINES_AT_ONCE = 1024
+
+
+class Committer:
+    """Lines that are submitted while one commit runs go into the next. A line is committed once, by its row's key."""
+
+    def __init__(self, store: JobStore, guard: StorageGuard, counters: ServiceCounters) -> None:
+        self._store = store
+        self._guard = guard
+        self._counters = counters
+        self._segments = Segments()  # of the thread that writes
+        self._after_failure = False  # likewise
+        self._pending: deque[FinishedLine] = deque()
+        self._wake = asyncio.Event()
+        self._num_submitted = 0
+        self._num_committed = 0
+        self._flushes: list[tuple[int, asyncio.Future[None]]] = []
+
+    def submit(self, line: FinishedLine) -> None:
+        """Take a finished line; `run` commits it."""
+        self._pending.append(line)
+        self._num_submitted += 1
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Wait until all that was submitted so far is committed."""
+        if self._num_committed < self._num_submitted:
+            reached = asyncio.get_running_loop().create_future()
+            self._flushes.append((self._num_submitted, reached))
+            await reached
+
+    async def run(self) -> None:
+        """Commit until cancelled. Whoever cancels has flushed first, or gives up what is not committed."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._pending:
+                batch = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_LINES_AT_ONCE))]
+                await self._commit(batch)
+
+    async def close_segment(self, job: ActiveJob) -> None:
+        """Nothing more comes for this job."""
+        path = self._store.directory.segment(job.id)
+        await self._store.on_writer(lambda connection: self._segments.close(path))
+
+    async def close(self) -> None:
+        """Nothing more comes at all."""
+        await self._store.on_writer(lambda connection: self._segments.close_all())
+
+    async def _commit(self, batch: list[FinishedLine]) -> None:
+        start_s = time.perf_counter()
+        records = await self._guard.persist(lambda: self._store.on_writer(partial(self._write, batch)))
+        self._counters.commits += 1
+        self._counters.commit_s += time.perf_counter() - start_s
+        for line, record in zip(batch, records, strict=True):
+            self._count(record)
+            line.job.committed(line.index, record.totals)
+            line.on_committed()
+        self._num_committed += len(batch)
+        while self._flushes and self._flushes[0][0] <= self._num_committed:
+            _, reached = self._flushes.pop(0)
+            if not reached.done():
+                reached.set_result(None)
+
+    def _write(self, batch: Sequence[FinishedLine], connection: sqlite3.Connection) -> list[Record]:
+        """Runs in the thread that writes."""
+        records = [line.encode() for line in batch]
+        try:
+            self._write_records(connection, _by_job(batch, records))
+        except BaseException:
+            # What a failed sync left in the page cache is not trusted: everything not committed is written again.
+            self._segments.close_all()
+            self._after_failure = True
+            raise
+        self._after_failure = False
+        return records
+
+    def _write_records(
+        self, connection: sqlite3.Connection, by_job: Sequence[tuple[ActiveJob, list[tuple[int, Record]]]]
+    ) -> None:
+        added: list[tuple[int, list[ResultRow], Totals, int]] = []
+        for job, lines in by_job:
+            if self._after_failure:  # nobody knows whether the transaction that failed was committed after all
+                finished = finished_among(connection, job.row.seq, [index for index, _ in lines])
+                lines = [one for one in lines if one[0] not in finished]
+            committed_bytes = segment_bytes(connection, job.row.seq)
+            rows, totals, end = self._append(job, committed_bytes, lines)
+            added.append((job.row.seq, rows, totals, end))
+        with transaction(connection):
+            for seq, rows, totals, end in added:
+                add_results(connection, seq, rows, totals, end)
+                clear_suspects(connection, [(seq, row.line_index) for row in rows])
+            failpoint("committer.rows_written")
+        failpoint("committer.committed")
+
+    def _append(
+        self, job: ActiveJob, committed_bytes: int, lines: Sequence[tuple[int, Record]]
+    ) -> tuple[list[ResultRow], Totals, int]:
+        """The rows, the totals and the new end of one job's segment."""
+        path = self._store.directory.segment(job.id)
+        places = self._segments.write(path, committed_bytes, [record.data for _, record in lines])
+        rows = [
+            ResultRow(line_index=index, place=place, num_bytes=len(record.data), failed=record.failed)
+            for (index, record), place in zip(lines, places, strict=True)
+        ]
+        totals = sum((record.totals for _, record in lines), start=Totals())
+        return rows, totals, committed_bytes + sum(row.num_bytes for row in rows)
+
+    def _count(self, record: Record) -> None:
+        counters = self._counters
+        counters.committed_bytes += len(record.data)
+        counters.lines_completed += record.totals.completed
+        counters.lines_failed += record.totals.failed
+        counters.tokens_in += record.totals.input_tokens
+        counters.tokens_out += record.totals.output_tokens
+
+
+def _by_job(
+    batch: Sequence[FinishedLine], records: Sequence[Record]
+) -> list[tuple[ActiveJob, list[tuple[int, Record]]]]:
+    found: dict[str, tuple[ActiveJob, list[tuple[int, Record]]]] = {}
+    for line, record in zip(batch, records, strict=True):
+        found.setdefault(line.job.id, (line.job, []))[1].append((line.index, record))
+    return list(found.values())

@@ -1,0 +1,121 @@
+"""Writes a job's output and error files, whole and in input order, from its segment; decides not its status."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sgl_batch.jobs.batch_service.validation import StoppedError
+from sgl_batch.jobs.failpoints import failpoint
+from sgl_batch.jobs.job_store.database import connect
+from sgl_batch.jobs.job_store.directory import JobsDirectory
+from sgl_batch.jobs.job_store.job_rows import JobRow
+from sgl_batch.jobs.job_store.result_rows import ResultRow, result_rows
+from sgl_batch.jobs.line_reader import RawLine, read_lines
+from sgl_batch.jobs.records import record_token, unanswered_record
+from sgl_batch.jobs.scratch import storage_errors
+
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unanswered:
+    """What is said of the lines that have no answer."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSizes:
+    """Bytes of the two files; a file without lines is not made."""
+
+    output: int
+    errors: int
+
+
+class Finalizer:
+    """Writes the files of one job; it may be run again after a crash or a full disk, and gives the same."""
+
+    def __init__(
+        self, directory: JobsDirectory, job: JobRow, unanswered: Unanswered | None, stop: threading.Event
+    ) -> None:
+        self._directory = directory
+        self._job = job
+        self._unanswered = unanswered
+        self._stop = stop
+
+    def run(self, max_line_bytes: int) -> OutputSizes:
+        """Write, sync and name both files. Raises StorageError, or StoppedError once `stop` is set."""
+        output, errors = self._directory.new_partial(), self._directory.new_partial()
+        with storage_errors(f"writing the output of {self._job.id}"):
+            try:
+                self._write(output, errors, max_line_bytes)
+                failpoint("finalizer.files_synced")
+                sizes = OutputSizes(output=output.stat().st_size, errors=errors.stat().st_size)
+                if sizes.output:
+                    self._directory.publish(output, self._job.output_file_id)
+                failpoint("finalizer.output_named")
+                if sizes.errors:
+                    self._directory.publish(errors, self._job.error_file_id)
+                failpoint("finalizer.errors_named")
+                return sizes
+            finally:
+                output.unlink(missing_ok=True)
+                errors.unlink(missing_ok=True)
+
+    def _write(self, output: Path, errors: Path, max_line_bytes: int) -> None:
+        with ExitStack() as opened:
+            database = opened.enter_context(closing(connect(self._directory.database)))
+            files = [opened.enter_context(path.open("wb", buffering=_BUFFER_BYTES)) for path in (output, errors)]
+            segment = opened.enter_context(_opened_segment(self._directory.segment(self._job.id)))
+            for failed, record in self._records(database, segment, max_line_bytes):
+                if self._stop.is_set():
+                    raise StoppedError
+                files[failed].write(record)
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _records(
+        self, database: sqlite3.Connection, segment: BinaryIO, max_line_bytes: int
+    ) -> Iterator[tuple[bool, bytes]]:
+        rows = result_rows(database, self._job.seq)
+        if self._unanswered is None:
+            for position, row in enumerate(rows):
+                assert row.line_index == position, f"line {position} of {self._job.id} has no result"
+                yield row.failed, _read_record(segment, row)
+            return
+        row_or_none = next(rows, None)
+        for raw in read_lines(self._directory.file(self._job.input_file_id), max_line_bytes):
+            if row_or_none is not None and row_or_none.line_index == raw.index:
+                yield row_or_none.failed, _read_record(segment, row_or_none)
+                row_or_none = next(rows, None)
+            else:
+                yield True, self._record_without_answer(self._unanswered, raw)
+
+    def _record_without_answer(self, unanswered: Unanswered, raw: RawLine) -> bytes:
+        token = record_token(self._job.id, raw.index)
+        custom_id = json.loads(raw.data or b"{}").get("custom_id")
+        return unanswered_record(token, custom_id, unanswered.code, unanswered.message)
+
+
+def _opened_segment(path: Path) -> BinaryIO:
+    """The segment for reading; a job none of whose lines is finished has none."""
+    return (path if path.exists() else Path(os.devnull)).open("rb", buffering=_BUFFER_BYTES)
+
+
+def _read_record(segment: BinaryIO, row: ResultRow) -> bytes:
+    if segment.tell() != row.place:
+        segment.seek(row.place)
+    record = segment.read(row.num_bytes)
+    if len(record) != row.num_bytes:
+        raise OSError(f"the segment ends before the record of line {row.line_index}")
+    return record

@@ -1,0 +1,216 @@
+"""Keeps the engine supplied with lines of all jobs, and goes on with the next engine when one dies.
+
+It does not decide whose line is next (job_feeder), what suspects run together (suspect_lots), or when a job is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from sgl_batch.core.answers import LineResponse
+from sgl_batch.jobs.batch_service.active_job import ActiveJob
+from sgl_batch.jobs.batch_service.committer import Committer
+from sgl_batch.jobs.batch_service.counters import ServiceCounters
+from sgl_batch.jobs.batch_service.engine_life import EngineLife, LineInFlight
+from sgl_batch.jobs.batch_service.finished_line import FinishedLine, answered, refused
+from sgl_batch.jobs.batch_service.job_feeder import charge, join, next_share
+from sgl_batch.jobs.batch_service.line_feed import Line
+from sgl_batch.jobs.batch_service.settings import ServiceSettings
+from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
+from sgl_batch.jobs.batch_service.suspect_queue import Lot, SuspectQueue
+from sgl_batch.jobs.line_engine import EngineSource
+from sgl_batch.jobs.records import engine_crashed_response, record_token
+from sgl_batch.jobs.request_line import RefusedLine
+
+REPLACED_WAIT_S = 0.02  # an engine that went away in peace: whoever keeps it may not have told all of us yet
+BURST_LINES = 16  # of one job, before the choice is made again and the event loop has a turn
+
+
+class JobRunner:
+    """A line is in flight from when it is started until its record is committed or it is given up."""
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        engines: EngineSource,
+        committer: Committer,
+        suspects: SuspectQueue,
+        guard: StorageGuard,
+        counters: ServiceCounters,
+        clock: Callable[[], float],
+    ) -> None:
+        self.num_in_flight = 0
+        self.in_flight_bytes = 0
+        self._settings = settings
+        self._engines = engines
+        self._committer = committer
+        self._suspects = suspects
+        self._guard = guard
+        self._counters = counters
+        self._clock = clock
+        self._jobs: dict[int, ActiveJob] = {}
+        self._life: EngineLife | None = None
+        self._fills: dict[ActiveJob, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        guard.subscribe(self._wake.set)
+
+    def add(self, job: ActiveJob) -> None:
+        """Run a job's lines from now on."""
+        join(job.share, (one.share for one in self._jobs.values()))
+        self._jobs[job.row.seq] = job
+        self._wake.set()
+
+    async def withdraw(self, job: ActiveJob) -> None:
+        """Give up what the job has in flight; when this returns, all its answers are committed."""
+        job.accepts_results = False
+        self._jobs.pop(job.row.seq, None)
+        if job in self._fills:
+            self._fills[job].cancel()
+        if self._life is not None:
+            await self._life.drop(job)
+        await self._committer.flush()
+
+    async def run(self) -> None:
+        """Run until cancelled; then everything in flight is given up."""
+        life: EngineLife | None = None
+        try:
+            while True:
+                found_dead = life.engine if life is not None and life.death is not None else None
+                engine = await self._engines.available(other_than=found_dead)
+                self._life = life = EngineLife(engine, self._answered, self._dropped)
+                await self._serve(life)
+                await asyncio.sleep(REPLACED_WAIT_S if life.death is None else 0)
+        finally:
+            for job in self._jobs.values():
+                job.accepts_results = False
+            for fill in self._fills.values():
+                fill.cancel()
+            if life is not None:
+                await life.close()
+
+    async def _serve(self, life: EngineLife) -> None:
+        """Use one engine until it dies, or is replaced while it has nothing to do."""
+        lot: Lot | None = None
+        while life.death is None:
+            if self._engines.current() is not life.engine and not life.num_in_flight:
+                return
+            lot = self._suspects.first()
+            if lot is None:
+                await self._feed(life)
+            elif life.num_in_flight:
+                lot = None
+                await self._next_change()
+            else:
+                await self._run_lot(life, lot)
+        self._counters.engine_deaths += 1
+        await self._after_death(lot, await life.take_suspects())
+
+    async def _feed(self, life: EngineLife) -> None:
+        """Start some lines of the job whose turn it is, or wait until something changes."""
+        self._wake.clear()
+        self._read_ahead()
+        job = self._next_job() if self._may_start(life) else None
+        if job is None:
+            await self._wake.wait()
+            return
+        num_started = 0
+        while num_started < BURST_LINES and job.feed.num_ready and self._may_start(life):
+            self._start(life, job, job.feed.take())
+            num_started += 1
+        charge(job.share, num_started)
+        await asyncio.sleep(0)
+
+    def _may_start(self, life: EngineLife) -> bool:
+        return (
+            self.num_in_flight < self._settings.max_in_flight
+            and self.in_flight_bytes < self._settings.max_in_flight_bytes
+            and self._guard.state.ok
+            and life.death is None
+            and self._engines.current() is life.engine
+        )
+
+    def _next_job(self) -> ActiveJob | None:
+        ready = [job.share for job in self._jobs.values() if job.feed.num_ready]
+        share = next_share(ready, self._clock())
+        return None if share is None else self._jobs[share.order]
+
+    def _read_ahead(self) -> None:
+        for job in self._jobs.values():
+            if job not in self._fills and job.feed.wants_filling(len(self._jobs)):
+                fill = partial(job.feed.fill, len(self._jobs))
+                self._fills[job] = asyncio.ensure_future(self._guard.persist(fill))
+                self._fills[job].add_done_callback(partial(self._filled, job))
+
+    def _filled(self, job: ActiveJob, task: asyncio.Task[None]) -> None:
+        del self._fills[job]
+        self._wake.set()
+        if not task.cancelled():
+            task.result()
+
+    async def _next_change(self) -> None:
+        self._wake.clear()
+        await self._wake.wait()
+
+    def _start(self, life: EngineLife, job: ActiveJob, line: Line) -> None:
+        self.num_in_flight += 1
+        job.num_in_flight += 1
+        if isinstance(line, RefusedLine):
+            release = partial(self._release, job, 0)
+            self._committer.submit(
+                FinishedLine(job=job, index=line.index, encode=refused(job.id, line), on_committed=release)
+            )
+            return
+        self.in_flight_bytes += line.num_bytes
+        life.start(LineInFlight(job=job, line=line))
+
+    def _answered(self, one: LineInFlight, response: LineResponse) -> None:
+        release = partial(self._release, one.job, one.line.num_bytes)
+        encode = answered(one.job.id, one.line, response)
+        self._committer.submit(FinishedLine(job=one.job, index=one.line.index, encode=encode, on_committed=release))
+        self._wake.set()
+
+    def _dropped(self, one: LineInFlight) -> None:
+        self._release(one.job, one.line.num_bytes)
+
+    def _release(self, job: ActiveJob, num_bytes: int) -> None:
+        self.num_in_flight -= 1
+        self.in_flight_bytes -= num_bytes
+        job.num_in_flight -= 1
+        self._wake.set()
+
+    async def _run_lot(self, life: EngineLife, lot: Lot) -> None:
+        """Run suspects with nothing beside them; returns when all are committed, or the engine is dead."""
+        for one in await self._lines_of(lot):
+            self._counters.lines_rerun += 1
+            self._start(life, one.job, one.line)
+        while life.num_in_flight and life.death is None:
+            await self._next_change()
+        if life.death is None:
+            await self._committer.flush()
+            self._suspects.remove(lot)
+
+    async def _lines_of(self, lot: Lot) -> list[LineInFlight]:
+        found: list[LineInFlight] = []
+        for seq in sorted({seq for seq, _ in lot.lines} & set(self._jobs)):
+            job = self._jobs[seq]
+            indexes = [index for key, index in lot.lines if key == seq and not job.lines.is_done(index)]
+            lines = await self._guard.persist(partial(job.feed.read, indexes))
+            found += [LineInFlight(job=job, line=line) for line in lines if not isinstance(line, RefusedLine)]
+        return [one for one in found if one.job.accepts_results]
+
+    async def _after_death(self, lot: Lot | None, suspects: list[LineInFlight]) -> None:
+        if lot is not None and len(lot.lines) == 1:
+            for one in suspects:
+                self._crashed(one)
+            await self._committer.flush()
+            self._suspects.remove(lot)
+        elif lot is not None or suspects:
+            await self._suspects.split(lot, sorted((one.job.row.seq, one.line.index) for one in suspects))
+
+    def _crashed(self, one: LineInFlight) -> None:
+        self.num_in_flight += 1
+        self.in_flight_bytes += one.line.num_bytes
+        one.job.num_in_flight += 1
+        self._answered(one, engine_crashed_response(record_token(one.job.id, one.line.index)))

@@ -1,0 +1,142 @@
+"""What the service shows of files, jobs and itself, and OpenAI's JSON of it; decides nothing about their state."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileObject:
+    """A file of a user (`batch`) or of a finished job (`batch_output`). Times are Unix seconds.
+
+    `status` is `processed`, or `uploaded` for the output of a running job, of which `bytes` is what can be read so far.
+    """
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: str = "processed"
+    expires_at: int | None = None
+    status_details: str | None = None
+
+    def to_openai(self) -> dict[str, Any]:
+        """The JSON object of the API."""
+        return {"object": "file", **_as_dict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchObject:
+    """A job as it is now. Times are Unix seconds.
+
+    `errors` has {object: "list", data: [{code, line, message, param}]} or is None. `x_sgl_batch` holds, where known:
+    percent, lines_per_s, tokens_in_per_s, tokens_out_per_s, eta_s, expected_completion_at, window_at_risk (bool),
+    window_text, contiguous_lines (of the input, from its first line), output_file_id and error_file_id (readable while
+    the job runs), in_flight, seed, continue_from, engine ("ready" | "absent"), storage ({ok, message, since}).
+    """
+
+    id: str
+    endpoint: str
+    model: str | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    created_at: int
+    errors: Mapping[str, Any] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    request_counts: Mapping[str, int] = field(default_factory=dict)
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] | None = None
+    in_progress_at: int | None = None
+    expires_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    x_sgl_batch: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_openai(self) -> dict[str, Any]:
+        """The JSON object of the API."""
+        return {"object": "batch", **_as_dict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePage:
+    """One page of a listing of files."""
+
+    data: tuple[FileObject, ...]
+    has_more: bool
+
+    def to_openai(self) -> dict[str, Any]:
+        """The JSON object of the API."""
+        return _page([one.to_openai() for one in self.data], self.has_more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPage:
+    """One page of a listing of jobs, newest first."""
+
+    data: tuple[BatchObject, ...]
+    has_more: bool
+
+    def to_openai(self) -> dict[str, Any]:
+        """The JSON object of the API."""
+        return _page([one.to_openai() for one in self.data], self.has_more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileContent:
+    """A file's bytes, in chunks; `num_bytes` are exactly what the chunks come to, fixed when it was opened."""
+
+    file: FileObject
+    num_bytes: int
+    chunks: AsyncIterator[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageState:
+    """Whether the jobs directory takes writes. While it does not, no line is admitted and the service retries."""
+
+    ok: bool = True
+    message: str | None = None
+    since: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in `x_sgl_batch` and in /health."""
+        return _as_dict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSnapshot:
+    """The service at one moment, for the progress page, /health and /metrics; taken without waiting for anything.
+
+    `jobs` are those not ended. `counters` only grow, from the service's start: lines_completed, lines_failed,
+    lines_rerun, tokens_in, tokens_out, commits, commit_s, committed_bytes, engine_deaths, storage_failures,
+    jobs_created and jobs_ended. `finished_s_ago` is how long no line was finished (None: no job runs). `fault` is a
+    fault of the program itself that has stopped a part of the service: it is not healthy.
+    """
+
+    jobs: tuple[BatchObject, ...]
+    jobs_by_status: Mapping[str, int]
+    in_flight: int
+    in_flight_bytes: int
+    engine_ready: bool
+    storage: StorageState
+    finished_s_ago: float | None
+    fault: str | None
+    counters: Mapping[str, float]
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return {one.name: getattr(value, one.name) for one in fields(value)}
+
+
+def _page(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": has_more}

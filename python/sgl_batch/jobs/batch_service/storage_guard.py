@@ -1,0 +1,74 @@
+"""Whether the jobs directory takes writes, and retries of what must be written; decides not what that is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from sgl_batch.jobs.batch_service.objects import StorageState
+from sgl_batch.jobs.scratch import StorageError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FIRST_RETRY_S = 0.5
+LONGEST_RETRY_S = 10.0
+
+
+class StorageGuard:
+    """Work that must not be lost is tried again, ever slower, until the disk takes it; meanwhile `state` says so."""
+
+    def __init__(self, clock: Callable[[], float], first_retry_s: float = FIRST_RETRY_S) -> None:
+        self.num_failures = 0
+        self._clock = clock
+        self._first_retry_s = first_retry_s
+        self._failing: dict[object, StorageState] = {}
+        self._on_change: list[Callable[[], None]] = []
+
+    @property
+    def state(self) -> StorageState:
+        """The oldest failure that still lasts, or that all is well."""
+        return next(iter(self._failing.values()), StorageState())
+
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` whenever `state` has changed."""
+        self._on_change.append(on_change)
+
+    async def persist(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, however often the disk refuses it first. `work` may be run again from its start."""
+        attempt, retry_s = object(), self._first_retry_s
+        try:
+            while True:
+                try:
+                    return await work()
+                except StorageError as error:
+                    self._failed(attempt, error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+        finally:
+            self._ended(attempt)
+
+    def _failed(self, attempt: object, error: StorageError) -> None:
+        self.num_failures += 1
+        since = self._failing[attempt].since if attempt in self._failing else int(self._clock())
+        if attempt not in self._failing:
+            logger.error("the jobs directory does not take writes; what is committed is kept: %s", error)
+        self._failing[attempt] = StorageState(
+            ok=False,
+            message=f"{error}. No line is admitted until there is room or the disk works again; what is committed is "
+            "kept, and writing is tried again",
+            since=since,
+        )
+        self._tell()
+
+    def _ended(self, attempt: object) -> None:
+        if self._failing.pop(attempt, None) is not None and not self._failing:
+            logger.warning("the jobs directory takes writes again")
+            self._tell()
+
+    def _tell(self) -> None:
+        for on_change in self._on_change:
+            on_change()

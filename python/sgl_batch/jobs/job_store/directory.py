@@ -1,0 +1,94 @@
+"""The jobs directory: who holds it and where what lies in it; decides nothing about what is kept or removed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from pathlib import Path
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.jobs.job_store.ids import is_batch_id, is_file_id
+from sgl_batch.jobs.scratch import storage_errors
+
+_FOLDERS = ("files", "segments", "partial", "scratch")
+
+
+class JobsDirectory:
+    """`files/<id>`, `segments/<job id>`, `jobs.sqlite`; `partial/` and `scratch/` are worth nothing after a crash."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def acquire(self) -> None:
+        """Make the directory if need be and hold it. Raises ConfigError where another process holds it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in _FOLDERS:
+                (self.path / folder).mkdir(exist_ok=True, mode=0o700)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"the jobs directory {self.path} cannot be used: {error}; name another with --jobs-dir"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise ConfigError(
+                f"the jobs directory {self.path} is held by another server; end that one, or give each its own "
+                "--jobs-dir"
+            ) from error
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let another process hold the directory. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def database(self) -> Path:
+        """The SQLite file."""
+        return self.path / "jobs.sqlite"
+
+    def file(self, file_id: str) -> Path:
+        """Where a whole file lies."""
+        assert is_file_id(file_id), f"{file_id!r} is no id of a file"
+        return self.path / "files" / file_id
+
+    def segment(self, job_id: str) -> Path:
+        """Where the records of a running job lie, in the order in which they were committed."""
+        assert is_batch_id(job_id), f"{job_id!r} is no id of a job"
+        return self.path / "segments" / job_id
+
+    def new_partial(self) -> Path:
+        """A path for a file that is not whole yet."""
+        return self.path / "partial" / secrets.token_hex(12)
+
+    def new_scratch(self) -> Path:
+        """A path for a temporary database."""
+        return self.path / "scratch" / secrets.token_hex(12)
+
+    def clear_leftovers(self) -> None:
+        """Remove what an earlier process left unfinished."""
+        with storage_errors(f"clearing {self.path}"):
+            for folder in ("partial", "scratch"):
+                for path in (self.path / folder).iterdir():
+                    path.unlink()
+
+    def publish(self, partial: Path, file_id: str) -> None:
+        """Give a synced file its name, durably; one of that name from before a crash is replaced."""
+        target = self.file(file_id)
+        os.replace(partial, target)
+        sync_directory(target.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

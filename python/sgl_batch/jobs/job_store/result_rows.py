@@ -1,0 +1,140 @@
+"""Rows of finished lines and of suspects, in SQL; decides nothing about what a line's record says."""
+
+from __future__ import annotations
+
+import sqlite3
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+LineKey = tuple[int, int]
+"""(seq of the job, index of the line)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What lines add to their job's row."""
+
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            completed=self.completed + other.completed,
+            failed=self.failed + other.failed,
+            input_tokens=self.input_tokens + other.input_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow:
+    """Where in the segment the record of one line lies."""
+
+    line_index: int
+    place: int
+    num_bytes: int
+    failed: bool
+
+
+def segment_bytes(connection: sqlite3.Connection, job_seq: int) -> int:
+    """How much of a job's segment is committed."""
+    return int(connection.execute("SELECT segment_bytes FROM jobs WHERE seq = ?", (job_seq,)).fetchone()[0])
+
+
+def add_results(
+    connection: sqlite3.Connection, job_seq: int, rows: Sequence[ResultRow], totals: Totals, segment_bytes: int
+) -> None:
+    """Commit lines of one job: their places, and what they add to the counts of the job."""
+    values = [(job_seq, one.line_index, one.place, one.num_bytes, one.failed) for one in rows]
+    connection.executemany("INSERT INTO results VALUES (?, ?, ?, ?, ?)", values)
+    connection.execute(
+        """UPDATE jobs SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?,
+            output_tokens = output_tokens + ?, cached_tokens = cached_tokens + ?,
+            reasoning_tokens = reasoning_tokens + ?, segment_bytes = ? WHERE seq = ?""",
+        (
+            *(totals.completed, totals.failed, totals.input_tokens, totals.output_tokens),
+            *(totals.cached_tokens, totals.reasoning_tokens, segment_bytes, job_seq),
+        ),
+    )
+
+
+def finished_among(connection: sqlite3.Connection, job_seq: int, indexes: Iterable[int]) -> set[int]:
+    """Which of these lines are committed."""
+    sql = "SELECT 1 FROM results WHERE job = ? AND line_index = ?"
+    return {index for index in indexes if connection.execute(sql, (job_seq, index)).fetchone()}
+
+
+def finished_lines(connection: sqlite3.Connection, job_seq: int) -> Iterator[int]:
+    """The indexes of all committed lines, in order."""
+    cursor = connection.execute("SELECT line_index FROM results WHERE job = ? ORDER BY line_index", (job_seq,))
+    return (int(row[0]) for row in cursor)
+
+
+def result_rows(connection: sqlite3.Connection, job_seq: int) -> Iterator[ResultRow]:
+    """All committed lines in input order."""
+    cursor = connection.execute(
+        "SELECT line_index, place, num_bytes, failed FROM results WHERE job = ? ORDER BY line_index", (job_seq,)
+    )
+    for index, place, num_bytes, failed in cursor:
+        yield ResultRow(line_index=index, place=place, num_bytes=num_bytes, failed=bool(failed))
+
+
+def extents(connection: sqlite3.Connection, job_seq: int, end: int, *, failed: bool) -> array[int]:
+    """Place and length, flat, of the records of lines before `end`, in input order; 16 bytes for each line."""
+    cursor = connection.execute(
+        "SELECT place, num_bytes FROM results WHERE job = ? AND line_index < ? AND failed = ? ORDER BY line_index",
+        (job_seq, end, failed),
+    )
+    found = array("Q")
+    for row in cursor:
+        found.extend(row)
+    return found
+
+
+def delete_some_results(connection: sqlite3.Connection, job_seq: int, limit: int) -> bool:
+    """Forget up to `limit` lines of an ended job; returns whether more may be left."""
+    deleted = connection.execute(
+        """DELETE FROM results WHERE job = ? AND line_index IN
+            (SELECT line_index FROM results WHERE job = ? ORDER BY line_index LIMIT ?)""",
+        (job_seq, job_seq, limit),
+    ).rowcount
+    return deleted == limit
+
+
+def suspects_of_job(connection: sqlite3.Connection, job_seq: int) -> list[tuple[int, LineKey]]:
+    """The suspected lines of a job, each with the number of its lot."""
+    cursor = connection.execute(
+        "SELECT lot, job, line_index FROM suspects WHERE job = ? ORDER BY lot, line_index", (job_seq,)
+    )
+    return [(int(lot), (int(job), int(index))) for lot, job, index in cursor]
+
+
+def replace_lot(
+    connection: sqlite3.Connection,
+    old: int | None,
+    suspects: Iterable[LineKey],
+    lots: Iterable[tuple[int, Sequence[LineKey]]],
+) -> None:
+    """Put `suspects`, in `lots` with their numbers, in the place of the lot `old`."""
+    if old is not None:
+        connection.execute("DELETE FROM suspects WHERE lot = ?", (old,))
+    clear_suspects(connection, suspects)
+    rows = [(job, index, lot) for lot, lines in lots for job, index in lines]
+    connection.executemany("INSERT INTO suspects (job, line_index, lot) VALUES (?, ?, ?)", rows)
+
+
+def clear_suspects(connection: sqlite3.Connection, lines: Iterable[LineKey]) -> None:
+    """These lines are finished."""
+    connection.executemany("DELETE FROM suspects WHERE job = ? AND line_index = ?", lines)
+
+
+def clear_suspects_of_job(connection: sqlite3.Connection, job_seq: int) -> None:
+    """No line of an ended job is run again."""
+    connection.execute("DELETE FROM suspects WHERE job = ?", (job_seq,))

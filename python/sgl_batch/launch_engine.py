@@ -1,0 +1,56 @@
+"""`python -m sgl_batch.launch_engine`: the process that has the engine. The server starts it; nobody else does.
+
+Its command line is the engine's flags; what concerns the server alone comes on standard input.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from sgl_batch.engine_arguments import EngineArguments, build_arguments
+from sgl_batch.errors import ConfigError, SglBatchError
+from sgl_batch.managers.front_link import BAD_USAGE, FrontLink, read_link
+from sgl_batch.program_end import end_with
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer until stopped; returns the exit code: 1 for bad usage, 3 when the engine cannot start."""
+    link = read_link()
+    try:
+        parsed = build_arguments(list(sys.argv[1:] if argv is None else argv))
+        _check(parsed)
+    except ConfigError as error:
+        return _complain(link, str(error), 1, BAD_USAGE)
+    level = str(parsed.server_args.log_level).upper()
+    logging.basicConfig(level=level, format="[%(asctime)s] %(message)s", force=True)
+    from sgl_batch.managers.engine_host import EngineHost
+    from sgl_batch.sglang_adapter.processes import kill_process_tree
+
+    try:
+        EngineHost(parsed.server_args, parsed.config, parsed.start_method, link).serve()
+    except SglBatchError as error:
+        return _complain(link, str(error), 3, None)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def _check(parsed: EngineArguments) -> None:
+    """What SGLang's HTTP server cannot do behind ours. Raises ConfigError."""
+    if parsed.server_args.enable_http2:
+        raise ConfigError("enable_http2 is given; this server speaks HTTP/1.1: leave it out")
+    # The server has these itself, where a --config file names them.
+    parsed.server_args.ssl_certfile = parsed.server_args.ssl_keyfile = None
+
+
+def _complain(link: FrontLink, message: str, exit_code: int, code: str | None) -> int:
+    sys.stderr.write(f"launch_server: error: {message}\n")
+    link.tell_failure(message, code)
+    return exit_code
+
+
+if __name__ == "__main__":
+    end_with(main)

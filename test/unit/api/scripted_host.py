@@ -1,0 +1,72 @@
+"""A process that stands where the engine's would, without an engine: it does what lines tell it to do.
+
+A line's body may say {"exit": code}, {"hang": true} or {"die": "words"}; else it is answered with itself. As a program:
+`python scripted_host.py [--refuse WORDS | --fail WORDS | --exit CODE] --host H --port P`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+
+from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.distributed.line_channel import serve_lines
+from sgl_batch.distributed.line_frames import Failed, Frames, FromFront, Ready
+from sgl_batch.errors import EngineError
+from sgl_batch.managers.front_link import BAD_USAGE, FrontLink, read_link
+
+COMMAND = (sys.executable, __file__)
+
+
+class ScriptedEngine:
+    """Counts what it has answered."""
+
+    def __init__(self) -> None:
+        self.num_answered = 0
+
+    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+        if "exit" in body:
+            os._exit(int(str(body["exit"])))
+        if "die" in body:
+            raise EngineError(str(body["die"]), code="some_code")
+        if body.get("hang"):
+            await asyncio.Event().wait()
+        self.num_answered += 1
+        return LineResponse(status_code=200, request_id="id", body={**body, "pid": os.getpid()})
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(counters={"answered": self.num_answered})
+
+
+async def serve(link: FrontLink) -> int:
+    frames: Frames[FromFront] = Frames(*await asyncio.open_unix_connection(link.socket), FromFront)
+    await frames.send(Ready(served_model_names=("tiny",)))
+    death = await serve_lines(frames, ScriptedEngine())
+    if death is None:
+        return 1
+    await frames.send(Failed(message=str(death), code=death.code))
+    return 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for flag in ("--refuse", "--fail", "--exit", "--host", "--port"):
+        parser.add_argument(flag)
+    args = parser.parse_args()
+    link = read_link()
+    if args.exit is not None:
+        return int(args.exit)
+    if args.refuse is not None:
+        link.tell_failure(args.refuse, BAD_USAGE)
+        return 1
+    if args.fail is not None:
+        link.tell_failure(args.fail, None)
+        return 3
+    return asyncio.run(serve(link))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

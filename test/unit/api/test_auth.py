@@ -1,0 +1,79 @@
+"""Users reach requests and jobs, whoever has the admin key the engine too, and foreign web pages nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_batch.api.auth import AccessRules, is_for_admin
+
+USER, ADMIN = {"authorization": "Bearer user"}, {"authorization": "Bearer admin"}
+
+
+def rules(*, api_key: str | None = None, admin: str | None = None, host: str = "127.0.0.1") -> AccessRules:
+    return AccessRules(api_key=api_key, admin_api_key=admin, host=host)
+
+
+def status(given: AccessRules, path: str, headers: dict[str, str] | None = None) -> int:
+    refusal = given.refusal(path, {"host": "127.0.0.1:30000", **(headers or {})})
+    return 200 if refusal is None else refusal.status_code
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches/batch_1", "/v1/completions", "/generate", "/server_info"])
+def test_with_a_key_requests_need_it(path):
+    assert status(rules(api_key="user"), path) == 401
+    assert status(rules(api_key="user"), path, {"authorization": "Bearer other"}) == 401
+    assert status(rules(api_key="user"), path, {"authorization": "Basic user"}) == 401
+    assert status(rules(api_key="user"), path, USER) == 200
+
+
+def test_keys_of_other_letters_are_refused_and_do_not_fail():
+    assert status(rules(api_key="user"), "/v1/files", {"authorization": "Bearer üser"}) == 401
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/abort_request", "/flush_cache", "/anything_new"])
+def test_control_needs_the_admin_key_where_there_is_any_key(path):
+    both = rules(api_key="user", admin="admin")
+    assert status(both, path) == 401
+    assert status(both, path, USER) == 401
+    assert status(both, path, ADMIN) == 200
+    assert status(rules(api_key="user"), path, USER) == 403
+    assert status(rules(admin="admin"), path) == 401
+    assert status(rules(admin="admin"), path, ADMIN) == 200
+
+
+def test_the_admin_key_opens_what_users_may_too():
+    assert status(rules(api_key="user", admin="admin"), "/v1/files", ADMIN) == 200
+
+
+def test_with_an_admin_key_alone_users_need_none():
+    assert status(rules(admin="admin"), "/v1/files") == 200
+
+
+def test_without_any_key_all_is_open_on_loopback():
+    assert status(rules(), "/flush_cache") == 200
+    assert status(rules(), "/v1/files") == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/health_generate"])
+def test_probes_need_no_key(path):
+    assert status(rules(api_key="user", admin="admin"), path) == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/../flush_cache", "//flush_cache", "/v1/./x", "/V1/x", "/metrics/x", "/healthy"])
+def test_roundabout_names_are_not_the_users(path):
+    assert is_for_admin(path)
+
+
+def test_pages_of_other_origins_are_refused():
+    for given in (rules(), rules(api_key="user")):
+        assert status(given, "/v1/files", {**USER, "origin": "https://evil.example"}) == 403
+        assert status(given, "/health", {"origin": "null"}) == 403
+        assert status(given, "/v1/files", {**USER, "origin": "http://127.0.0.1:30000"}) == 200
+
+
+def test_without_a_key_a_name_that_was_bent_to_loopback_is_refused():
+    assert status(rules(), "/v1/files", {"host": "evil.example:30000"}) == 403
+    assert status(rules(), "/v1/files", {"host": "localhost:30000"}) == 200
+    assert status(rules(), "/v1/files", {"host": "[::1]:30000"}) == 200
+    assert status(rules(api_key="user"), "/v1/files", {**USER, "host": "my.example"}) == 200
+    assert status(rules(host="0.0.0.0"), "/v1/files", {"host": "my.example"}) == 200

@@ -1,0 +1,56 @@
+"""The page is one file that fetches nothing but its own server's figures."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+
+PAGE = files("sgl_batch.api").joinpath("progress_page.html").read_text("utf-8")
+
+
+class Reader(HTMLParser):
+    """Collects tags, ids, and what labels and descriptions refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(PAGE)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+TAGS = Reader().tags
+
+
+def test_nothing_is_loaded_from_elsewhere():
+    assert not [tag for tag, attributes in TAGS if {"src", "href", "srcset", "data"} & set(attributes)]
+    urls = set(re.findall(r"https?://[^\s\"'`]+", PAGE))
+    assert urls == {"http://www.w3.org/2000/svg"}, "only the name of a format"
+    assert "@import" not in PAGE
+    assert "url(" not in PAGE
+
+
+def test_text_of_the_server_is_never_taken_for_markup():
+    assert "innerHTML" not in PAGE
+    assert "insertAdjacentHTML" not in PAGE
+    assert "eval(" not in PAGE
+
+
+def test_it_can_be_read_without_seeing_it_and_in_the_dark():
+    assert ("html", {"lang": "en"}) in TAGS
+    assert "prefers-color-scheme: dark" in PAGE
+    ids = {attributes["id"] for _, attributes in TAGS if "id" in attributes}
+    referred = {attributes[name] for _, attributes in TAGS for name in ("aria-labelledby", "for") if name in attributes}
+    assert referred <= ids
+    assert [tag for tag, attributes in TAGS if attributes.get("role") == "status"]
+    charts = [attributes for tag, attributes in TAGS if tag == "svg"]
+    assert charts
+    assert all(chart.get("role") == "img" and chart.get("aria-labelledby") for chart in charts)
+
+
+def test_every_element_that_the_script_asks_for_is_there():
+    asked = set(re.findall(r'\bat\("([\w-]+)"\)', PAGE))
+    assert asked <= {attributes.get("id") for _, attributes in TAGS}
+    assert asked

@@ -1,0 +1,47 @@
+"""An engine that dies of its lines is started again; one that cannot work is not, for ever."""
+
+from __future__ import annotations
+
+from sgl_batch.api.restart_policy import LifeEnd, RestartPolicy
+
+
+def end(words: str = "no memory", *, lived_s: float = 0.0, busy: bool = False, num_answered: int = 0) -> LifeEnd:
+    return LifeEnd(words=words, lived_s=lived_s, busy=busy, num_answered=num_answered)
+
+
+def test_the_same_failure_three_times_in_the_first_minute_is_the_last():
+    policy = RestartPolicy()
+    assert policy.delay_after(end()) == 1.0
+    assert policy.delay_after(end(lived_s=59.0)) == 2.0
+    assert policy.delay_after(end()) is None
+
+
+def test_other_words_begin_the_count_again():
+    policy = RestartPolicy()
+    delays = [policy.delay_after(end(words)) for words in ("a", "a", "b", "b", "b")]
+    assert delays[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert delays[4] is None
+
+
+def test_a_life_of_more_than_a_minute_begins_the_count_again():
+    policy = RestartPolicy()
+    delays = [policy.delay_after(end(lived_s=lived_s)) for lived_s in (0.0, 0.0, 60.0, 0.0, 0.0)]
+    assert delays == [1.0, 2.0, 1.0, 2.0, None]
+
+
+def test_deaths_under_lines_that_were_answered_before_never_end_it_and_wait_little():
+    policy = RestartPolicy()
+    assert {policy.delay_after(end(busy=True, num_answered=1)) for _ in range(100)} == {1.0}
+
+
+def test_an_engine_that_dies_of_every_line_is_given_up_after_many_lives():
+    policy = RestartPolicy()
+    delays = [policy.delay_after(end(busy=True)) for _ in range(12)]
+    assert None not in delays[:11]
+    assert delays[11] is None
+
+
+def test_delays_grow_to_a_minute_and_no_further():
+    policy = RestartPolicy()
+    delays = [policy.delay_after(end(str(number))) for number in range(9)]
+    assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]

@@ -1,0 +1,194 @@
+"""There is an engine again after each that dies, unless none can live; and none is left when the front is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from scripted_host import COMMAND
+
+from sgl_batch.api import supervisor as supervisor_module
+from sgl_batch.api.supervisor import EngineSupervisor
+from sgl_batch.errors import EngineError
+
+WITHIN_S = 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts and readings of the statistics without the waits that suit a large engine."""
+    monkeypatch.setattr("sgl_batch.api.restart_policy._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "_STATS_EVERY_S", 0.02)
+
+
+def supervise(
+    directory: Path,
+    scenario: Callable[[EngineSupervisor], Awaitable[None]],
+    *flags: str,
+    stall_s: float = 0.0,
+    restart_stalled: bool = False,
+) -> None:
+    """Run a scenario over a supervisor of scripted hosts, and check that it leaves nothing behind."""
+
+    async def run() -> None:
+        supervisor = EngineSupervisor((*COMMAND, *flags), directory, stall_s=stall_s, restart_stalled=restart_stalled)
+        supervisor.start()
+        try:
+            await asyncio.wait_for(scenario(supervisor), WITHIN_S)
+        finally:
+            await supervisor.stop()
+
+    asyncio.run(run())
+    assert os.listdir(directory) == []
+    assert psutil.Process().children(recursive=True) == []
+
+
+async def phase_is(supervisor: EngineSupervisor, phase: str) -> None:
+    while supervisor.state.phase != phase:
+        await asyncio.sleep(0.005)
+
+
+def test_an_engine_that_is_ready_answers(tmp_path: Path) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        assert supervisor.current() is None
+        assert supervisor.http is None
+        engine = await supervisor.available()
+        assert supervisor.current() is engine
+        assert engine.served_model_names == ("tiny",)
+        assert (await engine.respond("/v1/completions", {"x": 1})).body["x"] == 1
+        assert supervisor.state.phase == "ready"
+        assert supervisor.http is not None
+
+    supervise(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        ({"exit": 7}, "exit code 7 while it served"),
+        ({"die": "rank 1 died"}, "rank 1 died"),
+    ],
+)
+def test_a_line_in_flight_hears_why_the_engine_died_and_another_engine_comes(
+    tmp_path: Path, deed: dict[str, object], words: str
+) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        first = await supervisor.available()
+        waiting = asyncio.ensure_future(first.respond("/v1/completions", {"hang": True}))
+        with pytest.raises(EngineError, match=words):
+            await first.respond("/v1/completions", deed)
+        with pytest.raises(EngineError, match=words):
+            await waiting
+        second = await supervisor.available(other_than=first)
+        assert second is not first
+        assert (await second.respond("/v1/completions", {"x": 1})).status_code == 200
+        assert supervisor.state.restarts == 1
+
+    supervise(tmp_path, scenario)
+
+
+def test_a_killed_engine_is_named_by_its_signal(tmp_path: Path) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        engine = await supervisor.available()
+        pid = (await engine.respond("/v1/completions", {})).body["pid"]
+        waiting = asyncio.ensure_future(engine.respond("/v1/completions", {"hang": True}))
+        await asyncio.sleep(0)
+        os.kill(int(str(pid)), signal.SIGKILL)
+        with pytest.raises(EngineError, match="SIGKILL while it served"):
+            await waiting
+
+    supervise(tmp_path, scenario)
+
+
+def test_an_engine_that_cannot_start_is_given_up_with_its_words(tmp_path: Path) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        await phase_is(supervisor, "failed")
+        assert supervisor.state.message == "not started again: no memory for 3 layers"
+        assert supervisor.state.restarts == 2
+        assert not supervisor.is_refused
+
+    supervise(tmp_path, scenario, "--fail", "no memory for 3 layers")
+
+
+def test_an_engine_that_ends_without_a_word_is_given_up_with_its_exit_code(tmp_path: Path) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        await phase_is(supervisor, "failed")
+        assert "exit code 9 before it was ready" in (supervisor.state.message or "")
+
+    supervise(tmp_path, scenario, "--exit", "9")
+
+
+def test_a_refused_command_line_is_not_tried_twice(tmp_path: Path) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        await phase_is(supervisor, "failed")
+        assert supervisor.is_refused
+        assert supervisor.state.restarts == 0
+
+    supervise(tmp_path, scenario, "--refuse", "no such flag")
+
+
+def test_a_hung_engine_is_called_stalled_until_it_goes_on(tmp_path: Path) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        engine = await supervisor.available()
+        waiting = asyncio.ensure_future(engine.respond("/v1/completions", {"hang": True}))
+        await phase_is(supervisor, "stalled")
+        assert "has counted nothing" in (supervisor.state.message or "")
+        waiting.cancel()
+        await phase_is(supervisor, "ready")
+        assert supervisor.current() is engine
+
+    supervise(tmp_path, scenario, stall_s=0.2)
+
+
+def test_a_hung_engine_is_replaced_where_that_is_asked_for(tmp_path: Path) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        engine = await supervisor.available()
+        with pytest.raises(EngineError, match="SIGKILL"):
+            await engine.respond("/v1/completions", {"hang": True})
+        assert await supervisor.available(other_than=engine) is not engine
+
+    supervise(tmp_path, scenario, stall_s=0.2, restart_stalled=True)
+
+
+FRONT = """
+import asyncio, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from scripted_host import COMMAND
+from sgl_batch.api.supervisor import EngineSupervisor
+async def main():
+    supervisor = EngineSupervisor(COMMAND, pathlib.Path(sys.argv[2]), stall_s=0, restart_stalled=False)
+    supervisor.start()
+    engine = await supervisor.available()
+    print((await engine.respond("/v1/completions", {})).body["pid"], flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def test_an_engine_ends_with_a_front_that_is_killed(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", FRONT, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        engine = psutil.Process(int(front.stdout.readline()))
+        front.kill()
+    deadline = time.monotonic() + WITHIN_S
+    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the engine's process lives on"
+        time.sleep(0.01)
+
+
+def test_the_supervisor_imports_neither_torch_nor_sglang() -> None:
+    code = (
+        "import sys, sgl_batch.launch_server, sgl_batch.api.front; "
+        "sys.exit(sorted({'torch', 'sglang', 'transformers', 'zmq', 'ray'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,101 @@
+"""A program that runs the batch service and a client of it, to be killed and started again until it prints `done`.
+
+`python crashing_client.py DIRECTORY`: the client's own state (ids of its files) lies in DIRECTORY/client, so that after
+a crash it goes on as a real one would: it uploads again what it has no id of, and creates its jobs with the same keys.
+Its engine answers by the request alone, refuses one prompt, and dies of another. It decides nothing about when it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from running_service import content, line, request, service_in, until, upload
+from scripted_engines import LineResponse, ScriptedEngine, ScriptedSource, refusal
+
+from sgl_batch.errors import RequestError
+from sgl_batch.jobs.batch_service.objects import BatchObject
+from sgl_batch.jobs.batch_service.service import BatchService
+
+FIRST = [
+    *(line(f"a{index}") for index in range(30)),
+    line("poison"),
+    line("refuse"),
+    line("bad", temperature=1.0, n=-1),
+    *(line(f"b{index}") for index in range(30)),
+]
+SECOND = [line(f"c{index}", "hold" if index % 5 == 4 else f"c{index}") for index in range(60)]
+
+
+class Client:
+    """Does each step once, across crashes."""
+
+    def __init__(self, directory: Path, service: BatchService, source: ScriptedSource) -> None:
+        self._directory = directory
+        self._service = service
+        self._source = source
+        directory.mkdir(exist_ok=True)
+
+    async def run(self) -> None:
+        first = await self._job("first", FIRST)
+        await self._save(await until(self._service, first.id))
+        second = await self._job("second", SECOND)
+        while second.status in ("validating", "in_progress"):
+            second = await self._service.get_batch(second.id)
+            if sum(second.request_counts[key] for key in ("completed", "failed")) >= 48:
+                second = await self._service.cancel_batch(second.id)
+            await asyncio.sleep(0.002)
+        second = await until(self._service, second.id)
+        await self._save(second)
+        (self._directory / "let_go").touch()
+        third = await self._service.create_batch({"continue_from": second.id}, idempotency_key="third")
+        await self._save(await until(self._service, third.id))
+        try:
+            await self._service.delete_file(first.input_file_id)
+        except RequestError as error:
+            if error.status_code != 404:  # it was deleted before a crash
+                raise
+
+    async def _job(self, name: str, lines: list[dict[str, object]]) -> BatchObject:
+        known = self._directory / f"{name}_file"
+        if not known.exists():
+            file_id = await upload(self._service, lines)
+            known.with_suffix(".new").write_text(file_id)
+            known.with_suffix(".new").rename(known)
+        return await self._service.create_batch(request(known.read_text()), idempotency_key=name)
+
+    async def _save(self, batch: BatchObject) -> None:
+        """Its files beside its counts, for who looks at them afterwards."""
+        for kind, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
+            (self._directory / f"{batch.id}.{kind}").write_bytes(await content(self._service, file_id))
+        (self._directory / f"{batch.id}.seed").write_text(str(batch.x_sgl_batch["seed"]))
+
+
+async def run(directory: Path) -> None:
+    """Take all steps that are left."""
+    client_directory = directory / "client"
+
+    async def script(engine: ScriptedEngine, body: Mapping[str, object]) -> LineResponse | None:
+        await asyncio.sleep(0.001)
+        match body["prompt"]:
+            case "refuse":
+                return refusal()
+            case "poison":
+                engine.kill()
+            case "hold":
+                while not (client_directory / "let_go").exists():
+                    await asyncio.sleep(0.01)
+        return None
+
+    source = ScriptedSource(script)
+    async with service_in(directory, source) as service:
+        await Client(client_directory, service, source).run()
+        while service.snapshot().jobs or any((directory / "jobs" / "segments").iterdir()):
+            await asyncio.sleep(0.001)
+    sys.stdout.write("done\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(run(Path(sys.argv[1])))

@@ -1,0 +1,111 @@
+"""Engines without a model and who keeps them alive, for tests of the batch service; decides nothing about jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import sha256
+
+from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.errors import EngineError
+
+Script = Callable[["ScriptedEngine", Mapping[str, object]], Awaitable[LineResponse | None]]
+
+
+async def answer_at_once(engine: ScriptedEngine, body: Mapping[str, object]) -> None:
+    """The usual answer, without a wait."""
+
+
+class ScriptedEngine:
+    """Implements LineEngine. Its answers depend on the request alone; the script may wait, refuse or kill it."""
+
+    served_model_names = ("tiny",)
+
+    def __init__(self, script: Script = answer_at_once) -> None:
+        self.prompts: list[str] = []
+        self.in_flight: list[str] = []
+        self.beside: list[frozenset[str]] = []
+        self.death = asyncio.Event()
+        self._script = script
+
+    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+        prompt = str(body.get("prompt"))
+        self.prompts.append(prompt)
+        self.in_flight.append(prompt)
+        self.beside.append(frozenset(self.in_flight))
+        try:
+            return await self._unless_dead(body)
+        finally:
+            self.in_flight.remove(prompt)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def kill(self) -> None:
+        """Every line in flight, and every later one, gets EngineError."""
+        self.death.set()
+
+    async def _unless_dead(self, body: Mapping[str, object]) -> LineResponse:
+        if self._script is answer_at_once and not self.death.is_set():
+            return answer(body)
+        scripted = asyncio.ensure_future(self._script(self, body))
+        dead = asyncio.ensure_future(self.death.wait())
+        try:
+            await asyncio.wait({scripted, dead}, return_when=asyncio.FIRST_COMPLETED)
+            if self.death.is_set():
+                raise EngineError("the scheduler process ended with signal 9")
+            return scripted.result() or answer(body)
+        finally:
+            scripted.cancel()
+            dead.cancel()
+
+
+class ScriptedSource:
+    """Implements EngineSource: starts the next engine as soon as one is dead, unless it is held."""
+
+    def __init__(self, script: Script = answer_at_once, *, is_up: bool = True) -> None:
+        self.engines: list[ScriptedEngine] = []
+        self._script = script
+        self._up = asyncio.Event()
+        if is_up:
+            self._up.set()
+
+    def start(self) -> None:
+        """Let there be engines."""
+        self._up.set()
+
+    def current(self) -> ScriptedEngine | None:
+        if not self._up.is_set():
+            return None
+        if not self.engines or self.engines[-1].death.is_set():
+            self.engines.append(ScriptedEngine(self._script))
+        return self.engines[-1]
+
+    async def available(self, other_than: object = None) -> ScriptedEngine:
+        await self._up.wait()
+        engine = self.current()
+        assert engine is not None
+        assert engine is not other_than, "it was found dead, and is not"
+        return engine
+
+
+def answer(body: Mapping[str, object]) -> LineResponse:
+    """The answer that depends on nothing but the request, its seed included."""
+    text = sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    usage = {
+        "prompt_tokens": 7,
+        "completion_tokens": 5,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 1},
+    }
+    return LineResponse(
+        status_code=200, request_id=f"req_{text[:8]}", body={"choices": [{"text": text}], "usage": usage}
+    )
+
+
+def refusal(message: str = "the prompt is too long", code: str = "context_length_exceeded") -> LineResponse:
+    """A 400 in OpenAI's shape."""
+    error = {"message": message, "type": "invalid_request_error", "param": "prompt", "code": code}
+    return LineResponse(status_code=400, request_id="req_refused", body={"error": error})

@@ -1,0 +1,122 @@
+"""The pure decisions of the batch service: whose line is next, how suspects are split, which moves are allowed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from sgl_batch.errors import RequestError
+from sgl_batch.jobs.batch_service.job_feeder import (
+    FeedShare,
+    charge,
+    is_urgent,
+    join,
+    next_share,
+    weight_of,
+    window_s,
+)
+from sgl_batch.jobs.batch_service.lifecycle import (
+    ENDED,
+    TRANSITIONS,
+    JobStatus,
+    TransitionError,
+    check_transition,
+    time_column,
+)
+from sgl_batch.jobs.batch_service.line_states import LineStates
+from sgl_batch.jobs.batch_service.suspect_lots import split_suspects
+from sgl_batch.jobs.job_store.job_rows import JobRow
+
+
+def share(order, weight=1, deadline=1e9, is_urgent=False):
+    return FeedShare(order=order, weight=weight, deadline=deadline, is_urgent=is_urgent)
+
+
+def feed(shares, turns, now=0.0):
+    """Which jobs get the turns."""
+    given = Counter()
+    for _ in range(turns):
+        one = next_share(shares, now)
+        charge(one, 1)
+        given[one.order] += 1
+    return given
+
+
+def test_jobs_get_lines_in_shares_of_their_weights():
+    assert feed([share(1), share(2, weight=3), share(3)], 500) == {1: 100, 2: 300, 3: 100}
+
+
+def test_a_job_that_comes_later_does_not_get_what_the_others_had_before_it():
+    old, new = share(1), share(2)
+    feed([old], 1000)
+    join(new, [old])
+    assert feed([old, new], 100) == {1: 50, 2: 50}
+
+
+def test_jobs_with_a_window_of_minutes_go_first_by_deadline():
+    shares = [share(1), share(2, deadline=90, is_urgent=True), share(3, deadline=60, is_urgent=True)]
+    assert next_share(shares, 0).order == 3
+    assert next_share(shares[:2], 0).order == 2
+    assert next_share(shares, 60).order == 2
+    assert next_share(shares, 90).order == 1
+
+
+def test_without_a_job_nobody_is_next():
+    assert next_share([], 0) is None
+    assert next_share([share(1, deadline=5)], 5) is None
+
+
+@pytest.mark.parametrize(("window", "seconds"), [("24h", 86_400), ("30m", 1800), ("7d", 604_800)])
+def test_windows_are_minutes_hours_and_days(window, seconds):
+    assert window_s(window) == seconds
+    assert is_urgent(window) == (window == "30m")
+
+
+@pytest.mark.parametrize("window", ["", "24", "h", "0h", "-1h", "1s", "1.5h", "24h ", "24h\n", "٣h", "9999999d"])
+def test_other_windows_are_refused(window):
+    with pytest.raises(RequestError, match="give minutes, hours or days"):
+        window_s(window)
+
+
+@pytest.mark.parametrize("priority", ["0", "101", "-1", "1.0", "high", "", "٣"])
+def test_priorities_are_whole_numbers_from_1_to_100(priority):
+    with pytest.raises(RequestError, match="give a whole number from 1 to 100"):
+        weight_of({"priority": priority})
+    assert (weight_of({"priority": "100"}), weight_of({}), weight_of(None)) == (100, 1, 1)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 16, 17, 33, 2048])
+def test_few_suspects_run_alone_and_many_in_halves(number):
+    lots = split_suspects(list(range(number)))
+    assert [one for lot in lots for one in lot] == list(range(number))
+    assert all(len(lot) == 1 for lot in lots) if number <= 16 else len(lots) == 2
+
+
+def test_every_status_can_be_reached_and_left_unless_it_is_an_end():
+    reached = {to for following in TRANSITIONS.values() for to in following}
+    assert set(TRANSITIONS) == set(JobStatus) == reached | {JobStatus.VALIDATING}
+    assert {JobStatus.FAILED, JobStatus.COMPLETED, JobStatus.EXPIRED, JobStatus.CANCELLED} == ENDED
+    for status in reached:
+        assert time_column(status) in JobRow.__dataclass_fields__
+
+
+def test_a_move_that_is_not_in_the_table_is_refused():
+    check_transition(JobStatus.IN_PROGRESS, JobStatus.CANCELLING)
+    for status in ENDED:
+        with pytest.raises(TransitionError, match="cannot become"):
+            check_transition(status, JobStatus.CANCELLING)
+
+
+def test_a_line_is_to_do_then_taken_then_done():
+    states = LineStates(5, done=[0, 3])
+    assert (states.num_done, states.contiguous, states.first_to_do()) == (2, 1, 1)
+    states.take(1)
+    assert (states.is_to_do(1), states.is_done(1), states.first_to_do()) == (False, False, 2)
+    with pytest.raises(AssertionError, match="already taken"):
+        states.take(1)
+    states.finish(1)
+    states.finish(2)
+    assert (states.contiguous, states.num_done, states.first_to_do()) == (4, 4, 4)
+    with pytest.raises(AssertionError, match="already done"):
+        states.finish(2)

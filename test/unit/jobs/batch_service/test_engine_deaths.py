@@ -1,0 +1,161 @@
+"""What becomes of lines in flight when an engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from running_service import create, line, lines, records, service_in, until
+from scripted_engines import ScriptedSource
+
+
+def killed_by(*poison, together=0):
+    """A script of engines that die of these prompts and need a moment for the others.
+
+    The first of them waits until so many lines are in flight `together`.
+    """
+    all_here = asyncio.Event()
+
+    async def script(engine, body):
+        if len(engine.in_flight) >= together:
+            all_here.set()
+        await all_here.wait()
+        await asyncio.sleep(0.001)
+        if body["prompt"] in poison:
+            engine.kill()
+
+    return script
+
+
+@pytest.mark.parametrize("number", [3, 16, 40, 300])
+def test_a_line_that_kills_engines_gets_an_error_and_its_neighbours_complete(tmp_path, number):
+    async def scenario():
+        source = ScriptedSource(killed_by("poison", together=number))
+        given = [line("poison"), *lines(number - 1)]
+        async with service_in(tmp_path, source) as service:
+            done = await until(service, (await create(service, given)).id)
+            assert done.status == "completed"
+            assert done.request_counts == {"total": number, "completed": number - 1, "failed": 1}
+            assert len(await records(service, done.output_file_id)) == number - 1
+            (error,) = await records(service, done.error_file_id)
+            assert (error["custom_id"], error["response"]["status_code"]) == ("poison", 500)
+            assert error["response"]["body"]["error"]["code"] == "engine_crashed"
+            assert service.snapshot().counters["engine_deaths"] == len(source.engines) - 1
+        met = [engine for engine in source.engines if "poison" in engine.prompts]
+        assert met[-1].beside[met[-1].prompts.index("poison")] == {"poison"}
+        # Each death halves what may be guilty until it is few; then lines run alone, and it dies once more.
+        expected, suspected = 1, number
+        while suspected > 16:
+            suspected = (suspected + 1) // 2
+            expected += 1
+        assert len(met) == expected + 1
+
+    asyncio.run(scenario())
+
+
+def test_several_lines_that_kill_engines_are_all_found(tmp_path):
+    async def scenario():
+        bad = [f"r{index}" for index in range(0, 100, 9)]
+        source = ScriptedSource(killed_by(*bad))
+        async with service_in(tmp_path, source) as service:
+            done = await until(service, (await create(service, lines(100))).id)
+            assert [one["custom_id"] for one in await records(service, done.error_file_id)] == bad
+            assert done.request_counts["completed"] == 88
+
+    asyncio.run(scenario())
+
+
+def test_lines_of_an_engine_that_was_killed_from_outside_all_complete(tmp_path):
+    async def scenario():
+        kill_now = asyncio.Event()
+
+        async def script(engine, body):
+            if not kill_now.is_set():
+                if len(engine.in_flight) == 50:
+                    kill_now.set()
+                    engine.kill()
+                await asyncio.Event().wait()
+
+        async with service_in(tmp_path, ScriptedSource(script), max_in_flight=50) as service:
+            done = await until(service, (await create(service, lines(120))).id)
+            assert done.request_counts == {"total": 120, "completed": 120, "failed": 0}
+            assert service.snapshot().counters["lines_rerun"] == 50
+
+    asyncio.run(scenario())
+
+
+def test_suspects_are_known_after_a_restart_of_the_front(tmp_path):
+    async def scenario():
+        stopped = asyncio.Event()
+
+        async def die_once(engine, body):
+            if engine is source.engines[0]:
+                if len(engine.in_flight) == 30:
+                    engine.kill()
+            else:
+                stopped.set()
+            await asyncio.Event().wait()
+
+        source = ScriptedSource(die_once)
+        async with service_in(tmp_path, source, max_in_flight=30) as service:
+            batch = await create(service, lines(60))
+            await stopped.wait()
+        assert len(source.engines[1].prompts) == 15
+        again = ScriptedSource(killed_by("r3"))
+        async with service_in(tmp_path, again, max_in_flight=30) as service:
+            done = await until(service, batch.id)
+            assert done.request_counts == {"total": 60, "completed": 59, "failed": 1}
+        # The two lots of 15 first, each alone; the one with r3 again, line by line.
+        first = again.engines[0]
+        assert first.prompts == [f"r{index}" for index in range(15)]
+        assert len(again.engines) == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_job_can_be_cancelled_while_its_suspects_run(tmp_path):
+    async def scenario():
+        async def script(engine, body):
+            if engine is source.engines[0] and len(engine.in_flight) == 20:
+                engine.kill()
+            await asyncio.Event().wait()
+
+        source = ScriptedSource(script)
+        async with service_in(tmp_path, source) as service:
+            first = await create(service, lines(20))
+            while len(source.engines) < 2 or not source.engines[1].in_flight:
+                await asyncio.sleep(0.001)
+            await service.cancel_batch(first.id)
+            done = await until(service, first.id)
+            assert (done.status, len(await records(service, done.error_file_id))) == ("cancelled", 20)
+            source._script = killed_by()
+            source.engines[-1]._script = killed_by()
+            assert (await until(service, (await create(service, lines(2))).id)).status == "completed"
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_replaced_while_idle_leaves_no_suspects(tmp_path):
+    async def scenario():
+        source = ScriptedSource(killed_by())
+        async with service_in(tmp_path, source) as service:
+            assert (await until(service, (await create(service, lines(2))).id)).status == "completed"
+            source.engines[-1].kill()
+            assert (await until(service, (await create(service, lines(2))).id)).status == "completed"
+            assert service.snapshot().counters["lines_rerun"] == 0
+            assert service.snapshot().counters["engine_deaths"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_many_jobs_share_one_engine_and_a_line_of_one_harms_no_other(tmp_path):
+    async def scenario():
+        source = ScriptedSource(killed_by("poison"))
+        async with service_in(tmp_path, source, max_in_flight=64) as service:
+            good = [await create(service, lines(200)) for _ in range(3)]
+            bad = await create(service, [*lines(5), line("poison")])
+            for batch in good:
+                assert (await until(service, batch.id)).request_counts["completed"] == 200
+            assert (await until(service, bad.id)).request_counts == {"total": 6, "completed": 5, "failed": 1}
+
+    asyncio.run(scenario())

@@ -1,0 +1,406 @@
+"""The service from upload to output, with engines that answer by script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from running_service import (
+    Clock,
+    content,
+    create,
+    line,
+    lines,
+    records,
+    request,
+    service_in,
+    until,
+    upload,
+)
+from scripted_engines import LineResponse, ScriptedSource, answer, refusal
+
+from sgl_batch.errors import ConfigError, RequestError
+from sgl_batch.jobs.seeds import line_seed
+
+
+async def hold_marked(engine, body):
+    """Lines whose prompt begins with "hold" are never answered, those with "slow" a little later than others."""
+    prompt = str(body["prompt"])
+    if prompt.startswith("hold"):
+        await asyncio.Event().wait()
+    if prompt == "refuse":
+        return refusal()
+    if prompt == "fault":
+        raise ValueError("a fault in the program")
+    return None
+
+
+def test_a_job_ends_with_one_record_for_each_line_in_input_order(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path) as service:
+            batch = await create(service, lines(3000))
+            done = await until(service, batch.id)
+            assert done.status == "completed"
+            assert done.request_counts == {"total": 3000, "completed": 3000, "failed": 0}
+            assert (done.model, done.error_file_id) == ("tiny", None)
+            found = await records(service, done.output_file_id)
+            assert [one["custom_id"] for one in found] == [f"r{index}" for index in range(3000)]
+            seed = done.x_sgl_batch["seed"]
+            for index in (0, 1, 2999):
+                body = {**lines(3000)[index]["body"], "seed": line_seed(seed, index)}
+                assert found[index]["response"]["body"] == answer(body).body
+            assert done.usage == {
+                "input_tokens": 21_000,
+                "output_tokens": 15_000,
+                "total_tokens": 36_000,
+                "input_tokens_details": {"cached_tokens": 6000},
+                "output_tokens_details": {"reasoning_tokens": 3000},
+            }
+
+    asyncio.run(scenario())
+
+
+def test_what_the_endpoint_refuses_is_that_lines_own_error(tmp_path):
+    given = [
+        line("good"),
+        line("refused by the engine", "refuse"),
+        line("refused before it", "x", max_tokens=0),
+        line("no model", "x", model=None),
+        line("crash", "fault"),
+        line("good too"),
+    ]
+
+    async def scenario():
+        async with service_in(tmp_path, ScriptedSource(hold_marked)) as service:
+            done = await until(service, (await create(service, given)).id)
+            assert done.status == "completed"
+            assert done.request_counts == {"total": 6, "completed": 2, "failed": 4}
+            assert [one["custom_id"] for one in await records(service, done.output_file_id)] == ["good", "good too"]
+            errors = await records(service, done.error_file_id)
+            assert [(one["custom_id"], one["response"]["body"]["error"]["code"]) for one in errors] == [
+                ("refused by the engine", "context_length_exceeded"),
+                ("refused before it", "invalid_max_tokens"),
+                ("no model", "missing_model"),
+                ("crash", "internal_error"),
+            ]
+            assert [one["error"] for one in errors] == [None] * 4
+
+    asyncio.run(scenario())
+
+
+def test_a_job_with_bad_lines_fails_as_a_whole_and_runs_none(tmp_path):
+    async def scenario():
+        source = ScriptedSource()
+        async with service_in(tmp_path, source) as service:
+            done = await until(service, (await create(service, b'{"custom_id": 1}\nnot json\n')).id)
+            assert done.status == "failed"
+            assert done.errors == {
+                "object": "list",
+                "data": [
+                    {
+                        "code": "missing_custom_id",
+                        "line": 1,
+                        "param": "custom_id",
+                        "message": done.errors["data"][0]["message"],
+                    },
+                    {
+                        "code": "invalid_json_line",
+                        "line": 2,
+                        "param": None,
+                        "message": done.errors["data"][1]["message"],
+                    },
+                ],
+            }
+            assert (done.output_file_id, done.error_file_id) == (None, None)
+            assert source.current().prompts == []
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_is_no_json_is_its_own_lines_error(tmp_path):
+    async def deep(engine, body):
+        if body["prompt"] != "deep":
+            return None
+        nested = []
+        for _ in range(100_000):
+            nested = [nested]
+        return LineResponse(status_code=200, request_id="r", body={"choices": nested})
+
+    async def scenario():
+        async with service_in(tmp_path, ScriptedSource(deep)) as service:
+            done = await until(service, (await create(service, [line("a"), line("b", "deep"), line("c")])).id)
+            assert done.request_counts == {"total": 3, "completed": 2, "failed": 1}
+            (error,) = await records(service, done.error_file_id)
+            assert error["response"]["body"]["error"]["code"] == "internal_error"
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_job_keeps_its_finished_lines_and_says_so_for_the_others(tmp_path):
+    async def scenario():
+        given = [line("a"), line("b", "hold"), line("c"), line("d", "refuse")]
+        async with service_in(tmp_path, ScriptedSource(hold_marked)) as service:
+            batch = await create(service, given)
+            while sum((await service.get_batch(batch.id)).request_counts.values()) < 4 + 3:
+                await asyncio.sleep(0.001)
+            cancelling = await service.cancel_batch(batch.id)
+            assert cancelling.status == "cancelling"
+            assert (await service.cancel_batch(batch.id)).cancelling_at == cancelling.cancelling_at
+            done = await until(service, batch.id)
+            assert done.status == "cancelled"
+            assert done.request_counts == {"total": 4, "completed": 2, "failed": 1}
+            assert [one["custom_id"] for one in await records(service, done.output_file_id)] == ["a", "c"]
+            unanswered, refused = await records(service, done.error_file_id)
+            assert (unanswered["custom_id"], unanswered["response"]) == ("b", None)
+            assert unanswered["error"]["code"] == "batch_cancelled"
+            assert (refused["custom_id"], refused["error"]) == ("d", None)
+            with pytest.raises(RequestError, match="cannot be cancelled") as error:
+                await service.cancel_batch(batch.id)
+            assert (error.value.status_code, error.value.code) == (409, "batch_not_cancellable")
+            assert service.snapshot().in_flight == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_job_can_be_cancelled_before_any_engine_is_there(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path, ScriptedSource(is_up=False)) as service:
+            batch = await create(service, lines(2))
+            assert batch.status == "validating"
+            assert batch.x_sgl_batch["engine"] == "absent"
+            await service.cancel_batch(batch.id)
+            done = await until(service, batch.id)
+            assert (done.status, done.output_file_id, done.error_file_id) == ("cancelled", None, None)
+
+    asyncio.run(scenario())
+
+
+def test_jobs_wait_for_an_engine_and_run_when_it_comes(tmp_path):
+    async def scenario():
+        source = ScriptedSource(is_up=False)
+        async with service_in(tmp_path, source) as service:
+            batch = await create(service, lines(2))
+            source.start()
+            assert (await until(service, batch.id)).status == "completed"
+
+    asyncio.run(scenario())
+
+
+def test_an_expired_job_keeps_its_finished_lines_and_says_so_for_the_others(tmp_path):
+    async def scenario():
+        clock = Clock()
+        given = [line("a"), line("b", "hold"), line("c")]
+        async with service_in(tmp_path, ScriptedSource(hold_marked), clock=clock) as service:
+            batch = await create(service, given, completion_window="2h")
+            assert batch.expires_at == batch.created_at + 7200
+            while (await service.get_batch(batch.id)).request_counts["completed"] < 2:
+                await asyncio.sleep(0.001)
+            clock.now += 7199
+            await asyncio.sleep(0.05)
+            assert (await service.get_batch(batch.id)).status == "in_progress"
+            clock.now += 1
+            done = await until(service, batch.id)
+            assert (done.status, done.expired_at) == ("expired", done.expires_at)
+            assert [one["custom_id"] for one in await records(service, done.output_file_id)] == ["a", "c"]
+            (unanswered,) = await records(service, done.error_file_id)
+            assert (unanswered["custom_id"], unanswered["error"]["code"]) == ("b", "batch_expired")
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_no_engine_validated_in_time_expires(tmp_path):
+    async def scenario():
+        clock = Clock()
+        async with service_in(tmp_path, ScriptedSource(is_up=False), clock=clock) as service:
+            batch = await create(service, lines(1), completion_window="1m")
+            clock.now += 60
+            assert (await until(service, batch.id)).status == "expired"
+
+    asyncio.run(scenario())
+
+
+def test_while_a_job_runs_its_content_is_the_lines_before_the_first_that_is_not_finished(tmp_path):
+    async def scenario():
+        given = [line("a"), line("b", "refuse"), line("c"), line("d", "hold"), line("e")]
+        async with service_in(tmp_path, ScriptedSource(hold_marked)) as service:
+            batch = await create(service, given)
+            while (await service.get_batch(batch.id)).request_counts["completed"] < 3:
+                await asyncio.sleep(0.001)
+            running = (await service.get_batch(batch.id)).x_sgl_batch
+            assert running["contiguous_lines"] == 3
+            prefix = await content(service, running["output_file_id"])
+            assert [json.loads(one)["custom_id"] for one in prefix.splitlines()] == ["a", "c"]
+            assert [one["custom_id"] for one in await records(service, running["error_file_id"])] == ["b"]
+            shown = await service.get_file(running["output_file_id"])
+            assert (shown.bytes, shown.status, shown.purpose) == (len(prefix), "uploaded", "batch_output")
+            with pytest.raises(RequestError, match="needed by job") as error:
+                await service.delete_file(running["output_file_id"])
+            assert error.value.status_code == 409
+            await service.cancel_batch(batch.id)
+            done = await until(service, batch.id)
+            assert done.output_file_id == running["output_file_id"]
+            assert (await content(service, done.output_file_id)).startswith(prefix)
+            assert (await service.get_file(done.output_file_id)).status == "processed"
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_is_stopped_goes_on_where_it_was(tmp_path):
+    async def scenario():
+        given = [line(f"r{index}", "hold" if index % 3 == 0 else None) for index in range(2500)]
+        async with service_in(tmp_path, ScriptedSource(hold_marked)) as service:
+            batch = await create(service, given)
+            while (await service.get_batch(batch.id)).request_counts["completed"] < 600:
+                await asyncio.sleep(0.001)
+        source = ScriptedSource()
+        async with service_in(tmp_path, source) as service:
+            done = await until(service, batch.id)
+            assert (done.status, done.request_counts["completed"]) == ("completed", 2500)
+            assert 2500 / 3 < len(source.current().prompts) <= 1900
+            ids = [one["custom_id"] for one in await records(service, done.output_file_id)]
+            assert ids == [one["custom_id"] for one in given]
+
+    asyncio.run(scenario())
+
+
+def test_the_same_key_gives_the_same_job_and_for_another_request_a_conflict(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path) as service:
+            body = request(await upload(service, lines(1)))
+            first = await service.create_batch(body, idempotency_key="k")
+            assert (await service.create_batch(dict(reversed(body.items())), idempotency_key="k")).id == first.id
+            assert (await service.create_batch(body, idempotency_key="other")).id != first.id
+            assert (await service.create_batch(body)).id != first.id
+            with pytest.raises(RequestError, match="was used for another request") as error:
+                await service.create_batch({**body, "completion_window": "1h"}, idempotency_key="k")
+            assert (error.value.status_code, error.value.code) == (409, "idempotency_key_reused")
+            assert len((await service.list_batches()).data) == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_continues_another_runs_only_what_has_no_success_yet(tmp_path):
+    async def scenario():
+        given = [line("a"), line("b", "hold"), line("c", "refuse"), *lines(1500)]
+        async with service_in(tmp_path, ScriptedSource(hold_marked)) as service:
+            first = await create(service, given, metadata={"priority": "2"})
+            with pytest.raises(RequestError, match="cancel it first"):
+                await service.create_batch({"continue_from": first.id})
+            while (await service.get_batch(first.id)).request_counts["completed"] < 1501:
+                await asyncio.sleep(0.001)
+            await service.cancel_batch(first.id)
+            first = await until(service, first.id)
+        source = ScriptedSource()
+        async with service_in(tmp_path, source) as service:
+            second = await service.create_batch({"continue_from": first.id})
+            done = await until(service, second.id)
+            assert (done.status, done.request_counts) == ("completed", {"total": 1503, "completed": 1503, "failed": 0})
+            assert (done.endpoint, done.input_file_id) == (first.endpoint, first.input_file_id)
+            assert source.current().prompts == ["hold", "refuse"]
+            found = await records(service, done.output_file_id)
+            assert [one["custom_id"] for one in found] == [one["custom_id"] for one in given]
+            taken = {one["custom_id"]: one for one in await records(service, first.output_file_id)}
+            assert taken == {one["custom_id"]: one for one in found if one["custom_id"] in taken}
+            assert done.usage["input_tokens"] == 7 * 1503
+            await service.delete_file(first.output_file_id)
+            with pytest.raises(RequestError, match="was deleted or has expired") as error:
+                await service.create_batch({"continue_from": first.id})
+            assert (error.value.status_code, error.value.code) == (409, "output_file_gone")
+
+    asyncio.run(scenario())
+
+
+def test_jobs_are_listed_newest_first_page_by_page(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path) as service:
+            file_id = await upload(service, lines(1))
+            ids = [(await service.create_batch(request(file_id))).id for _ in range(5)]
+            found, after = [], None
+            while True:
+                page = (await service.list_batches(limit=2, after=after)).to_openai()
+                assert page["first_id"] == page["data"][0]["id"]
+                found += [one["id"] for one in page["data"]]
+                after = page["last_id"]
+                if not page["has_more"]:
+                    break
+            assert found == ids[::-1]
+            for limit in (0, 101):
+                with pytest.raises(RequestError, match="give 1 to 100"):
+                    await service.list_batches(limit=limit)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_not_there_is_not_found(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path) as service:
+            for one_id in ("batch_" + "0" * 24, "../../etc/passwd", "file-\ud800", ""):
+                for ask in (service.get_batch, service.cancel_batch, service.get_file, service.open_content):
+                    with pytest.raises(RequestError, match="there is no") as error:
+                        await ask(one_id)
+                    assert error.value.status_code == 404
+                with pytest.raises(RequestError, match="there is no"):
+                    await service.delete_file(one_id)
+                with pytest.raises(RequestError, match="there is no"):
+                    await service.create_batch(request(one_id))
+                with pytest.raises(RequestError, match="there is no"):
+                    await service.create_batch({"continue_from": one_id})
+
+    asyncio.run(scenario())
+
+
+def test_one_directory_has_one_server(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path):
+            with pytest.raises(ConfigError, match="held by another server"):
+                async with service_in(tmp_path):
+                    pass
+        async with service_in(tmp_path):
+            pass
+
+    asyncio.run(scenario())
+
+
+def test_a_running_job_says_how_far_and_how_fast_it_is(tmp_path):
+    async def scenario():
+        clock = Clock()
+        given = [*lines(30), line("h", "hold")]
+        async with service_in(tmp_path, ScriptedSource(hold_marked), clock=clock) as service:
+            batch = await create(service, given, completion_window="1h")
+            while (await service.get_batch(batch.id)).request_counts["completed"] < 30:
+                await asyncio.sleep(0.001)
+            clock.now += 30
+            shown = (await service.get_batch(batch.id)).x_sgl_batch
+            assert (shown["percent"], shown["in_flight"], shown["engine"]) == (96.77, 1, "ready")
+            assert (shown["lines_per_s"], shown["tokens_out_per_s"]) == (1.0, 5.0)
+            assert (shown["eta_s"], shown["expected_completion_at"]) == (1.0, int(clock.now) + 1)
+            assert (shown["window_at_risk"], shown["storage"]["ok"]) == (False, True)
+            snapshot = service.snapshot()
+            assert (snapshot.in_flight, snapshot.jobs_by_status, snapshot.engine_ready) == (1, {"in_progress": 1}, True)
+            assert (snapshot.counters["lines_completed"], snapshot.finished_s_ago) == (30, 30.0)
+            assert [one.id for one in snapshot.jobs] == [batch.id]
+            clock.now += 3560
+            shown = (await service.get_batch(batch.id)).x_sgl_batch
+            assert shown["window_at_risk"]
+            assert "after its window" in shown["window_text"]
+
+    asyncio.run(scenario())
+
+
+def test_no_more_lines_and_bytes_are_in_flight_than_allowed(tmp_path):
+    async def most_in_flight(directory, **limits):
+        most = 0
+
+        async def watch(engine, body):
+            nonlocal most
+            most = max(most, len(engine.in_flight))
+            await asyncio.sleep(0)
+
+        async with service_in(directory, ScriptedSource(watch), **limits) as service:
+            assert (await until(service, (await create(service, lines(200))).id)).status == "completed"
+        return most
+
+    assert asyncio.run(most_in_flight(tmp_path / "lines", max_in_flight=7)) == 7
+    # A line has about 100 bytes; the one that reaches the limit is let in whole.
+    assert 2 <= asyncio.run(most_in_flight(tmp_path / "bytes", max_in_flight_bytes=250)) <= 3
