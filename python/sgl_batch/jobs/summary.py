@@ -19,6 +19,7 @@ def format_summary(result: RunResult) -> str:
         lines += _failures(result)
     if result.stats is not None:
         lines += [*_memory(result.stats), *_computed_twice(result.stats), *_sharing(result.stats)]
+        lines += _store(result.stats)
         lines += _time_table(result.stats)
         lines += _rank_table(result.stats)
         lines += _experts(result.stats)
@@ -82,6 +83,19 @@ def _sharing(stats: EngineStats) -> list[str]:
         return []
     total = shared + stats.counters.get("prompt_tokens", 0)
     return [f"Prefix sharing: {shared / total:.1%} of {total:,.0f} prompt tokens computed once for several prompts"]
+
+
+def _store(stats: EngineStats) -> list[str]:
+    """What the host KV store was used for; nothing where no sequence waited there and no step was streamed."""
+    counters = stats.counters
+    suspended, streamed = counters.get("suspensions", 0), counters.get("streamed_steps", 0)
+    if not suspended and not streamed:
+        return []
+    steps = counters.get("decode_groups", 0)
+    return [
+        f"Host KV store: {suspended:,.0f} suspensions; decode streamed in {streamed:,.0f} of {steps:,.0f} steps, "
+        f"{counters.get('decode_rows', 0) / max(steps, 1):,.1f} sequences a step"
+    ]
 
 
 def _time_table(stats: EngineStats) -> list[str]:

@@ -57,6 +57,15 @@ def test_it_says_how_much_of_the_prompts_was_computed_for_others():
     assert "Prefix sharing" not in format_summary(result(stats=EngineStats(counters={"prompt_tokens": 7})))
 
 
+def test_it_says_what_the_host_store_was_used_for():
+    counters = {"suspensions": 1200, "streamed_steps": 95, "decode_groups": 295, "decode_rows": 5900}
+    assert (
+        "Host KV store: 1,200 suspensions; decode streamed in 95 of 295 steps, 20.0 sequences a step"
+        in format_summary(result(stats=EngineStats(counters=counters)))
+    )
+    assert "Host KV store" not in format_summary(result(stats=EngineStats(counters={"decode_groups": 295})))
+
+
 def test_failures_are_grouped_by_code_with_their_first_line():
     failures = Failures()
     for line in range(7, 12):
