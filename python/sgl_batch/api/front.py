@@ -28,6 +28,7 @@ from sgl_batch.jobs.batch_service.service import BatchService
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_LONGEST_DIRECTORY = 80
 
 
 def serve(options: FrontOptions) -> int:
@@ -53,6 +54,7 @@ async def _serve(options: FrontOptions, listener: socket.socket) -> int:
         directory = ending.enter_context(
             tempfile.TemporaryDirectory(prefix="sgl-batch-server-", ignore_cleanup_errors=True)
         )
+        _check_socket_length(directory)
         supervisor = EngineSupervisor(
             (*ENGINE_PROGRAM, *options.engine_argv),
             Path(directory),
@@ -72,6 +74,15 @@ async def _serve(options: FrontOptions, listener: socket.socket) -> int:
             ending.push_async_callback(stopping.done)
             stopping.started()
             return await _until_stopped(server, supervisor, supervising, listener)
+
+
+def _check_socket_length(directory: str) -> None:
+    """SGLang's sockets lie there too, with names of some length; the kernel takes 107 characters."""
+    if len(directory) > _LONGEST_DIRECTORY:
+        raise ConfigError(
+            f"the directory of temporary files {directory} has a name of {len(directory)} characters, too long for the "
+            f"names of sockets in it: set TMPDIR to one that makes it at most {_LONGEST_DIRECTORY}"
+        )
 
 
 async def _until_stopped(

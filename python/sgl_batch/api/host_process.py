@@ -60,15 +60,18 @@ class HostProcess:
 
     async def live(self, on_ready: Callable[[], None]) -> Failed:
         """Start the process, call `on_ready` when it answers, and return why it ended; nothing of it is left then."""
-        self._directory.mkdir(mode=0o700)
-        server = await asyncio.start_unix_server(self._connected, self._socket)
+        server = None
         try:
+            self._directory.mkdir(mode=0o700)
+            server = await asyncio.start_unix_server(self._connected, self._socket)
             await self._start()
-            words = await self._converse(on_ready)
-            words = await self._reap(words)
+            words = await self._reap(await self._converse(on_ready))
+        except OSError as error:  # no process, no memory or no room on the disk is left for it
+            words = Failed(message=f"the engine's process cannot be started: {error}", code=None)
         finally:
             self.kill()
-            server.close()
+            if server is not None:
+                server.close()
             if self._frames.done():
                 self._frames.result().close()
             shutil.rmtree(self._directory, ignore_errors=True)

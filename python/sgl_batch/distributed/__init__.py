@@ -1,1 +1,1 @@
-"""Between ranks: the control channel and the transport of tensors. Knows no sequences."""
+"""Between processes: control channel and transport of tensors of ranks, request lines. Knows no sequences."""

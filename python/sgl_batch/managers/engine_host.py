@@ -54,6 +54,8 @@ class EngineHost:
             threading.Thread(target=_end_all_after_front, args=(self._link.directory,), daemon=True).start()
             # Nobody but the front has this key. It was in no command line, and is in no environment.
             self._server_args.api_key, self._server_args.admin_api_key = self._link.api_key, None
+            # The front tells of requests; this server's address is no user's business.
+            self._server_args.log_level_http = self._server_args.log_level_http or "warning"
             launched.tokenizer_manager.server_drains = True
             launched.tokenizer_manager.outlives_children = True
             processes.serve_http(self._server_args, launched, self._lines)
