@@ -1,9 +1,9 @@
 """A program that runs the batch service and a client of it, to be killed and started again until it prints `done`.
 
 `python crashing_client.py DIRECTORY SCALE`, where SCALE is how large its jobs are. The client's own state (ids of its
-files) lies in DIRECTORY/client, so that after a crash it goes on as a real one would: it uploads again what it has no id
-of, and creates its jobs with the same keys. Its engine answers by the request alone, refuses one prompt, and dies of
-another. It decides nothing about when it dies.
+files) lies in DIRECTORY/client, so that after a crash it goes on as a real one would: it uploads again what it has no
+id of, and creates its jobs with the same keys. Its engine answers by the request alone, refuses one prompt, and dies
+of another. It decides nothing about when it dies.
 """
 
 from __future__ import annotations
