@@ -77,6 +77,8 @@ def check_jobs(directory: Path, *, scale: int = 1) -> None:
     good, errors = third
     assert (_ids(good), errors) == (_ids(given), [])
     _check_answers(directory, statuses[2][0], given, good)
+    # What the second job had finished was taken over by the third, and not run again.
+    assert set((directory / "client" / "prompts_at_last").read_text().split()) == {"hold"}
     leftovers = [[*(directory / "jobs" / folder).iterdir()] for folder in ("segments", "partial", "scratch")]
     assert leftovers == [[], [], []]
     assert _rows(directory, "SELECT * FROM results UNION ALL SELECT *, 0, 0 FROM suspects") == []

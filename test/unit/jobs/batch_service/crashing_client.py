@@ -88,6 +88,9 @@ async def run(directory: Path, scale: int) -> None:
 
     async def script(engine: ScriptedEngine, body: Mapping[str, object]) -> LineResponse | None:
         await asyncio.sleep(0.001)
+        if (client_directory / "let_go").exists():
+            with (client_directory / "prompts_at_last").open("a") as prompts:
+                prompts.write(f"{body['prompt']}\n")
         match body["prompt"]:
             case "refuse":
                 return refusal()
