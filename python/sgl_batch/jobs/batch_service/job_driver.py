@@ -105,7 +105,7 @@ class JobDriver:
             more = await self._persist(lambda db: delete_some_results(db, job.row.seq, DELETE_ROWS_AT_ONCE))
             failpoint("driver.some_results_deleted")
         await self._parts.guard.persist(lambda: self._parts.committer.close_segment(job))
-        store.directory.segment(job.id).unlink(missing_ok=True)
+        await asyncio.to_thread(store.directory.segment(job.id).unlink, missing_ok=True)
         failpoint("driver.segment_removed")
         await self._persist(lambda db: update_job(db, job.id, {"is_tidy": 1}))
 

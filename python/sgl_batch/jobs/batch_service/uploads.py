@@ -71,7 +71,7 @@ class FileUpload:
     ) -> None:
         if self._file is not None:
             self._file.close()
-        self._partial.unlink(missing_ok=True)
+        await asyncio.to_thread(self._partial.unlink, missing_ok=True)
 
     async def _to_thread(self, work: Callable[[], None]) -> None:
         try:

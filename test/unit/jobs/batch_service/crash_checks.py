@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from crashing_client import FIRST, SECOND
+from crashing_client import first_lines, second_lines
 from scripted_engines import answer
 
 from sgl_batch.jobs.failpoints import VARIABLE
@@ -22,11 +22,11 @@ PROGRAM = Path(__file__).with_name("crashing_client.py")
 WAIT_S = 60
 
 
-def start_client(directory: Path, failpoint: str = "") -> subprocess.Popen[str]:
+def start_client(directory: Path, failpoint: str = "", *, scale: int = 1) -> subprocess.Popen[str]:
     """The client, which is killed at the failpoint, if there is one."""
     environment = {**os.environ, VARIABLE: failpoint}
     return subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(directory)],
+        [sys.executable, str(PROGRAM), str(directory), str(scale)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -62,20 +62,23 @@ def check_counts(directory: Path) -> None:
     database.close()
 
 
-def check_jobs(directory: Path) -> None:
+def check_jobs(directory: Path, *, scale: int = 1) -> None:
     """After `done`: every line of every job has exactly one record, with the very body of a run without a crash."""
     statuses = _rows(directory, "SELECT id, status FROM jobs ORDER BY seq")
     assert [status for _, status in statuses] == ["completed", "cancelled", "completed"]
     first, second, third = (_records(directory, job) for job, _ in statuses)
-    _check_first(directory, statuses[0][0], *first)
+    _check_first(directory, statuses[0][0], first_lines(scale), *first)
+    given = second_lines(scale)
     good, errors = second
-    _check_answers(directory, statuses[1][0], SECOND, good)
-    assert sorted((*_ids(good), *_ids(errors))) == sorted(_ids(SECOND))
-    assert len(good) >= 48
+    _check_answers(directory, statuses[1][0], given, good)
+    assert sorted((*_ids(good), *_ids(errors))) == sorted(_ids(given))
+    assert len(good) >= 48 * scale
     assert {error["error"]["code"] for error in errors} == {"batch_cancelled"}
     good, errors = third
-    assert (_ids(good), errors) == (_ids(SECOND), [])
-    _check_answers(directory, statuses[2][0], SECOND, good)
+    assert (_ids(good), errors) == (_ids(given), [])
+    _check_answers(directory, statuses[2][0], given, good)
+    # What the second job had finished was taken over by the third, and not run again.
+    assert set((directory / "client" / "prompts_at_last").read_text().split()) == {"hold"}
     leftovers = [[*(directory / "jobs" / folder).iterdir()] for folder in ("segments", "partial", "scratch")]
     assert leftovers == [[], [], []]
     assert _rows(directory, "SELECT * FROM results UNION ALL SELECT *, 0, 0 FROM suspects") == []
@@ -83,10 +86,10 @@ def check_jobs(directory: Path) -> None:
     assert files == {one for (one,) in _rows(directory, "SELECT id FROM files")}
 
 
-def _check_first(directory: Path, job: str, good: list[Any], errors: list[Any]) -> None:
+def _check_first(directory: Path, job: str, given: list[Any], good: list[Any], errors: list[Any]) -> None:
     failing = {"poison": (500, "engine_crashed"), "refuse": (400, "context_length_exceeded"), "bad": (400, "invalid_n")}
-    assert _ids(good) == [one for one in _ids(FIRST) if one not in failing]
-    _check_answers(directory, job, FIRST, good)
+    assert _ids(good) == [one for one in _ids(given) if one not in failing]
+    _check_answers(directory, job, given, good)
     found = {
         one["custom_id"]: (one["response"]["status_code"], one["response"]["body"]["error"]["code"]) for one in errors
     }

@@ -8,6 +8,8 @@ import pytest
 from running_service import create, line, lines, records, service_in, until
 from scripted_engines import ScriptedSource
 
+from sgl_batch.jobs.job_store.result_rows import suspects_of_job
+
 
 def killed_by(*poison, together=0):
     """A script of engines that die of these prompts and need a moment for the others.
@@ -128,6 +130,7 @@ def test_a_job_can_be_cancelled_while_its_suspects_run(tmp_path):
             await service.cancel_batch(first.id)
             done = await until(service, first.id)
             assert (done.status, len(await records(service, done.error_file_id))) == ("cancelled", 20)
+            assert await service._store.read(lambda db: suspects_of_job(db, 1)) == []
             source._script = killed_by()
             source.engines[-1]._script = killed_by()
             assert (await until(service, (await create(service, lines(2))).id)).status == "completed"

@@ -388,6 +388,40 @@ def test_a_running_job_says_how_far_and_how_fast_it_is(tmp_path):
     asyncio.run(scenario())
 
 
+def test_jobs_share_the_engine_by_priority_and_a_window_of_minutes_goes_first(tmp_path):
+    async def scenario():
+        order = []
+        all_here = asyncio.Event()
+
+        async def note(engine, body):
+            await all_here.wait()
+            order.append(body["prompt"][0])
+            await asyncio.sleep(0.005)
+
+        async with service_in(tmp_path, ScriptedSource(note), max_in_flight=16) as service:
+            await create(service, [line("first")])
+            while not service.snapshot().in_flight:
+                await asyncio.sleep(0.001)
+            for name, fields in (
+                ("a", {}),
+                ("b", {"metadata": {"priority": "3"}}),
+                ("u", {"completion_window": "30m"}),
+            ):
+                batch = await create(
+                    service, [line(f"{name}{index}", f"{name}{index}") for index in range(300)], **fields
+                )
+                await until(service, batch.id, "in_progress")
+            all_here.set()
+            for job in service.snapshot().jobs:
+                await until(service, job.id)
+        last_urgent = len(order) - 1 - order[::-1].index("u")
+        assert sum(order[:last_urgent].count(other) for other in "ab") <= 60
+        in_turns = [one for one in order if one in "ab"][20:300]
+        assert 2 < in_turns.count("b") / in_turns.count("a") < 4.5  # 3, but for moments in which lines are being read
+
+    asyncio.run(scenario())
+
+
 def test_no_more_lines_and_bytes_are_in_flight_than_allowed(tmp_path):
     async def most_in_flight(directory, **limits):
         most = 0
