@@ -15,14 +15,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several workers, those of a file stay together, and all that share engines are one's."""
-    for item in items:
-        place = item.path.parent.name
-        group = place if place == "integration" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The repository's root directory."""
