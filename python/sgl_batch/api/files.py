@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from sgl_batch.api.multipart import Form, read_form
 from sgl_batch.errors import RequestError
+from sgl_batch.jobs.batch_service.objects import FileObject
 from sgl_batch.jobs.batch_service.service import BatchService
 
 _PURPOSES = ("batch",)
@@ -22,18 +23,7 @@ def files_router(service: BatchService) -> APIRouter:
 
     @router.post("")
     async def upload(request: Request) -> JSONResponse:
-        try:
-            async with await service.begin_upload() as upload:
-                content_type = request.headers.get("content-type", "")
-                form = await read_form(content_type, request.stream(), upload.write, file_field="file")
-                file = await upload.finish(
-                    filename=form.filename or "",
-                    purpose=_purpose(form),
-                    expires_after=_expires_after(form),
-                )
-        except ClientDisconnect as error:
-            raise RequestError(code="upload_cut_off", message="the client went away during the upload") from error
-        return JSONResponse(file.to_openai())
+        return JSONResponse((await _upload(service, request)).to_openai())
 
     @router.get("")
     async def listing(
@@ -66,6 +56,21 @@ def files_router(service: BatchService) -> APIRouter:
         return StreamingResponse(_closing(opened.chunks), media_type="application/octet-stream", headers=headers)
 
     return router
+
+
+async def _upload(service: BatchService, request: Request) -> FileObject:
+    """The file of a form, written as it arrives."""
+    try:
+        async with await service.begin_upload() as upload:
+            content_type = request.headers.get("content-type", "")
+            form = await read_form(content_type, request.stream(), upload.write, file_field="file")
+            return await upload.finish(
+                filename=form.filename or "",
+                purpose=_purpose(form),
+                expires_after=_expires_after(form),
+            )
+    except ClientDisconnect as error:
+        raise RequestError(code="upload_cut_off", message="the client went away during the upload") from error
 
 
 async def _closing(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -86,6 +86,10 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="listen on another address than loopback without --api-key",
     )
+    _add_stall_flags(group)
+
+
+def _add_stall_flags(group: Any) -> None:
     group.add_argument(
         "--engine-stall-s",
         type=float,
