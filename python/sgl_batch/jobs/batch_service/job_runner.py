@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from sgl_batch.core.answers import LineResponse
+from sgl_batch.errors import EngineError
 from sgl_batch.jobs.batch_service.active_job import ActiveJob
 from sgl_batch.jobs.batch_service.committer import Committer
 from sgl_batch.jobs.batch_service.counters import ServiceCounters
@@ -105,7 +106,7 @@ class JobRunner:
             else:
                 await self._run_lot(life, lot)
         self._counters.engine_deaths += 1
-        await self._after_death(lot, await life.take_suspects())
+        await self._after_death(life.death, lot, await life.take_suspects())
 
     async def _feed(self, life: EngineLife) -> None:
         """Start some lines of the job whose turn it is, or wait until something changes."""
@@ -200,8 +201,12 @@ class JobRunner:
             found += [LineInFlight(job=job, line=line) for line in lines if not isinstance(line, RefusedLine)]
         return [one for one in found if one.job.accepts_results]
 
-    async def _after_death(self, lot: Lot | None, suspects: list[LineInFlight]) -> None:
+    async def _after_death(self, death: EngineError, lot: Lot | None, suspects: list[LineInFlight]) -> None:
         if lot is not None and len(lot.lines) == 1:
+            if (
+                death.code is not None
+            ):  # what it died of is known, a full disk say: no line is to blame, and it runs again
+                return
             for one in suspects:
                 self._crashed(one)
             await self._committer.flush()

@@ -27,6 +27,7 @@ class ScriptedEngine:
         self.in_flight: list[str] = []
         self.beside: list[frozenset[str]] = []
         self.death = asyncio.Event()
+        self._code: str | None = None
         self._script = script
 
     async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
@@ -42,8 +43,9 @@ class ScriptedEngine:
     async def stats(self) -> EngineStats:
         return EngineStats()
 
-    def kill(self) -> None:
+    def kill(self, code: str | None = None) -> None:
         """Every line in flight, and every later one, gets EngineError."""
+        self._code = code
         self.death.set()
 
     async def _unless_dead(self, body: Mapping[str, object]) -> LineResponse:
@@ -54,7 +56,7 @@ class ScriptedEngine:
         try:
             await asyncio.wait({scripted, dead}, return_when=asyncio.FIRST_COMPLETED)
             if self.death.is_set():
-                raise EngineError("the scheduler process ended with signal 9")
+                raise EngineError("the scheduler process ended with signal 9", code=self._code)
             return scripted.result() or answer(body)
         finally:
             scripted.cancel()

@@ -55,6 +55,25 @@ def test_a_line_that_kills_engines_gets_an_error_and_its_neighbours_complete(tmp
     asyncio.run(scenario())
 
 
+def test_no_line_is_to_blame_where_the_engine_says_what_it_died_of(tmp_path):
+    deaths = 0
+
+    async def script(engine, body):
+        nonlocal deaths
+        await asyncio.sleep(0.001)
+        if body["prompt"] == "large" and deaths < 4:
+            deaths += 1
+            engine.kill("kv_store_failed")
+
+    async def scenario():
+        async with service_in(tmp_path, ScriptedSource(script)) as service:
+            done = await until(service, (await create(service, [line("large"), *lines(2)])).id)
+            assert done.request_counts == {"total": 3, "completed": 3, "failed": 0}
+
+    asyncio.run(scenario())
+    assert deaths == 4, "the last ones while it ran alone"
+
+
 def test_several_lines_that_kill_engines_are_all_found(tmp_path):
     async def scenario():
         bad = [f"r{index}" for index in range(0, 100, 9)]
