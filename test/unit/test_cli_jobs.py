@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-for folder in ("api", "jobs/batch_service"):
-    sys.path.insert(0, str(Path(__file__).parent / folder))
+sys.path.insert(0, str(Path(__file__).parent / "api"))
+sys.path.insert(0, str(Path(__file__).parent / "jobs" / "batch_service"))
 
 from running_service import line
 from scripted_engines import ScriptedSource, refusal
@@ -154,7 +154,9 @@ def test_a_cancelled_job_is_continued_and_comes_out_whole(server: Running, capsy
     assert ids("out.jsonl") == ["r0", "r1", "r2"]
 
 
-def test_the_same_idempotency_key_gives_the_same_job(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_submission_is_a_job_of_its_own_and_all_are_listed(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = write("a")
     jobs = {submitted(capsys, name) for _ in range(3)}
     assert len(jobs) == 3
@@ -162,6 +164,19 @@ def test_the_same_idempotency_key_gives_the_same_job(server: Running, capsys: py
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert jobs_command(["list", "--all", "--json"]) == 0
     assert {json.loads(one)["id"] for one in capsys.readouterr().out.splitlines()} == jobs
+
+
+def test_the_same_idempotency_key_gives_the_same_continuation(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = submitted(capsys, write("a", "b"), "--wait")
+    made = set()
+    for _ in range(2):
+        assert jobs_command(["continue", job, "--idempotency-key", "k"]) == 0
+        made.add(capsys.readouterr().out.strip())
+    assert len(made) == 1
+    assert jobs_command(["continue", job, "--idempotency-key", "k", "--window", "1h"]) == 1
+    assert "idempotency_key_reused" in capsys.readouterr().err
 
 
 def test_a_job_that_fails_validation_says_why_and_exits_3(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +196,8 @@ def test_refusals_say_what_which_server_and_what_to_do(
     assert "OPENAI_API_KEY" in err
     assert jobs_command(["get", "batch_000000000000000000000000"]) == 1
     assert "jobs list" in capsys.readouterr().err
-    assert jobs_command(["list", "--base-url", server.url.removesuffix("/v1") + "/v2"]) == 3  # the engine is not there
+    assert jobs_command(["list", "--base-url", server.url + "/files/x"]) == 1
+    assert "has no Batches API" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     assert jobs_command(["list", "--base-url", f"http://127.0.0.1:{port}/v1"]) == 3

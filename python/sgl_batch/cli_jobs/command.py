@@ -135,7 +135,7 @@ def _cancel(client: JobsClient, args: argparse.Namespace) -> int:
 
 
 def _download(client: JobsClient, args: argparse.Namespace) -> int:
-    from sgl_batch.cli_jobs.downloads import BytesShown, copy, file_of
+    from sgl_batch.cli_jobs.downloads import copy, file_of
 
     args.output = args.output or f"{args.id}.jsonl"
     if args.output == STDOUT:
@@ -148,13 +148,13 @@ def _download(client: JobsClient, args: argparse.Namespace) -> int:
         return 0
     _check_outputs(args)
     job = client.get(args.id)
-    _fetch(client, job, "output", Path(args.output), partial=args.partial, show=BytesShown())
+    _fetch(client, job, "output", Path(args.output), partial=args.partial)
     if args.errors:
         _fetch(client, job, "error", errors_path(Path(args.output)), partial=args.partial)
     return 0
 
 
-def _fetch(client: JobsClient, job: Job, kind: str, target: Path, *, partial: bool, show: Any = None) -> None:
+def _fetch(client: JobsClient, job: Job, kind: str, target: Path, *, partial: bool) -> None:
     from sgl_batch.cli_jobs.downloads import BytesShown, download, file_of
 
     file_id = file_of(job, kind, partial=partial)
@@ -162,7 +162,7 @@ def _fetch(client: JobsClient, job: Job, kind: str, target: Path, *, partial: bo
         if kind == "output":
             sys.stderr.write(f"job {job['id']} has no output: no line has succeeded\n")
         return
-    shown = show or BytesShown()
+    shown = BytesShown(sys.stderr)
     num_bytes = download(client.content, file_id, target, shown)
     shown.end()
     sys.stderr.write(f"{'Output' if kind == 'output' else 'Errors'}: {target} ({num_bytes:,} bytes)\n")

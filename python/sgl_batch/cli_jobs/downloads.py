@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -82,7 +81,7 @@ def copy(open_content: Contents, file_id: str, file: BinaryIO, show: Callable[[i
 class BytesShown:
     """How much has come, on one line of a terminal; silent elsewhere."""
 
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_on = stream.isatty()
         self._shown = 0
