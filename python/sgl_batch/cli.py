@@ -15,6 +15,7 @@ Batch inference for mixture-of-experts models on SGLang's own processes.
 commands:
   run     run a JSONL file of OpenAI batch requests: sgl-batch run -i in.jsonl -o out.jsonl --model PATH
   serve   serve the model over HTTP; takes SGLang's flags and ours, as python -m sgl_batch.launch_server does
+  jobs    jobs of a server: sgl-batch jobs submit in.jsonl --watch -o out.jsonl
   trace   print how one sequence went through the engine: sgl-batch trace trace.jsonl ID
 
 `sgl-batch COMMAND --help` explains a command. `sgl-batch --version` prints the version.
@@ -32,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_batch.launch_server import main as serve
 
         return int(serve(rest) or 0)
+    if command == "jobs":
+        from sgl_batch.cli_jobs.command import jobs_command
+
+        return jobs_command(rest)
     if command == "trace":
         from sgl_batch.cli_trace import trace_command
 

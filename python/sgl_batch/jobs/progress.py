@@ -37,19 +37,20 @@ class _Sample:
 
 
 class ProgressTracker:
-    """Keeps the counts of a run and the samples of the last minute."""
+    """Keeps the counts of a run and the samples of the last minute. `ok` and `failed` were done before it."""
 
-    def __init__(self, total: int, clock: Callable[[], float]) -> None:
+    def __init__(self, total: int, clock: Callable[[], float], *, ok: int = 0, failed: int = 0) -> None:
         self.total = total
-        self.ok = 0
-        self.failed = 0
+        self.ok = ok
+        self.failed = failed
+        self._done_before = ok + failed
         self.tokens_in = 0
         self.tokens_out = 0
         self._clock = clock
         self._start_s = clock()
         self._last_change_s = self._start_s
         self._live_tokens: tuple[int, int] | None = None
-        self._samples: deque[_Sample] = deque([_Sample(self._start_s, 0, 0, 0)])
+        self._samples: deque[_Sample] = deque([_Sample(self._start_s, self._done_before, 0, 0)])
 
     @property
     def done(self) -> int:
@@ -104,9 +105,9 @@ class ProgressTracker:
 
     def _eta_s(self, newest: _Sample, oldest: _Sample) -> float | None:
         """Remaining lines at the window's rate, or at the whole run's where the window finished none."""
-        if newest.done == 0:
-            return None
+        if newest.done == self._done_before:
+            return None if newest.done < self.total else 0.0
         finished, span_s = newest.done - oldest.done, newest.time_s - oldest.time_s
         if finished == 0:
-            finished, span_s = newest.done, newest.time_s - self._start_s
+            finished, span_s = newest.done - self._done_before, newest.time_s - self._start_s
         return (self.total - newest.done) * span_s / finished

@@ -1,0 +1,141 @@
+"""Jobs as text: a row of the table, a card, the last line of a watched one. Pure; decides nothing about jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from sgl_batch.jobs.progress_display import duration
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+SHOWN_FAULTS = 10
+_HEAD = ("id", "status", "done/total", "failed", "lines/s", "ETA", "age")
+_LEFT = 2  # columns of words; the others are numbers
+
+
+def counts(job: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Total, completed and failed lines; 0 where the server does not say."""
+    given = job.get("request_counts") or {}
+    return int(given.get("total") or 0), int(given.get("completed") or 0), int(given.get("failed") or 0)
+
+
+def extra(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What our server says beyond the contract; empty for another's."""
+    found = job.get("x_sgl_batch")
+    return found if isinstance(found, Mapping) else {}
+
+
+def exit_code(job: Mapping[str, Any]) -> int:
+    """As of `sgl-batch run`: 0 all well, 2 with failed lines, 3 not finished."""
+    if job.get("status") != "completed":
+        return 3
+    return 2 if counts(job)[2] else 0
+
+
+def table(jobs: Iterable[Mapping[str, Any]], now: float) -> str:
+    """One row for each job, under a head; words left, numbers right."""
+    rows = [_HEAD, *(_row(job, now) for job in jobs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < _LEFT else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _row(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
+    total, completed, failed = counts(job)
+    more = extra(job)
+    rate, eta_s = more.get("lines_per_s"), more.get("eta_s")
+    return (
+        str(job["id"]),
+        str(job.get("status")),
+        f"{completed + failed:,}/{total:,}",
+        f"{failed:,}",
+        "-" if rate is None else f"{rate:,.1f}",
+        "-" if eta_s is None else duration(eta_s),
+        duration(max(now - float(job.get("created_at") or now), 0.0)),
+    )
+
+
+def card(job: Mapping[str, Any], now: float) -> str:
+    """One job for a person."""
+    total, completed, failed = counts(job)
+    more = extra(job)
+    percent = f" ({100 * (completed + failed) / total:.1f}%)" if total else ""
+    rows: list[tuple[str, str]] = [
+        ("job", f"{job['id']}"),
+        ("status", f"{job.get('status')}{_since(job, now)}"),
+        ("lines", f"{completed + failed:,} of {total:,} done{percent}, {failed:,} failed"),
+        *_speed(more),
+        ("endpoint", f"{job.get('endpoint')}"),
+        ("model", f"{job.get('model') or '-'}"),
+        ("window", f"{job.get('completion_window')}, until {_time(job.get('expires_at'))}"),
+        ("input", f"{job.get('input_file_id')}"),
+        ("output", f"{job.get('output_file_id') or '-'}"),
+        ("errors", f"{job.get('error_file_id') or '-'}"),
+        *_rest(job, more),
+    ]
+    return "\n".join([f"{name:<10}{text}" for name, text in rows if text] + faults(job))
+
+
+def faults(job: Mapping[str, Any]) -> list[str]:
+    """Why a job failed as a whole, line by line of its input."""
+    listed = (job.get("errors") or {}).get("data") or []
+    shown = []
+    for one in listed[:SHOWN_FAULTS]:
+        where = f"line {one['line']}: " if one.get("line") else ""
+        shown.append(f"  {where}{one.get('message')} ({one.get('code')})")
+    if len(listed) > SHOWN_FAULTS:
+        shown.append(f"  and {len(listed) - SHOWN_FAULTS} more")
+    return shown
+
+
+def last_words(job: Mapping[str, Any]) -> str:
+    """What a job came to, in a line, with the reasons where it failed as a whole."""
+    total, completed, failed = counts(job)
+    began, ended = job.get("created_at"), job.get(f"{job.get('status')}_at")
+    took = f", in {duration(ended - began)}" if began and ended else ""
+    missing = total - completed - failed
+    unfinished = f", {missing:,} not finished" if missing > 0 else ""
+    head = f"{job['id']} {job.get('status')}: {completed:,} of {total:,} lines ok, {failed:,} failed{unfinished}{took}"
+    return "\n".join([head, *faults(job)])
+
+
+def _speed(more: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "lines_per_s" not in more:
+        return []
+    rates = (
+        f"{more['lines_per_s']:,.1f} lines/s, in {more.get('tokens_in_per_s', 0):,.0f} tok/s, "
+        f"out {more.get('tokens_out_per_s', 0):,.0f} tok/s"
+    )
+    eta_s = more.get("eta_s")
+    return [("speed", rates), ("ETA", "" if eta_s is None else f"{duration(eta_s)}; {more.get('window_text')}")]
+
+
+def _rest(job: Mapping[str, Any], more: Mapping[str, Any]) -> list[tuple[str, str]]:
+    usage, storage = job.get("usage") or {}, more.get("storage") or {}
+    metadata = ", ".join(f"{key}={value}" for key, value in (job.get("metadata") or {}).items())
+    return [
+        (
+            "tokens",
+            f"{usage['input_tokens']:,} in, {usage['output_tokens']:,} out" if usage.get("total_tokens") else "",
+        ),
+        ("metadata", metadata),
+        ("continues", str(more.get("continue_from") or "")),
+        ("engine", "absent; the job waits for it" if more.get("engine") == "absent" else ""),
+        ("storage", "" if storage.get("ok", True) else f"cannot be written: {storage.get('message')}"),
+    ]
+
+
+def _since(job: Mapping[str, Any], now: float) -> str:
+    moment = job.get(f"{job.get('status')}_at") or job.get("created_at")
+    return f", {duration(max(now - moment, 0))} ago" if moment else ""
+
+
+def _time(moment: float | None) -> str:
+    return "-" if moment is None else f"{datetime.fromtimestamp(moment):%Y-%m-%d %H:%M}"

@@ -1,0 +1,152 @@
+"""Asks a server through the `openai` client, and says what went wrong: what, which server, what to do about it.
+
+It does not decide what is asked, nor how answers are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+import httpx
+import openai
+
+from sgl_batch.errors import SglBatchError
+
+PAGE = 100
+TIMEOUT_S = 120.0
+CONNECT_TIMEOUT_S = 10.0
+CHUNK_BYTES = 1 << 18
+
+Job = Mapping[str, Any]
+"""A batch object of the API, as JSON."""
+
+
+class JobsError(SglBatchError):
+    """What was asked for could not be done. `exit_code`: 1 for what the caller can mend, 3 for the server's part."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class ServerGoneError(JobsError):
+    """The server cannot be reached, or cannot answer now: it may be back in a moment."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 3)
+
+
+class JobsClient:
+    """One server. Raises JobsError, and nothing else on purpose."""
+
+    def __init__(self, base_url: str, api_key: str | None) -> None:
+        self.base_url = base_url
+        self._has_key = api_key is not None
+        timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        # Nothing is sent twice by itself: a job without an idempotency key would become two.
+        self._client = openai.OpenAI(
+            base_url=base_url, api_key=api_key or "none", timeout=timeout, max_retries=0, http_client=None
+        )
+
+    def upload(self, name: str, file: BinaryIO) -> str:
+        """Upload a file of requests as it is read; returns its id."""
+        with self._errors(f"uploading {name}"):
+            answer = self._client.files.create(file=(name, file, "application/jsonl"), purpose="batch")
+        return str(self._object(answer, "file")["id"])
+
+    def create(self, body: Mapping[str, Any], idempotency_key: str | None) -> Job:
+        """Make a job."""
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+        with self._errors("creating the job"):
+            answer = self._client.post(
+                "/batches", body=dict(body), options={"headers": headers}, cast_to=openai.types.Batch
+            )
+        return self._object(answer, "batch")
+
+    def get(self, job_id: str) -> Job:
+        """One job as it is now."""
+        with self._errors(f"asking for job {job_id}"):
+            return self._object(self._client.batches.retrieve(job_id), "batch")
+
+    def cancel(self, job_id: str) -> Job:
+        """Begin to cancel a job."""
+        with self._errors(f"cancelling job {job_id}"):
+            return self._object(self._client.batches.cancel(job_id), "batch")
+
+    def jobs(self, limit: int | None) -> Iterator[Job]:
+        """The newest `limit` jobs, or all, page by page."""
+        after: dict[str, str] = {}
+        left = limit
+        while left is None or left > 0:
+            with self._errors("listing the jobs"):
+                page = self._client.batches.list(limit=min(PAGE, left or PAGE), **after)
+            if not isinstance(getattr(page, "data", None), list):
+                raise self._no_batch_server("its list of jobs is none")
+            for one in page.data:
+                yield self._object(one, "batch")
+            if not page.data or not getattr(page, "has_more", False):
+                return
+            after = {"after": page.data[-1].id}
+            left = None if left is None else left - len(page.data)
+
+    @contextmanager
+    def content(self, file_id: str) -> Iterator[tuple[int | None, Iterator[bytes]]]:
+        """The bytes of a file as they come, and how many they will be, where the server says it."""
+        with (
+            self._errors(f"downloading file {file_id}"),
+            self._client.files.with_streaming_response.content(file_id) as answer,
+        ):
+            length = answer.headers.get("content-length")
+            # What goes over the wire compressed has another length than what is written.
+            is_plain = answer.headers.get("content-encoding", "identity") == "identity"
+            yield int(length) if length and is_plain else None, answer.iter_bytes(CHUNK_BYTES)
+
+    def _object(self, answer: Any, kind: str) -> dict[str, Any]:
+        """The answer as JSON; what is no such object came from another kind of server."""
+        found = answer.to_dict(mode="json") if hasattr(answer, "to_dict") else None
+        if not isinstance(found, dict) or not isinstance(found.get("id"), str):
+            raise self._no_batch_server(f"it answered with no {kind} object")
+        return found
+
+    def _no_batch_server(self, why: str) -> JobsError:
+        end = "" if self.base_url.rstrip("/").endswith("/v1") else "; most base URLs end in /v1"
+        return JobsError(
+            f"the server {self.base_url} has no Batches API: {why}. Name another with --base-url{end}, or start one "
+            "with `sgl-batch serve --model-path PATH`",
+            1,
+        )
+
+    @contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except openai.APIStatusError as error:
+            raise self._refused(doing, error) from error
+        except (openai.APIConnectionError, httpx.HTTPError) as error:
+            reason = error.__cause__ or error
+            raise ServerGoneError(
+                f"{doing} failed: the server {self.base_url} cannot be reached ({reason}). Start one with `sgl-batch "
+                "serve --model-path PATH`, or name another with --base-url"
+            ) from error
+        except (openai.OpenAIError, ValueError) as error:  # an answer that is no JSON, among others
+            raise self._no_batch_server(f"{doing}: {error}") from error
+
+    def _refused(self, doing: str, error: openai.APIStatusError) -> JobsError:
+        body = error.body if isinstance(error.body, Mapping) else {}
+        said = f"{body.get('message') or error.message}"
+        status = error.status_code
+        if status in (401, 403):
+            key = "the API key is not the right one there" if self._has_key else "it wants an API key"
+            return JobsError(
+                f"{doing} was refused by {self.base_url}: {key} ({said}). Give --api-key KEY, or set OPENAI_API_KEY", 1
+            )
+        if status in (404, 405) and (not body or body.get("code") in (None, "not_found", "method_not_allowed")):
+            return self._no_batch_server(f"{doing}, it said {status} ({said[:200]})")
+        if status == 404:
+            return JobsError(f"{doing} failed at {self.base_url}: {said}. `sgl-batch jobs list` shows what is there", 1)
+        if status == 429 or status >= 500:
+            return ServerGoneError(f"{doing} failed: {self.base_url} answered with {status}: {said}")
+        code = f" ({body['code']})" if body.get("code") else ""
+        return JobsError(f"{doing} was refused by {self.base_url}{code}: {said}", 1)
