@@ -223,7 +223,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     # Control.
 
     def _carry_out(self, handle: Callable[[Any], Any], asked: Any) -> Any:
-        """Do what is asked of the whole engine between two steps, the same two on all ranks. Its answer may come later."""
+        """Do what is asked of the whole engine between two steps, the same two on all ranks; it may answer later."""
         if self.rank_steps is None:
             return self._do(handle, asked)
         self.rank_steps.between_steps(lambda: self._answer(handle, asked))
