@@ -41,6 +41,11 @@ class EngineView:
         """Whether the engine had any sequence when it last spoke."""
         return self.stats is not None and any(self.stats.sequences.values())
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it was paused when it last spoke."""
+        return self.stats is not None and self.stats.paused
+
     def to_json(self) -> dict[str, Any]:
         """As the progress page gets it: `samples` are the last minutes, oldest first; `part_s` since the start."""
         stats = self.stats

@@ -169,9 +169,9 @@ class EngineSupervisor:
                     self.view.add(stats, time.time())
                     await asyncio.sleep(_STATS_EVERY_S)
                     asking = asyncio.ensure_future(client.stats())
-                # One that does not even say how it is has work of which nobody here knows.
+                # One that does not even say how it is has work of which nobody here knows; a paused one does none.
                 has_work = client.num_in_flight > 0 or self.view.has_sequences or counters is None
-                watch.see(counters, has_work=has_work)
+                watch.see(counters, has_work=has_work and not self.view.is_paused)
                 self._judge(host, watch)
         finally:
             asking.cancel()

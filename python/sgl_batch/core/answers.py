@@ -25,6 +25,7 @@ class EngineStats:
     exchange, agreement, stall, boundary). `tokens_per_expert` holds the tokens routed to each expert, summed over the
     layers. `sequences` holds how many sequences are in each state (QUEUED, RUNNING, ...) now. `ranks` holds each
     rank's own where there are several; the rest is then of all of them.
+    `paused`: whether somebody has paused it; then it counts nothing.
     `peak_memory_bytes` is the most that a rank's process had in memory since the model was loaded (0: not known), and
     `memory_budget_bytes` what it may have (0: no budget is set); of several ranks, those of the one with the most.
     """
@@ -36,6 +37,7 @@ class EngineStats:
     ranks: Sequence[EngineStats] = ()
     peak_memory_bytes: int = 0
     memory_budget_bytes: int = 0
+    paused: bool = False
 
     @property
     def idle_share(self) -> float:
@@ -58,4 +60,5 @@ class EngineStats:
             ranks=tuple(now.since(then) for now, then in zip(self.ranks, ranks_before, strict=True)),
             peak_memory_bytes=self.peak_memory_bytes,
             memory_budget_bytes=self.memory_budget_bytes,
+            paused=self.paused,
         )

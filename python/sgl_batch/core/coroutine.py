@@ -15,6 +15,7 @@ class Event(enum.Enum):
     YIELD_PREFILLED = "yielded after prefill"
     COMBINE_DECODE = "combined into the decode group"
     SUSPEND = "suspended"
+    RETRACT = "retracted"
     DEPART = "gone to another rank"
     ARRIVE = "arrived from another rank"
     FINISH = "finished"
@@ -30,6 +31,9 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.READY, Event.COMBINE_DECODE): Status.RUNNING,
     (Status.RUNNING, Event.SUSPEND): Status.SUSPENDED,
     (Status.SUSPENDED, Event.COMBINE_DECODE): Status.RUNNING,
+    (Status.READY, Event.RETRACT): Status.QUEUED,
+    (Status.RUNNING, Event.RETRACT): Status.QUEUED,
+    (Status.SUSPENDED, Event.RETRACT): Status.QUEUED,
     (Status.SUSPENDED, Event.ABORT): Status.ABORTED,
     (Status.READY, Event.ABORT): Status.ABORTED,
     (Status.READY, Event.DEPART): Status.MIGRATING,

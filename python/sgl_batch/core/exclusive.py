@@ -69,4 +69,4 @@ def stays_on_device(units: Iterable[Admission], rooms: Rooms, ledger: PageLedger
 
 
 def _slots(unit: Admission, ledger: PageLedger) -> int:
-    return len(unit.members) * pages_for(unit.leader.prompt_tokens, ledger.page_size)
+    return len(unit.members) * pages_for(unit.leader.kv_tokens, ledger.page_size)

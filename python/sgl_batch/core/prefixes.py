@@ -59,6 +59,10 @@ class PrefixTree:
         self._holds: dict[str, Hold] = {}
         self.num_pages = 0
 
+    def unlist(self) -> None:
+        """Nobody finds a page any more that is there now; who holds it keeps it."""
+        self._root = PrefixPage(key=b"", parent=None)
+
     def held(self, name: str) -> Hold:
         """What a sequence holds."""
         return self._holds.get(name, NOTHING)

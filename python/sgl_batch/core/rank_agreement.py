@@ -47,8 +47,8 @@ class Migration(enum.Enum):
 class RankHeader:
     """What a rank says of itself before each step: sequences that run, that wait, and that wait as forks.
 
-    `due`: whether this rank alone would have a boundary now. `plan_changes`: how many changes of the plan have reached
-    it since start; all ranks get the same ones, each at its own moment.
+    `due`: whether this rank alone would have a boundary now. `plan_changes`: how many changes (of the plan, of weights,
+    pauses) have reached it since start; all ranks get the same ones, each at its own moment.
     """
 
     running: int
@@ -62,7 +62,7 @@ class RankHeader:
 class Step:
     """One step of the group, and how many expert calls a layer takes in it on every rank.
 
-    `plan_changes`: how many changes of the plan are in force from the next step on, because all ranks know them.
+    `plan_changes`: how many changes are in force from the next step on, because all ranks know them.
     `somebody_runs`: whether any rank has sequences to decode, which a rank that waits for copies would hold up.
     """
 

@@ -27,7 +27,8 @@ class Sequence:
     `choice` is the index among them and choice 0 is the leader, which computes the prompt for all. `waits_since` orders
     those that wait for pages of the device, READY and SUSPENDED alike. `computed_tokens`: for how many positions KV has
     been computed, as far as its prefills know; decode steps go on from there. The first `shared_tokens` of the prompt
-    are those of a prompt before it, which computes them.
+    are those of a prompt before it, which computes them. `lost_tokens`: for how many positions it had KV when it was
+    retracted; its next prefill computes them again, those behind its prompt too.
     """
 
     sequence_id: str
@@ -41,15 +42,16 @@ class Sequence:
     waits_since: int = 0
     computed_tokens: int = 0
     shared_tokens: int = 0
+    lost_tokens: int = 0
 
     @property
     def prefill_rows(self) -> int:
-        """Tokens of its prompt that it computes itself."""
-        return self.prompt_tokens - self.shared_tokens
+        """Tokens that its prefill computes itself."""
+        return self.kv_tokens - self.shared_tokens
 
     @property
     def kv_tokens(self) -> int:
-        """Positions whose KV it has, once its prompt is computed: the last token sampled has none yet."""
+        """Positions whose KV it has, once its prefill is done: the last token sampled has none yet."""
         return self.prompt_tokens + max(self.generated_tokens, 1) - 1
 
     @property

@@ -27,13 +27,23 @@ from sgl_batch.managers.sequence_queue import SequenceQueue
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters, PartClock
-from sgl_batch.sglang_adapter.scheduling import decode_batches, end_aborted, mark_aborted, merge_into, prefill_batch
+from sgl_batch.sglang_adapter.scheduling import (
+    decode_batches,
+    empty,
+    end_aborted,
+    end_detached,
+    end_retraction,
+    mark_aborted,
+    merge_into,
+    prefill_batch,
+    retract,
+)
 
 
 class BoundaryExecutor:
     """The queue's order, choices that wait for their leader's prompt, and where the rank stands between boundaries.
 
-    `table` has the sequences themselves.
+    `table` has the sequences themselves. `paused`: no step is begun; what comes is queued.
     """
 
     def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter) -> None:
@@ -47,6 +57,7 @@ class BoundaryExecutor:
         self._steps = 0
         self._filling = False
         self._changes_at_boundary = -1
+        self.paused = False
 
     def _make_table(self, trace: TraceWriter) -> SequenceTable:
         return SequenceTable(self._device_ledger(), self._sharing, self._counters, trace)
@@ -89,6 +100,56 @@ class BoundaryExecutor:
         for request in [r for forks in self._forks.values() for r in forks] + self._forked:
             if is_meant(request.rid):
                 mark_aborted(request)
+
+    def abort_retracted(self, is_meant: Callable[[str], bool]) -> None:
+        """Answer retracted sequences in question with what they had generated, which SGLang does not of queued ones."""
+        queue = self._scheduler.waiting_queue
+        ended = [request for request in queue if request.output_ids and is_meant(request.rid)]
+        for request in ended:
+            queue.remove(request)
+            end_detached(self._scheduler, request)
+        self.forget_removed()
+
+    # Between two steps.
+
+    def retract_all(self, running: Any) -> None:
+        """Every sequence that has KV loses it, and is queued again in its old place, to compute it anew."""
+        self.forget_removed()
+        queue = self._scheduler.waiting_queue
+        for request in self._take_out(running):
+            self._give_up_kv(request)
+            if request.rid in self.table:
+                queue.append(request)
+        queue.sort(key=lambda request: self.table[request.rid].arrival)
+        self._queued = SequenceQueue()
+        for request in queue:
+            self._queued.add(self.table[request.rid])
+
+    def _take_out(self, running: Any) -> list[Any]:
+        """All requests that have KV, or have found it; the decode batch is empty then."""
+        forked, self._forked = self._forked, []
+        ready = [self.table.request_named(sequence.sequence_id) for sequence in self.table.ready]
+        found = [*(request for request in running.reqs if not request.finished()), *ready, *forked]
+        empty(running)
+        return found
+
+    def _give_up_kv(self, request: Any) -> None:
+        """One that is to be aborted needs no other step for that."""
+        retract(self._scheduler, request)
+        if request.to_finish is None:
+            self.table.retracted(request)
+        else:
+            end_detached(self._scheduler, request)
+            self.table.record([self.table.finish(request)])
+
+    def unlist_prompts(self) -> None:
+        """The KV of prompts that is there now is of other weights than that of prompts to come."""
+        self._sharing.unlist()
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether any sequence has KV: those in the queue have none."""
+        return self.table.num_sequences > len(self._queued)
 
     # Decide, then do.
 
@@ -285,9 +346,10 @@ class BoundaryExecutor:
         """Yield what was prefilled, and let go of what has finished."""
         changes: list[Transition] = []
         prefilled = batch.forward_mode.is_extend()
-        self._counters.add("output_tokens", len(batch.reqs))
+        again, rows_again = end_retraction(batch) if prefilled else (0, 0)
+        self._counters.add("output_tokens", len(batch.reqs) - again)
         if prefilled:
-            self._counters.add("prompt_tokens", batch.extend_num_tokens)
+            self._counters.add("prompt_tokens", batch.extend_num_tokens - rows_again)
         for request in batch.reqs:
             if not request.finished():
                 if prefilled:

@@ -99,7 +99,7 @@ class KVTiers:
         self._decode_staging = DecodeStaging(
             self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
         )
-        self._group: list[tuple[Any, Hold, torch.Tensor]] = []
+        self._group: list[tuple[Any, int, Hold, torch.Tensor]] = []
         self._restored: list[int] = []
         self._on_device: dict[PrefixPage, int] = {}
 
@@ -142,17 +142,15 @@ class KVTiers:
 
     def begin_prefill(self, requests: list[Any], holds: list[Hold]) -> None:
         """The next forward pass is that of these requests, whose slots were given inside `staging`."""
-        lengths = [
-            len(request.origin_input_ids) - hold.shared * self._page_size
-            for request, hold in zip(requests, holds, strict=True)
-        ]
+        tokens = [request.kv_committed_len for request in requests]
+        lengths = [total - hold.shared * self._page_size for total, hold in zip(tokens, holds, strict=True)]
         slots = self.stored.take(sum(self._pages(length) for length in lengths))
         self._staging.begin(lengths, slots, restored=torch.tensor(self._restored, dtype=torch.int64))
         parts = slots.split([self._pages(length) for length in lengths])
         for hold, part in zip(holds, parts, strict=True):
             for page, slot in zip(hold.own, part.tolist(), strict=False):
                 page.place = slot
-        self._group = list(zip(requests, holds, parts, strict=True))
+        self._group = list(zip(requests, tokens, holds, parts, strict=True))
         self._runner.prefill_sink = self._staging
 
     def end_prefill(self) -> None:
@@ -163,9 +161,9 @@ class KVTiers:
         self._counters.add("staging_wait_us", round(1e6 * (self._staging.waited_s - waited)))
         self._counters.counts["staging_peak_bytes"] = self._staging.peak_bytes
         self._counters.counts["staging_peak_pages"] = self._staging.peak_pages
-        for request, hold, slots in self._group:
+        for request, tokens, hold, slots in self._group:
             shared = [page.place for page in hold.found]
-            self.stored.adopt(request.rid, slots, len(request.origin_input_ids), shared=shared)
+            self.stored.adopt(request.rid, slots, tokens, shared=shared)
         self._group = []
 
     # Decode.

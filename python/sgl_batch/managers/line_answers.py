@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from sgl_batch.core.answers import EngineStats, LineResponse
@@ -32,13 +33,24 @@ class LineAnswers:
     async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
         """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request."""
         try:
-            status, content = await self._unless_dead(lambda: self._endpoints.post(url, body))
+            status, content = await self._unless_dead(lambda: self._answer(url, body))
         except EngineError as error:
             if error.code is None:
                 raise
             status, content = 503, _error_body(str(error), error.code)
         request_id = str(content.get("id") or f"req_{uuid.uuid4().hex}")
         return LineResponse(status_code=status, request_id=request_id, body=content)
+
+    async def _answer(self, url: str, body: Mapping[str, object]) -> tuple[int, dict[str, Any]]:
+        """The endpoint's answer to a request that nobody has aborted: if somebody did, it is asked again.
+
+        Who aborts all that the engine runs (to pause it, say) means its online requests: a line that nobody has
+        cancelled is owed a whole answer. While the engine is paused it waits with all others.
+        """
+        while True:
+            status, content = await self._endpoints.post(url, body)
+            if not _is_aborted(content):
+                return status, content
 
     async def stats(self) -> EngineStats:
         """Counters since the engine started. Raises EngineError when the engine is dead and answers nothing."""
@@ -48,7 +60,8 @@ class LineAnswers:
             if error.code is None:
                 raise
             return self._last_stats
-        self._last_stats = engine_stats(merged_stats([state["sgl_batch"] for state in states]))
+        stats = engine_stats(merged_stats([state["sgl_batch"] for state in states]))
+        self._last_stats = replace(stats, paused=self._manager.is_pause)
         return self._last_stats
 
     async def _unless_dead(self, work: Callable[[], Any]) -> Any:
@@ -67,6 +80,10 @@ class LineAnswers:
                     raise death
         finally:
             task.cancel()
+
+
+def _is_aborted(content: Mapping[str, Any]) -> bool:
+    return any(choice.get("finish_reason") == "abort" for choice in content.get("choices", ()))
 
 
 def _error_body(message: str, code: str) -> dict[str, Any]:

@@ -116,6 +116,10 @@ class PromptSharing:
                 self._allocator.get_kvcache().move_kv_cache(own, slots[shared:])
             give_prefix(follower, self._scheduler, torch.cat((slots[:shared], own)), shared)
 
+    def unlist(self) -> None:
+        """What prompts have of KV now is for none that comes later."""
+        self._tree.unlist()
+
     def leave(self, request_id: str) -> int:
         """A sequence has ended or left; returns how many pages nobody holds any more. They are given back."""
         dropped = self._tree.release(request_id)

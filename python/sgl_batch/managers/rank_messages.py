@@ -44,6 +44,7 @@ class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
     pages: int
     shared_tokens: int
+    generated_tokens: int
 
 
 class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
@@ -139,6 +140,7 @@ def _row_of(sequence: Sequence, movable: Movable | None = None) -> SequenceRow:
         -1 if movable is None else movable.tokens,
         -1 if movable is None else movable.pages,
         sequence.shared_tokens,
+        sequence.generated_tokens,
     )
 
 
@@ -152,6 +154,7 @@ def _sequence_of(row: SequenceRow, status: Status) -> Sequence:
         choice=row.choice,
         status=status,
         shared_tokens=row.shared_tokens,
+        generated_tokens=row.generated_tokens,
     )
 
 

@@ -44,17 +44,20 @@ class RankSteps:
         self._changes: deque[Callable[[], None]] = deque()
         self._changes_known = self._changes_due = self._changes_made = 0
 
-    def change_plan(self, change: Callable[[], None]) -> None:
-        """Have `change` made between two steps, the same two on every rank."""
+    def between_steps(self, change: Callable[[], None]) -> None:
+        """Have `change` made between two steps, the same two on every rank, after all that came before it."""
         self._changes.append(change)
         self._changes_known += 1
 
-    def next_part(self, running: Any) -> Part:
-        """Agree with the other ranks and make this rank's batch of the step."""
-        executor = self._executor
-        while self._changes_made < self._changes_due:
-            self._changes.popleft()()
+    def make_changes(self) -> None:
+        """Make the changes that all ranks know of. Where the engine is paused, all are between the same two steps."""
+        while self._changes and (self._executor.paused or self._changes_made < self._changes_due):
             self._changes_made += 1
+            self._changes.popleft()()
+
+    def next_part(self, running: Any) -> Part:
+        """Agree with the other ranks and make this rank's batch of the step. What is due between steps is done."""
+        executor = self._executor
         running = self._arrived(running)
         state = executor.state(running)
         header = RankHeader(

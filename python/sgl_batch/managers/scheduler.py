@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,9 @@ from sgl_batch.sglang_adapter.scheduling import (
     Scheduler,
     SetInternalStateReqOutput,
     await_input,
+    put_over_controls,
     set_max_new_tokens,
+    updates_weights,
 )
 
 logger = logging.getLogger(__name__)
@@ -118,6 +121,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             nccl_port=self.nccl_port,
         )
 
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        put_over_controls(self, self._carry_out)
+
     def get_init_info(self) -> dict[str, Any]:
         """SGLang's info for the parent, with the classes that run here, which the parent verifies."""
         runner = self.tp_worker.model_runner
@@ -160,13 +167,21 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self.executor.enqueue(req)
 
     def abort_request(self, recv_req: Any) -> None:
+        def is_meant(rid: str) -> bool:
+            return bool(recv_req.abort_all or rid.startswith(recv_req.rid))
+
+        self.executor.abort_retracted(is_meant)
         super().abort_request(recv_req)
         self.executor.forget_removed()
-        self.executor.abort_outside_batches(lambda rid: recv_req.abort_all or rid.startswith(recv_req.rid))
+        self.executor.abort_outside_batches(is_meant)
 
     # One step.
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
+        if self.rank_steps is not None:
+            self.rank_steps.make_changes()
+        if self.executor.paused:
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         if self.grammar_manager.has_waiting_grammars():
             for request in self.grammar_manager.get_ready_grammar_requests():
                 self._add_request_to_queue(request)
@@ -197,15 +212,53 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def on_idle(self) -> None:
         with self.context.counters.clock.part("waiting"):
-            if self.rank_steps is None:
+            if self.rank_steps is None and not self.executor.paused:
                 super().on_idle()
-            elif self._group_idles:
+            elif self._group_idles or self.executor.paused:
                 await_input(self, _IDLE_MS)
 
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         return bool(super().is_fully_idle(for_health_check)) and self.executor.is_empty
 
     # Control.
+
+    def _carry_out(self, handle: Callable[[Any], Any], asked: Any) -> Any:
+        """Do what is asked of the whole engine between two steps, the same two on all ranks; it may answer later."""
+        if self.rank_steps is None:
+            return self._do(handle, asked)
+        self.rank_steps.between_steps(lambda: self._answer(handle, asked))
+        return None
+
+    def _answer(self, handle: Callable[[Any], Any], asked: Any) -> None:
+        output = self._do(handle, asked)
+        if output is not None:
+            self.ipc_channels.send_to_tokenizer.send_output(output, asked)
+
+    def _do(self, handle: Callable[[Any], Any], asked: Any) -> Any:
+        """New weights make the KV that is there one of old weights: it goes, or serves only who has it."""
+        if updates_weights(asked):
+            if asked.flush_cache:
+                self.executor.retract_all(self.running_batch)
+            else:
+                self.executor.unlist_prompts()
+        return handle(asked)
+
+    def pause_generation(self, recv_req: Any) -> None:
+        """Begin no step until `continue_generation`; with mode `retract`, all KV is computed anew then."""
+        if recv_req.mode == "retract":
+            self.executor.retract_all(self.running_batch)
+        self.executor.paused = True
+
+    def continue_generation(self, recv_req: Any) -> None:
+        super().continue_generation(recv_req)
+        self.executor.paused = False
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        """Whether no sequence has KV. Those that have lost theirs wait in the queue, which SGLang wants empty."""
+        self.executor.sync()
+        if not self.is_fully_idle() and not self.executor.has_kv:
+            return True
+        return bool(super().flush_cache(empty_cache))
 
     def save_sharded_model(self, **kwargs: Any) -> None:
         with self.tp_worker.all_weights():
@@ -229,7 +282,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         if self.rank_steps is None:
             self._put_in_force(wanted)
         else:
-            self.rank_steps.change_plan(partial(self._put_in_force, wanted))
+            self.rank_steps.between_steps(partial(self._put_in_force, wanted))
         return SetInternalStateReqOutput(updated=True)
 
     def _put_in_force(self, wanted: BatchConfig) -> None:
@@ -247,6 +300,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "total_pages": self.executor.ledger.total_pages,
             "store": self.executor.store_state(),
             "sequences": self.executor.table.num_by_status(),
+            "paused": self.executor.paused,
             "memory": {"peak_bytes": peak_resident_bytes(), "budget_bytes": self.context.config.memory.process_bytes},
             "rank": 0 if self.context.place is None else self.context.place.rank,
         }

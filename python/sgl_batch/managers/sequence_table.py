@@ -63,6 +63,10 @@ class SequenceTable:
     def is_empty(self) -> bool:
         return not self._sequences
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
     def num_by_status(self) -> dict[str, int]:
         """How many sequences are in each state now."""
         return dict(Counter(sequence.status.value for sequence in self._sequences.values()))
@@ -134,6 +138,21 @@ class SequenceTable:
         """A sequence that ran waits in the store."""
         return advance(self._wait(name), Event.SUSPEND, why)
 
+    def retracted(self, request: Any) -> Sequence:
+        """A sequence has lost its KV: it is QUEUED with what it has generated, and from now on no choice of others."""
+        sequence = self._sequences[request.rid]
+        sequence.generated_tokens = len(request.output_ids)
+        if sequence.status is not Status.QUEUED:
+            self.record([advance(sequence, Event.RETRACT, "its KV is given up")])
+            sequence.lost_tokens = sequence.kv_tokens
+        self._ready.pop(request.rid, None)
+        self._give_back(sequence)
+        sequence.prompt_group, sequence.choice = None, 0
+        sequence.computed_tokens = sequence.shared_tokens = 0
+        self.changes += 1
+        self._counters.add("retractions")
+        return sequence
+
     def forked(self, name: str) -> None:
         """A choice waits in the store with all of its prompt but the last token, QUEUED until that is computed."""
         self._wait(name)
@@ -169,6 +188,9 @@ class SequenceTable:
 
     def _drop(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id], self._requests[sequence.sequence_id]
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
         for ledger in (self.ledger, self.store_ledger):
             if ledger is not None and ledger.holds(sequence.sequence_id):
                 ledger.release(sequence.sequence_id)

@@ -24,7 +24,7 @@ from sgl_batch.managers.tiered_executor import TieredExecutor
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.moving import take_in
-from sgl_batch.sglang_adapter.scheduling import decode_batches, merge_into
+from sgl_batch.sglang_adapter.scheduling import decode_batches, detach, merge_into
 
 
 class StreamingExecutor(TieredExecutor):
@@ -100,6 +100,12 @@ class StreamingExecutor(TieredExecutor):
             running = merge_into(running, joining)
         self.table.record(combine(waiting, Event.COMBINE_DECODE, "its KV is streamed"))
         return running
+
+    def _give_up_kv(self, request: Any) -> None:
+        if self._streams and request.req_pool_idx is not None:
+            detach(self._scheduler, request)  # its table leads to no pages of its own
+        super()._give_up_kv(request)
+        self._rows.forget(request.rid)
 
     def _to_store(self, requests: list[Any]) -> None:
         super()._to_store(requests)

@@ -29,6 +29,7 @@ from sgl_batch.sglang_adapter.moving import take_in, without
 from sgl_batch.sglang_adapter.scheduling import (
     decode_batches,
     detach,
+    empty,
     end_aborted,
     end_detached,
     free_slots,
@@ -182,6 +183,18 @@ class TieredExecutor(BoundaryExecutor):
         if dropped:
             self._tiers.drop(dropped)
             self.ledger.add_prompt_pages(-len(dropped))
+
+    def _take_out(self, running: Any) -> list[Any]:
+        joined = self._await_returning(running)
+        forks, self._arrived_forks = self._arrived_forks, []
+        found = super()._take_out(joined)
+        empty(running)  # where it was empty, those that came back are another batch
+        return found + forks
+
+    def _give_up_kv(self, request: Any) -> None:
+        super()._give_up_kv(request)
+        self._tiers.stored.forget(request.rid)
+        self._leave_device(request.rid)
 
     def _evict(self, sequences: Seq[Sequence]) -> None:
         assert not sequences, "whoever waits has no pages of the device"

@@ -13,9 +13,11 @@ from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.seeds import choice_seed
 from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
 from sgl_batch.sglang_adapter.tokenizing import (
+    FlushCacheReqInput,
     ServerStatus,
     SignalHandler,
     TokenizerManager,
+    as_attention_ranks,
     choice_of,
     name_choices,
     prepare_request,
@@ -52,6 +54,10 @@ class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
             super().running_phase_sigquit_handler(signum, frame)
 
 
+# How often the schedulers are asked whether they have paused; they answer between two steps.
+_LOOK_EVERY_S = 0.01
+
+
 class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """SGLang's tokenizer manager; everything that leaves it carries a seed.
 
@@ -83,6 +89,61 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         parameters = getattr(tokenized, "sampling_params", None)
         if parameters is not None and hasattr(parameters, "sampling_seed"):
             prepare_request(tokenized, extra_key=None, seed=choice_seed(parameters.sampling_seed, 0))
+
+    # Controls of the whole engine.
+
+    async def pause_generation(self, obj: Any) -> None:
+        """No forward pass is under way when this returns, nor begins before `continue_generation`."""
+        await super().pause_generation(obj)
+        while obj.mode != "abort" and self.is_pause:
+            states = await self.get_internal_state()
+            if all(state["sgl_batch"]["paused"] for state in states):
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def flush_cache(self, timeout_s: float | None = None) -> Any:
+        """SGLang's answer of the first rank that has sequences with KV, or of any."""
+        self.auto_create_handle_loop()
+        answers = await self.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
+        return next((answer for answer in answers if not answer.success), answers[0])
+
+    async def release_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        """Raises ValueError where SGLang would take no notice, or the scheduler down."""
+        self._check_memory_saver("release")
+        if self.rid_to_state:
+            raise ValueError(f"{len(self.rid_to_state)} requests are under way: memory is released when there are none")
+        await super().release_memory_occupation(obj, request)
+
+    async def resume_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        """Raises ValueError likewise."""
+        self._check_memory_saver("resume")
+        await super().resume_memory_occupation(obj, request)
+
+    def _check_memory_saver(self, what: str) -> None:
+        if self.server_args.device == "cpu":
+            raise ValueError(f"cannot {what} memory occupation: SGLang's memory saver is for GPUs, and this is a CPU")
+        if not self.server_args.enable_memory_saver:
+            raise ValueError(f"cannot {what} memory occupation: start the engine with --enable-memory-saver")
+
+    async def init_weights_update_group(self, obj: Any, request: Any = None) -> Any:
+        with as_attention_ranks(self.server_args):
+            return await super().init_weights_update_group(obj, request)
+
+    async def destroy_weights_update_group(self, obj: Any, request: Any = None) -> Any:
+        with as_attention_ranks(self.server_args):
+            return await super().destroy_weights_update_group(obj, request)
+
+    async def update_weights_from_distributed(self, obj: Any, request: Any = None) -> Any:
+        with as_attention_ranks(self.server_args):
+            return await super().update_weights_from_distributed(obj, request)
+
+    async def update_weights_from_tensor(self, obj: Any, request: Any = None) -> Any:
+        """Tensors travel as handles, each of which one process can open: every rank needs its own."""
+        given, ranks = len(obj.serialized_named_tensors), self.server_args.dp_size
+        if given != ranks:
+            return False, f"serialized_named_tensors has {given} items; give one for each of {ranks} ranks"
+        with as_attention_ranks(self.server_args):
+            return await super().update_weights_from_tensor(obj, request)
 
     async def _handle_batch_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         count = getattr(obj, "parallel_sample_num", 1)

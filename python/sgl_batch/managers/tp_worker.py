@@ -12,7 +12,7 @@ from sgl_batch.layers.unloaded_experts import is_expert_parameter
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
 from sgl_batch.model_executor.model_runner import BatchModelRunner
-from sgl_batch.sglang_adapter.forward import TpModelWorker, set_model_runner
+from sgl_batch.sglang_adapter.forward import TpModelWorker, keep_tensors_for, set_model_runner
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,25 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         return self._updated(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        if self._context.place is not None:
+            keep_tensors_for(recv_req, self._context.place.rank)
         return self._updated(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
         return self._updated(super().update_weights_from_ipc, recv_req)
+
+    def init_weights_update_group(self, recv_req: Any) -> Any:
+        """Each of several ranks has a place of its own in the group, one after the other; to SGLang all are rank 0."""
+        place = self._context.place
+        done: tuple[bool, str] = self.model_runner.weight_updater.init_weights_update_group(
+            recv_req.master_address,
+            recv_req.master_port,
+            recv_req.rank_offset + (0 if place is None else place.rank),
+            recv_req.world_size,
+            recv_req.group_name,
+            recv_req.backend,
+        )
+        return done
 
     def get_weights_by_name(self, recv_req: Any) -> Any:
         """SGLang's answer to a weight that it cannot give is None, with the reason in the log."""
@@ -84,7 +99,12 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         if self._streams_weights:
             return False, f"weights cannot be changed: {_STREAMED}"
         with self._plain_weights():
-            return update(recv_req)
+            try:
+                return update(recv_req)
+            except Exception as error:
+                logger.exception("weights could not be updated")
+                what = f"{type(error).__name__}: {error}"
+                return False, f"weights could not be updated, and some may be new: {what}; send them all again"
 
     @property
     def _streams_weights(self) -> bool:

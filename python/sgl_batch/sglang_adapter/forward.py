@@ -24,6 +24,7 @@ __all__ = [
     "decode_slice",
     "extend_slice",
     "forward_context",
+    "keep_tensors_for",
     "set_model_runner",
 ]
 
@@ -88,3 +89,8 @@ def extend_slice(
 def set_model_runner(worker: Any, runner: Any) -> None:
     """Give SGLang's worker the model runner it is to drive."""
     worker._model_runner = runner
+
+
+def keep_tensors_for(update: Any, rank: int) -> None:
+    """Of tensors that were sent for every rank, keep those of one, where SGLang looks for its rank 0's."""
+    update.serialized_named_tensors = [update.serialized_named_tensors[rank]]

@@ -25,8 +25,13 @@ with bootstrap.importing():
     import sglang.srt.model_executor.forward_batch_info as forward_batch_module
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils import kill_process_tree
+    from sglang.srt.utils import (
+        MultiprocessingSerializer,
+        kill_process_tree,
+        normalize_serialized_named_tensor_payloads,
+    )
 
 __all__ = [
     "Engine",
@@ -83,6 +88,19 @@ class RankedEngine(Engine):  # type: ignore[misc]
                 return super()._launch_scheduler_processes(server_args, port_args, run_scheduler_process_func)
         finally:
             engine_module.run_data_parallel_controller_process = own
+
+    def update_weights_from_tensor(
+        self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True
+    ) -> Any:
+        """SGLang's, with the tensors written down once for each rank, also where to SGLang none is cut."""
+        if load_format != "flattened_bucket":
+            payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.server_args.dp_size)]
+        else:
+            payloads = normalize_serialized_named_tensor_payloads(named_tensors)
+        asked = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, load_format=load_format, flush_cache=flush_cache
+        )
+        return self.loop.run_until_complete(self.tokenizer_manager.update_weights_from_tensor(asked, None))
 
     @classmethod
     def _launch_detokenizer_subprocesses(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
@@ -10,8 +11,17 @@ from sgl_batch.sglang_adapter import bootstrap
 with bootstrap.importing():
     import torch
     from sglang.srt.managers.io_struct import (
+        ContinueGenerationReqInput,
+        DestroyWeightsUpdateGroupReqInput,
+        FlushCacheReqInput,
         GetInternalStateReqOutput,
+        InitWeightsUpdateGroupReqInput,
+        PauseGenerationReqInput,
         SetInternalStateReqOutput,
+        UpdateWeightFromDiskReqInput,
+        UpdateWeightsFromDistributedReqInput,
+        UpdateWeightsFromIPCReqInput,
+        UpdateWeightsFromTensorReqInput,
     )
     from sglang.srt.managers.overlap_utils import RelayPayload
     from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch
@@ -30,17 +40,38 @@ __all__ = [
     "decode_batch",
     "decode_batches",
     "detach",
+    "empty",
     "end_aborted",
     "end_detached",
+    "end_retraction",
     "free_slots",
     "give_prefix",
     "mark_aborted",
     "merge_into",
     "prefill_batch",
     "protect_prefix",
+    "put_over_controls",
+    "retract",
     "set_max_new_tokens",
     "shares_prefix",
+    "updates_weights",
 ]
+
+# What somebody asks of the whole engine, and not of one of its processes.
+_WEIGHT_UPDATES = (
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+_CONTROLS = (
+    *_WEIGHT_UPDATES,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    FlushCacheReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+)
 
 # With any of these the KV of a prompt does not follow from its tokens alone, or something is asked of each of them.
 _OWN_PROMPT = (
@@ -80,14 +111,32 @@ def _make_repeatable(batch: Any) -> None:
     batch.sampling_info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
 
 
+def put_over_controls(scheduler: Any, carry_out: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Have what is asked of the whole engine done by `carry_out(SGLang's handler, what is asked)`."""
+    handlers = scheduler._request_dispatcher._mapping
+    for kind in _CONTROLS:
+        handlers[kind] = partial(carry_out, handlers[kind])
+
+
+def updates_weights(asked: Any) -> bool:
+    """Whether what is asked of the engine changes its weights."""
+    return isinstance(asked, _WEIGHT_UPDATES)
+
+
 def prefill_batch(scheduler: Any, requests: list[Any]) -> Any:
-    """A batch that prefills `requests` whole, with slots for all their tokens."""
+    """A batch that prefills `requests` whole, with slots for all their tokens.
+
+    Of one that was retracted, all that it has generated but the last token, from which it decodes on.
+    """
     for request in requests:
         if not len(request.prefix_indices):
             request.init_next_round_input(scheduler.tree_cache)
-        request.set_extend_range(len(request.prefix_indices), len(request.origin_input_ids))
+        tokens = len(request.origin_input_ids) + max(len(request.output_ids) - 1, 0)
+        request.set_extend_range(len(request.prefix_indices), tokens)
     batch = _new_batch(scheduler, requests)
     batch.prepare_for_extend()
+    for request in requests:
+        request.is_retracted = len(request.output_ids) > 0  # its next token is not this pass's, says that to SGLang
     batch.prefill_stats = PrefillStats(
         log_input_tokens=batch.extend_num_tokens,
         log_hit_tokens=sum(batch.prefix_lens),
@@ -154,6 +203,30 @@ def _penalised(request: Any) -> bool:
         or parameters.repetition_penalty != 1.0
         or parameters.min_new_tokens
     )
+
+
+def end_retraction(batch: Any) -> tuple[int, int]:
+    """A prefill is over: those of it that were retracted go on. How many, and how many tokens were theirs."""
+    rows = [length for request, length in zip(batch.reqs, batch.extend_lens, strict=True) if request.is_retracted]
+    for request in batch.reqs:
+        request.is_retracted = False
+    return len(rows), sum(rows)
+
+
+def retract(scheduler: Any, request: Any) -> None:
+    """Take from a request all KV that it has, or has found; it keeps what it has generated, and what was said of it."""
+    if request.req_pool_idx is not None:
+        release_kv_cache(request, scheduler.tree_cache, is_insert=False)
+    elif len(request.prefix_indices):
+        scheduler.token_to_kv_pool_allocator.free(request.prefix_indices[request.cache_protected_len :])
+    request.reset_for_retract()
+    if request.output_ids:
+        request.logprob_start_len = -1  # those of its prompt are there
+
+
+def empty(running: Any) -> None:
+    """Take all requests out of a decode batch."""
+    running.filter_batch(keep_indices=[])
 
 
 def merge_into(running: Any, joining: Any) -> Any:

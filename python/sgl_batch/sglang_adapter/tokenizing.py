@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 
 with bootstrap.importing():
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
-    from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.managers.io_struct import FlushCacheReqInput, SetInternalStateReq
     from sglang.srt.managers.tokenizer_manager import ServerStatus, SignalHandler, TokenizerManager
 
 __all__ = [
+    "FlushCacheReqInput",
     "ServerStatus",
     "SetInternalStateReq",
     "SignalHandler",
     "TokenizerManager",
+    "as_attention_ranks",
     "choice_of",
     "init_tokenizer_manager",
     "name_choices",
     "prepare_request",
 ]
+
+
+@contextmanager
+def as_attention_ranks(server_args: Any) -> Iterator[None]:
+    """Inside, SGLang takes its several schedulers for ranks of one engine, whose weights change together."""
+    if server_args.dp_size == 1:
+        yield
+        return
+    server_args.override("sgl_batch.weights", enable_dp_attention=True)
+    try:
+        yield
+    finally:
+        server_args.override("sgl_batch.weights", enable_dp_attention=False)
 
 
 def prepare_request(tokenized: Any, *, extra_key: str | None, seed: int) -> None:
