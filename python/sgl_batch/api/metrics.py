@@ -86,12 +86,18 @@ def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(_PREFIX + name, text, value=value)
 
 
+def own_metrics(snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSupervisor) -> CollectorRegistry:
+    """Everything that is counted here, as it is when the registry is asked."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Ours(snapshot, supervisor))
+    return registry
+
+
 def metrics_router(
     snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSupervisor, engine: PassThrough
 ) -> APIRouter:
     """The route of /metrics."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Ours(snapshot, supervisor))
+    registry = own_metrics(snapshot, supervisor)
     router = APIRouter()
 
     @router.get("/metrics")

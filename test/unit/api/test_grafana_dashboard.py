@@ -1,0 +1,54 @@
+"""The dashboard asks for nothing that the server does not count."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from sgl_batch.api.engine_view import EngineView
+from sgl_batch.api.metrics import own_metrics
+from sgl_batch.api.supervisor import EngineSupervisor
+from sgl_batch.core.answers import EngineStats
+from sgl_batch.jobs.batch_service.service import BatchService
+from sgl_batch.jobs.batch_service.settings import ServiceSettings
+
+_COUNTED = dict.fromkeys(("expert_calls", "expert_rows", "prompt_tokens", "output_tokens"), 1.0)
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> set[str]:
+    """The names of all metrics, with an engine that has spoken."""
+
+    async def names() -> set[str]:
+        supervisor = EngineSupervisor((), tmp_path, stall_s=0.0, restart_stalled=False)
+        assert isinstance(supervisor.view, EngineView)
+        supervisor.view.begin()
+        supervisor.view.add(EngineStats(sequences={"RUNNING": 1}, part_s={"experts": 1.0}, counters=_COUNTED), 0.0)
+        service = BatchService(ServiceSettings(jobs_dir=tmp_path / "jobs"), supervisor)
+        await service.start()
+        text = generate_latest(own_metrics(service.snapshot, supervisor)).decode()
+        await service.stop()
+        described = set(re.findall(r"# TYPE (\S+) ", text))
+        return described | set(re.findall(r"^([a-z_:]+)[ {]", text, flags=re.MULTILINE))
+
+    return asyncio.run(names())
+
+
+def test_every_metric_of_the_dashboard_is_counted(repo_root: Path, counted: set[str]) -> None:
+    path = repo_root / "python" / "sgl_batch" / "api" / "grafana_dashboard.json"
+    dashboard = json.loads(path.read_text(encoding="utf-8"))
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"sgl_batch:[a-z_]+", target["expr"])
+    }
+    assert len(asked) > 15
+    assert asked <= counted, asked - counted
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places)
