@@ -102,6 +102,11 @@ def _draft_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.kept-draft")
 
 
+def _discard_drafts(files: RunFiles) -> None:
+    for path, _ in files.both:
+        _draft_path(path).unlink(missing_ok=True)
+
+
 def read_earlier(files: RunFiles, run_id: str, total: int, *, retry_failed: bool) -> EarlierRun:
     """Find what is done, and bring the files into a state that can be gone on with. Idempotent, crash-safe.
 
@@ -113,7 +118,7 @@ def read_earlier(files: RunFiles, run_id: str, total: int, *, retry_failed: bool
         mains = [_open(opened, path, path, failed) for path, failed in files.both]
         kept = [_open(opened, path, kept_path(path), failed) for path, failed in files.both]
         # Where the files turn out to be another run's, no draft stays behind.
-        opened.callback(lambda: [_draft_path(path).unlink(missing_ok=True) for path, _ in files.both if not settled])
+        opened.callback(lambda: None if settled else _discard_drafts(files))
         drafts = [opened.enter_context(_draft_path(path).open("wb")) for path, _ in files.both]
         ends = _merge(earlier, mains, kept, drafts, retry_failed=retry_failed)
         for one in (*mains, *kept):
