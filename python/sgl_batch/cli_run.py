@@ -24,10 +24,11 @@ from sgl_batch.jobs.file_run import FileRun, RunSettings
 from sgl_batch.jobs.line_engine import LineEngine
 from sgl_batch.jobs.line_file import LineFile
 from sgl_batch.jobs.line_reader import InputScan, read_lines, scan_input
-from sgl_batch.jobs.manifest import Manifest, RunFacts, redacted
+from sgl_batch.jobs.manifest import Manifest, RunFacts, differences, read_manifest, redacted
 from sgl_batch.jobs.ordered_output import OrderedOutput
 from sgl_batch.jobs.progress_display import ProgressDisplay, choose_display
 from sgl_batch.jobs.request_line import LineRules
+from sgl_batch.jobs.resume import EarlierRun, RunFiles, forget_kept, kept_records, read_earlier
 from sgl_batch.jobs.run_result import RunResult, RunStatus
 from sgl_batch.jobs.scratch import storage_errors
 from sgl_batch.jobs.seen_ids import SeenIds
@@ -104,6 +105,8 @@ class _Run:
         self._options = options
         self._argv = argv
         self._run_id = uuid.uuid4().hex
+        self._earlier: EarlierRun | None = None
+        self._resumed: tuple[object, ...] = ()
         self._display: ProgressDisplay = choose_display(options.progress, sys.stderr)
 
     def run(self, prepare_engine: PrepareEngine) -> int:
@@ -120,6 +123,7 @@ class _Run:
             if total == 0:
                 raise ConfigError(f"the input {options.input} has no request line")
             self._display.note(f"{total:,} request lines; starting the engine")
+            self._resume(scan, total)
             engine = start_engine()
             try:
                 return self._run_on(engine, input_path, scan, total, Path(directory))
@@ -157,6 +161,7 @@ class _Run:
                         max_line_bytes=options.max_line_bytes,
                     ),
                     max_in_flight=options.max_in_flight,
+                    earlier=self._earlier,
                 ),
                 read_lines(input_path, options.max_line_bytes),
                 line_engine,
@@ -169,6 +174,9 @@ class _Run:
             except BaseException as error:
                 manifest.abort(f"{type(error).__name__}: {error}")
                 raise
+        # Where lines are missing, a failing disk may have taken what was kept on its way to the files.
+        if self._earlier is not None and result.missing == 0:
+            forget_kept(self._files)
         manifest.finish(result)
         self._report(result)
         return result.exit_code
@@ -189,12 +197,56 @@ class _Run:
 
     def _open_output(self, directory: Path) -> OrderedOutput:
         options = self._options
-        output = LineFile(options.output, overwrite=options.overwrite)
+        if self._earlier is not None:
+            return self._reopen_output(self._earlier, directory)
+        # To resume a run that left nothing is to begin.
+        replace = options.overwrite or options.resume
+        output = LineFile(options.output, overwrite=replace)
         output.create()
-        if options.overwrite:
+        if replace:
             options.errors.unlink(missing_ok=True)
-        errors = LineFile(options.errors, overwrite=options.overwrite)
+        forget_kept(self._files)
+        errors = LineFile(options.errors, overwrite=replace)
         return OrderedOutput(output, errors, Spool(directory / "spool.db"))
+
+    def _reopen_output(self, earlier: EarlierRun, directory: Path) -> OrderedOutput:
+        output, errors = LineFile(self._options.output), LineFile(self._options.errors)
+        output.go_on(earlier.num_output)
+        errors.go_on(earlier.num_errors)
+        ordered = OrderedOutput(output, errors, Spool(directory / "spool.db"), next_index=earlier.prefix)
+        for finished in kept_records(self._files, earlier):
+            ordered.add(finished)
+        return ordered
+
+    @property
+    def _files(self) -> RunFiles:
+        return RunFiles(output=self._options.output, errors=self._options.errors)
+
+    def _resume(self, scan: InputScan, total: int) -> None:
+        """Find what an earlier run has done, if it fits. Raises ConfigError where it does not."""
+        options = self._options
+        if not options.resume:
+            return
+        if not options.manifest.exists():
+            if any(path.exists() and path.stat().st_size for path in (options.output, options.errors)):
+                raise ConfigError(
+                    f"{options.output} cannot be resumed: its manifest {options.manifest} is not there, which says of "
+                    "which run it is; start anew with --overwrite"
+                )
+            return
+        before = read_manifest(options.manifest)
+        found = differences(before, scan, options.model, options.seed)
+        if found and ("input" in found or not options.force):
+            what = "; ".join(f"{name} was {text}" for name, text in found.items())
+            remedy = "start anew with --overwrite" + ("" if "input" in found else ", or go on with --force")
+            raise ConfigError(f"{options.output} cannot be resumed, the earlier run was another: {what}; {remedy}")
+        self._run_id = str(before["run_id"])
+        self._earlier = read_earlier(self._files, self._run_id, total, retry_failed=options.retry_failed)
+        step = {"started_at": before["started_at"], "status": before["status"], "kept": self._earlier.num_done}
+        self._resumed = (*before.get("resumed", ()), {**step, "differences": found})
+        self._display.note(
+            f"going on: {self._earlier.num_done:,} lines are done, {total - self._earlier.num_done:,} are not"
+        )
 
     def _facts(self, engine: BatchEngine, line_engine: LineEngine, scan: InputScan) -> RunFacts:
         options = self._options
@@ -215,6 +267,7 @@ class _Run:
             served_model_names=line_engine.served_model_names,
             job_seed=options.seed,
             plan=engine.plan_manifest(),
+            resumed=self._resumed,
         )
 
     def _report(self, result: RunResult) -> None:

@@ -69,6 +69,9 @@ class RunOptions:
     limit: int | None
     progress: str
     overwrite: bool
+    resume: bool
+    retry_failed: bool
+    force: bool
     engine_argv: tuple[str, ...]
 
 
@@ -89,6 +92,10 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
     _check_range("--seed", args.seed, 0, MAX_JOB_SEED)
     for flag in ("max_in_flight", "max_line_bytes", "limit"):
         _check_range("--" + flag.replace("_", "-"), getattr(args, flag), 1, None)
+    if args.resume and args.overwrite:
+        raise ConfigError("--resume goes on with OUTPUT and --overwrite replaces it; give one of them")
+    if (args.retry_failed or args.force) and not args.resume:
+        raise ConfigError("--retry-failed and --force belong to --resume; give it too")
     output = Path(args.output)
     return RunOptions(
         input=args.input,
@@ -103,6 +110,9 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
         limit=args.limit,
         progress=args.progress,
         overwrite=args.overwrite,
+        resume=args.resume,
+        retry_failed=args.retry_failed,
+        force=args.force,
         engine_argv=_engine_argv(args, rest),
     )
 
@@ -137,8 +147,11 @@ def _check_targets(options: RunOptions, source: Path) -> None:
             raise ConfigError(f"the {name} {path} cannot be written: no permission for {path.parent}")
         if path.exists() and not path.is_file():
             raise ConfigError(f"the {name} {path} exists and is not a regular file; name another")
-        if path.exists() and not options.overwrite:
-            raise ConfigError(f"the {name} {path} exists already; name another -o, or give --overwrite to replace it")
+        if path.exists() and not (options.overwrite or options.resume):
+            raise ConfigError(
+                f"the {name} {path} exists already; name another -o, or give --overwrite to replace it, or --resume to "
+                "go on with it"
+            )
     if not options.spool_dir.is_dir() or not os.access(options.spool_dir, os.W_OK):
         raise ConfigError(f"--spool-dir {options.spool_dir} is not a directory that can be written; name another")
 
@@ -177,6 +190,10 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", required=True, metavar="OUTPUT", text="where output lines go")
     add("--errors", metavar="PATH", text="where failed lines go (default: OUTPUT's stem + .errors.jsonl)")
     add("--overwrite", action="store_true", text="replace an existing OUTPUT, error file and manifest")
+    text = "go on with the OUTPUT of a run that was killed or stopped, or that failed: run only what is missing"
+    add("--resume", action="store_true", text=text)
+    add("--retry-failed", action="store_true", text="with --resume: run the failed lines of the earlier run again")
+    add("--force", action="store_true", text="with --resume: although the model or the seed are others now")
     add_count("--limit", None, "run only the first N lines")
     add_count("--seed", 0, "seed of the job; a line without a seed gets one from it (default: %(default)s)")
     add("--progress", choices=MODES, default="auto", text="auto: a bar on a terminal, else plain lines")

@@ -20,8 +20,9 @@ from sgl_batch.jobs.line_reader import RawLine
 from sgl_batch.jobs.ordered_output import OrderedOutput
 from sgl_batch.jobs.progress import ProgressTracker
 from sgl_batch.jobs.progress_display import ProgressDisplay
-from sgl_batch.jobs.request_line import ClaimId, LineRules, RequestLine, parse_request_line
+from sgl_batch.jobs.request_line import ClaimId, LineRules, RequestLine, claim_custom_id, parse_request_line
 from sgl_batch.jobs.result_sink import ResultSink
+from sgl_batch.jobs.resume import EarlierRun
 from sgl_batch.jobs.run_result import RunResult, RunStatus
 from sgl_batch.jobs.scratch import StorageError
 from sgl_batch.jobs.stats_poller import StatsPoller
@@ -47,6 +48,7 @@ class RunSettings:
     rules: LineRules
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     tick_s: float = 0.5
+    earlier: EarlierRun | None = None  # its lines are not run again
 
 
 class FileRun:
@@ -68,8 +70,13 @@ class FileRun:
         self._claim_id = claim_id
         self._display = display
         self._clock = clock
-        self._tracker = ProgressTracker(settings.total, clock)
+        earlier = settings.earlier
+        self._tracker = ProgressTracker(
+            settings.total, clock, ok=earlier.ok if earlier else 0, failed=earlier.failed if earlier else 0
+        )
         self._sink = ResultSink(settings.run_id, output, self._tracker, self._storage_failed)
+        if earlier is not None:
+            self._sink.failures = earlier.failures
         self._stats = StatsPoller(engine)
         self._baseline: EngineStats | None = None
         self._engine_is_dead = False
@@ -115,10 +122,16 @@ class FileRun:
     async def _admit_lines(self) -> int:
         """Refuse or start each line in turn; returns how many were read."""
         num_read = num_refused = 0
+        done = self._settings.earlier.done if self._settings.earlier else b""
         for raw in islice(self._lines, self._settings.total):
             if self._halted:
                 break
             num_read += 1
+            if done and done[raw.index]:
+                claim_custom_id(raw, self._settings.rules, self._claim_id)
+                if num_read % _REFUSED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                continue
             line = parse_request_line(raw, self._settings.rules, self._claim_id)
             if isinstance(line, RequestLine):
                 await self._wait_for_room(line.num_bytes)
@@ -246,4 +259,5 @@ class FileRun:
             tokens_out=self._tracker.tokens_out,
             failures=self._sink.failures.by_code,
             stats=stats,
+            kept=self._settings.earlier.num_done if self._settings.earlier else 0,
         )

@@ -29,6 +29,14 @@ class LineFile:
             self._file = FileIO(self.path, "wb" if self._overwrite else "xb")
         return self._file
 
+    def go_on(self, num_lines: int) -> None:
+        """Append to what is there, if anything: `num_lines` whole lines."""
+        with storage_errors(f"opening {self.path}"):
+            if self.path.exists():
+                self._file = FileIO(self.path, "rb+")
+                self._num_bytes = self._file.seek(0, os.SEEK_END)
+                self.num_lines = num_lines
+
     def append(self, lines: list[bytes]) -> None:
         """Append records, each already ended by a newline."""
         if not lines:

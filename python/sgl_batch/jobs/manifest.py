@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from sgl_batch.core.answers import EngineStats
+from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.line_reader import InputScan
 from sgl_batch.jobs.model_hash import MODEL_HASH_RULE, model_hash
 from sgl_batch.jobs.run_result import RunResult, RunStatus
@@ -36,6 +38,7 @@ class RunFacts:
     served_model_names: Sequence[str]
     job_seed: int
     plan: Mapping[str, object]
+    resumed: Sequence[object] = ()
 
 
 class Manifest:
@@ -55,6 +58,7 @@ class Manifest:
             "machine": {"platform": platform.platform(), "cpu_count": os.cpu_count()},
             "seeds": {"job_seed": facts.job_seed, "rule": SEED_RULE},
             "plan": dict(facts.plan),
+            **({"resumed": list(facts.resumed)} if facts.resumed else {}),
         }
 
     def write(self) -> None:
@@ -92,6 +96,34 @@ class Manifest:
             "engine": None if result.stats is None else _describe_stats(result.stats),
         }
         self.write()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of an earlier run. Raises ConfigError for what is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the manifest {path} cannot be read ({error}); start anew with --overwrite") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError(f"{path} is no manifest of this program ({FORMAT}); start anew with --overwrite")
+    return found
+
+
+def differences(earlier: Mapping[str, Any], scan: InputScan, model_path: str, job_seed: int) -> dict[str, str]:
+    """What decides the outputs and is not as it was: its name, and in words what it was and is."""
+    found: dict[str, str] = {}
+    if earlier["input"]["sha256"] != scan.sha256:
+        was = earlier["input"]
+        found["input"] = f"{was['num_lines']:,} lines, {was['num_bytes']:,} bytes, other contents than now"
+    model = _describe_model(model_path, ())
+    was = earlier["model"]
+    if (was["hash"], was["hash_rule"]) != (model["hash"], model["hash_rule"]) or (
+        was["hash"] is None and was["path"] != model_path
+    ):
+        found["model"] = f"{was['path']} (hash {was['hash']}), now {model_path} (hash {model['hash']})"
+    if earlier["seeds"]["job_seed"] != job_seed:
+        found["seed"] = f"{earlier['seeds']['job_seed']}, now {job_seed}"
+    return found
 
 
 def redacted(argv: Sequence[str]) -> list[str]:

@@ -17,9 +17,15 @@ class OrderedOutput:
     """
 
     def __init__(
-        self, output: LineFile, errors: LineFile, spool: Spool, *, memory_bytes: int = DEFAULT_MEMORY_BYTES
+        self,
+        output: LineFile,
+        errors: LineFile,
+        spool: Spool,
+        *,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        next_index: int = 0,
     ) -> None:
-        self.next_index = 0
+        self.next_index = next_index  # the lines before it are in the files
         self._output = output
         self._errors = errors
         self._spool = spool

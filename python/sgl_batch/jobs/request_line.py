@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -73,6 +74,12 @@ def parse_request_line(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> Req
     return RequestLine(
         index=raw.index, number=raw.number, custom_id=custom_id, url=url, body=body, num_bytes=raw.num_bytes
     )
+
+
+def claim_custom_id(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> None:
+    """Claim the id of a line that is not run again, if it shows one: a later line may repeat it."""
+    with suppress(RequestError):
+        refuse_repeated(parse_custom_id(parse_object(raw, rules.max_line_bytes)), raw.number, claim_id)
 
 
 def parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:

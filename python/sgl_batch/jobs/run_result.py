@@ -56,6 +56,7 @@ class RunResult:
     tokens_out: int
     failures: Mapping[str, FailureKind] = field(default_factory=dict)
     stats: EngineStats | None = None
+    kept: int = 0  # lines that an earlier run had done; the tokens and the time are those of this one
 
     @property
     def missing(self) -> int:

@@ -31,9 +31,10 @@ def format_summary(result: RunResult) -> str:
 def _headline(result: RunResult) -> str:
     verb = {RunStatus.COMPLETED: "Done", RunStatus.INTERRUPTED: "Interrupted", RunStatus.FAILED: "Failed"}
     missing = f", {result.missing:,} missing" if result.missing else ""
+    kept = f" ({result.kept:,} of them kept from an earlier run)" if result.kept else ""
     return (
         f"{verb[result.status]}: {result.ok:,} of {result.total:,} lines ok, {result.failed:,} failed"
-        f"{missing}, in {duration(result.wall_s)} ({result.wall_s:.1f} s)"
+        f"{missing}{kept}, in {duration(result.wall_s)} ({result.wall_s:.1f} s)"
     )
 
 

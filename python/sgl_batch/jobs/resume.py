@@ -1,0 +1,242 @@
+"""What an earlier run of the same input left: which lines are done, and where; prepares its files to be gone on with.
+
+It does not decide whether the earlier run fits (the manifest's comparison) nor run anything.
+
+A record names its line: its id is made of the run's id and the line's index. Lines behind the first unfinished one
+are kept in files beside (`.NAME.kept`), written whole before anything is cut off, so that no kill loses any.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.jobs.records import record_token
+from sgl_batch.jobs.run_result import Failures
+from sgl_batch.jobs.scratch import storage_errors
+from sgl_batch.jobs.spool import Finished
+
+
+@dataclass(slots=True, kw_only=True)
+class EarlierRun:
+    """What is done. `prefix`: so many lines from the first are in the files in order; the others are kept beside."""
+
+    run_id: str
+    done: bytearray  # 1 for each line that has its record
+    prefix: int = 0
+    num_output: int = 0  # records of the prefix in the output
+    num_errors: int = 0
+    ok: int = 0
+    failed: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
+    failures: Failures = field(default_factory=Failures)
+
+    @property
+    def num_done(self) -> int:
+        """Lines that are not run again."""
+        return self.ok + self.failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """The files of a run that are gone on with."""
+
+    output: Path
+    errors: Path
+
+    @property
+    def both(self) -> tuple[tuple[Path, bool], ...]:
+        """Each with whether it holds failed lines."""
+        return ((self.output, False), (self.errors, True))
+
+
+class _Records:
+    """The whole lines of one file, one at a time; a torn last one counts as absent."""
+
+    def __init__(self, path: Path, file: BinaryIO | None, *, failed: bool) -> None:
+        self.path, self.failed = path, failed
+        self._file = file
+        self.end = 0  # of the current record
+        self.start = 0
+        self.number = 0
+        self.record = b""
+        self.fields: dict[str, object] = {}
+        self.step()
+
+    @property
+    def token(self) -> object:
+        """The id of the current record; None at the end."""
+        return self.fields.get("id")
+
+    def step(self) -> None:
+        """Go to the next record. Raises ConfigError for a line that is none."""
+        self.start, self.number = self.end, self.number + 1
+        line = self._file.readline() if self._file is not None else b""
+        self.record, self.fields = b"", {}
+        if not line.endswith(b"\n"):
+            return
+        self.end += len(line)
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"line {self.number} of {self.path} is no JSON ({error}), so that this run cannot be resumed; repair "
+                "or remove the line, or start anew with --overwrite"
+            ) from error
+        self.record, self.fields = line, found if isinstance(found, dict) else {"id": ""}
+
+
+def kept_path(path: Path) -> Path:
+    """Where the later records of a file are kept while it is gone on with."""
+    return path.with_name(f".{path.name}.kept")
+
+
+def _draft_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.kept-draft")
+
+
+def _discard_drafts(files: RunFiles) -> None:
+    for path, _ in files.both:
+        _draft_path(path).unlink(missing_ok=True)
+
+
+def read_earlier(files: RunFiles, run_id: str, total: int, *, retry_failed: bool) -> EarlierRun:
+    """Find what is done, and bring the files into a state that can be gone on with. Idempotent, crash-safe.
+
+    Raises ConfigError where a file has a line that the run with this id did not write.
+    """
+    earlier = EarlierRun(run_id=run_id, done=bytearray(total))
+    settled = False
+    with storage_errors(f"reading what is in {files.output}"), ExitStack() as opened:
+        mains = [_open(opened, path, path, failed) for path, failed in files.both]
+        kept = [_open(opened, path, kept_path(path), failed) for path, failed in files.both]
+        # Where the files turn out to be another run's, no draft stays behind.
+        opened.callback(lambda: None if settled else _discard_drafts(files))
+        drafts = [opened.enter_context(_draft_path(path).open("wb")) for path, _ in files.both]
+        ends = _merge(earlier, mains, kept, drafts, retry_failed=retry_failed)
+        for one in (*mains, *kept):
+            if one.token is not None:
+                raise ConfigError(
+                    f"line {one.number} of {one.path} was not written by the run that is to be resumed, or not for "
+                    f"the first {total:,} lines of this input; remove it, or start anew with --overwrite"
+                )
+        for draft in drafts:
+            draft.flush()
+            os.fsync(draft.fileno())
+        settled = True
+    _settle(files, ends)
+    return earlier
+
+
+def kept_records(files: RunFiles, earlier: EarlierRun) -> Iterator[Finished]:
+    """The records behind the prefix."""
+    with ExitStack() as opened:
+        kept = [_open(opened, path, kept_path(path), failed) for path, failed in files.both]
+        for index in range(earlier.prefix, len(earlier.done)):
+            if not earlier.done[index]:
+                continue
+            token = _token(earlier.run_id, index)
+            one = next(one for one in kept if one.token == token)
+            yield Finished(index=index, record=one.record, failed=one.failed)
+            one.step()
+
+
+def forget_kept(files: RunFiles) -> None:
+    """Remove what was kept beside; all of it is in the files."""
+    for path, _ in files.both:
+        kept_path(path).unlink(missing_ok=True)
+
+
+def _open(opened: ExitStack, path: Path, actual: Path, failed: bool) -> _Records:
+    file = opened.enter_context(actual.open("rb")) if actual.exists() else None
+    return _Records(actual, file, failed=failed)
+
+
+def _merge(
+    earlier: EarlierRun,
+    mains: Sequence[_Records],
+    kept: Sequence[_Records],
+    drafts: Sequence[BinaryIO],
+    *,
+    retry_failed: bool,
+) -> list[int]:
+    """Go through all lines; returns where the prefix ends in each of the two files."""
+    ends, in_prefix = [0, 0], True
+    for index in range(len(earlier.done)):
+        token = _token(earlier.run_id, index)
+        found: _Records | None = None
+        record, fields = b"", {}
+        for one in (*kept, *mains):  # the files' own records come last: they count
+            if one.token == token:
+                if not (one.failed and retry_failed):
+                    found, record, fields = one, one.record, one.fields
+                one_end = one.end
+                one.step()
+                if found is one:
+                    end = one_end
+        if found is None:
+            in_prefix = False
+            continue
+        earlier.done[index] = 1
+        _count(earlier, found.failed, fields)
+        if in_prefix and found in mains:
+            earlier.prefix = index + 1
+            ends[found.failed] = end
+            if found.failed:
+                earlier.num_errors += 1
+            else:
+                earlier.num_output += 1
+        else:
+            in_prefix = False
+            drafts[found.failed].write(record)
+    return ends
+
+
+def _count(earlier: EarlierRun, failed: bool, fields: dict[str, object]) -> None:
+    response = fields.get("response")
+    body = response.get("body") if isinstance(response, dict) else None
+    body = body if isinstance(body, dict) else {}
+    if failed:
+        earlier.failed += 1
+        error = body.get("error")
+        error = error if isinstance(error, dict) else {}
+        earlier.failures.add(str(error.get("code")), int(error.get("line") or 0), str(error.get("message")))
+        return
+    earlier.ok += 1
+    usage = body.get("usage")
+    if isinstance(usage, dict):
+        earlier.tokens_in += int(usage.get("prompt_tokens") or 0)
+        earlier.tokens_out += int(usage.get("completion_tokens") or 0)
+
+
+def _settle(files: RunFiles, ends: Sequence[int]) -> None:
+    """Name what is kept, then cut the files back to the prefix."""
+    with storage_errors(f"preparing {files.output} to be gone on with"):
+        for path, _ in files.both:
+            _draft_path(path).replace(kept_path(path))
+        _sync_directories(files)
+        for (path, _), end in zip(files.both, ends, strict=True):
+            if path.exists():
+                with path.open("rb+") as file:
+                    file.truncate(end)
+                    os.fsync(file.fileno())
+
+
+def _sync_directories(files: RunFiles) -> None:
+    for directory in {path.parent for path, _ in files.both}:
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _token(run_id: str, index: int) -> str:
+    return f"batch_req_{record_token(run_id, index)}"
