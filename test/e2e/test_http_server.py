@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ KEY, ADMIN_KEY = "the-users-key", "the-admins-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 SAME = chat_line("same", "What does os.path.join do?", temperature=0.8, seed=3, n=2, logprobs=True)
 VARYING = {"id", "created"}
+MODEL_PATH = Path(__file__).parents[1] / "models" / "tiny-qwen3-moe"
 WITHIN_S = 60
 
 
@@ -136,6 +138,55 @@ def test_a_job_of_the_openai_client_ends_with_every_line_in_order_and_its_errors
     assert job.id in [one.id for one in client.batches.list(limit=1)]
     assert client.files.retrieve(job.output_file_id).purpose == "batch_output"
     assert client.files.delete(job.output_file_id).deleted
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_pause_ends_no_line_of_a_job_and_aborts_online_requests_where_it_says_so(
+    mode: str, server: str, client: openai.OpenAI
+) -> None:
+    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+    def control(path: str, **body: Any) -> requests.Response:
+        return requests.post(f"{server}{path}", json=body, headers=admin, timeout=60)
+
+    long = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.9, "seed": 3}
+    job = create(client, [chat_line(f"line {n}", f"Say {n}.", **long) for n in range(4)])
+    with concurrent.futures.ThreadPoolExecutor(1) as online:
+        parameters = {"max_new_tokens": 3000, "ignore_eos": True}
+        asked = online.submit(control, "/generate", text="Say.", sampling_params=parameters)
+        until_sequences(server, 5)
+        assert control("/pause_generation", mode=mode).ok
+        before = counters(server)
+        update = {"model_path": str(MODEL_PATH), "flush_cache": mode != "in_place"}
+        assert control("/update_weights_from_disk", **update).json()["success"]
+        assert (control("/flush_cache").status_code == 200) == (mode != "in_place")
+        assert counters(server) == before, "no step is taken"
+        assert client.batches.retrieve(job.id).request_counts.completed == 0
+        if mode == "abort":
+            assert asked.result(10).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert control("/continue_generation").ok
+        job = until(client, job.id, lambda job: job.status == "completed")
+        control("/abort_request", abort_all=True)
+        assert asked.result(10).json()["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    lines = content(client, job.output_file_id)
+    assert [line["custom_id"] for line in lines] == [f"line {n}" for n in range(4)]
+    assert {line["response"]["body"]["usage"]["completion_tokens"] for line in lines} == {400}
+    assert {line["response"]["body"]["choices"][0]["finish_reason"] for line in lines} == {"length"}
+    until_idle(server)
+
+
+def until_sequences(server: str, number: int) -> None:
+    """Wait until the engine has so many sequences."""
+    deadline = time.monotonic() + 10
+    while num_sequences(server) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def counters(server: str) -> dict[str, int]:
+    """What the engine has counted."""
+    info = requests.get(f"{server}/server_info", headers=HEADERS, timeout=10).json()
+    return info["internal_states"][0]["sgl_batch"]["counters"]
 
 
 def test_a_cancelled_job_keeps_what_is_finished_and_leaves_the_engine_idle(server: str, client: openai.OpenAI) -> None:

@@ -139,3 +139,12 @@ def page_path(page) -> bytes:
 
 def all_pages(tree, names):
     return {id(page): page for name in names for page in tree.held(name).pages}.values()
+
+
+def test_a_tree_that_is_unlisted_gives_its_pages_to_nobody_and_takes_them_back(tree):
+    tree.hold("before", tokens(*range(9)))
+    tree.unlist()
+    assert tree.hold("after", tokens(*range(9))).shared == 0
+    assert tree.hold("behind", tokens(*range(9))).shared == 2
+    assert [len(tree.release(name)) for name in ("before", "after", "behind")] == [2, 0, 2]
+    assert tree.num_pages == 0

@@ -30,3 +30,13 @@ def test_choices_compute_the_last_token_of_their_prompt_again_by_plan_and_their_
     assert prefilled(follower, 9, 10) == Recomputed(planned=1)
     assert prefilled(alone, 0, 10) == Recomputed(planned=10)
     assert prefilled(follower, 0, 10) == Recomputed(unplanned=10), "once more is once too often"
+
+
+def test_what_a_retracted_sequence_computes_again_is_by_plan_once():
+    retracted = sequence(prompt=10)
+    prefilled(retracted, 0, 10)
+    retracted.generated_tokens, retracted.computed_tokens = 4, 0
+    retracted.lost_tokens = retracted.kv_tokens
+    assert retracted.prefill_rows == 13
+    assert prefilled(retracted, 4, 13) == Recomputed(planned=9)
+    assert prefilled(retracted, 4, 13) == Recomputed(unplanned=9)

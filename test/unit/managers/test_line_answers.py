@@ -44,3 +44,23 @@ def test_its_counters_are_the_last_that_were_read():
     manager = SimpleNamespace(get_internal_state=None)
     answers = LineAnswers(manager, None, lambda: EngineError("full", code="kv_store_failed"))
     assert asyncio.run(answers.stats()).counters == {}
+
+
+class AbortedOnce:
+    """Endpoints whose first answer somebody has aborted."""
+
+    def __init__(self, *_):
+        self.answers = [
+            {"id": "a", "choices": [{"finish_reason": "abort"}]},
+            {"id": "b", "choices": [{"finish_reason": "stop"}]},
+        ]
+
+    async def post(self, url, body):
+        return 200, self.answers.pop(0)
+
+
+def test_a_line_that_somebody_aborted_is_asked_again(monkeypatch):
+    monkeypatch.setattr("sgl_batch.managers.line_answers.OpenAIEndpoints", AbortedOnce)
+    answers = LineAnswers(SimpleNamespace(), None, lambda: None)
+    answer = asyncio.run(answers.respond("/v1/completions", {}))
+    assert (answer.request_id, answer.body["choices"]) == ("b", [{"finish_reason": "stop"}])

@@ -108,3 +108,14 @@ def test_choices_that_share_a_prompt_and_requests_that_cannot_be_written_down_st
     ready, running = table.movable(SimpleNamespace(reqs=[]))
     assert [(item.sequence.sequence_id, item.tokens, item.pages) for item in ready] == [("r1", 100, 2)]
     assert running == []
+
+
+def test_who_is_retracted_is_queued_again_with_what_it_has_generated_and_holds_nothing(table):
+    running = request(1, output_ids=[1])
+    make_ready(table, running)
+    table.take_ready("r1")
+    table.record(combine([table["r1"]], Event.COMBINE_DECODE, "test"))
+    running.output_ids = [1] * 5
+    sequence = table.retracted(running)
+    assert (sequence.status, sequence.prefill_rows, sequence.lost_tokens) == (Status.QUEUED, 104, 104)
+    assert table.ledger.free_pages == 10
