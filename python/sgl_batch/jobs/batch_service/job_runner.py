@@ -6,6 +6,7 @@ It does not decide whose line is next (job_feeder), what suspects run together (
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -26,6 +27,7 @@ from sgl_batch.jobs.records import engine_crashed_response, record_token
 from sgl_batch.jobs.request_line import RefusedLine
 
 REPLACED_WAIT_S = 0.02  # an engine that went away in peace: whoever keeps it may not have told all of us yet
+DEATHS_ALONE = 2  # of engines under one line; then it is failed
 BURST_LINES = 16  # of one job, before the choice is made again and the event loop has a turn
 
 
@@ -54,6 +56,7 @@ class JobRunner:
         self._jobs: dict[int, ActiveJob] = {}
         self._life: EngineLife | None = None
         self._fills: dict[ActiveJob, asyncio.Task[None]] = {}
+        self._deaths_alone: Counter[int] = Counter()  # by lot
         self._wake = asyncio.Event()
         guard.subscribe(self._wake.set)
 
@@ -203,16 +206,23 @@ class JobRunner:
 
     async def _after_death(self, death: EngineError, lot: Lot | None, suspects: list[LineInFlight]) -> None:
         if lot is not None and len(lot.lines) == 1:
-            if (
-                death.code is not None
-            ):  # what it died of is known, a full disk say: no line is to blame, and it runs again
-                return
+            if not self._is_guilty(death, lot):
+                return  # it runs again, alone
             for one in suspects:
                 self._crashed(one)
             await self._committer.flush()
             self._suspects.remove(lot)
         elif lot is not None or suspects:
             await self._suspects.split(lot, sorted((one.job.row.seq, one.line.index) for one in suspects))
+
+    def _is_guilty(self, death: EngineError, lot: Lot) -> bool:
+        """A line is to blame for the second engine that dies while it runs alone: somebody may have killed the first.
+
+        No line is for a death whose reason is known, a full disk say.
+        """
+        if death.code is None:
+            self._deaths_alone[lot.number] += 1
+        return self._deaths_alone[lot.number] >= DEATHS_ALONE
 
     def _crashed(self, one: LineInFlight) -> None:
         self.num_in_flight += 1

@@ -45,14 +45,33 @@ def test_a_line_that_kills_engines_gets_an_error_and_its_neighbours_complete(tmp
             assert service.snapshot().counters["engine_deaths"] == len(source.engines) - 1
         met = [engine for engine in source.engines if "poison" in engine.prompts]
         assert met[-1].beside[met[-1].prompts.index("poison")] == {"poison"}
-        # Each death halves what may be guilty until it is few; then lines run alone, and it dies once more.
+        # Each death halves what may be guilty until it is few; then lines run alone, and two die of it.
         expected, suspected = 1, number
         while suspected > 16:
             suspected = (suspected + 1) // 2
             expected += 1
-        assert len(met) == expected + 1
+        assert len(met) == expected + 2
 
     asyncio.run(scenario())
+
+
+def test_a_line_that_was_alone_when_somebody_killed_the_engine_is_not_to_blame(tmp_path):
+    deaths = 0
+
+    async def script(engine, body):
+        nonlocal deaths
+        await asyncio.sleep(0.001)
+        if body["prompt"] == "unlucky" and deaths < 2:
+            deaths += 1
+            engine.kill()
+
+    async def scenario():
+        async with service_in(tmp_path, ScriptedSource(script)) as service:
+            done = await until(service, (await create(service, [line("unlucky"), *lines(2)])).id)
+            assert done.request_counts == {"total": 3, "completed": 3, "failed": 0}
+
+    asyncio.run(scenario())
+    assert deaths == 2, "the second while it ran alone"
 
 
 def test_no_line_is_to_blame_where_the_engine_says_what_it_died_of(tmp_path):
@@ -126,10 +145,10 @@ def test_suspects_are_known_after_a_restart_of_the_front(tmp_path):
         async with service_in(tmp_path, again, max_in_flight=30) as service:
             done = await until(service, batch.id)
             assert done.request_counts == {"total": 60, "completed": 59, "failed": 1}
-        # The two lots of 15 first, each alone; the one with r3 again, line by line.
+        # The two lots of 15 first, each alone; the one with r3 again, line by line, and that line twice.
         first = again.engines[0]
         assert first.prompts == [f"r{index}" for index in range(15)]
-        assert len(again.engines) == 3
+        assert len(again.engines) == 4
 
     asyncio.run(scenario())
 
