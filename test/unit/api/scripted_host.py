@@ -1,6 +1,7 @@
 """A process that stands where the engine's would, without an engine: it does what lines tell it to do.
 
-A line's body may say {"exit": code}, {"hang": true} or {"die": "words"}; else it is answered with itself. As a program:
+A line's body may say {"exit": code}, {"hang": true}, {"pause": true} or {"die": "words"}; else it is answered with
+itself. As a program:
 `python scripted_host.py [--refuse WORDS | --fail WORDS | --exit CODE] --host H --port P`.
 """
 
@@ -26,19 +27,21 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.num_answered = 0
+        self.paused = False
 
     async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
         if "exit" in body:
             os._exit(int(str(body["exit"])))
         if "die" in body:
             raise EngineError(str(body["die"]), code="some_code")
+        self.paused = bool(body.get("pause", self.paused))
         if body.get("hang"):
             await asyncio.Event().wait()
         self.num_answered += 1
         return LineResponse(status_code=200, request_id="id", body={**body, "pid": os.getpid()})
 
     async def stats(self) -> EngineStats:
-        return EngineStats(counters={"answered": self.num_answered})
+        return EngineStats(counters={"answered": self.num_answered}, paused=self.paused)
 
 
 async def serve(link: FrontLink) -> int:

@@ -149,6 +149,23 @@ def test_a_hung_engine_is_called_stalled_until_it_goes_on(tmp_path: Path) -> Non
     supervise(tmp_path, scenario, stall_s=0.2)
 
 
+def test_a_paused_engine_is_not_taken_for_hung_until_it_is_to_go_on(tmp_path: Path) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        engine = await supervisor.available()
+        await engine.respond("/v1/completions", {"pause": True})
+        while not supervisor.view.is_paused:
+            await asyncio.sleep(0.005)
+        waiting = asyncio.ensure_future(engine.respond("/v1/completions", {"hang": True}))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(phase_is(supervisor, "stalled"), 0.6)
+        going_on = asyncio.ensure_future(engine.respond("/v1/completions", {"pause": False, "hang": True}))
+        await phase_is(supervisor, "stalled")
+        waiting.cancel()
+        going_on.cancel()
+
+    supervise(tmp_path, scenario, stall_s=0.2)
+
+
 def test_a_hung_engine_is_replaced_where_that_is_asked_for(tmp_path: Path) -> None:
     async def scenario(supervisor: EngineSupervisor) -> None:
         engine = await supervisor.available()
