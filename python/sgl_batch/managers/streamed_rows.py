@@ -5,6 +5,7 @@ that lead attention there. How rows are cut into sub-batches is decided in core/
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,8 +41,11 @@ class StreamedRows:
         self._rows: dict[str, _Row] = {}
         self._copies: dict[int, PartCopies] = {}
 
-    def prepare(self, requests: Seq[Any], plan: Plan) -> None:
-        """Before a step: each request has a page of the device for its next token."""
+    def prepare(self, requests: Seq[Any], plan: Plan, whole_pages: Callable[[str], int]) -> None:
+        """Before a step: each request has a page of the device for its next token.
+
+        `whole_pages`: how many a sequence can need to its end.
+        """
         if all(self._has_room(request) for request in requests):
             return
         size = self._size
@@ -50,8 +54,7 @@ class StreamedRows:
             full = request.kv_committed_len // size
             slots = tuple(self._stored.slots_of(request.rid)[:full])
             own = pages_for(request.kv_committed_len + plan.boundary_tokens, size) - full
-            most = pages_for(len(request.origin_input_ids) + request.sampling_params.max_new_tokens, size) - full
-            rows.append(StreamedRow(slots=slots, own_pages=max(1, min(own, most))))
+            rows.append(StreamedRow(slots=slots, own_pages=min(own, whole_pages(request.rid) - full)))
         self._parts = lay_out(rows, half_pages=self._half_pages, most_rows=plan.decode.b_attn)
         self._rows = {
             requests[number].rid: _Row(part=index, pages=part.pages[number - part.start])
@@ -78,7 +81,7 @@ class StreamedRows:
     def copies(self, requests: Seq[Any]) -> list[PartCopies]:
         """What the sub-batches of the coming step need, whose token each request counts already."""
         size = self._size
-        opening = [request.rid for request in requests if request.kv_committed_len % size == 1 or size == 1]
+        opening = [request.rid for request in requests if request.kv_committed_len % size == 1]
         self._stored.grow(opening)
         rows, changed, replaced = Counter[int](), set[int](), set[int]()
         for request in requests:

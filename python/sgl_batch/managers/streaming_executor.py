@@ -118,7 +118,7 @@ class StreamingExecutor(TieredExecutor):
         self._page.begin_step(len(running.reqs))
         if not self._streams:
             return super().decode_step(running)
-        self._rows.prepare(running.reqs, self.plan)
+        self._rows.prepare(running.reqs, self.plan, lambda name: self.ledger.whole_pages(self.table[name]))
         running.prepare_for_decode()
         self._tiers.begin_streamed_step(self._rows.copies(running.reqs))
         self._counters.add("streamed_steps")

@@ -55,15 +55,20 @@ def test_a_line_that_kills_engines_gets_an_error_and_its_neighbours_complete(tmp
     asyncio.run(scenario())
 
 
-def test_a_line_that_was_alone_when_somebody_killed_the_engine_is_not_to_blame(tmp_path):
+@pytest.mark.parametrize(
+    ("most_deaths", "code"),
+    [(2, None), (4, "kv_store_failed")],
+    ids=["it was alone when somebody killed the engine", "the engine says what it died of"],
+)
+def test_a_line_is_not_to_blame_where(tmp_path, most_deaths, code):
     deaths = 0
 
     async def script(engine, body):
         nonlocal deaths
         await asyncio.sleep(0.001)
-        if body["prompt"] == "unlucky" and deaths < 2:
+        if body["prompt"] == "unlucky" and deaths < most_deaths:
             deaths += 1
-            engine.kill()
+            engine.kill(code)
 
     async def scenario():
         async with service_in(tmp_path, ScriptedSource(script)) as service:
@@ -71,26 +76,7 @@ def test_a_line_that_was_alone_when_somebody_killed_the_engine_is_not_to_blame(t
             assert done.request_counts == {"total": 3, "completed": 3, "failed": 0}
 
     asyncio.run(scenario())
-    assert deaths == 2, "the second while it ran alone"
-
-
-def test_no_line_is_to_blame_where_the_engine_says_what_it_died_of(tmp_path):
-    deaths = 0
-
-    async def script(engine, body):
-        nonlocal deaths
-        await asyncio.sleep(0.001)
-        if body["prompt"] == "large" and deaths < 4:
-            deaths += 1
-            engine.kill("kv_store_failed")
-
-    async def scenario():
-        async with service_in(tmp_path, ScriptedSource(script)) as service:
-            done = await until(service, (await create(service, [line("large"), *lines(2)])).id)
-            assert done.request_counts == {"total": 3, "completed": 3, "failed": 0}
-
-    asyncio.run(scenario())
-    assert deaths == 4, "the last ones while it ran alone"
+    assert deaths == most_deaths, "all but the first while it ran alone"
 
 
 def test_several_lines_that_kill_engines_are_all_found(tmp_path):
