@@ -70,6 +70,6 @@ def test_two_ranks_with_one_store_give_one_rank_s_tokens(
     stats = two_ranks.batch_stats()
     for rank in stats["ranks"]:
         counters = rank["counters"]
-        assert counters["suspensions"] > 5 or counters["streamed_steps"] == counters["decode_groups"]
+        assert counters.get("suspensions", 0) > 5 or counters.get("streamed_steps", 0) == counters["decode_groups"]
     assert stats["free_pages"] == stats["total_pages"] == 2 * POOL_PAGES
     assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
