@@ -10,7 +10,8 @@
 namespace sgl_batch {
 namespace {
 
-constexpr int64_t kReadBytes = 2 << 20;  // of one read, in whole panels: small enough for several threads to overlap
+// Of one read, in whole panels: small enough for several threads to overlap, and for one huge page.
+constexpr int64_t kReadBytes = (2 << 20) - ReadBuffer::kAround;
 
 bool in_use(SlotLoad state) { return state == SlotLoad::kQueued || state == SlotLoad::kLoading; }
 

@@ -20,6 +20,8 @@ struct ReadFault : std::runtime_error {
 // Memory that a read of up to `bytes` bytes fits in, wherever in the file they lie.
 class ReadBuffer {
  public:
+  static constexpr int64_t kAround = 3 * 4096;  // what a read needs beside its bytes: blocks that it touches in part
+
   char* at_least(int64_t bytes);
 
  private:
