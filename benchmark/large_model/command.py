@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", default="4G", help="memory of an engine's processes and their page cache (4G)")
     parser.add_argument("--groups", type=int, nargs="+", default=[16, 128, 512, 2048], help="sequences at once")
     parser.add_argument("--input-len", type=int, default=16, help="tokens of a prompt (16)")
-    parser.add_argument("--output-len", type=int, default=8, help="tokens to generate (8)")
+    parser.add_argument("--output-len", type=int, default=16, help="tokens to generate (16)")
     parser.add_argument("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES)} (all)")
     parser.add_argument("--read-threads", type=int, default=4, help="threads that read streamed weights (4)")
     parser.add_argument("--scratch", type=Path, help="directory for the files of the others, as large as the model")

@@ -23,7 +23,10 @@ def disk_rate(files: list[Path], *, threads: int, most_bytes: int) -> float:
     opened = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files}
 
     def work(number: int) -> None:
-        with mmap.mmap(-1, 2 * _READ_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as whole, _huge_page(whole) as memory:
+        with (
+            mmap.mmap(-1, 2 * _READ_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as whole,
+            _huge_page(whole) as memory,
+        ):
             while True:
                 with lock:
                     piece = next(pieces, None)

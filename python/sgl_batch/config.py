@@ -133,7 +133,8 @@ class MemoryConfig:
     )
     weight_memory: int = _flag(
         0,
-        "memory for streamed experts; what is more than two layers' holds experts that stay (0: two layers)",
+        "memory for streamed experts; what is more than two layers' holds experts that stay (0: what is free, in the "
+        "machine, its control group or --device-memory, beside what each forward pass takes)",
         minimum=0,
         in_bytes=True,
     )

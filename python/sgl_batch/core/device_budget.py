@@ -54,10 +54,21 @@ def working_bytes(
     operators, with copies of all routed rows. Prompts longer than a group take more.
     """
     rows, sequences = plan.prefill.b_moe, min(plan.prefill.b_moe, max_running)
+    working = pass_bytes(
+        shape, rows=rows, sequences=sequences, b_attn=plan.prefill.b_attn, by_torch=by_torch, num_ranks=num_ranks
+    )
+    pages = pages_for(rows, plan.page_size) + sequences if staged else 0
+    return working + _STAGED_LAYERS * pages * page_bytes // shape.layers
+
+
+def pass_bytes(
+    shape: ModelShape, *, rows: int, sequences: int, b_attn: int, by_torch: bool = False, num_ranks: int = 1
+) -> int:
+    """The most that a forward pass of `rows` tokens of `sequences` takes beside weights and KV; an upper bound."""
     item = shape.item_bytes
     # Hidden states and residuals: the layer's input, the accumulation buffer, what is combined, and sums in float32.
     group = rows * shape.hidden * (6 * item + _FLOAT_BYTES)
-    attention = plan.prefill.b_attn * (2 * shape.attention_width + 3 * shape.hidden) * item
+    attention = min(b_attn, rows) * (2 * shape.attention_width + 3 * shape.hidden) * item
     routed = rows * shape.top_k * (shape.expert_width * item + 24)
     if by_torch:
         routed += rows * shape.top_k * (3 * shape.hidden + 2 * shape.expert_width) * _FLOAT_BYTES
@@ -66,9 +77,8 @@ def working_bytes(
     exchange = 0 if num_ranks == 1 else num_ranks * rows * shape.hidden * (item + _FLOAT_BYTES)
     layer = group + max(attention, experts + exchange, dense)
     logits = sequences * shape.vocabulary * (item + 2 * _FLOAT_BYTES)
-    pages = pages_for(rows, plan.page_size) + sequences if staged else 0
     # The heap keeps pieces of what was given back, so that layers and logits do not take the same memory by turns.
-    return layer + logits + _STAGED_LAYERS * pages * page_bytes // shape.layers + _SLACK_BYTES
+    return layer + logits + _SLACK_BYTES
 
 
 def kv_bytes(budget: int, needs: DeviceNeeds, plan: Plan) -> int:

@@ -40,6 +40,17 @@ def plan_residency(slots: int, *, layers: int, experts: int) -> WeightResidency:
     return WeightResidency(slots=slots, kept=max(0, spare // (layers - 2)) if layers > 2 else 0)
 
 
+def slots_that_fit(now: int, *, free: int, held: int, working: int, slot_bytes: int, least: int, most: int) -> int:
+    """How many slots a forward pass leaves memory for; `now` unless others are worth it.
+
+    `free`: bytes that the process may still take. `held`: bytes that slots have. `working`: bytes that the pass takes
+    beside. There are `least` slots whatever is free. What is given back is read again, so that what the next pass needs
+    is given back at once, and more is taken where it is a twentieth at least.
+    """
+    fit = min(most, max(least, (free + held - working) // slot_bytes))
+    return fit if fit < now or fit == most or fit - now >= now // 20 else now
+
+
 def read_ahead_pays(rows: int, *, top_k: int, experts: int) -> bool:
     """Whether a layer's experts are to be read before its router has chosen: nearly all of them will be chosen.
 

@@ -1,6 +1,6 @@
 """Owns the slots that experts are read into: which are free, which expert each holds, and the threads that fill them.
 
-Which experts are asked for, kept and let go of is decided elsewhere.
+Which experts are asked for, kept and let go of is decided elsewhere, and how many slots are in use.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from sgl_batch.errors import EngineError
 from sgl_batch.kernel_loader import expert_loader_kernels
 from sgl_batch.mem_cache.expert_checkpoint import ExpertPlaces
+from sgl_batch.mem_cache.free_memory import give_back
 
 NOWHERE = -1
 
@@ -34,9 +35,12 @@ class SlotTensors:
         return len(self.w2)
 
     @property
-    def num_bytes(self) -> int:
-        parts = (self.w13, self.w2, self.w13_scales, self.w2_scales)
-        return sum(part.nbytes for part in parts if part is not None)
+    def parts(self) -> list[torch.Tensor]:
+        return [part for part in (self.w13, self.w2, self.w13_scales, self.w2_scales) if part is not None]
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(part[0].nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +52,17 @@ class LoadTotals:
 
 
 class ExpertSlots:
-    """Slots over the native loader. `slot_of` [L, E], int32, is the slot of every expert, or -1."""
+    """Slots over the native loader, of which the first `num_slots` are in use: all, until `resize` says otherwise.
+
+    `slot_of` [L, E], int32, is the slot of every expert, or -1. A slot takes memory from its first expert on.
+    """
 
     def __init__(self, places: ExpertPlaces, tensors: SlotTensors, *, num_threads: int, direct: bool = True) -> None:
         layers, experts = places.places.shape[:2]
         self.tensors, self._places = tensors, places.places
         self.slot_of = torch.full((layers, experts), NOWHERE, dtype=torch.int32)
         self._free = list(range(tensors.count))[::-1]
+        self._num_slots, self._touched = tensors.count, set[int]()
         with _read_errors():
             self._loader: Any = expert_loader_kernels().start_expert_loader(
                 places.files,
@@ -74,6 +82,42 @@ class ExpertSlots:
         return len(self._free)
 
     @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """What slots have taken of memory."""
+        return len(self._touched) * self.tensors.slot_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """What they take once all hold an expert."""
+        return self._num_slots * self.tensors.slot_bytes
+
+    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]:
+        """Use only the first `num_slots` slots. What the others hold is let go of, and their memory given back.
+
+        Returns the experts that went, as (layer, expert, whether it had been read).
+        """
+        assert 0 < num_slots <= self.tensors.count, f"{num_slots} of {self.tensors.count} slots"
+        gone: list[tuple[int, int, bool]] = []
+        for layer in range(len(self.slot_of)):
+            experts = (self.slot_of[layer] >= num_slots).nonzero().flatten().tolist()
+            dropped = set(self.drop(layer, experts))
+            self.free(layer, [expert for expert in experts if expert not in dropped])
+            gone.extend((layer, expert, expert not in dropped) for expert in experts)
+        if num_slots < self._num_slots:
+            self._free = [slot for slot in self._free if slot < num_slots]
+            self._touched = {slot for slot in self._touched if slot < num_slots}
+            for part in self.tensors.parts:
+                give_back(part[num_slots : self._num_slots])
+        else:
+            self._free[:0] = range(num_slots - 1, self._num_slots - 1, -1)
+        self._num_slots = num_slots
+        return gone
+
+    @property
     def direct(self) -> bool:
         """Whether the files are read past the page cache."""
         return bool(self._loader.direct())
@@ -83,6 +127,7 @@ class ExpertSlots:
         if not experts:
             return
         slots = [self._free.pop() for _ in experts]
+        self._touched.update(slots)
         index = torch.tensor(experts)
         self.slot_of[layer, index] = torch.tensor(slots, dtype=torch.int32)
         self._loader.submit(torch.tensor(slots), self._places[layer, index].contiguous(), urgent)

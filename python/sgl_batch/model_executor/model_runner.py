@@ -27,6 +27,7 @@ from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import FAMILIES, Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.layer_runner import LayerRunner
+from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.sglang_adapter.forward import (
     REENTRANT_BACKENDS,
     ForwardContext,
@@ -60,6 +61,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
         self._program_bytes = 0
+        self._pass_memory: PassMemory | None = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -124,6 +126,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 self.server_args.attention_backend,
             )
         self._operators.adopt(self.model)
+        self._pass_memory = self._measure_passes(plan)
         family = family_of(self.model)
         if family is None and self.place is not None:
             raise ConfigError(
@@ -158,6 +161,22 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             can_reenter=self._can_reenter,
             expert_part="router" if self.device == "cpu" else "experts",
             exchange=None if self.place is None else self._exchange(self.place, family),
+        )
+
+    def _measure_passes(self, plan: Plan) -> PassMemory | None:
+        """Where streamed experts take the memory that forward passes leave, what those take."""
+        if self.cpu_operators is None or not self.cpu_operators.sizes_itself:
+            return None
+        memory, pool = self.batch_config.memory, self.token_to_kv_pool
+        staged = memory.kv_store_bytes > 0
+        page_bytes = plan.page_size * kv_token_bytes(self.kv_cache_configurator)
+        return PassMemory(
+            plan,
+            model_shape(self.model_config),
+            UntouchedPages(pool.all_parts, pool.layer_num, plan.page_size, all_at_once=staged),
+            staged_bytes=2 * page_bytes // pool.layer_num if staged else 0,
+            budget=memory.process_bytes,
+            num_ranks=1 if self.place is None else self.place.world_size,
         )
 
     def _exchange(self, place: RankPlace, family: Family) -> ExpertExchange:
@@ -210,7 +229,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     def _forward_raw(self, forward_batch: Any, pp_proxy_tensors: Any, *args: Any, **kwargs: Any) -> Any:
         mode = forward_batch.forward_mode
-        runner = self.layer_runner
+        runner, memory = self.layer_runner, self._pass_memory
+        if memory is not None and self.cpu_operators is not None:
+            self.cpu_operators.fit(memory.free_bytes, memory.working_bytes(forward_batch))
         if runner is None or not (mode.is_decode() or mode.is_extend()) or self._graph_serves(forward_batch):
             self.counters.add("forwards_by_sglang")
             return super()._forward_raw(forward_batch, pp_proxy_tensors, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -47,7 +48,9 @@ def stream_experts(
     places = find_experts(files, list(modules), range(rank * experts, (rank + 1) * experts))
     _check(places, first.w13_weight, first.w2_weight)
     slot_bytes = places.expert_bytes // (places.dtype.itemsize if int8 else 1)
-    wanted = memory.weight_memory or 2 * experts * slot_bytes
+    # Slots without an expert take no memory: where nobody has said how many there are to be, each pass decides.
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    wanted = memory.weight_memory or machine
     try:
         residency = plan_residency(wanted // slot_bytes, layers=layers, experts=experts)
     except ConfigError as error:
@@ -58,15 +61,13 @@ def stream_experts(
     slots = ExpertSlots(
         places, _slot_tensors(places, residency.slots, int8=int8), num_threads=memory.weight_read_threads
     )
+    room = f"{residency.slots} ({residency.slots * slot_bytes / _MIB:.0f} MiB), {residency.kept} of a layer stay"
     logger.info(
-        "weights: %d layers of %d experts (%.0f MiB in their files) in memory for %d experts (%.0f MiB), %d of a layer "
-        "stay; read %s the page cache",
+        "weights: %d layers of %d experts (%.0f MiB in their files), %s; read %s the page cache",
         layers,
         experts,
         layers * experts * places.expert_bytes / _MIB,
-        residency.slots,
-        residency.slots * slot_bytes / _MIB,
-        residency.kept,
+        f"in memory for {room}" if memory.weight_memory else "as many in memory as each pass leaves room for",
         "past" if slots.direct else "through",
     )
     keys = [module.w13_weight for module in modules.values()]

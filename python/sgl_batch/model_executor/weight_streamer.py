@@ -1,15 +1,16 @@
 """Owns computing experts whose weights are read while the model runs: the experts of the coming layer move while this
-one computes. What stays and what is read ahead is decided in core/weight_residency.
+one computes. What stays, what is read ahead and how much memory that takes is decided in core/weight_residency.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
 
-from sgl_batch.core.weight_residency import WeightResidency, read_ahead_pays, to_keep
+from sgl_batch.core.weight_residency import WeightResidency, plan_residency, read_ahead_pays, slots_that_fit, to_keep
 from sgl_batch.layers.packed_weights import packed_experts
 from sgl_batch.mem_cache.expert_slots import ExpertSlots
 from sgl_batch.model_executor.counters import Counters
@@ -33,7 +34,7 @@ class WeightStreamer:
 
     `keys`: of each layer the parameter that stands for its gate and up weights, by which an expert call names it.
     Counted, in experts: `weights_routed`, asked for by a visit of a layer; of these `weights_kept` were there, and the
-    others read; `weights_unrouted` were read ahead and not asked for.
+    others read; `weights_unrouted` were read ahead and not asked for. `weights_slots` is how many there is memory for.
     """
 
     def __init__(
@@ -55,6 +56,41 @@ class WeightStreamer:
     @property
     def slots(self) -> ExpertSlots:
         return self._slots
+
+    @property
+    def least_bytes(self) -> int:
+        """What experts need to be read while others compute: two layers' memory."""
+        return min(2, len(self._layers)) * self._num_experts * self._slots.tensors.slot_bytes
+
+    def fit(self, free_bytes: Callable[[], int], working: int) -> None:
+        """Before a forward pass that takes `working` bytes beside what is there: give memory back, or take more."""
+        slots, most = self._slots, self._slots.tensors.count
+        wanted = slots_that_fit(
+            slots.num_slots,
+            free=free_bytes(),
+            held=slots.num_bytes,
+            working=working,
+            slot_bytes=slots.tensors.slot_bytes,
+            least=self._num_experts,
+            most=most,
+        )
+        if wanted == slots.num_slots:
+            return
+        self._residency = plan_residency(wanted, layers=len(self._layers), experts=self._num_experts)
+        if self._current is not None:
+            self._leave(self._current)
+            self._current = None
+        with self._counters.clock.part("weights"):
+            for layer in self._layers:
+                stays = to_keep(sorted(layer.kept), layer.kept, layer.popularity, self._residency.kept)
+                slots.free(layer.number, sorted(layer.kept - stays))
+                layer.kept = stays
+            for number, expert, was_read in slots.resize(wanted):
+                layer = self._layers[number]
+                self._counters.add("weights_unrouted", int(was_read and expert in layer.fresh))
+                layer.kept.discard(expert)
+                layer.fresh.discard(expert)
+        self._counters.counts["weights_slots"] = wanted
 
     def experts(
         self,

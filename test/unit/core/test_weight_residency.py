@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_batch.core.weight_residency import plan_residency, read_ahead_pays, to_keep
+from sgl_batch.core.weight_residency import plan_residency, read_ahead_pays, slots_that_fit, to_keep
 from sgl_batch.errors import ConfigError
 
 sizes = st.tuples(st.integers(1, 64), st.integers(1, 64), st.integers(0, 64 * 64 * 2))
@@ -70,3 +70,17 @@ def test_a_layer_is_read_ahead_from_the_group_on_that_is_likely_to_ask_for_nearl
     assert pays == list(range(18, 200)), "0.875 to the 18th is the first below a tenth"
     assert read_ahead_pays(1, top_k=4, experts=4)
     assert not read_ahead_pays(0, top_k=4, experts=4)
+
+
+@given(st.integers(1, 400), st.integers(0, 10**6), st.integers(0, 400), st.integers(0, 10**6), st.integers(1, 5000))
+def test_slots_fill_what_a_pass_leaves_and_never_more(
+    now: int, free: int, held: int, working: int, slot_bytes: int
+) -> None:
+    least, most = 10, 300
+    taken = min(held, now) * slot_bytes
+    slots = slots_that_fit(now, free=free, held=taken, working=working, slot_bytes=slot_bytes, least=least, most=most)
+    assert least <= slots <= most or slots == now
+    fits = slots * slot_bytes <= free + taken - working
+    assert fits or slots == least, "a layer's experts have room whatever is free"
+    if slots < now and slots > least:
+        assert (slots + 1) * slot_bytes > free + taken - working or slots == most, "nothing is given back for nothing"

@@ -77,7 +77,14 @@ class StreamedLayers:
     def check_slots(self) -> None:
         held = self.slots.slot_of[self.slots.slot_of >= 0].tolist()
         assert len(set(held)) == len(held), "no slot holds two experts"
-        assert self.slots.num_free + len(held) == self.slots.tensors.count, "and none is lost"
+        assert self.slots.num_free + len(held) == self.slots.num_slots, "and none is lost"
+        assert all(slot < self.slots.num_slots for slot in held)
+
+    def fit(self, slots: int) -> None:
+        """A pass is to come that leaves memory for so many slots."""
+        size = self.slots.tensors.slot_bytes
+        self._streamer.fit(lambda: slots * size - self.slots.num_bytes + 1000, 1000)
+        self.check_slots()
 
     def leave_all(self) -> None:
         """Two passes in which nobody asks for anything: all that was read is there, left and counted."""

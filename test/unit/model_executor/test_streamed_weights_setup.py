@@ -98,14 +98,14 @@ def test_experts_that_stay_in_their_files_claim_no_memory_and_keep_their_shape()
 @pytest.mark.parametrize(
     ("memory", "int8", "slots"),
     [
-        (0, False, 2 * EXPERTS),
-        (0, True, 2 * EXPERTS),
+        (0, False, LAYERS * EXPERTS),
+        (0, True, LAYERS * EXPERTS),
         (9 * EXPERT_BYTES + 5, False, 9),
         (5 * EXPERT_BYTES, True, 10),
         (1 << 30, False, LAYERS * EXPERTS),
     ],
 )
-def test_memory_is_for_two_layers_unless_told_and_never_for_more_than_the_model_has(
+def test_memory_may_be_for_all_unless_told_and_never_for_more_than_the_model_has(
     memory: int, int8: bool, slots: int, files: list[str]
 ) -> None:
     assert stream(model(), files, memory, int8=int8).slots.tensors.count == slots

@@ -111,3 +111,32 @@ def test_a_group_that_comes_in_several_calls_of_a_layer_reads_nothing_twice(slot
     assert model.count("routed") == union
     assert model.count("kept") == 0
     assert model.count("read") == union + model.count("unrouted")
+
+
+def test_memory_may_come_and_go_between_passes_and_nothing_else_changes(tmp_path: Path) -> None:
+    model = StreamedLayers(tmp_path, ALL)
+    asked = 0
+    for room in (ALL, EXPERTS, 0, 3 * EXPERTS, 2 * EXPERTS + 1, ALL, ALL + 7, EXPERTS, ALL):
+        model.fit(room)
+        assert model.slots.num_slots == min(ALL, max(EXPERTS, room)), "a layer's experts have room whatever is free"
+        for rows in (MANY, FEW):
+            for layer in range(LAYERS):
+                ids = model.routing(rows)
+                model.visit(layer, ids)
+                asked += len(routed(ids))
+        assert model.slots.num_bytes <= model.slots.num_slots * model.slots.tensors.slot_bytes
+    model.leave_all()
+    assert model.count("routed") == asked
+    assert model.count("read") == asked - model.count("kept") + model.count("unrouted")
+    assert model.count("slots") == ALL
+
+
+def test_an_update_of_the_room_that_is_not_worth_reading_again_for_changes_nothing(tmp_path: Path) -> None:
+    model = StreamedLayers(tmp_path, ALL)
+    model.fit(40)
+    model.fit(41)
+    assert model.slots.num_slots == 40
+    model.fit(42)
+    assert model.slots.num_slots == 42
+    model.fit(41)
+    assert model.slots.num_slots == 41, "what a pass takes is given back at once"

@@ -1,0 +1,79 @@
+"""Owns saying how much memory is free and what a forward pass will take of it, where streamed experts have the rest.
+
+How many experts that leaves room for is decided in core/weight_residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sgl_batch.core.device_budget import ModelShape, pass_bytes
+from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.core.plan import Plan
+from sgl_batch.mem_cache.free_memory import free_bytes
+from sgl_batch.mem_cache.process_memory import resident_bytes
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class UntouchedPages:
+    """The pages of KV that have taken no memory yet: the kernel gives it as they are written, a huge page at a time.
+
+    `parts`: what pages consist of, each [layers * num_pages, ...]. `all_at_once`: pages are written by others than
+    forward passes too, so that any number may be touched before the next one.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor], num_layers: int, page_size: int, *, all_at_once: bool) -> None:
+        self._page_size, self._all_at_once = page_size, all_at_once
+        self._page_bytes = sum(part.nbytes // (len(part) // num_layers) for part in parts)
+        smallest = min(part[0].nbytes for part in parts)
+        self._stride = max(1, _HUGE_PAGE_BYTES // smallest)
+        num_pages = len(parts[0]) // num_layers
+        self._touched = torch.zeros(-(-num_pages // self._stride), dtype=torch.bool)
+
+    def claim(self, slots: torch.Tensor) -> int:
+        """Bytes that a pass takes which writes to `slots`; they count as taken from now on."""
+        left = int((~self._touched).sum())
+        if left == 0:
+            return 0
+        strides = (slots.cpu() // (self._page_size * self._stride)).unique()
+        strides = strides[strides < len(self._touched)]  # others are of pages that prefill or streaming has of its own
+        new = int((~self._touched[strides]).sum())
+        self._touched[strides] = True
+        return (left if self._all_at_once else new) * self._stride * self._page_bytes
+
+
+class PassMemory:
+    """What a rank's forward passes find free and take. `budget`: what its process may have; 0: all that is free."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        shape: ModelShape,
+        untouched: UntouchedPages,
+        *,
+        staged_bytes: int,
+        budget: int,
+        num_ranks: int,
+    ) -> None:
+        self._plan, self._shape, self._untouched = plan, shape, untouched
+        self._staged_bytes, self._budget, self._num_ranks = staged_bytes, budget, num_ranks
+
+    def free_bytes(self) -> int:
+        """What this process may still take; ranks of one machine share what it has."""
+        free = free_bytes() // self._num_ranks
+        return min(free, self._budget - resident_bytes()) if self._budget else free
+
+    def working_bytes(self, forward_batch: Any) -> int:
+        """What the pass of a group takes beside what is in memory: an upper bound."""
+        is_decode = forward_batch.forward_mode.is_decode()
+        phase = self._plan.decode if is_decode else self._plan.prefill
+        rows, sequences = len(forward_batch.input_ids), forward_batch.batch_size
+        working = pass_bytes(
+            self._shape, rows=rows, sequences=sequences, b_attn=phase.b_attn, num_ranks=self._num_ranks
+        )
+        pages = 0 if is_decode else pages_for(rows, self._plan.page_size) + sequences
+        return working + pages * self._staged_bytes + self._untouched.claim(forward_batch.out_cache_loc)
