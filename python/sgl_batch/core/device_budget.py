@@ -62,9 +62,19 @@ def working_bytes(
 
 
 def pass_bytes(
-    shape: ModelShape, *, rows: int, sequences: int, b_attn: int, by_torch: bool = False, num_ranks: int = 1
+    shape: ModelShape,
+    *,
+    rows: int,
+    sequences: int,
+    b_attn: int,
+    by_torch: bool = False,
+    num_ranks: int = 1,
+    greedy: bool = False,
 ) -> int:
-    """The most that a forward pass of `rows` tokens of `sequences` takes beside weights and KV; an upper bound."""
+    """The most that a forward pass of `rows` tokens of `sequences` takes beside weights and KV; an upper bound.
+
+    `greedy`: nobody's tokens are sampled, which takes the probabilities of all.
+    """
     item = shape.item_bytes
     # Hidden states and residuals: the layer's input, the accumulation buffer, what is combined, and sums in float32.
     group = rows * shape.hidden * (6 * item + _FLOAT_BYTES)
@@ -76,7 +86,7 @@ def pass_bytes(
     dense = 3 * rows * shape.dense_width * item
     exchange = 0 if num_ranks == 1 else num_ranks * rows * shape.hidden * (item + _FLOAT_BYTES)
     layer = group + max(attention, experts + exchange, dense)
-    logits = sequences * shape.vocabulary * (item + 2 * _FLOAT_BYTES)
+    logits = sequences * shape.vocabulary * (item + (1 if greedy else 2) * _FLOAT_BYTES)
     # The heap keeps pieces of what was given back, so that layers and logits do not take the same memory by turns.
     return layer + logits + _SLACK_BYTES
 

@@ -36,6 +36,12 @@ def _number(config: Any, *names: str, default: int = 0) -> int:
     return next((int(value) for value in found if value), default)
 
 
+def _all_sparse(config: Any) -> bool:
+    """Whether a model says of every layer that it has experts; one that says nothing may have others."""
+    step, others = getattr(config, "decoder_sparse_step", None), getattr(config, "mlp_only_layers", None)
+    return step == 1 and others == []
+
+
 def model_shape(model_config: Any) -> ModelShape:
     """The shape of SGLang's model configuration; what it does not have counts as nothing."""
     config = model_config.hf_text_config
@@ -46,6 +52,7 @@ def model_shape(model_config: Any) -> ModelShape:
     # Latent attention: queries absorbed into the latent space, and its answer before values are made of it.
     attention = heads * (2 * head_dim + 2 * latent) if latent else (2 * heads + 2 * kv_heads) * head_dim
     inter = _number(config, "intermediate_size")
+    experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
     expert_width = _number(config, "moe_intermediate_size", default=inter)
     shared = _number(
         config, "shared_expert_intermediate_size", default=_number(config, "n_shared_experts") * expert_width
@@ -55,9 +62,9 @@ def model_shape(model_config: Any) -> ModelShape:
         vocabulary=model_config.vocab_size,
         layers=model_config.num_hidden_layers,
         attention_width=attention,
-        experts=_number(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        experts=experts,
         top_k=_number(config, "num_experts_per_tok"),
         expert_width=expert_width,
-        dense_width=max(inter, shared),
+        dense_width=shared if experts and _all_sparse(config) else max(inter, shared),
         item_bytes=model_config.dtype.itemsize,
     )

@@ -13,8 +13,9 @@ import torch
 from sgl_batch.core.device_budget import ModelShape, pass_bytes
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
-from sgl_batch.mem_cache.free_memory import free_bytes
+from sgl_batch.mem_cache.free_memory import free_bytes, give_back_heap
 from sgl_batch.mem_cache.process_memory import resident_bytes
+from sgl_batch.sglang_adapter.forward import is_greedy
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -61,6 +62,7 @@ class PassMemory:
     ) -> None:
         self._plan, self._shape, self._untouched = plan, shape, untouched
         self._staged_bytes, self._budget, self._num_ranks = staged_bytes, budget, num_ranks
+        self._last = 0
 
     def free_bytes(self) -> int:
         """What this process may still take; ranks of one machine share what it has."""
@@ -73,7 +75,15 @@ class PassMemory:
         phase = self._plan.decode if is_decode else self._plan.prefill
         rows, sequences = len(forward_batch.input_ids), forward_batch.batch_size
         working = pass_bytes(
-            self._shape, rows=rows, sequences=sequences, b_attn=phase.b_attn, num_ranks=self._num_ranks
+            self._shape,
+            rows=rows,
+            sequences=sequences,
+            b_attn=phase.b_attn,
+            num_ranks=self._num_ranks,
+            greedy=is_greedy(forward_batch),
         )
+        if working < self._last:
+            give_back_heap()  # of a larger pass's tensors, whose memory would be kept for the next ones
+        self._last = working
         pages = 0 if is_decode else pages_for(rows, self._plan.page_size) + sequences
         return working + pages * self._staged_bytes + self._untouched.claim(forward_batch.out_cache_loc)

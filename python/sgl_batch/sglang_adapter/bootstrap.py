@@ -1,4 +1,4 @@
-"""Owns what must happen before SGLang is imported, and how: the version check, torchvision's operator schemas.
+"""Owns what must happen before SGLang is imported, and how: version check, torchvision's operator schemas, no compiler.
 
 It decides nothing about how SGLang runs.
 """
@@ -69,14 +69,38 @@ def prepare() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import SGLang inside this block: prepared, and without Python's collector.
+    """Import SGLang inside this block: prepared, without a collector and, beside a CPU torch, a compiler.
 
     An import of SGLang makes some millions of objects that stay; looking through them again and again for garbage takes
     a fifth of the import's time.
     """
     prepare()
-    with collector_paused():
+    with collector_paused(), _nothing_compiled():
         yield
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Inside, functions that are to be compiled stay as they are, unless torch has CUDA.
+
+    SGLang decorates dozens of functions as it is imported, which loads torch's compiler: 45 MB in each of three
+    processes, for kernels that a CPU has no use for.
+    """
+    import torch
+
+    compile_ = torch.compile
+    if torch.version.cuda or compile_ is _left_alone:
+        yield
+        return
+    torch.compile = _left_alone
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def _left_alone(model: Any = None, **_: Any) -> Any:
+    return _left_alone if model is None else model
 
 
 @contextmanager

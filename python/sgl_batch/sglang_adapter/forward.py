@@ -24,6 +24,7 @@ __all__ = [
     "decode_slice",
     "extend_slice",
     "forward_context",
+    "is_greedy",
     "keep_tensors_for",
     "set_model_runner",
 ]
@@ -32,6 +33,12 @@ __all__ = [
 # ahead and re-entered; others keep shared workspaces and run a group as one sub-batch. Each of these also writes the KV
 # of all rows before it attends, so that a prompt may read pages that another of the same batch computes.
 REENTRANT_BACKENDS = frozenset({CPU_ATTENTION, "torch_native", "triton", "fa3"})
+
+
+def is_greedy(forward_batch: Any) -> bool:
+    """Whether the likeliest token is all that the batch's sequences want of their logits."""
+    sampling = forward_batch.sampling_info
+    return sampling is not None and bool(sampling.is_all_greedy) and not forward_batch.return_logprob
 
 
 def _slice(forward_batch: Any, rows: slice, **fields: Any) -> Any:

@@ -1,9 +1,11 @@
-// Owns scratch memory that outlives a call: it grows, stays, and lies on huge pages where the kernel grants them. In a
-// build with AddressSanitizer nothing can be read or written between and behind its parts.
+// Owns scratch memory that outlives a call: it grows, stays, and lies on huge pages where the kernel grants them. What a
+// large call took beyond the next ones' needs is given back. In a build with AddressSanitizer nothing can be read or
+// written between and behind its parts.
 #pragma once
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <new>
 
@@ -26,6 +28,8 @@ class Workspace {
   // At least `bytes` bytes, aligned to a page; their content is undefined. Valid until the next call.
   void* at_least(size_t bytes) {
     if (bytes > size_) grow(bytes);
+    if (bytes + kSpare < touched_) give_back(bytes);
+    touched_ = std::max(touched_, bytes);
 #ifdef __SANITIZE_ADDRESS__
     ASAN_UNPOISON_MEMORY_REGION(memory_, bytes);
     ASAN_POISON_MEMORY_REGION(static_cast<char*>(memory_) + bytes, size_ - bytes);
@@ -35,6 +39,13 @@ class Workspace {
 
  private:
   static constexpr size_t kHugePage = size_t{1} << 21;
+  static constexpr size_t kSpare = size_t{32} << 20;  // less is kept: to touch it anew takes longer than a small call
+
+  void give_back(size_t bytes) {
+    const size_t kept = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    madvise(static_cast<char*>(memory_) + kept, size_ - kept, MADV_DONTNEED);
+    touched_ = kept;
+  }
 
   void grow(size_t bytes) {
     release();
@@ -54,11 +65,11 @@ class Workspace {
 #endif
     if (memory_ != nullptr) munmap(memory_, size_);
     memory_ = nullptr;
-    size_ = 0;
+    size_ = touched_ = 0;
   }
 
   void* memory_ = nullptr;
-  size_t size_ = 0;
+  size_t size_ = 0, touched_ = 0;
 };
 
 // Each part begins at a cache line of its own.

@@ -56,6 +56,8 @@ def test_families_that_name_their_numbers_differently_are_read_alike():
     qwen = shape_of(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=384, intermediate_size=3072)
     assert (qwen.experts, qwen.top_k, qwen.expert_width, qwen.dense_width) == (64, 8, 384, 3072)
     assert qwen.attention_width == (2 * 16 + 2 * 4) * 64
+    sparse = shape_of(num_experts=64, intermediate_size=3072, decoder_sparse_step=1, mlp_only_layers=[])
+    assert sparse.dense_width == 0, "the width of layers that the model has none of"
     mixtral = shape_of(num_local_experts=8, num_experts_per_tok=2, intermediate_size=3072)
     assert (mixtral.experts, mixtral.top_k, mixtral.expert_width) == (8, 2, 3072)
     deepseek = shape_of(n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1408, kv_lora_rank=512)

@@ -70,6 +70,8 @@ def batch(rows: int, sequences: int, *, is_decode: bool) -> Any:
         input_ids=torch.zeros(rows, dtype=torch.int64),
         batch_size=sequences,
         out_cache_loc=torch.zeros(rows, dtype=torch.int64),
+        sampling_info=SimpleNamespace(is_all_greedy=is_decode),
+        return_logprob=False,
     )
 
 
@@ -83,7 +85,9 @@ def memory(*, staged_bytes: int = 0, budget: int = 0, num_ranks: int = 1) -> Pas
 def test_a_pass_takes_what_its_own_rows_need_and_staged_prefill_two_layers_of_kv_besides() -> None:
     sizes = plan(b_moe_prefill=64, b_moe=16, page_size=PAGE)
     small, large = batch(5, 5, is_decode=True), batch(40, 3, is_decode=False)
-    assert memory().working_bytes(small) == pass_bytes(SHAPE, rows=5, sequences=5, b_attn=sizes.decode.b_attn)
+    assert memory().working_bytes(small) == pass_bytes(
+        SHAPE, rows=5, sequences=5, b_attn=sizes.decode.b_attn, greedy=True
+    )
     expected = pass_bytes(SHAPE, rows=40, sequences=3, b_attn=sizes.prefill.b_attn)
     assert memory().working_bytes(large) == expected
     assert memory(staged_bytes=1000).working_bytes(large) == expected + 1000 * (10 + 3)

@@ -68,3 +68,23 @@ def test_the_adapter_alone_imports_no_sglang_and_torchvision_loads_once_it_has_p
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr
+
+
+def test_nothing_is_compiled_while_sglang_is_imported_and_everything_afterwards():
+    import torch
+
+    compile_ = torch.compile
+    with bootstrap.importing(), bootstrap.importing():
+
+        @torch.compile(dynamic=True)
+        def twice(x: int) -> int:
+            return 2 * x
+
+        assert twice is torch.compile(twice)
+        assert twice(3) == 6
+    assert torch.compile is compile_
+
+
+def test_the_compiler_is_not_loaded_by_an_import_of_sglang():
+    code = "import sgl_batch.sglang_adapter.tokenizing, sys; sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
