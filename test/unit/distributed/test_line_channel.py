@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.distributed.line_channel import LineClient, serve_lines
 from sgl_batch.distributed.line_frames import (
     MAX_FRAME_BYTES,
@@ -34,18 +35,21 @@ STATS = EngineStats(
 
 
 class Engine:
-    """Answers with what it was asked, when it may."""
+    """Answers with what it was asked, when it may; `generated` are the tokens of each answer so far."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
+        self.records: dict[str, TokenRecord] = {}
+        self.generated: list[int] = []
         self.cancelled: list[str] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.changed = asyncio.Event()
         self.fault: Exception | None = None
 
-    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord) -> LineResponse:
         name = str(body.get("name"))
+        self.records[name] = record
         self.begun.append(name)
         self.changed.set()
         try:
@@ -57,6 +61,11 @@ class Engine:
         if self.fault is not None:
             raise self.fault
         return LineResponse(status_code=200, request_id=f"id-{name}", body={"url": url, **body})
+
+    def note_tokens(self) -> None:
+        for record in self.records.values():
+            if len(self.generated) > len(record):
+                record.put(len(record), self.generated[len(record) :])
 
     async def stats(self) -> EngineStats:
         return STATS

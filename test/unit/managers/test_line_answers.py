@@ -10,6 +10,7 @@ import pytest
 from sgl_batch.core.answers import LineResponse
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.line_answers import LineAnswers
+from sgl_batch.managers.line_recordings import LineRecordings
 
 
 def respond(death: EngineError) -> LineResponse:
@@ -55,12 +56,12 @@ class AbortedOnce:
             {"id": "b", "choices": [{"finish_reason": "stop"}]},
         ]
 
-    async def post(self, url, body):
+    async def post(self, url, body, rid):
         return 200, self.answers.pop(0)
 
 
 def test_a_line_that_somebody_aborted_is_asked_again(monkeypatch):
     monkeypatch.setattr("sgl_batch.managers.line_answers.OpenAIEndpoints", AbortedOnce)
-    answers = LineAnswers(SimpleNamespace(), None, lambda: None)
+    answers = LineAnswers(SimpleNamespace(recordings=LineRecordings()), None, lambda: None)
     answer = asyncio.run(answers.respond("/v1/completions", {}))
     assert (answer.request_id, answer.body["choices"]) == ("b", [{"finish_reason": "stop"}])
