@@ -232,7 +232,8 @@ class _LineServer:
 
     def _forget(self, number: int, _: asyncio.Task[None]) -> None:
         del self._tasks[number]
-        self._records.pop(number, None)
+        if not self._death.done():  # else what it has is still to be told
+            self._records.pop(number, None)
 
     async def _respond(self, message: Respond, record: TokenRecord) -> None:
         try:

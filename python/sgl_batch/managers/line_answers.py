@@ -39,6 +39,7 @@ class LineAnswers:
         try:
             status, content = await self._unless_dead(lambda: self._answer(url, body, record))
         except EngineError as error:
+            self.note_tokens()  # as long as this request is known
             if error.code is None:
                 raise
             status, content = 503, _error_body(str(error), error.code)

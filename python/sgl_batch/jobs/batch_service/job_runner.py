@@ -47,6 +47,7 @@ class JobRunner:
     ) -> None:
         self.num_in_flight = 0
         self.in_flight_bytes = 0
+        self.records = LineRecords()
         self._settings = settings
         self._engines = engines
         self._committer = committer
@@ -58,7 +59,6 @@ class JobRunner:
         self._life: EngineLife | None = None
         self._fills: dict[ActiveJob, asyncio.Task[None]] = {}
         self._deaths_alone: Counter[int] = Counter()  # by lot
-        self._records = LineRecords()
         self._wake = asyncio.Event()
         guard.subscribe(self._wake.set)
 
@@ -76,7 +76,7 @@ class JobRunner:
             self._fills[job].cancel()
         if self._life is not None:
             await self._life.drop(job)
-        self._records.forget_job(job.row.seq)
+        self.records.forget_job(job.row.seq)
         await self._committer.flush()
 
     async def run(self) -> None:
@@ -173,11 +173,11 @@ class JobRunner:
         life.start(self._in_flight(job, line))
 
     def _in_flight(self, job: ActiveJob, line: RequestLine) -> LineInFlight:
-        return LineInFlight(job=job, line=line, record=self._records.of((job.row.seq, line.index)))
+        return LineInFlight(job=job, line=line, record=self.records.of((job.row.seq, line.index)))
 
     def _answered(self, one: LineInFlight, response: LineResponse) -> None:
         release = partial(self._release, one.job, one.line.num_bytes)
-        self._records.forget((one.job.row.seq, one.line.index))
+        self.records.forget((one.job.row.seq, one.line.index))
         encode = answered(one.job.id, one.line, response)
         self._committer.submit(FinishedLine(job=one.job, index=one.line.index, encode=encode, on_committed=release))
         self._wake.set()
@@ -194,7 +194,7 @@ class JobRunner:
     async def _run_lot(self, life: EngineLife, lot: Lot) -> None:
         """Run suspects with nothing beside them; returns when all are committed, or the engine is dead."""
         if self._deaths_alone[lot.number]:
-            self._records.forget(lot.lines[0])  # an engine that dies again does not die of what was recorded
+            self.records.forget(lot.lines[0])  # an engine that dies again does not die of what was recorded
         for one in await self._lines_of(lot):
             self._counters.lines_rerun += 1
             self._counters.lines_resumed += len(one.record) > 0

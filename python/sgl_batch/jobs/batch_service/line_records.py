@@ -18,6 +18,11 @@ class LineRecords:
     def __len__(self) -> int:
         return len(self._records)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all records."""
+        return sum(len(record) for record in self._records.values())
+
     def of(self, line: LineKey) -> TokenRecord:
         """The record of a line, an empty one of a line that has none."""
         if line not in self._records:
