@@ -26,6 +26,11 @@ _COUNTERS = {
     "lines_completed": ("lines_completed", "Request lines of jobs that have their output"),
     "lines_failed": ("lines_failed", "Request lines of jobs that have their error"),
     "lines_rerun": ("lines_rerun", "Request lines that were run again, because the engine had died"),
+    "lines_resumed": (
+        "lines_resumed",
+        "Request lines that were run again from tokens that a dead engine had generated",
+    ),
+    "tokens_resumed": ("tokens_resumed", "Tokens that a dead engine had generated, of request lines that went on"),
     "tokens_in": ("prompt_tokens", "Prompt tokens of finished request lines"),
     "tokens_out": ("generation_tokens", "Generated tokens of finished request lines"),
     "commits": ("commits", "Group commits of finished lines"),
@@ -60,6 +65,7 @@ def _service_metrics(snapshot: ServiceSnapshot) -> Iterable[Metric]:
     yield jobs
     yield _gauge("num_lines_in_flight", "Request lines of jobs that the engine has", snapshot.in_flight)
     yield _gauge("in_flight_bytes", "Bytes of the request lines that the engine has", snapshot.in_flight_bytes)
+    yield _gauge("recorded_tokens", "Tokens known of unfinished request lines", snapshot.recorded_tokens)
     yield _gauge("storage_ok", "Whether the jobs directory can be written", int(snapshot.storage.ok))
     for name, (ours, text) in _COUNTERS.items():
         yield _counter(ours, text, snapshot.counters.get(name, 0))
@@ -74,7 +80,7 @@ def _engine_metrics(stats: EngineStats) -> Iterable[Metric]:
     for part, seconds in stats.part_s.items():
         parts.add_metric([part], seconds)
     yield parts
-    for name in ("expert_calls", "expert_rows", "prompt_tokens", "output_tokens"):
+    for name in ("expert_calls", "expert_rows", "prompt_tokens", "output_tokens", "tokens_resumed"):
         yield _counter(f"engine_{name}", f"The engine's counter {name}, since it started", stats.counters.get(name, 0))
 
 

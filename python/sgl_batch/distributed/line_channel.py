@@ -10,9 +10,10 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.token_record import TokenRecord, unpack
 from sgl_batch.distributed.line_frames import (
     Answer,
     Cancel,
@@ -23,7 +24,9 @@ from sgl_batch.distributed.line_frames import (
     Frames,
     FromFront,
     FromHost,
+    NewTokens,
     Ready,
+    Recorded,
     Respond,
     pack_body,
     unpack_body,
@@ -32,12 +35,23 @@ from sgl_batch.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
+# How often what lines have generated is told, so that it outlives the engine, and how much of it in one message.
+_TELL_EVERY_S = 2.0
+_TELL_BYTES = 1 << 18
+
 
 class Answering(Protocol):
     """What answers lines where the engine is."""
 
-    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
-        """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request."""
+    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord) -> LineResponse:
+        """Answer one request, whose first tokens are those of `record`.
+
+        Raises EngineError when the engine is dead; cancelling aborts the request.
+        """
+        ...
+
+    def note_tokens(self) -> None:
+        """Put into the records of requests what these have generated."""
         ...
 
     async def stats(self) -> EngineStats:
@@ -55,7 +69,7 @@ class LineClient:
         self._frames = frames
         self._served_model_names = served_model_names
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._lines: set[int] = set()
+        self._lines: dict[int, TokenRecord] = {}
         self._next_number = 0
         self.death: EngineError | None = None
         self.num_answered = 0
@@ -71,17 +85,21 @@ class LineClient:
         """Lines that wait for their answers."""
         return len(self._lines)
 
-    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
-        """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request."""
+    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord | None = None) -> LineResponse:
+        """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request.
+
+        The answer goes on from `record`, which grows while it is made.
+        """
         number = self._number()
-        self._lines.add(number)
+        self._lines[number] = record = TokenRecord() if record is None else record
         try:
-            answer = await self._ask(number, Respond(number=number, url=url, body=pack_body(body)))
+            message = Respond(number=number, url=url, body=pack_body(body), recorded=record.pack())
+            answer = await self._ask(number, message)
         except asyncio.CancelledError:
             self._frames.write(Cancel(number=number))
             raise
         finally:
-            self._lines.discard(number)
+            del self._lines[number]
         self.num_answered += 1
         return LineResponse(status_code=answer.status_code, request_id=answer.request_id, body=unpack_body(answer.body))
 
@@ -115,10 +133,18 @@ class LineClient:
                 return message
             if isinstance(message, Ready):
                 raise FrameError("the engine says twice that it is ready")
+            if isinstance(message, Recorded):
+                self._record(message)
+                continue
             waiter = self._waiting.get(message.number)
             if waiter is not None and not waiter.done():
                 waiter.set_result(message)
         return None
+
+    def _record(self, message: Recorded) -> None:
+        for new in message.news:
+            if new.number in self._lines:
+                self._lines[new.number].put(new.start, unpack(new.tokens))
 
     def fail(self, death: EngineError) -> None:
         """The engine is dead: whoever waits, or asks from now on, gets `death`."""
@@ -133,12 +159,14 @@ class LineClient:
 async def serve_lines(frames: Frames[FromFront], engine: Answering) -> EngineError | None:
     """Answer what comes over the connection until it ends (None) or the engine is dead (why).
 
-    Requests that are not answered by then are aborted.
+    Requests that are not answered by then are aborted, when what they have generated has been told; so they are when
+    this is cancelled.
     """
     server = _LineServer(frames, engine)
     try:
         return await server.run()
     finally:
+        await server.tell_tokens()
         await server.abort_all()
 
 
@@ -146,17 +174,46 @@ class _LineServer:
     def __init__(self, frames: Frames[FromFront], engine: Answering) -> None:
         self._frames, self._engine = frames, engine
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._records: dict[int, TokenRecord] = {}
         self._death: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> EngineError | None:
-        reading = asyncio.create_task(self._read())
-        waits: set[asyncio.Future[Any]] = {reading, self._death}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if self._death.done():
+        reading, telling = asyncio.create_task(self._read()), asyncio.create_task(self._keep_telling())
+        waits: set[asyncio.Future[Any]] = {reading, telling, self._death}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if self._death.done():
+                return self._death.result()
+            if telling.done():
+                telling.result()
+            reading.result()
+            return None
+        finally:
             reading.cancel()
-            return self._death.result()
-        reading.result()
-        return None
+            telling.cancel()
+
+    async def _keep_telling(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(_TELL_EVERY_S)
+            await self.tell_tokens()
+
+    async def tell_tokens(self) -> None:
+        """Say what the requests that are not answered have generated since this was last said."""
+        self._engine.note_tokens()
+        news: list[NewTokens] = []
+        num_bytes = 0
+        for number, record in list(self._records.items()):
+            found = record.news()
+            if found is None:
+                continue
+            start, tokens = found
+            news.append(NewTokens(number=number, start=start, tokens=tokens))
+            num_bytes += len(tokens)
+            if num_bytes >= _TELL_BYTES:
+                await self._frames.send(Recorded(news=tuple(news)))
+                news, num_bytes = [], 0
+        if news:
+            await self._frames.send(Recorded(news=tuple(news)))
 
     async def _read(self) -> None:
         while (message := await self._frames.read()) is not None:
@@ -165,16 +222,22 @@ class _LineServer:
                 if task is not None:
                     task.cancel()
                 continue
-            work = self._respond(message) if isinstance(message, Respond) else self._count(message)
+            if isinstance(message, Respond):
+                record = self._records[message.number] = TokenRecord(message.recorded)
+                work = self._respond(message, record)
+            else:
+                work = self._count(message)
             task = self._tasks[message.number] = asyncio.create_task(work)
             task.add_done_callback(partial(self._forget, message.number))
 
     def _forget(self, number: int, _: asyncio.Task[None]) -> None:
         del self._tasks[number]
+        if not self._death.done():  # else what it has is still to be told
+            self._records.pop(number, None)
 
-    async def _respond(self, message: Respond) -> None:
+    async def _respond(self, message: Respond, record: TokenRecord) -> None:
         try:
-            response = await self._engine.respond(message.url, unpack_body(message.body))
+            response = await self._engine.respond(message.url, unpack_body(message.body), record)
         except EngineError as error:
             self._dies(error)
             return

@@ -55,12 +55,27 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: EngineStats
 
 
+class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What the record of the answer `number` takes: `tokens`, packed, from position `start` on."""
+
+    number: int
+    start: int
+    tokens: bytes
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What answers that are not whole yet have so far, after what was said of them before."""
+
+    news: tuple[NewTokens, ...]
+
+
 class Respond(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer this request."""
+    """Answer this request; its first tokens are those `recorded` (packed), from an engine before this one."""
 
     number: int
     url: str
     body: bytes
+    recorded: bytes
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -75,7 +90,7 @@ class Count(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-FromHost = Ready | Failed | Answer | Counted
+FromHost = Ready | Failed | Answer | Counted | Recorded
 FromFront = Respond | Cancel | Count
 M = TypeVar("M")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.token_record import TokenRecord
 
 
 class LineEngine(Protocol):
@@ -16,8 +17,11 @@ class LineEngine(Protocol):
         """The names accepted in a line's body["model"]."""
         ...
 
-    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord | None = None) -> LineResponse:
         """Answer one request; a bad one gets a 4xx with {"error": {...}} as its body.
+
+        `record` has its first tokens from an engine that died, if any, and the answer goes on from there; what is
+        known of it before it is whole is put there.
 
         Raises EngineError only when the engine itself is dead: then the lines that were in flight are suspected of
         having killed it. Cancelling the call aborts the request.

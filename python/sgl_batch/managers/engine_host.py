@@ -97,6 +97,9 @@ class EngineHost:
         death = death or self._death() or serving.result()
         assert death is not None, "the engine is dead"
         logger.error("the engine is dead: %s", death)
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving  # it tells the front what lines have generated
         await frames.send(Failed(message=str(death), code=death.code))
         self._end(3)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.rank_stats import engine_stats, merged_stats
 from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
@@ -30,27 +31,41 @@ class LineAnswers:
     def served_model_names(self) -> tuple[str, ...]:
         return (self._manager.served_model_name,)
 
-    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
-        """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request."""
+    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord | None = None) -> LineResponse:
+        """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request.
+
+        The answer goes on from `record`, which `note_tokens` brings up to date, where it can do so exactly.
+        """
         try:
-            status, content = await self._unless_dead(lambda: self._answer(url, body))
+            status, content = await self._unless_dead(lambda: self._answer(url, body, record))
         except EngineError as error:
+            self.note_tokens()  # as long as this request is known
             if error.code is None:
                 raise
             status, content = 503, _error_body(str(error), error.code)
         request_id = str(content.get("id") or f"req_{uuid.uuid4().hex}")
         return LineResponse(status_code=status, request_id=request_id, body=content)
 
-    async def _answer(self, url: str, body: Mapping[str, object]) -> tuple[int, dict[str, Any]]:
+    async def _answer(
+        self, url: str, body: Mapping[str, object], record: TokenRecord | None
+    ) -> tuple[int, dict[str, Any]]:
         """The endpoint's answer to a request that nobody has aborted: if somebody did, it is asked again.
 
         Who aborts all that the engine runs (to pause it, say) means its online requests: a line that nobody has
         cancelled is owed a whole answer. While the engine is paused it waits with all others.
         """
         while True:
-            status, content = await self._endpoints.post(url, body)
+            rid = uuid.uuid4().hex
+            with self._manager.recordings.of(rid, record):
+                status, content = await self._endpoints.post(url, body, rid)
             if not _is_aborted(content):
                 return status, content
+            if record is not None:
+                record.cut(0)
+
+    def note_tokens(self) -> None:
+        """Bring the records of lines up to date."""
+        self._manager.recordings.bring_up_to_date(self._manager.rid_to_state)
 
     async def stats(self) -> EngineStats:
         """Counters since the engine started. Raises EngineError when the engine is dead and answers nothing."""

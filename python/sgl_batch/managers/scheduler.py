@@ -20,6 +20,7 @@ from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
 from sgl_batch.distributed.shared_memory import shared_regions
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use, native_kernels
+from sgl_batch.managers import recorded_tokens
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.exclusive_executor import ExclusiveExecutor
 from sgl_batch.managers.kv_tiers import KVTiers
@@ -36,6 +37,7 @@ from sgl_batch.managers.tiered_rank_steps import TieredRankSteps
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.process_memory import peak_resident_bytes
+from sgl_batch.sglang_adapter.resuming import begin_anew, go_on_from
 from sgl_batch.sglang_adapter.scheduling import (
     GetInternalStateReqOutput,
     NextBatchPlan,
@@ -162,9 +164,22 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         set_max_new_tokens(req, max(0, min(_UNBOUNDED if wanted is None else wanted, room)))
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        self._resume(req)
         super()._add_request_to_queue(req, is_retracted)
         if self.waiting_queue and self.waiting_queue[-1] is req:
             self.executor.enqueue(req)
+
+    def _resume(self, req: Any) -> None:
+        """A request that another engine has begun goes on behind the tokens that came with it."""
+        tokens = recorded_tokens.decode(req.extra_key)
+        if tokens is None:
+            return
+        if not self.executor.table.may_go_on(req, len(tokens)):
+            begin_anew(req)
+            return
+        go_on_from(self, req, tokens)
+        self.context.counters.add("sequences_resumed")
+        self.context.counters.add("tokens_resumed", len(tokens))
 
     def abort_request(self, recv_req: Any) -> None:
         def is_meant(rid: str) -> bool:

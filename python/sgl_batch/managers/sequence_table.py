@@ -92,6 +92,12 @@ class SequenceTable:
 
     # What comes, changes and goes.
 
+    def may_go_on(self, request: Any, tokens: int) -> bool:
+        """Whether a new request can be prefilled with so many tokens that another engine has generated."""
+        rows = len(request.origin_input_ids) + tokens
+        has_room = self.most_prompt_tokens is None or rows <= self.most_prompt_tokens
+        return has_room and request.to_finish is None and tokens < request.sampling_params.max_new_tokens
+
     def enter(self, request: Any) -> Sequence:
         """Take in a request as a QUEUED sequence; one that can never fit is marked with its error."""
         error = refusal(
@@ -101,6 +107,8 @@ class SequenceTable:
             request.set_finish_with_abort(error)
         sequence = self._sequence_of(request)
         assert sequence.sequence_id not in self._sequences, f"request id {sequence.sequence_id} is in use"
+        # Of what another engine has generated no KV is here.
+        sequence.generated_tokens, sequence.computed_tokens = len(request.output_ids), 0
         self._keep(sequence, request)
         self.changes += 1
         return sequence

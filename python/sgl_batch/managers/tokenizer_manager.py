@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
+from sgl_batch.managers.line_recordings import LineRecordings
 from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.seeds import choice_seed
 from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
@@ -63,6 +64,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     `outlives_children`: a child's death is noted in `child_death` and the process goes on, to save its work.
     `server_drains`: the HTTP server of this process ends it in order when asked to.
+    `recordings`: what is known of the answers of lines before they are whole.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,6 +73,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.outlives_children = False
         self.server_drains = False
         self.child_death: str | None = None
+        self.recordings = LineRecordings()
         self._next_rank = 0
         # Of an engine that does not start, nobody ends the processes, and the manager is collected as garbage.
         weakref.finalize(self, close_sockets, sockets_of(self)).atexit = False
@@ -88,7 +91,8 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """Give a generation request its seed, and take its prefix-cache key away: that is where our tags travel."""
         parameters = getattr(tokenized, "sampling_params", None)
         if parameters is not None and hasattr(parameters, "sampling_seed"):
-            prepare_request(tokenized, extra_key=None, seed=choice_seed(parameters.sampling_seed, 0))
+            key = self.recordings.key_for(tokenized)
+            prepare_request(tokenized, extra_key=key, seed=choice_seed(parameters.sampling_seed, 0))
 
     # Controls of the whole engine.
 
@@ -133,7 +137,16 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         with as_attention_ranks(self.server_args):
             return await super().destroy_weights_update_group(obj, request)
 
+    async def update_weights_from_disk(self, obj: Any, request: Any = None) -> Any:
+        self.recordings.stop()
+        return await super().update_weights_from_disk(obj, request)
+
+    async def update_weights_from_ipc(self, obj: Any, request: Any = None) -> Any:
+        self.recordings.stop()
+        return await super().update_weights_from_ipc(obj, request)
+
     async def update_weights_from_distributed(self, obj: Any, request: Any = None) -> Any:
+        self.recordings.stop()
         with as_attention_ranks(self.server_args):
             return await super().update_weights_from_distributed(obj, request)
 
@@ -142,6 +155,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         given, ranks = len(obj.serialized_named_tensors), self.server_args.dp_size
         if given != ranks:
             return False, f"serialized_named_tensors has {given} items; give one for each of {ranks} ranks"
+        self.recordings.stop()
         with as_attention_ranks(self.server_args):
             return await super().update_weights_from_tensor(obj, request)
 

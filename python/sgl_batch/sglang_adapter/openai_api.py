@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,8 +32,10 @@ class OpenAIEndpoints:
             ),
         }
 
-    async def post(self, url: str, body: Mapping[str, object]) -> tuple[int, dict[str, Any]]:
+    async def post(self, url: str, body: Mapping[str, object], rid: str) -> tuple[int, dict[str, Any]]:
         """Status and body that the online endpoint gives; errors as {"error": {message, type, param, code}}.
+
+        `rid`: the request's id, where the body has none.
 
         Cancelling the call aborts the request: SGLang itself would go on with one that nobody waits for.
         """
@@ -44,7 +45,7 @@ class OpenAIEndpoints:
         except ValidationError as error:
             return 400, {"error": _validation_error(error)}
         if request.rid is None:
-            request.rid = uuid.uuid4().hex
+            request.rid = rid
         try:
             response = await handler.handle_request(request, None)
         except asyncio.CancelledError:

@@ -23,9 +23,38 @@ __all__ = [
     "as_attention_ranks",
     "choice_of",
     "init_tokenizer_manager",
+    "is_repeatable",
     "name_choices",
     "prepare_request",
 ]
+
+
+# With any of these an answer is more than its tokens, or depends on more than what was said and drawn before.
+_MORE_THAN_TOKENS = (
+    "stream",
+    "return_logprob",
+    "return_sampling_mask",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_entropy",
+    "input_embeds",
+    "positional_embed_overrides",
+    "mm_inputs",
+    "session_id",
+    "session_params",
+    "lora_id",
+    "custom_logit_processor",
+)
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
+def is_repeatable(tokenized: Any) -> bool:
+    """Whether all that there is of a tokenized request follows from its prompt, its parameters and its first tokens."""
+    parameters = tokenized.sampling_params
+    more = any(getattr(tokenized, name) for name in _MORE_THAN_TOKENS)
+    bound = any(getattr(parameters, name) for name in (*_GRAMMARS, "custom_params"))
+    return not more and not bound and parameters.n == 1
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 
 from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.distributed.line_channel import serve_lines
 from sgl_batch.distributed.line_frames import Failed, Frames, FromFront, Ready
 from sgl_batch.errors import EngineError
@@ -29,7 +30,7 @@ class ScriptedEngine:
         self.num_answered = 0
         self.paused = False
 
-    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord) -> LineResponse:
         if "exit" in body:
             os._exit(int(str(body["exit"])))
         if "die" in body:
@@ -39,6 +40,9 @@ class ScriptedEngine:
             await asyncio.Event().wait()
         self.num_answered += 1
         return LineResponse(status_code=200, request_id="id", body={**body, "pid": os.getpid()})
+
+    def note_tokens(self) -> None:
+        """It generates none."""
 
     async def stats(self) -> EngineStats:
         return EngineStats(counters={"answered": self.num_answered}, paused=self.paused)

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.token_record import TokenRecord
+from sgl_batch.distributed import line_channel
 from sgl_batch.distributed.line_channel import LineClient, serve_lines
 from sgl_batch.distributed.line_frames import (
     MAX_FRAME_BYTES,
@@ -34,18 +36,22 @@ STATS = EngineStats(
 
 
 class Engine:
-    """Answers with what it was asked, when it may."""
+    """Answers with what it was asked, when it may; `generated` are the tokens of each answer so far."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
+        self.records: dict[str, TokenRecord] = {}
+        self.generated: list[int] = []
         self.cancelled: list[str] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.changed = asyncio.Event()
         self.fault: Exception | None = None
+        self.death: EngineError | None = None
 
-    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord) -> LineResponse:
         name = str(body.get("name"))
+        self.records[name] = record
         self.begun.append(name)
         self.changed.set()
         try:
@@ -54,9 +60,17 @@ class Engine:
             self.cancelled.append(name)
             self.changed.set()
             raise
+        if self.death is not None:
+            self.note_tokens()
+            raise self.death
         if self.fault is not None:
             raise self.fault
         return LineResponse(status_code=200, request_id=f"id-{name}", body={"url": url, **body})
+
+    def note_tokens(self) -> None:
+        for record in self.records.values():
+            if len(self.generated) > len(record):
+                record.put(len(record), self.generated[len(record) :])
 
     async def stats(self) -> EngineStats:
         return STATS
@@ -163,6 +177,105 @@ def test_a_dead_engine_ends_the_conversation_with_its_words():
             assert (str(death), death.code) == ("rank 1 died", "kv_store_failed")
             assert not asked.done(), "who waits hears of it when it is known why"
             asked.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def told_often(monkeypatch):
+    """A test need not wait for two seconds."""
+    monkeypatch.setattr(line_channel, "_TELL_EVERY_S", 0.01)
+
+
+async def grown(record: TokenRecord, num_tokens: int) -> None:
+    deadline = asyncio.get_running_loop().time() + 5
+    while len(record) < num_tokens:
+        assert asyncio.get_running_loop().time() < deadline, "nobody told of the tokens"
+        await asyncio.sleep(0.005)
+
+
+def test_tokens_of_lines_in_flight_are_told_while_they_are_made(told_often):
+    async def run() -> None:
+        engine, records = Engine(), [TokenRecord() for _ in range(3)]
+        engine.may_answer.clear()
+        async with conversation(engine) as (client, _, _):
+            asked = [client.respond("/v1/completions", {"name": str(i)}, record) for i, record in enumerate(records)]
+            answers = asyncio.gather(*asked)
+            await seen(engine, ["0", "1", "2"])
+            for num_tokens in (50, 100):
+                engine.generated = list(range(num_tokens))
+                for record in records:
+                    await grown(record, num_tokens)
+                    assert list(record.tokens) == engine.generated
+            engine.may_answer.set()
+            await answers
+
+    asyncio.run(run())
+
+
+def test_a_line_takes_its_tokens_to_the_next_engine_and_goes_on_there(told_often):
+    async def run() -> None:
+        engine, record = Engine(), TokenRecord()
+        engine.may_answer.clear()
+        record.put(0, [0, 1, 2])
+        async with conversation(engine) as (client, _, _):
+            asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "a"}, record))
+            await seen(engine, ["a"])
+            assert list(engine.records["a"].tokens) == [0, 1, 2]
+            engine.generated = [0, 1, 2, 3]
+            await grown(record, 4)
+            engine.may_answer.set()
+            await asked
+        assert list(record.tokens) == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 18], ids=["in many messages", "in one"])
+@pytest.mark.parametrize("by_lines", [False, True], ids=["the host sees it", "all lines see it"])
+def test_what_lines_have_when_the_engine_dies_is_told_before_its_last_words(monkeypatch, most_bytes, by_lines):
+    monkeypatch.setattr(line_channel, "_TELL_BYTES", most_bytes)
+
+    async def run() -> None:
+        engine, records = Engine(), [TokenRecord() for _ in range(5)]
+        engine.may_answer.clear()
+        front, host = await connect()
+        client = LineClient(front, ("tiny",))
+        reading = asyncio.ensure_future(client.read_answers())
+        serving = asyncio.ensure_future(serve_lines(host, engine))
+        asked = [client.respond("/v1/completions", {"name": str(i)}, record) for i, record in enumerate(records)]
+        answers = asyncio.gather(*asked, return_exceptions=True)
+        await seen(engine, [str(i) for i in range(5)])
+        engine.generated = [7] * 60
+        if by_lines:
+            engine.death = EngineError("rank 1 died")
+            engine.may_answer.set()
+        else:
+            serving.cancel()
+        await asyncio.wait({serving}, timeout=5)
+        await host.send(Failed(message="rank 1 died", code=None))
+        assert await asyncio.wait_for(reading, 5) == Failed(message="rank 1 died", code=None)
+        assert [list(record.tokens) for record in records] == [[7] * 60] * 5
+        client.fail(EngineError("rank 1 died"))
+        assert all(isinstance(answer, EngineError) for answer in await answers)
+        host.close()
+
+    asyncio.run(run())
+
+
+def test_nothing_is_told_of_lines_that_are_answered(told_often):
+    async def run() -> None:
+        engine, record = Engine(), TokenRecord()
+        async with conversation(engine) as (client, _, _):
+            await client.respond("/v1/completions", {"name": "a"}, record)
+            engine.generated = [1, 2, 3]
+            engine.may_answer.clear()
+            later = TokenRecord()
+            asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "b"}, later))
+            await grown(later, 3)
+            assert len(record) == 0
+            engine.may_answer.set()
+            await asked
 
     asyncio.run(run())
 

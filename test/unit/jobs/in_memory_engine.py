@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 
 from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.errors import ConfigError, EngineError
 
 Before = Callable[[Mapping[str, object]], Awaitable[LineResponse | None]]
@@ -33,7 +34,7 @@ class InMemoryEngine:
         self.num_answered = 0
         self._before = before
 
-    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord | None = None) -> LineResponse:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:

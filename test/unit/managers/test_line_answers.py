@@ -8,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_batch.core.answers import LineResponse
+from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.line_answers import LineAnswers
+from sgl_batch.managers.line_recordings import LineRecordings
 
 
 def respond(death: EngineError) -> LineResponse:
     """The answer of an engine that is dead already."""
-    answers = LineAnswers(SimpleNamespace(), None, lambda: death)
+    manager = SimpleNamespace(recordings=LineRecordings(), rid_to_state={})
+    answers = LineAnswers(manager, None, lambda: death)
     return asyncio.run(answers.respond("/v1/completions", {}))
 
 
@@ -55,12 +58,43 @@ class AbortedOnce:
             {"id": "b", "choices": [{"finish_reason": "stop"}]},
         ]
 
-    async def post(self, url, body):
+    async def post(self, url, body, rid):
         return 200, self.answers.pop(0)
 
 
 def test_a_line_that_somebody_aborted_is_asked_again(monkeypatch):
     monkeypatch.setattr("sgl_batch.managers.line_answers.OpenAIEndpoints", AbortedOnce)
-    answers = LineAnswers(SimpleNamespace(), None, lambda: None)
-    answer = asyncio.run(answers.respond("/v1/completions", {}))
+    answers = LineAnswers(SimpleNamespace(recordings=LineRecordings()), None, lambda: None)
+    record = TokenRecord()
+    record.put(0, [1, 2])
+    answer = asyncio.run(answers.respond("/v1/completions", {}, record))
+    assert len(record) == 0, "from the beginning"
     assert (answer.request_id, answer.body["choices"]) == ("b", [{"finish_reason": "stop"}])
+
+
+class Waiting:
+    """Endpoints that send their request and never answer."""
+
+    def __init__(self, manager, _):
+        self._manager = manager
+
+    async def post(self, url, body, rid):
+        self._manager.recordings._sent.add(rid)
+        self._manager.rid_to_state[rid] = SimpleNamespace(output_ids=[1, 2, 3])
+        self._manager.sent.set()
+        await asyncio.Event().wait()
+
+
+def test_what_a_line_has_is_recorded_when_it_finds_the_engine_dead(monkeypatch):
+    monkeypatch.setattr("sgl_batch.managers.line_answers.OpenAIEndpoints", Waiting)
+
+    async def scenario():
+        manager = SimpleNamespace(recordings=LineRecordings(), rid_to_state={}, sent=asyncio.Event())
+        death = EngineError("rank 1 died")
+        answers = LineAnswers(manager, None, lambda: death if manager.sent.is_set() else None)
+        record = TokenRecord()
+        with pytest.raises(EngineError, match="rank 1 died"):
+            await answers.respond("/v1/completions", {}, record)
+        assert list(record.tokens) == [1, 2, 3]
+
+    asyncio.run(scenario())

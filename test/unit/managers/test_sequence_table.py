@@ -119,3 +119,27 @@ def test_who_is_retracted_is_queued_again_with_what_it_has_generated_and_holds_n
     sequence = table.retracted(running)
     assert (sequence.status, sequence.prefill_rows, sequence.lost_tokens) == (Status.QUEUED, 104, 104)
     assert table.ledger.free_pages == 10
+
+
+def test_a_request_that_another_engine_has_begun_is_queued_with_its_tokens_and_has_no_kv(table):
+    begun = request(1, max_new_tokens=80)
+    begun.output_ids = [5] * 50
+    sequence = table.enter(begun)
+    assert (sequence.status, sequence.generated_tokens, sequence.computed_tokens) == (Status.QUEUED, 50, 0)
+    assert sequence.prefill_rows == 149, "but for the last token, which the first step takes"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most_prompt_tokens", "may"),
+    [(79, None, True), (80, None, False), (50, 150, True), (51, 150, False)],
+    ids=["one is left to make", "all are made", "it fits the working memory", "it does not"],
+)
+def test_who_may_go_on_from_tokens(table, tokens, most_prompt_tokens, may):
+    table.most_prompt_tokens = most_prompt_tokens
+    assert table.may_go_on(request(1, max_new_tokens=80), tokens) is may
+
+
+def test_a_refused_request_goes_on_from_nothing(table):
+    refused = request(1, max_new_tokens=80)
+    refused.to_finish = "it can never fit"
+    assert not table.may_go_on(refused, 50)

@@ -12,6 +12,8 @@ class ServiceCounters:
     lines_completed: int = 0
     lines_failed: int = 0
     lines_rerun: int = 0  # suspects that were run again
+    lines_resumed: int = 0  # those of them of which tokens were known
+    tokens_resumed: int = 0  # these tokens
     tokens_in: int = 0
     tokens_out: int = 0
     commits: int = 0

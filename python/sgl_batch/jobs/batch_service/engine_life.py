@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sgl_batch.core.answers import LineResponse
+from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.errors import EngineError
 from sgl_batch.jobs.batch_service.active_job import ActiveJob
 from sgl_batch.jobs.line_engine import LineEngine
@@ -22,10 +23,11 @@ CANCEL_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineInFlight:
-    """A line with its job."""
+    """A line with its job, and what is known of its answer."""
 
     job: ActiveJob
     line: RequestLine
+    record: TokenRecord
 
 
 class EngineLife:
@@ -51,7 +53,7 @@ class EngineLife:
 
     def start(self, one: LineInFlight) -> None:
         """Give a line to the engine."""
-        task = asyncio.ensure_future(self.engine.respond(one.line.url, one.line.body))
+        task = asyncio.ensure_future(self.engine.respond(one.line.url, one.line.body, one.record))
         self._tasks[task] = one
         task.add_done_callback(partial(self._ended, one))
 

@@ -19,12 +19,13 @@ from sgl_batch.jobs.batch_service.engine_life import EngineLife, LineInFlight
 from sgl_batch.jobs.batch_service.finished_line import FinishedLine, answered, refused
 from sgl_batch.jobs.batch_service.job_feeder import charge, join, next_share
 from sgl_batch.jobs.batch_service.line_feed import Line
+from sgl_batch.jobs.batch_service.line_records import LineRecords
 from sgl_batch.jobs.batch_service.settings import ServiceSettings
 from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
 from sgl_batch.jobs.batch_service.suspect_queue import Lot, SuspectQueue
 from sgl_batch.jobs.line_engine import EngineSource
 from sgl_batch.jobs.records import engine_crashed_response, record_token
-from sgl_batch.jobs.request_line import RefusedLine
+from sgl_batch.jobs.request_line import RefusedLine, RequestLine
 
 REPLACED_WAIT_S = 0.02  # an engine that went away in peace: whoever keeps it may not have told all of us yet
 DEATHS_ALONE = 2  # of engines under one line; then it is failed
@@ -46,6 +47,7 @@ class JobRunner:
     ) -> None:
         self.num_in_flight = 0
         self.in_flight_bytes = 0
+        self.records = LineRecords()
         self._settings = settings
         self._engines = engines
         self._committer = committer
@@ -74,6 +76,7 @@ class JobRunner:
             self._fills[job].cancel()
         if self._life is not None:
             await self._life.drop(job)
+        self.records.forget_job(job.row.seq)
         await self._committer.flush()
 
     async def run(self) -> None:
@@ -167,10 +170,14 @@ class JobRunner:
             )
             return
         self.in_flight_bytes += line.num_bytes
-        life.start(LineInFlight(job=job, line=line))
+        life.start(self._in_flight(job, line))
+
+    def _in_flight(self, job: ActiveJob, line: RequestLine) -> LineInFlight:
+        return LineInFlight(job=job, line=line, record=self.records.of((job.row.seq, line.index)))
 
     def _answered(self, one: LineInFlight, response: LineResponse) -> None:
         release = partial(self._release, one.job, one.line.num_bytes)
+        self.records.forget((one.job.row.seq, one.line.index))
         encode = answered(one.job.id, one.line, response)
         self._committer.submit(FinishedLine(job=one.job, index=one.line.index, encode=encode, on_committed=release))
         self._wake.set()
@@ -186,8 +193,12 @@ class JobRunner:
 
     async def _run_lot(self, life: EngineLife, lot: Lot) -> None:
         """Run suspects with nothing beside them; returns when all are committed, or the engine is dead."""
+        if self._deaths_alone[lot.number]:
+            self.records.forget(lot.lines[0])  # an engine that dies again does not die of what was recorded
         for one in await self._lines_of(lot):
             self._counters.lines_rerun += 1
+            self._counters.lines_resumed += len(one.record) > 0
+            self._counters.tokens_resumed += len(one.record)
             self._start(life, one.job, one.line)
         while life.num_in_flight and life.death is None:
             await self._next_change()
@@ -201,7 +212,7 @@ class JobRunner:
             job = self._jobs[seq]
             indexes = [index for key, index in lot.lines if key == seq and not job.lines.is_done(index)]
             lines = await self._guard.persist(partial(job.feed.read, indexes))
-            found += [LineInFlight(job=job, line=line) for line in lines if not isinstance(line, RefusedLine)]
+            found += [self._in_flight(job, line) for line in lines if not isinstance(line, RefusedLine)]
         return [one for one in found if one.job.accepts_results]
 
     async def _after_death(self, death: EngineError, lot: Lot | None, suspects: list[LineInFlight]) -> None:

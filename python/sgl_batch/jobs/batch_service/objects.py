@@ -117,15 +117,17 @@ class ServiceSnapshot:
     """The service at one moment, for the progress page, /health and /metrics; taken without waiting for anything.
 
     `jobs` are those not ended. `counters` only grow, from the service's start: lines_completed, lines_failed,
-    lines_rerun, tokens_in, tokens_out, commits, commit_s, committed_bytes, engine_deaths, storage_failures,
-    jobs_created and jobs_ended. `finished_s_ago` is how long no line was finished (None: no job runs). `fault` is a
-    fault of the program itself that has stopped a part of the service: it is not healthy.
+    lines_rerun, lines_resumed, tokens_resumed, tokens_in, tokens_out, commits, commit_s, committed_bytes,
+    engine_deaths, storage_failures, jobs_created and jobs_ended. `recorded_tokens` are those known of lines that have
+    no answer yet: what is kept when the engine dies. `finished_s_ago` is how long no line was finished (None: no job
+    runs). `fault` is a fault of the program itself that has stopped a part of the service: it is not healthy.
     """
 
     jobs: tuple[BatchObject, ...]
     jobs_by_status: Mapping[str, int]
     in_flight: int
     in_flight_bytes: int
+    recorded_tokens: int
     engine_ready: bool
     storage: StorageState
     finished_s_ago: float | None

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
 
 from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.errors import EngineError
 
 Script = Callable[["ScriptedEngine", Mapping[str, object]], Awaitable[LineResponse | None]]
@@ -18,11 +19,16 @@ async def answer_at_once(engine: ScriptedEngine, body: Mapping[str, object]) -> 
 
 
 class ScriptedEngine:
-    """Implements LineEngine. Its answers depend on the request alone; the script may wait, refuse or kill it."""
+    """Implements LineEngine. Its answers depend on the request alone; the script may wait, refuse or kill it.
+
+    `generates`: tokens that it has of each answer, before it waits; `resumed` are the tokens with which lines came.
+    """
 
     served_model_names = ("tiny",)
 
-    def __init__(self, script: Script = answer_at_once) -> None:
+    def __init__(self, script: Script = answer_at_once, generates: int = 0) -> None:
+        self.generates = generates
+        self.resumed: dict[str, list[int]] = {}
         self.prompts: list[str] = []
         self.in_flight: list[str] = []
         self.beside: list[frozenset[str]] = []
@@ -30,8 +36,11 @@ class ScriptedEngine:
         self._code: str | None = None
         self._script = script
 
-    async def respond(self, url: str, body: Mapping[str, object]) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord | None = None) -> LineResponse:
         prompt = str(body.get("prompt"))
+        if record is not None:
+            self.resumed[prompt] = list(record.tokens)
+            record.put(len(record), range(len(record), len(record) + self.generates))
         self.prompts.append(prompt)
         self.in_flight.append(prompt)
         self.beside.append(frozenset(self.in_flight))
@@ -66,8 +75,9 @@ class ScriptedEngine:
 class ScriptedSource:
     """Implements EngineSource: starts the next engine as soon as one is dead, unless it is held."""
 
-    def __init__(self, script: Script = answer_at_once, *, is_up: bool = True) -> None:
+    def __init__(self, script: Script = answer_at_once, *, is_up: bool = True, generates: int = 0) -> None:
         self.engines: list[ScriptedEngine] = []
+        self._generates = generates
         self._script = script
         self._up = asyncio.Event()
         if is_up:
@@ -81,7 +91,7 @@ class ScriptedSource:
         if not self._up.is_set():
             return None
         if not self.engines or self.engines[-1].death.is_set():
-            self.engines.append(ScriptedEngine(self._script))
+            self.engines.append(ScriptedEngine(self._script, self._generates))
         return self.engines[-1]
 
     async def available(self, other_than: object = None) -> ScriptedEngine:

@@ -1,0 +1,157 @@
+"""Lines that an engine has begun when it dies go on from their tokens, and end as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from .conftest import MODEL, Server, chat_line
+
+pytestmark = pytest.mark.engine
+
+WITHIN_S = 60
+TOKENS = 400
+# SGLang tells of tokens when a sequence has so many more.
+PART = 50
+
+
+def line(name: str, **body: Any) -> dict[str, Any]:
+    return chat_line(name, f"Tell me about {name}.", **{"max_tokens": TOKENS, "ignore_eos": True, **body})
+
+
+LINES = [
+    line("greed", temperature=0),
+    line("chance", temperature=1, seed=7),
+    line("penalties", temperature=1, seed=9, top_p=0.9, frequency_penalty=0.4, min_tokens=390),
+]
+# These begin again: what is recorded of them is less than their answers.
+WHOLE = [
+    line("two choices", temperature=1, seed=11, n=2),
+    line("probabilities", temperature=0, logprobs=True),
+]
+STORE = ("--max-total-tokens", "1024", "--kv-store-bytes", "64M", "--decode-kv", "resident")
+
+
+def begin(server: Server, lines: list[dict[str, Any]]) -> str:
+    """A job of `lines`."""
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    form = {"files": {"file": ("in.jsonl", data)}, "data": {"purpose": "batch"}}
+    file = requests.post(f"{server.url}/v1/files", **form, timeout=30).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    return str(requests.post(f"{server.url}/v1/batches", json=body, timeout=30).json()["id"])
+
+
+def answers(server: Server, job_id: str) -> dict[str, Any]:
+    """What is answered to each line in the end: its choices and its usage."""
+
+    def job() -> dict[str, Any]:
+        found: dict[str, Any] = requests.get(f"{server.url}/v1/batches/{job_id}", timeout=30).json()
+        return found
+
+    until(lambda: job()["status"] == "completed")
+    text = requests.get(f"{server.url}/v1/files/{job()['output_file_id']}/content", timeout=30).text
+    bodies = {one["custom_id"]: one["response"]["body"] for one in map(json.loads, text.splitlines())}
+    return {name: (body["choices"], body["usage"]) for name, body in bodies.items()}
+
+
+def metric(server: Server, name: str) -> float:
+    """A number of /metrics; 0 before it is there."""
+    for text in requests.get(f"{server.url}/metrics", timeout=30).text.splitlines():
+        if text.startswith((f"sgl_batch:{name} ", f"sgl_batch:{name}_total ")):
+            return float(text.split()[1])
+    return 0.0
+
+
+def until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not is_reached():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
+def begun(server: Server, lines: list[dict[str, Any]]) -> str:
+    """A job of which each line has more than 100 tokens: as many as a request has that came later."""
+    job_id = begin(server, lines)
+    until(lambda: metric(server, "num_lines_in_flight") == len(lines))
+    body = {"model": MODEL, "prompt": "While they run", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    with requests.post(f"{server.url}/v1/completions", json=body, stream=True, timeout=WITHIN_S) as answer:
+        parts: Iterator[bytes] = (part for part in answer.iter_lines() if part.startswith(b"data:"))
+        for _ in range(2 * PART + 10):
+            next(parts)
+    return job_id
+
+
+def tree_of(server: Server) -> tuple[psutil.Process, psutil.Process]:
+    """The process that has the engine, and its scheduler."""
+    [host] = psutil.Process(server.process.pid).children()
+    [scheduler] = [child for child in host.children(recursive=True) if "scheduler" in child.name()]
+    return host, scheduler
+
+
+Undisturbed = Callable[[Server], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Undisturbed:
+    """Answers to `LINES` of a server while nothing dies; whether it has a store makes no difference to them."""
+    made: dict[str, Any] = {}
+
+    def ask(server: Server) -> dict[str, Any]:
+        if not made:
+            made.update(answers(server, begin(server, LINES)))
+        return made
+
+    return ask
+
+
+def stopping(whole: str) -> tuple[dict[str, Any], str]:
+    """The line of "chance" with a stop string that comes late in its answer, and what it is answered then."""
+    cut = len(whole) * 4 // 5
+    while whole.index(whole[cut : cut + 12]) < cut:
+        cut += 1
+    stopped = {**LINES[1], "custom_id": "chance, stopped", "body": {**LINES[1]["body"], "stop": whole[cut : cut + 12]}}
+    return stopped, whole[:cut]
+
+
+def test_lines_keep_their_tokens_when_the_scheduler_is_killed(
+    start_server: Callable[..., Server], undisturbed: Undisturbed
+) -> None:
+    server = start_server("--page-size", "16", "--boundary-tokens", "16")
+    expected = undisturbed(server)
+    stopped, text = stopping(expected["chance"][0][0]["message"]["content"])
+    job_id = begun(server, [*LINES, stopped])
+    tree_of(server)[1].kill()
+    found = answers(server, job_id)
+    [choice], usage = found.pop("chance, stopped")
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    assert 2 * PART < usage["completion_tokens"] < TOKENS
+    assert found == expected
+    assert metric(server, "lines_resumed") == metric(server, "lines_rerun") == len(LINES) + 1
+    resumed = metric(server, "tokens_resumed")
+    assert (len(LINES) + 1) * 2 * PART <= resumed < (len(LINES) + 1) * TOKENS
+    assert metric(server, "engine_tokens_resumed") == resumed
+    assert metric(server, "recorded_tokens") == 0
+
+
+def test_lines_keep_their_tokens_when_the_whole_engine_is_killed_and_kv_waits_in_a_store(
+    start_server: Callable[..., Server], undisturbed: Undisturbed
+) -> None:
+    server = start_server("--page-size", "16", "--boundary-tokens", "16", *STORE)
+    expected = undisturbed(server)
+    job_id = begun(server, [*LINES, *WHOLE])
+    requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=30).raise_for_status()
+    until(lambda: metric(server, "recorded_tokens") >= len(LINES) * 2 * PART)
+    recorded = metric(server, "recorded_tokens")
+    tree_of(server)[0].kill()
+    found = answers(server, job_id)
+    assert {name: found[name] for name in expected} == expected
+    assert [found[name][1]["completion_tokens"] for name in ("two choices", "probabilities")] == [2 * TOKENS, TOKENS]
+    assert metric(server, "lines_rerun") == len(LINES) + len(WHOLE)
+    assert metric(server, "lines_resumed") == len(LINES)
+    assert metric(server, "tokens_resumed") == recorded
