@@ -77,11 +77,13 @@ def error_of(response: LineResponse, line: int) -> dict[str, object]:
     nested = response.body.get("error")
     given = nested if isinstance(nested, dict) else response.body
     kind = "invalid_request_error" if response.status_code < 500 else "server_error"
+    code, given_kind = given.get("code"), given.get("type")
     return {
         "message": given.get("message") or f"the engine answered with status {response.status_code}",
-        "type": given.get("type") or kind,
+        # SGLang's codes of most errors are the HTTP status, and its types the words of HTTP.
+        "type": given_kind if isinstance(given_kind, str) and "_" in given_kind else kind,
         "param": given.get("param"),
-        "code": given.get("code"),
+        "code": code if isinstance(code, str) else None,
         "line": line,
     }
 
