@@ -45,7 +45,7 @@ def refused_record(token: str, custom_id: str | None, line: int, error: RequestE
 def unanswered_record(token: str, custom_id: str | None, code: str, message: str) -> bytes:
     """A line that was never answered, because its job expired or was cancelled."""
     error = {"code": code, "message": message}
-    return _encode_record({"id": f"batch_req_{token}", "custom_id": custom_id, "response": None, "error": error})
+    return encode_record({"id": f"batch_req_{token}", "custom_id": custom_id, "response": None, "error": error})
 
 
 def engine_crashed_response(token: str) -> LineResponse:
@@ -95,10 +95,11 @@ def _encode(token: str, custom_id: str | None, status_code: int, request_id: str
         "response": {"status_code": status_code, "request_id": request_id, "body": body},
         "error": None,
     }
-    return _encode_record(record)
+    return encode_record(record)
 
 
-def _encode_record(record: dict[str, object]) -> bytes:
+def encode_record(record: dict[str, object]) -> bytes:
+    """The line of a record, with its end."""
     try:
         text = _ENCODER.encode(record)
         for raw, escaped in _LINE_SEPARATORS.items():
