@@ -33,8 +33,10 @@ WITHIN_S = 60
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> str:
-    return start_server("--api-key", KEY, "--admin-api-key", ADMIN_KEY, "--enable-metrics").url
+def server(start_server: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("keys") / "admin"
+    file.write_text(f"{ADMIN_KEY}\n")
+    return start_server("--api-key", KEY, "--admin-api-key-file", str(file), "--enable-metrics").url
 
 
 @pytest.fixture(scope="module")

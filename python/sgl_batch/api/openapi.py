@@ -48,8 +48,9 @@ _EXPIRY = _object(
 _NEW_BATCH = {
     "type": "object",
     "additionalProperties": False,
+    "anyOf": [{"required": ["input_file_id", "endpoint", "completion_window"]}, {"required": ["continue_from"]}],
     "properties": {
-        "input_file_id": {**_TEXT, "description": "not needed with continue_from, nor are the next two"},
+        "input_file_id": _TEXT,
         "endpoint": {"enum": ["/v1/chat/completions", "/v1/completions"]},
         "completion_window": {**_TEXT, "pattern": "^[1-9][0-9]{0,2}[mhd]$"},
         "metadata": {
