@@ -34,6 +34,8 @@ from sgl_batch.jobs.scratch import storage_errors
 from sgl_batch.jobs.seen_ids import SeenIds
 from sgl_batch.jobs.spool import Spool
 from sgl_batch.jobs.summary import format_summary
+from sgl_batch.jobs.tables.row_lines import write_lines
+from sgl_batch.jobs.tables.sources import Table, is_table
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ class _Run:
 
     def run(self, prepare_engine: PrepareEngine) -> int:
         options = self._options
-        self._display.note(f"{options.input} -> {options.output}, model {options.model}")
+        self._display.note(f"{options.input} -> {self._shown_output}, model {options.model}")
         start_engine = prepare_engine(options.engine_argv)
         prefix = f".{options.output.name}.spool-"
         with storage_errors(f"making a spool in {options.spool_dir}"):
@@ -133,16 +135,25 @@ class _Run:
     def _local_input(self, directory: Path) -> Path:
         """The input as a file that can be read twice: a pipe is copied to the spool first."""
         source = Path(self._options.input)
-        if self._options.input != STDIN and source.is_file():
-            return source
-        copy = directory / "input.jsonl"
+        if self._options.input != STDIN and (source.is_file() or source.is_dir()):
+            return self._as_lines(source, directory)
+        copy = directory / "input"
         with storage_errors(f"copying the input to {copy}"), copy.open("wb") as file:
             if self._options.input == STDIN:
                 shutil.copyfileobj(sys.stdin.buffer, file)
             else:
                 with source.open("rb") as pipe:
                     shutil.copyfileobj(pipe, file)
-        return copy
+        return self._as_lines(copy, directory)
+
+    def _as_lines(self, source: Path, directory: Path) -> Path:
+        """The input as JSONL: a table becomes a file of lines in the spool."""
+        if not is_table(source):
+            return source
+        lines = directory / "input.jsonl"
+        num_rows = write_lines(Table(source), self._options.rows, lines)
+        self._display.note(f"{num_rows:,} rows of the table {self._options.input}")
+        return lines
 
     def _run_on(self, engine: BatchEngine, input_path: Path, scan: InputScan, total: int, directory: Path) -> int:
         options, line_engine = self._options, engine.line_engine()
@@ -177,9 +188,15 @@ class _Run:
         # Where lines are missing, a failing disk may have taken what was kept on its way to the files.
         if self._earlier is not None and result.missing == 0:
             forget_kept(self._files)
+        if options.table is not None and result.missing == 0:
+            options.table.finish(self._run_id, total)
         manifest.finish(result)
         self._report(result)
         return result.exit_code
+
+    @property
+    def _shown_output(self) -> Path:
+        return self._options.output if self._options.table is None else self._options.table.table
 
     async def _drive(self, job: FileRun, directory: Path) -> RunResult:
         def quit_at_once() -> None:
@@ -201,6 +218,8 @@ class _Run:
             return self._reopen_output(self._earlier, directory)
         # To resume a run that left nothing is to begin.
         replace = options.overwrite or options.resume
+        if replace and options.table is not None:
+            options.table.begin()
         output = LineFile(options.output, overwrite=replace)
         output.create()
         if replace:
@@ -228,7 +247,8 @@ class _Run:
         if not options.resume:
             return
         if not options.manifest.exists():
-            if any(path.exists() and path.stat().st_size for path in (options.output, options.errors)):
+            left = (options.output, options.errors, self._shown_output)
+            if any(path.exists() and path.stat().st_size for path in left):
                 raise ConfigError(
                     f"{options.output} cannot be resumed: its manifest {options.manifest} is not there, which says of "
                     "which run it is; start anew with --overwrite"
@@ -241,6 +261,8 @@ class _Run:
             remedy = "start anew with --overwrite" + ("" if "input" in found else ", or go on with --force")
             raise ConfigError(f"{options.output} cannot be resumed, the earlier run was another: {what}; {remedy}")
         self._run_id = str(before["run_id"])
+        if options.table is not None:
+            options.table.restore(self._run_id)
         self._earlier = read_earlier(self._files, self._run_id, total, retry_failed=options.retry_failed)
         step = {"started_at": before["started_at"], "status": before["status"], "kept": self._earlier.num_done}
         self._resumed = (*before.get("resumed", ()), {**step, "differences": found})
@@ -254,8 +276,8 @@ class _Run:
             run_id=self._run_id,
             argv=["sgl-batch", "run", *self._argv],
             options={
-                "output": options.output,
-                "errors": options.errors,
+                "output": self._shown_output,
+                "errors": options.errors if options.table is None else None,
                 "limit": options.limit,
                 "max_in_flight": options.max_in_flight,
                 "max_line_bytes": options.max_line_bytes,
@@ -272,8 +294,10 @@ class _Run:
 
     def _report(self, result: RunResult) -> None:
         options = self._options
-        lines = [format_summary(result), f"Output: {options.output}", f"Manifest: {options.manifest}"]
-        if result.failed:
+        is_whole = options.table is not None and result.missing == 0
+        shown = self._shown_output if is_whole else options.output
+        lines = [format_summary(result), f"Output: {shown}", f"Manifest: {options.manifest}"]
+        if result.failed and not is_whole:
             lines.insert(2, f"Errors: {options.errors}")
         if result.status is not RunStatus.COMPLETED:
             lines.append(

@@ -18,6 +18,10 @@ from sgl_batch.jobs.file_run import DEFAULT_MAX_IN_FLIGHT
 from sgl_batch.jobs.progress_display import MODES
 from sgl_batch.jobs.request_line import DEFAULT_MAX_LINE_BYTES
 from sgl_batch.jobs.seeds import MAX_JOB_SEED
+from sgl_batch.jobs.tables.output import TableOutput
+from sgl_batch.jobs.tables.results import is_table_name
+from sgl_batch.jobs.tables.row_lines import RowRules, parse_body_fields
+from sgl_batch.jobs.tables.sources import check_table, is_table, need_pyarrow
 
 STDIN = "-"
 _DESCRIPTION = """\
@@ -31,6 +35,9 @@ INPUT has one JSON object a line, for /v1/chat/completions or /v1/completions:
 (on one line). OUTPUT gets one line for each answered request, in the order of INPUT, and can be read while
 the run goes on. A request that fails gets its line in the error file and never stops the others. A manifest
 beside OUTPUT says what is needed to repeat the run. "model" in a line is PATH, or the --served-model-name.
+
+INPUT may also be a table: Parquet, an Arrow file, or a folder of Hugging Face datasets (save_to_disk, or *.parquet);
+each row is a request (see "tables" below). An OUTPUT that ends in .parquet is written as one.
 """
 _EPILOG = """\
 example:
@@ -43,6 +50,16 @@ exit codes:
   2    finished; some lines failed and are in the error file
   3    crash; what was finished is written
   130  stopped by Ctrl-C (or SIGTERM, SIGHUP); what was finished is written. Ctrl-C once more quits at once
+"""
+TABLES_HELP = """\
+A row has a column body (JSON text, or a struct), messages (a list of role and content: chat) or prompt (a text:
+completions), or the one that a flag names; besides, if it likes, custom_id, method and url. Nulls in structs count as
+absent. A wrong row gets its own error, as a wrong line does.
+
+An OUTPUT that ends in .parquet has one row for each row (or line) of INPUT, in its order, failed ones too: row,
+custom_id, status_code, request_id, content, finish_reason, prompt_tokens, completion_tokens, error_code,
+error_message, and body, the whole answer as JSON. It is written when all are done; until then the records are lines of
+OUTPUT.jsonl and OUTPUT.errors.jsonl. Tables need pyarrow (the extra `tables`).
 """
 _ENGINE_FLAGS = (
     ("--dtype", "TYPE", "number type of weights and activations: auto, bfloat16, float32, ..."),
@@ -73,6 +90,8 @@ class RunOptions:
     retry_failed: bool
     force: bool
     engine_argv: tuple[str, ...]
+    rows: RowRules
+    table: TableOutput | None  # what `output` and `errors` are made into at the end
 
 
 class UsageParser(argparse.ArgumentParser):
@@ -97,10 +116,14 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
     if (args.retry_failed or args.force) and not args.resume:
         raise ConfigError("--retry-failed and --force belong to --resume; give it too")
     output = Path(args.output)
+    table = TableOutput(table=output) if is_table_name(output) else None
+    if table is not None and args.errors:
+        raise ConfigError(f"--errors is {args.errors}, but failed lines are rows of the table {output}; leave it out")
+    errors = Path(args.errors) if args.errors else output.with_name(f"{output.stem}.errors.jsonl")
     return RunOptions(
         input=args.input,
-        output=output,
-        errors=Path(args.errors) if args.errors else output.with_name(f"{output.stem}.errors.jsonl"),
+        output=output if table is None else table.output,
+        errors=errors if table is None else table.errors,
         manifest=output.with_name(f"{output.stem}.manifest.json"),
         spool_dir=Path(args.spool_dir) if args.spool_dir else output.parent,
         model=args.model,
@@ -114,6 +137,21 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
         retry_failed=args.retry_failed,
         force=args.force,
         engine_argv=_engine_argv(args, rest),
+        rows=row_rules(args, args.served_model_name or args.model),
+        table=table,
+    )
+
+
+def row_rules(args: argparse.Namespace, model: str) -> RowRules:
+    """What the flags say of tables. Raises ConfigError."""
+    if args.chat_column and args.prompt_column:
+        raise ConfigError("--chat-column and --prompt-column name the column that makes the request; give one of them")
+    return RowRules(
+        model=model,
+        chat_column=args.chat_column,
+        prompt_column=args.prompt_column,
+        id_column=args.id_column,
+        body=parse_body_fields(args.body) if args.body else {},
     )
 
 
@@ -122,12 +160,14 @@ def check_paths(options: RunOptions) -> None:
     source = Path(options.input)
     if options.input != STDIN and not source.exists():
         raise ConfigError(f"the input {source} does not exist")
-    if options.input != STDIN and source.is_dir():
-        raise ConfigError(f"the input {source} is a directory; give a JSONL file")
     if options.input != STDIN and not os.access(source, os.R_OK):
         raise ConfigError(f"the input {source} cannot be read: permission denied")
     if str(options.output) == "-":
         raise ConfigError("the output cannot be - (standard output): a manifest is written beside it; name a file")
+    if options.input != STDIN and is_table(source):
+        check_table(source)
+    if options.table is not None:
+        need_pyarrow(f"writing the table {options.table.table}")
     _check_targets(options, source)
     looks_like_path = options.model.startswith(("/", "./", "../", "~")) or options.model.count("/") > 1
     if looks_like_path and not Path(options.model).exists():
@@ -136,6 +176,8 @@ def check_paths(options: RunOptions) -> None:
 
 def _check_targets(options: RunOptions, source: Path) -> None:
     targets = {"output": options.output, "error file": options.errors, "manifest": options.manifest}
+    if options.table is not None:
+        targets |= {"table": options.table.table}
     taken = {source.resolve(): "input"} if options.input != STDIN else {}
     for name, path in targets.items():
         other = taken.setdefault(path.resolve(), name)
@@ -168,6 +210,7 @@ def _build_parser() -> argparse.ArgumentParser:
         conflict_handler="resolve",
     )
     _add_run_flags(parser)
+    add_table_flags(parser)
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help and exit")
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show this help and all flags of SGLang, and exit")
     engine = parser.add_argument_group("engine", "every other flag of SGLang is passed on to it too")
@@ -186,8 +229,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     def add_count(flag: str, default: int | None, text: str) -> None:
         parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
 
-    add("-i", "--input", required=True, metavar="INPUT", text="request lines (JSONL); - is standard input")
-    add("-o", "--output", required=True, metavar="OUTPUT", text="where output lines go")
+    add("-i", "--input", required=True, metavar="INPUT", text="request lines (JSONL), or a table; - is standard input")
+    add("-o", "--output", required=True, metavar="OUTPUT", text="where output lines go; NAME.parquet is a table")
     add("--errors", metavar="PATH", text="where failed lines go (default: OUTPUT's stem + .errors.jsonl)")
     add("--overwrite", action="store_true", text="replace an existing OUTPUT, error file and manifest")
     text = "go on with the OUTPUT of a run that was killed or stopped, or that failed: run only what is missing"
@@ -201,6 +244,16 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     text = f"a longer line fails; {HOW_TO_WRITE} (default: %(default)s)"
     add("--max-line-bytes", default=DEFAULT_MAX_LINE_BYTES, metavar="BYTES", text=text)
     add("--spool-dir", metavar="DIR", text="where finished lines wait for earlier ones (default: with OUTPUT)")
+
+
+def add_table_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of what makes a request of a row."""
+    group = parser.add_argument_group("tables", TABLES_HELP)
+    group.add_argument("--chat-column", metavar="NAME", help="a column of texts (what a user says) or of messages")
+    group.add_argument("--prompt-column", metavar="NAME", help="a column of texts to be completed")
+    group.add_argument("--id-column", metavar="NAME", help="the custom_id (default: custom_id, else row-0, row-1, ...)")
+    text = 'fields for each row that has them not, as \'{"max_tokens": 64, "temperature": 0}\''
+    group.add_argument("--body", metavar="JSON", help=text)
 
 
 class _Help(argparse.Action):

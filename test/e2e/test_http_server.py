@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ import pytest
 import requests
 
 from .conftest import MODEL, Server, chat_line, collect, run_argv
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "jobs"))
+
+from bad_lines import FATAL_BODIES, FATAL_GENERATIONS, good_line, make_line, make_request
 
 pytestmark = pytest.mark.engine
 
@@ -29,8 +33,10 @@ WITHIN_S = 60
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> str:
-    return start_server("--api-key", KEY, "--admin-api-key", ADMIN_KEY, "--enable-metrics").url
+def server(start_server: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("keys") / "admin"
+    file.write_text(f"{ADMIN_KEY}\n")
+    return start_server("--api-key", KEY, "--admin-api-key-file", str(file), "--enable-metrics").url
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +44,12 @@ def client(server: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server}/v1", api_key=KEY)
 
 
-def create(client: openai.OpenAI, lines: list[dict[str, Any]], **more: Any) -> Any:
+def create(client: openai.OpenAI, lines: Sequence[dict[str, Any] | bytes], **more: Any) -> Any:
     """A job of these lines."""
-    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    data = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
-    return client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", **more
-    )
+    fields = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **more}
+    return client.batches.create(input_file_id=file.id, **fields)
 
 
 def until(client: openai.OpenAI, batch_id: str, is_reached: Callable[[Any], bool]) -> Any:
@@ -68,6 +73,10 @@ def until_idle(server: str) -> None:
     while (number := num_sequences(server)) > 0:
         assert time.monotonic() < deadline, number
         time.sleep(0.05)
+
+
+def has_ended(job: Any) -> bool:
+    return job.status in ("failed", "completed")
 
 
 def content(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
@@ -262,30 +271,22 @@ def test_the_page_shows_jobs_and_where_the_engines_time_went(server: str) -> Non
     assert any(sample["tokens_per_expert_call"] for sample in found["engine"]["samples"])
 
 
-def test_help_groups_our_flags_before_sglangs() -> None:
-    argv = [sys.executable, "-m", "sgl_batch.launch_server", "--help"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"})
-    assert done.returncode == 0
-    own, ours, sglangs = (
-        done.stdout.index(flag) for flag in ("--jobs-dir", "--b-attn-prefill", "--tensor-parallel-size")
-    )
-    assert own < ours < sglangs
-    assert "sgl_batch: coroutine forward" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--b-moe-decode", "0"], "b_moe_decode is 0; it must be at least 1"),
-        (["--port", "70000"], "at most 65535"),
-        (["--host", "0.0.0.0"], "--allow-unauthenticated"),
-    ],
-)
-def test_bad_usage_ends_with_1_and_what_is_wrong(tmp_path: Path, flags: list[str], words: str) -> None:
-    argv = [sys.executable, "-m", "sgl_batch.launch_server", "--model-path", "m", "--port", "0"]
-    argv += ["--jobs-dir", str(tmp_path / "jobs"), *flags]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
-    assert words in done.stderr
-    assert any(line.startswith("launch_server: error: ") for line in done.stderr.splitlines())
-    assert "Traceback" not in done.stderr
+def test_lines_of_any_wrongness_get_their_errors_and_the_engine_lives(server: str, client: openai.OpenAI) -> None:
+    dice = random.Random(5)
+    job = until(client, create(client, [make_line(dice) for _ in range(300)]).id, has_ended)
+    assert (job.status, len(job.errors.data)) == ("failed", 100)
+    lines = [make_request(dice, f"line {n}") for n in range(300)]
+    lines += [good_line(f"fatal {n}", **fields) for n, fields in enumerate(FATAL_BODIES)]
+    job = until(client, create(client, lines, endpoint="/v1/completions").id, has_ended)
+    assert (job.status, job.request_counts.total) == ("completed", len(lines))
+    found = content(client, job.output_file_id) + content(client, job.error_file_id)
+    statuses = {line["custom_id"]: line["response"]["status_code"] for line in found}
+    assert len(statuses) == len(found) == len(lines)
+    assert set(statuses.values()) == {200, 400}
+    assert {statuses[f"fatal {n}"] for n in range(len(FATAL_BODIES))} == {400}
+    for fields in FATAL_GENERATIONS:
+        answer = requests.post(f"{server}/generate", json={"text": "Say", **fields}, headers=HEADERS, timeout=10)
+        assert answer.status_code == 400, (fields, answer.text)
+    assert requests.get(f"{server}/health", timeout=10).json()["engine"]["restarts"] == 0
+    job = until(client, create(client, [chat_line("good", "Say.", max_tokens=2)]).id, has_ended)
+    assert (job.status, job.request_counts.completed) == ("completed", 1)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "api"))
@@ -220,3 +222,42 @@ def test_refusals_say_what_which_server_and_what_to_do(
 def test_bad_usage_exits_1_before_anything_is_asked(argv: list[str], message: str, capsys: Any) -> None:
     assert jobs_command(argv) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_table_goes_in_and_comes_out(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    pq.write_table(pa.table({"q": ["a", "refuse", None, "d"], "key": [5, 6, 7, 8]}), "in.parquet")
+    flags = ("in.parquet", "--prompt-column", "q", "--id-column", "key", "--model", "tiny")
+    assert jobs_command(["submit", *flags, "--wait", "-o", "out.parquet"]) == 2
+    job = capsys.readouterr().out.strip()
+    rows = pq.read_table("out.parquet").to_pylist()
+    assert [(row["row"], row["custom_id"], row["status_code"]) for row in rows] == [
+        *((0, "5", 200), (1, "6", 400), (2, "7", 400), (3, "8", 200))
+    ]
+    assert [row["error_code"] for row in rows] == [None, "context_length_exceeded", "missing_prompt", None]
+    assert jobs_command(["download", job, "-o", "again.parquet"]) == 0
+    assert Path("again.parquet").read_bytes() == Path("out.parquet").read_bytes()
+    assert jobs_command(["download", job, "-o", "again.parquet", "--overwrite", "--errors"]) == 1
+    assert "rows of the table" in capsys.readouterr().err
+    assert jobs_command(["submit", *flags[:-2]]) == 3, "this server has no engine to ask for its model"
+    assert "asking for the model" in capsys.readouterr().err
+
+
+def test_a_cancelled_job_is_a_table_of_what_it_has_with_the_continued_ones_rows(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = submitted(capsys, write("a", "hold", "c"))
+    while "2/3" not in listed(capsys):
+        pass
+    assert jobs_command(["cancel", job]) == 0
+    assert jobs_command(["watch", job]) == 3
+    server.let_go()
+    assert jobs_command(["continue", job, "--wait", "-o", "out.parquet"]) == 0
+    rows = pq.read_table("out.parquet").to_pylist()
+    assert [(row["row"], row["custom_id"], row["status_code"]) for row in rows] == [
+        (number, f"r{number}", 200) for number in range(3)
+    ]
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> str:
+    assert jobs_command(["list"]) == 0
+    return capsys.readouterr().out

@@ -87,8 +87,8 @@ def test_a_missing_input_is_named(tmp_path):
     refused(parse(tmp_path / "none.jsonl"), r"none\.jsonl does not exist")
 
 
-def test_a_directory_is_no_input(tmp_path):
-    refused(parse(tmp_path, output=tmp_path / "o.jsonl"), "is a directory")
+def test_a_directory_without_a_table_is_no_input(tmp_path):
+    refused(parse(tmp_path, output=tmp_path / "o.jsonl"), "is a directory with neither a dataset")
 
 
 @pytest.mark.parametrize("existing", ["out.jsonl", "out.errors.jsonl", "out.manifest.json"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,7 +22,7 @@ _OPEN = frozenset({"/", "/health", "/health_generate", "/metrics", "/ping"})
 _USER = frozenset(
     {
         *("/generate", "/encode", "/classify", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
-        *("/get_load", "/tokenize", "/detokenize", "/parse_function_call", "/separate_reasoning"),
+        *("/openapi.json", "/get_load", "/tokenize", "/detokenize", "/parse_function_call", "/separate_reasoning"),
         *("/invocations", "/vertex_generate"),
         *("/api/chat", "/api/generate", "/api/tags", "/api/show"),
     }
@@ -72,13 +72,13 @@ class AccessRules:
     def _refusal_of_pages(self, headers: Mapping[str, str]) -> Refusal | None:
         """A web page of another origin must not use what its reader's browser happens to reach."""
         origin, host = headers.get("origin"), headers.get("host", "")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _split(origin).netloc != host:
             message = f"requests of web pages of another origin are not answered (origin: {origin})"
             return Refusal(status_code=403, message=message, code="foreign_origin")
         # A page can give its own name this machine's address, and then has its own origin.
-        name = urlsplit(f"//{host}").hostname or ""
+        name = _split(f"//{host}").hostname or ""
         if self.api_key is None and is_loopback(self.host) and host and not is_loopback(name):
-            message = f"without an API key this server answers to loopback's names alone, not to {name!r}"
+            message = f"without an API key this server answers to loopback's names alone, not to {name or host!r}"
             return Refusal(status_code=403, message=message, code="foreign_host")
         return None
 
@@ -88,6 +88,14 @@ def is_for_admin(path: str) -> bool:
     if {".", ".."} & set(path.split("/")):
         return True
     return not (path in _OPEN or path in _USER or path.startswith(_USER_ROOTS))
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of a URL; one that is none has the empty parts, which are nobody's."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
 
 
 def _bearer(header: str | None) -> str | None:

@@ -9,9 +9,12 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse
 
 from sgl_batch.errors import RequestError
+from sgl_batch.jobs.batch_service.batch_creation import MAX_KEY_CHARACTERS
 from sgl_batch.jobs.batch_service.service import BatchService
 
 MAX_BODY_BYTES = 1 << 20
+# Documented here; the service refuses others, in words of its own.
+_KEY = Header(json_schema_extra={"minLength": 1, "maxLength": MAX_KEY_CHARACTERS})
 
 
 def batches_router(service: BatchService) -> APIRouter:
@@ -19,7 +22,7 @@ def batches_router(service: BatchService) -> APIRouter:
     router = APIRouter(prefix="/v1/batches")
 
     @router.post("")
-    async def create(request: Request, idempotency_key: Annotated[str | None, Header()] = None) -> JSONResponse:
+    async def create(request: Request, idempotency_key: Annotated[str | None, _KEY] = None) -> JSONResponse:
         body = await read_object(request)
         batch = await service.create_batch(body, idempotency_key=idempotency_key)
         return JSONResponse(batch.to_openai())
@@ -52,9 +55,18 @@ async def read_object(request: Request) -> dict[str, Any]:
             raise RequestError(code="request_too_large", message=message, status_code=413)
     try:
         body = json.loads(bytes(data))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise RequestError(code="invalid_json", message=f"the request body is no JSON: {error}") from error
+        # Half of a surrogate pair is text in JSON, but cannot be answered, nor stored.
+        json.dumps(body, ensure_ascii=False).encode("utf-8")
+    except (UnicodeError, ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
+        raise RequestError(code="invalid_json", message=f"the request body is no JSON: {_reason(error)}") from error
     if not isinstance(body, dict):
         message = f"the request body is a {type(body).__name__}; it must be a JSON object"
         raise RequestError(code="invalid_json", message=message)
     return body
+
+
+def _reason(error: Exception) -> str:
+    """Without the text itself, which may be what cannot be shown."""
+    if isinstance(error, UnicodeEncodeError):
+        return "it has half of a surrogate pair (\\ud800 to \\udfff) without the other half"
+    return str(error)

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from sgl_batch.errors import RequestError
 
@@ -56,10 +57,22 @@ def _request_error(_: Request, error: Exception) -> JSONResponse:
 
 def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException), "as it was registered"
-    message = str(error.detail)
+    message, headers = str(error.detail), dict(error.headers or {})
     if error.status_code in (404, 405):
         message = f"{message}: {request.method} {request.url.path}"
-    return error_response(error.status_code, message, code=_CODES.get(error.status_code), headers=error.headers)
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(sorted(_methods(request)))
+    return error_response(error.status_code, message, code=_CODES.get(error.status_code), headers=headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """What may be asked of the path: each route knows its own method alone."""
+    routes = request.app.routes
+    return {
+        method
+        for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    }
 
 
 def _validation_error(_: Request, error: Exception) -> JSONResponse:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sgl_batch.api.key_sources import VARIABLES, add_key_file_flags, key_of
 from sgl_batch.byte_sizes import HOW_TO_WRITE, parse_bytes
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.batch_service.settings import (
@@ -84,8 +86,9 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-unauthenticated",
         action="store_true",
-        help="listen on another address than loopback without --api-key",
+        help="listen on another address than loopback without a key",
     )
+    add_key_file_flags(group)
     _add_stall_flags(group)
 
 
@@ -183,13 +186,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--port is {args.port}; it must be at least 0 and at most 65535")
     if args.engine_stall_s < 0:
         raise ConfigError(f"--engine-stall-s is {args.engine_stall_s}; it must be at least 0")
-    for flag in ("api_key", "admin_api_key"):
-        if getattr(args, flag) == "":
-            raise ConfigError(f"--{flag.replace('_', '-')} is empty; leave it out, or give a key")
+    for name in VARIABLES:
+        setattr(args, name, key_of(name, args, os.environ))
     if args.api_key is None and not is_loopback(args.host) and not args.allow_unauthenticated:
         raise ConfigError(
-            f"--host is {args.host}, where others reach this server, and there is no --api-key: give one, or "
-            "--allow-unauthenticated if whoever reaches it may use it"
+            f"--host is {args.host}, where others reach this server, and there is no key: give one (--api-key-file, "
+            f"{VARIABLES['api_key']} or --api-key), or --allow-unauthenticated if whoever reaches it may use it"
         )
 
 

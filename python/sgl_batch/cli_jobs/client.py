@@ -65,6 +65,14 @@ class JobsClient:
             )
         return self._object(answer, "batch")
 
+    def only_model(self) -> str:
+        """The name of the model that the server serves, where it is one. Raises JobsError."""
+        with self._errors("asking for the model"):
+            names = [str(model.id) for model in self._client.models.list().data]
+        if len(names) != 1:
+            raise JobsError(f"{self.base_url} serves {', '.join(names) or 'no model'}; name one with --model", 1)
+        return names[0]
+
     def get(self, job_id: str) -> Job:
         """One job as it is now."""
         with self._errors(f"asking for job {job_id}"):

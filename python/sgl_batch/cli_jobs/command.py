@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sgl_batch.cli_jobs.options import STDIN, STDOUT, check_target, errors_path, parse_jobs_options
+from sgl_batch.cli_run_options import row_rules
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.jobs.line_reader import UTF8_BOM
+from sgl_batch.jobs.tables.results import is_table_name
+from sgl_batch.jobs.tables.sources import is_table, need_pyarrow
 
 if TYPE_CHECKING:
     from sgl_batch.cli_jobs.client import Job, JobsClient
@@ -61,6 +64,10 @@ def _submit(client: JobsClient, args: argparse.Namespace) -> int:
             path = Path(directory) / "stdin.jsonl"
             with path.open("wb") as copy:
                 shutil.copyfileobj(sys.stdin.buffer, copy)
+        if is_table(path):
+            from sgl_batch.cli_jobs.tables import lines_of
+
+            path = lines_of(path, row_rules(args, args.model or client.only_model()), Path(directory))
         with path.open("rb") as file:
             endpoint = args.endpoint or _first_endpoint(file, args.file)
             file.seek(0)
@@ -101,9 +108,7 @@ def _follow(client: JobsClient, args: argparse.Namespace, *, is_shown: bool) -> 
     else:
         sys.stderr.write(last_words(job) + "\n")
     if args.output is not None:
-        output = Path(args.output)
-        _fetch(client, job, "output", output, partial=False)
-        _fetch(client, job, "error", errors_path(output), partial=False)
+        _fetch_all(client, job, Path(args.output), partial=False, with_errors=True)
     return exit_code(job)
 
 
@@ -148,10 +153,23 @@ def _download(client: JobsClient, args: argparse.Namespace) -> int:
         return 0
     _check_outputs(args)
     job = client.get(args.id)
-    _fetch(client, job, "output", Path(args.output), partial=args.partial)
-    if args.errors:
-        _fetch(client, job, "error", errors_path(Path(args.output)), partial=args.partial)
+    _fetch_all(client, job, Path(args.output), partial=args.partial, with_errors=args.errors)
     return 0
+
+
+def _fetch_all(client: JobsClient, job: Job, output: Path, *, partial: bool, with_errors: bool) -> None:
+    if is_table_name(output):
+        from sgl_batch.cli_jobs.downloads import BytesShown
+        from sgl_batch.cli_jobs.tables import download_table
+
+        shown = BytesShown(sys.stderr)
+        num_rows = download_table(client, job, output, shown, partial=partial)
+        shown.end()
+        sys.stderr.write(f"Output: {output} ({num_rows:,} rows)\n")
+        return
+    _fetch(client, job, "output", output, partial=partial)
+    if with_errors:
+        _fetch(client, job, "error", errors_path(output), partial=partial)
 
 
 def _fetch(client: JobsClient, job: Job, kind: str, target: Path, *, partial: bool) -> None:
@@ -174,7 +192,11 @@ def _check_outputs(args: argparse.Namespace) -> None:
         return
     output = Path(args.output)
     check_target(output, overwrite=args.overwrite)
-    if args.command != "download" or args.errors:
+    if is_table_name(output):
+        need_pyarrow(f"writing the table {output}")
+        if args.command == "download" and args.errors:
+            raise ConfigError(f"failed lines are rows of the table {output}; leave --errors out")
+    elif args.command != "download" or args.errors:
         check_target(errors_path(output), overwrite=args.overwrite)
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_batch.cli_run_options import UsageParser
+from sgl_batch.cli_run_options import UsageParser, add_table_flags
 from sgl_batch.errors import ConfigError
+from sgl_batch.jobs.tables.sources import check_table, is_table
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000/v1"
 STDIN = STDOUT = "-"
@@ -42,6 +43,7 @@ examples:
   sgl-batch jobs submit in.jsonl
   sgl-batch jobs submit in.jsonl --window 30m --priority 5 --metadata run=7 --metadata owner=ann
   make_requests | sgl-batch jobs submit - --watch -o out.jsonl
+  sgl-batch jobs submit questions.parquet --chat-column question --watch -o answers.parquet
   sgl-batch jobs submit in.jsonl --idempotency-key nightly-7     twice: the same job
 """,
     "list": "examples:\n  sgl-batch jobs list --limit 5\n  sgl-batch jobs list --all --json | jq -r .id\n",
@@ -114,10 +116,10 @@ def check_target(path: Path, *, overwrite: bool) -> None:
 def _check_readable(path: Path) -> None:
     if not path.exists():
         raise ConfigError(f"the input {path} does not exist")
-    if path.is_dir():
-        raise ConfigError(f"the input {path} is a directory; give a JSONL file")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"the input {path} cannot be read: permission denied")
+    if is_table(path):
+        check_table(path)
 
 
 def _metadata(pairs: Sequence[str], priority: int | None) -> dict[str, str] | None:
@@ -160,7 +162,7 @@ def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*flags, help=text, **details)
 
     if name == "submit":
-        add("file", metavar="FILE", text="request lines (JSONL); - is standard input")
+        add("file", metavar="FILE", text="request lines (JSONL), or a table; - is standard input")
         add("--endpoint", metavar="URL", text="of all lines, as /v1/completions (default: the first line's)")
     elif name != "list":
         add("id", metavar="ID", text="the job's id")
@@ -176,8 +178,12 @@ def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         add("--wait", action="store_true", text="wait for the job's end")
         add("--watch", action="store_true", text="wait, and show progress")
         add("-o", "--output", metavar="PATH", text="wait, and download; failed lines: PATH's stem + .errors.jsonl")
+    if name == "submit":
+        add_table_flags(parser)
+        add("--model", metavar="NAME", text="of a table's rows that name none (default: the server's)")
     if name == "download":
-        add("-o", "--output", metavar="PATH", text="where output lines go; - is standard output (default: ID.jsonl)")
+        text = "where output lines go; - is standard output, NAME.parquet a table (default: ID.jsonl)"
+        add("-o", "--output", metavar="PATH", text=text)
         add("--errors", action="store_true", text="the failed lines too: PATH's stem + .errors.jsonl")
         add("--partial", action="store_true", text="of a running job, what is there: the beginning, in input order")
     if name in ("submit", "continue", "download"):

@@ -17,7 +17,7 @@ _NOT_TEXT = {
     b"\x1f\x8b": "compressed with gzip; unpack it with `gunzip`",
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it with `unzstd`",
     b"PK\x03\x04": "a zip archive; unpack it",
-    b"PAR1": "a Parquet file; convert it to JSONL",
+    b"PAR1": "a Parquet file; `sgl-batch run` and `sgl-batch jobs submit` take it; here, convert it to JSONL",
     b"\xff\xfe": "UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`",
     b"\xfe\xff": "UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`",
 }

@@ -45,7 +45,7 @@ def refused_record(token: str, custom_id: str | None, line: int, error: RequestE
 def unanswered_record(token: str, custom_id: str | None, code: str, message: str) -> bytes:
     """A line that was never answered, because its job expired or was cancelled."""
     error = {"code": code, "message": message}
-    return _encode_record({"id": f"batch_req_{token}", "custom_id": custom_id, "response": None, "error": error})
+    return encode_record({"id": f"batch_req_{token}", "custom_id": custom_id, "response": None, "error": error})
 
 
 def engine_crashed_response(token: str) -> LineResponse:
@@ -77,11 +77,13 @@ def error_of(response: LineResponse, line: int) -> dict[str, object]:
     nested = response.body.get("error")
     given = nested if isinstance(nested, dict) else response.body
     kind = "invalid_request_error" if response.status_code < 500 else "server_error"
+    code, given_kind = given.get("code"), given.get("type")
     return {
         "message": given.get("message") or f"the engine answered with status {response.status_code}",
-        "type": given.get("type") or kind,
+        # SGLang's codes of most errors are the HTTP status, and its types the words of HTTP.
+        "type": given_kind if isinstance(given_kind, str) and "_" in given_kind else kind,
         "param": given.get("param"),
-        "code": given.get("code"),
+        "code": code if isinstance(code, str) else None,
         "line": line,
     }
 
@@ -93,10 +95,11 @@ def _encode(token: str, custom_id: str | None, status_code: int, request_id: str
         "response": {"status_code": status_code, "request_id": request_id, "body": body},
         "error": None,
     }
-    return _encode_record(record)
+    return encode_record(record)
 
 
-def _encode_record(record: dict[str, object]) -> bytes:
+def encode_record(record: dict[str, object]) -> bytes:
+    """The line of a record, with its end."""
     try:
         text = _ENCODER.encode(record)
         for raw, escaped in _LINE_SEPARATORS.items():

@@ -1,16 +1,21 @@
-"""Owns the tokenizer process's subclass: seeds for every request, and choices (n > 1) that share a prompt."""
+"""Owns the tokenizer process's subclass: seeds for every request, choices (n > 1) that share a prompt, and that
+nothing leaves which a scheduler cannot take.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import uuid
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sgl_batch.managers.line_recordings import LineRecordings
 from sgl_batch.managers.prompt_groups import ChoiceTag
+from sgl_batch.managers.request_checks import check_log_probabilities, check_sampling, check_shape, check_tokens
 from sgl_batch.managers.seeds import choice_seed
 from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
 from sgl_batch.sglang_adapter.tokenizing import (
@@ -19,6 +24,7 @@ from sgl_batch.sglang_adapter.tokenizing import (
     SignalHandler,
     TokenizerManager,
     as_attention_ranks,
+    check_travels,
     choice_of,
     name_choices,
     prepare_request,
@@ -55,6 +61,15 @@ class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
             super().running_phase_sigquit_handler(signum, frame)
 
 
+@contextmanager
+def _as_value_error() -> Iterator[None]:
+    """What SGLang's reading of sampling parameters raises for values of wrong types, which are the user's."""
+    try:
+        yield
+    except (TypeError, OverflowError, re.error) as error:
+        raise ValueError(f"a sampling parameter has a value of a wrong type: {error}") from error
+
+
 # How often the schedulers are asked whether they have paused; they answer between two steps.
 _LOOK_EVERY_S = 0.01
 
@@ -77,6 +92,31 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._next_rank = 0
         # Of an engine that does not start, nobody ends the processes, and the manager is collected as garbage.
         weakref.finalize(self, close_sockets, sockets_of(self)).atexit = False
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """SGLang's answers. Raises ValueError for a request that cannot be computed."""
+        if hasattr(obj, "top_logprobs_num"):
+            check_shape(obj)
+        async for out in super().generate_request(obj, request):
+            yield out
+
+    def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
+        """SGLang's checks, and those without which a scheduler would end. Raises ValueError."""
+        if hasattr(obj, "top_logprobs_num"):
+            if obj.input_ids is not None:
+                check_tokens(input_ids, self.model_config.vocab_size)
+            check_log_probabilities(obj, self.model_config.vocab_size, self.context_len)
+        with _as_value_error():
+            super()._validate_one_request(obj, input_ids)
+
+    def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """The request as its scheduler gets it. Raises ValueError."""
+        with _as_value_error():
+            tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
+        if hasattr(tokenized, "top_logprobs_num"):
+            check_sampling(tokenized.sampling_params, self.model_config.vocab_size)
+            check_travels(tokenized)
+        return tokenized
 
     def _send_one_request(self, tokenized_obj: Any) -> None:
         self._prepare(tokenized_obj)

@@ -44,6 +44,8 @@ class OpenAIEndpoints:
             request = request_class.model_validate(dict(body))
         except ValidationError as error:
             return 400, {"error": _validation_error(error)}
+        except (AttributeError, TypeError) as error:  # of its validators, on values of types that they do not expect
+            return 400, {"error": _invalid_value(f"a field has a value of a wrong type: {error}", None)}
         if request.rid is None:
             request.rid = rid
         try:
@@ -73,4 +75,8 @@ def _validation_error(error: ValidationError) -> dict[str, Any]:
     message = f"{param}: {first['msg']}" if param else first["msg"]
     if "input" in first and isinstance(first["input"], str | int | float | bool):
         message += f" (given: {first['input']!r})"
+    return _invalid_value(message, param)
+
+
+def _invalid_value(message: str, param: str | None) -> dict[str, Any]:
     return {"message": message, "type": "invalid_request_error", "param": param, "code": "invalid_value"}

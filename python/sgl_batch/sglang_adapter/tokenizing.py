@@ -7,11 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
 from sgl_batch.sglang_adapter import bootstrap
 
 with bootstrap.importing():
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
-    from sglang.srt.managers.io_struct import FlushCacheReqInput, SetInternalStateReq
+    from sglang.srt.managers.io_struct import (
+        FlushCacheReqInput,
+        SetInternalStateReq,
+        TokenizedGenerateReqInput,
+        dec_hook,
+        enc_hook,
+    )
     from sglang.srt.managers.tokenizer_manager import ServerStatus, SignalHandler, TokenizerManager
 
 __all__ = [
@@ -21,6 +29,7 @@ __all__ = [
     "SignalHandler",
     "TokenizerManager",
     "as_attention_ranks",
+    "check_travels",
     "choice_of",
     "init_tokenizer_manager",
     "is_repeatable",
@@ -55,6 +64,23 @@ def is_repeatable(tokenized: Any) -> bool:
     more = any(getattr(tokenized, name) for name in _MORE_THAN_TOKENS)
     bound = any(getattr(parameters, name) for name in (*_GRAMMARS, "custom_params"))
     return not more and not bound and parameters.n == 1
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+_DECODER = msgspec.msgpack.Decoder(TokenizedGenerateReqInput, dec_hook=dec_hook)
+# Ours or SGLang's own: large, or not yet in the form in which they travel.
+_NOT_A_USERS = ("input_text", "input_ids", "mm_inputs", "time_stats", "positional_embed_overrides")
+
+
+def check_travels(tokenized: Any) -> None:
+    """Raise ValueError for a request with a field that its scheduler could not read: it would end."""
+    shallow = copy.copy(tokenized)
+    for name in _NOT_A_USERS:
+        setattr(shallow, name, None)
+    try:
+        _DECODER.decode(_ENCODER.encode(shallow))
+    except (msgspec.MsgspecError, OverflowError, TypeError, UnicodeEncodeError) as error:
+        raise ValueError(f"a field of the request has a value of another type than it takes: {error}") from error
 
 
 @contextmanager

@@ -48,11 +48,11 @@ def test_an_engine_error_keeps_its_fields_and_gains_the_line():
     assert error["line"] == 8
 
 
-def test_a_flat_engine_error_is_nested():
+def test_a_flat_engine_error_is_nested_and_has_openais_words():
     body = {"object": "error", "message": "no", "type": "BadRequest", "param": None, "code": 400}
     response = LineResponse(status_code=400, request_id="req_1", body=body)
     error = json.loads(response_record("ab12", "q1", 8, response))["response"]["body"]["error"]
-    assert error == {"message": "no", "type": "BadRequest", "param": None, "code": 400, "line": 8}
+    assert error == {"message": "no", "type": "invalid_request_error", "param": None, "code": None, "line": 8}
 
 
 @pytest.mark.parametrize("text", ["a\u2028b\u2029c\u0085d\r\n\x0b\x0c\x1ee", "日本 😀", "\ud800 alone", "\x00"])

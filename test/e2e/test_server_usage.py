@@ -1,0 +1,41 @@
+"""What the server says on its command line, before it serves anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def test_help_groups_our_flags_before_sglangs() -> None:
+    argv = [sys.executable, "-m", "sgl_batch.launch_server", "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"})
+    assert done.returncode == 0
+    own, ours, sglangs = (
+        done.stdout.index(flag) for flag in ("--jobs-dir", "--b-attn-prefill", "--tensor-parallel-size")
+    )
+    assert own < ours < sglangs
+    assert "sgl_batch: coroutine forward" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--b-moe-decode", "0"], "b_moe_decode is 0; it must be at least 1"),
+        (["--port", "70000"], "at most 65535"),
+        (["--host", "0.0.0.0"], "--allow-unauthenticated"),
+    ],
+)
+def test_bad_usage_ends_with_1_and_what_is_wrong(tmp_path: Path, flags: list[str], words: str) -> None:
+    argv = [sys.executable, "-m", "sgl_batch.launch_server", "--model-path", "m", "--port", "0"]
+    argv += ["--jobs-dir", str(tmp_path / "jobs"), *flags]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert words in done.stderr
+    assert any(line.startswith("launch_server: error: ") for line in done.stderr.splitlines())
+    assert "Traceback" not in done.stderr
