@@ -212,7 +212,8 @@ class JobRunner:
             job = self._jobs[seq]
             indexes = [index for key, index in lot.lines if key == seq and not job.lines.is_done(index)]
             lines = await self._guard.persist(partial(job.feed.read, indexes))
-            found += [self._in_flight(job, line) for line in lines if not isinstance(line, RefusedLine)]
+            if job.accepts_results:
+                found += [self._in_flight(job, line) for line in lines if not isinstance(line, RefusedLine)]
         return [one for one in found if one.job.accepts_results]
 
     async def _after_death(self, death: EngineError, lot: Lot | None, suspects: list[LineInFlight]) -> None:
