@@ -16,7 +16,7 @@ from .conftest import MODEL, Server, chat_line
 pytestmark = pytest.mark.engine
 
 WITHIN_S = 60
-TOKENS = 400
+TOKENS = 600
 # SGLang tells of tokens when a sequence has so many more.
 PART = 50
 
@@ -28,7 +28,7 @@ def line(name: str, **body: Any) -> dict[str, Any]:
 LINES = [
     line("greed", temperature=0),
     line("chance", temperature=1, seed=7),
-    line("penalties", temperature=1, seed=9, top_p=0.9, frequency_penalty=0.4, min_tokens=390),
+    line("penalties", temperature=1, seed=9, top_p=0.9, frequency_penalty=0.4, min_tokens=TOKENS - 10),
 ]
 # These begin again: what is recorded of them is less than their answers.
 WHOLE = [
@@ -76,13 +76,13 @@ def until(is_reached: Callable[[], bool]) -> None:
 
 
 def begun(server: Server, lines: list[dict[str, Any]]) -> str:
-    """A job of which each line has more than 100 tokens: as many as a request has that came later."""
+    """A job of which each line has more tokens than a part: more than a request has that came later."""
     job_id = begin(server, lines)
     until(lambda: metric(server, "num_lines_in_flight") == len(lines))
     body = {"model": MODEL, "prompt": "While they run", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     with requests.post(f"{server.url}/v1/completions", json=body, stream=True, timeout=WITHIN_S) as answer:
         parts: Iterator[bytes] = (part for part in answer.iter_lines() if part.startswith(b"data:"))
-        for _ in range(2 * PART + 10):
+        for _ in range(PART + 10):
             next(parts)
     return job_id
 
@@ -130,12 +130,12 @@ def test_lines_keep_their_tokens_when_the_scheduler_is_killed(
     found = answers(server, job_id)
     [choice], usage = found.pop("chance, stopped")
     assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
-    assert 2 * PART < usage["completion_tokens"] < TOKENS
+    assert PART < usage["completion_tokens"] < TOKENS
     assert found == expected
     assert metric(server, "lines_resumed") == metric(server, "lines_rerun") == len(LINES) + 1
     resumed = metric(server, "tokens_resumed")
-    assert (len(LINES) + 1) * 2 * PART <= resumed < (len(LINES) + 1) * TOKENS
-    assert metric(server, "engine_tokens_resumed") == resumed
+    assert (len(LINES) + 1) * PART <= resumed < (len(LINES) + 1) * TOKENS
+    until(lambda: metric(server, "engine_tokens_resumed") == resumed)  # the engine is asked once a second
     assert metric(server, "recorded_tokens") == 0
 
 
@@ -146,7 +146,7 @@ def test_lines_keep_their_tokens_when_the_whole_engine_is_killed_and_kv_waits_in
     expected = undisturbed(server)
     job_id = begun(server, [*LINES, *WHOLE])
     requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=30).raise_for_status()
-    until(lambda: metric(server, "recorded_tokens") >= len(LINES) * 2 * PART)
+    until(lambda: metric(server, "recorded_tokens") >= len(LINES) * PART)
     recorded = metric(server, "recorded_tokens")
     tree_of(server)[0].kill()
     found = answers(server, job_id)
