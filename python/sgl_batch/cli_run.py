@@ -108,6 +108,7 @@ class _Run:
         self._argv = argv
         self._run_id = uuid.uuid4().hex
         self._earlier: EarlierRun | None = None
+        self._was_completed = False
         self._resumed: tuple[object, ...] = ()
         self._display: ProgressDisplay = choose_display(options.progress, sys.stderr)
 
@@ -124,8 +125,10 @@ class _Run:
             total = min(scan.num_lines, options.limit or scan.num_lines)
             if total == 0:
                 raise ConfigError(f"the input {options.input} has no request line")
-            self._display.note(f"{total:,} request lines; starting the engine")
             self._resume(scan, total)
+            if self._is_finished(total):
+                return self._nothing_left(total)
+            self._display.note(f"{total:,} request lines; starting the engine")
             engine = start_engine()
             try:
                 return self._run_on(engine, input_path, scan, total, Path(directory))
@@ -264,11 +267,26 @@ class _Run:
         if options.table is not None:
             options.table.restore(self._run_id)
         self._earlier = read_earlier(self._files, self._run_id, total, retry_failed=options.retry_failed)
+        self._was_completed = before["status"] == RunStatus.COMPLETED.value
         step = {"started_at": before["started_at"], "status": before["status"], "kept": self._earlier.num_done}
         self._resumed = (*before.get("resumed", ()), {**step, "differences": found})
         self._display.note(
             f"going on: {self._earlier.num_done:,} lines are done, {total - self._earlier.num_done:,} are not"
         )
+
+    def _is_finished(self, total: int) -> bool:
+        """Whether the earlier run has said that it was finished, and has not left a line since."""
+        return self._was_completed and self._earlier is not None and self._earlier.prefix == total
+
+    def _nothing_left(self, total: int) -> int:
+        assert self._earlier is not None, "an earlier run has done all"
+        forget_kept(self._files)
+        if self._options.table is not None:
+            self._options.table.finish(self._run_id, total)
+        failed = self._earlier.failed
+        more = f", {failed:,} of them failed (--retry-failed runs those again)" if failed else ""
+        self._display.note(f"nothing is left to do: all {total:,} lines are done{more}. Output: {self._shown_output}")
+        return 2 if failed else 0
 
     def _facts(self, engine: BatchEngine, line_engine: LineEngine, scan: InputScan) -> RunFacts:
         options = self._options

@@ -70,7 +70,7 @@ def same_as_unstopped(job: Job) -> bool:
 
 @pytest.mark.parametrize(
     ("good", "bad"),
-    [([], []), ([0], []), ([0, 1], [0]), ([1, 4], [1, 2]), ([4], [0, 1, 2]), ([0, 1, 2, 3, 4], [0, 1, 2])],
+    [([], []), ([0], []), ([0, 1], [0]), ([1, 4], [1, 2]), ([4], [0, 1, 2]), ([0, 1, 2, 3, 4], [0, 2])],
 )
 def test_whatever_is_missing_is_run_and_comes_out_in_order(job: Job, good: list[int], bad: list[int]) -> None:
     job.write(*PROMPTS)
@@ -163,3 +163,19 @@ def test_kills_at_random_moments_lose_and_double_nothing(job: Job) -> None:
     assert num_killed >= 2
     assert job.run("--resume") == 2
     assert same_as_unstopped(job)
+
+
+def test_where_nothing_is_left_no_engine_is_started_and_nothing_is_written(job: Job, capsys: Any) -> None:
+    job.write(*PROMPTS)
+    assert job.run() == 2
+    before = {path: path.read_bytes() for path in job.directory.iterdir()}
+
+    def none_needed(_: Any) -> Any:
+        def start() -> Any:
+            raise AssertionError("an engine was started")
+
+        return start
+
+    assert run_command(job.argv("--progress", "off", "--resume"), none_needed) == 2
+    assert "nothing is left to do: all 8 lines are done, 3 of them failed (--retry-failed" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in job.directory.iterdir()} == before
