@@ -15,8 +15,8 @@ from .conftest import Prompts
 pytestmark = pytest.mark.engine
 
 # Two run, two are READY and the rest are QUEUED, until one of the first two ends: long after every abort here.
-SETTINGS = {"b_moe_decode": 2, "ready_ahead": 1.0, "max_total_tokens": 2048}
-LONG = {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}
+SETTINGS = {"b_moe_decode": 2, "ready_ahead": 1.0, "max_total_tokens": 4096}
+LONG = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 SAMPLED = {**LONG, "temperature": 0.9, "sampling_seed": 5}
 
 
