@@ -74,8 +74,8 @@ def _of_group(group: Path) -> int | None:
     if limit == "max":
         return None
     total = "" if second else "total_"
-    files = stat[f"{total}inactive_file"] + stat[f"{total}active_file"]
-    mapped = stat["file_mapped" if second else "total_mapped_file"]
+    files = stat.get(f"{total}inactive_file", 0) + stat.get(f"{total}active_file", 0)
+    mapped = stat.get("file_mapped" if second else "total_mapped_file", 0)
     return int(limit) - int(used) + max(0, files - mapped)
 
 
