@@ -128,13 +128,14 @@ class MemoryConfig:
     weights: str = _flag(
         "resident",
         "resident: all weights are loaded; streamed: those of experts are read from the checkpoint while the model "
-        "runs, so that it can be larger than memory (CPU; large groups pay: each step reads what it needs once)",
+        "runs, or fetched by a GPU from host memory, so that it can be larger than memory (large groups pay: each step "
+        "reads what it needs once)",
         choices=WEIGHT_PLACES,
     )
     weight_memory: int = _flag(
         0,
         "memory for streamed experts; what is more than two layers' holds experts that stay (0: what is free, in the "
-        "machine, its control group or --device-memory, beside what each forward pass takes)",
+        "machine, its control group or --device-memory, beside what each forward pass takes; on a GPU: two layers')",
         minimum=0,
         in_bytes=True,
     )

@@ -90,7 +90,7 @@ def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kw
         operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
         operators.register()
     else:
-        gpu_experts = GpuExperts(config.forward.expert_runner, torch.cuda.get_device_name())
+        gpu_experts = GpuExperts(config.forward.expert_runner, torch.cuda.get_device_name(), counters)
     context = RunContext(
         config=config,
         counters=counters,

@@ -124,20 +124,21 @@ def _check_store(memory: MemoryConfig, *, on_cpu: bool) -> None:
 
 
 def _check_streaming(config: BatchConfig, merged: dict[str, Any], *, on_cpu: bool) -> None:
-    """Weights are streamed from safetensors files to the native kernels. Raises ConfigError."""
+    """Weights are streamed from safetensors files, to the native kernels or to a GPU's runner. Raises ConfigError."""
     if config.memory.weights == "resident":
         if config.memory.weight_memory:
             raise ConfigError("weight_memory is given, and weights are resident: say --weights streamed too")
         return
-    if not on_cpu:
-        raise ConfigError("weights are to be streamed, which has no form for GPUs yet: leave --weights out")
-    if native_kernels() is None:
+    if on_cpu and native_kernels() is None:
         raise ConfigError("weights are to be streamed, and the native kernels are not there: run scripts/install")
-    if config.forward.expert_runner not in ("auto", "native"):
+    if on_cpu and config.forward.expert_runner not in ("auto", "native"):
         runner = config.forward.expert_runner
         raise ConfigError(
             f"weights are to be streamed, and expert_runner {runner!r} takes no such weights: choose native"
         )
+    if not on_cpu and not merged.get("disable_cuda_graph"):
+        # A captured graph would compute with the experts of the pass in which it was captured.
+        merged["disable_cuda_graph"] = True
     if merged.get("load_format") not in (None, "auto", "safetensors"):
         raise ConfigError(f"load_format is {merged['load_format']!r}; streamed weights are read from safetensors files")
 

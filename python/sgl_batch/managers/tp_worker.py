@@ -108,7 +108,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
 
     @property
     def _streams_weights(self) -> bool:
-        operators = self._context.cpu_operators
+        operators = self._context.cpu_operators or self._context.gpu_experts
         return operators is not None and operators.streams_weights
 
     def _plain_weights(self) -> AbstractContextManager[None]:

@@ -1,16 +1,25 @@
-"""Owns which runner computes the experts of a loaded model beside a GPU. Its logic alone is tested, on a CPU."""
+"""Owns which runner computes the experts of a loaded model beside a GPU, and whether they come from host memory.
+
+Its logic alone is tested, on a CPU.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+from sgl_batch.config import MemoryConfig
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.moe.runner_choice import ExpertShape, RunnerTable, measured_table
+from sgl_batch.mem_cache.device_expert_slots import CudaPrefetchStream, PrefetchStream
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.streamed_weights import stream_experts_to_device
+from sgl_batch.model_executor.weight_streamer import WeightStreamer
 from sgl_batch.sglang_adapter.layers import expert_layers, put_experts_under, sglang_expert_sums
 
 logger = logging.getLogger(__name__)
@@ -21,8 +30,17 @@ OWN = "sglang"
 class GpuExperts:
     """The expert runner of one scheduler process. `name`: the flag's value, `device`: the GPU's name."""
 
-    def __init__(self, name: str, device: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        counters: Counters | None = None,
+        prefetch_stream: Callable[[], PrefetchStream] = CudaPrefetchStream,
+    ) -> None:
         self._name, self._device = name, device
+        self._counters = Counters() if counters is None else counters
+        self._prefetch_stream = prefetch_stream
+        self._streamer: WeightStreamer | None = None
         self._table = RunnerTable(best=((0, OWN),))
         # Loaded at the first call, so that a package which is not used need not be there.
         self._runner = cache(create_expert_runner)
@@ -32,9 +50,42 @@ class GpuExperts:
         """What computes the experts, in words."""
         return ", ".join(f"{name} from {tokens} tokens" if tokens else name for tokens, name in self._table.best)
 
+    def stream(self, model: Any, files: Sequence[str], memory: MemoryConfig, *, rank: int) -> None:
+        """Let the experts of a model that was loaded without them come from host memory. Before `adopt`.
+
+        Raises ConfigError.
+        """
+        layers = expert_layers(model)
+        for layer in layers:
+            _check_layer(layer)
+        name = OWN if self._name == "auto" else self._name
+        self._streamer = stream_experts_to_device(
+            model,
+            files,
+            memory,
+            rank=rank,
+            device=layers[0].w13_weight.device if layers else torch.device("cpu"),
+            runner=self._runner(name),
+            stream=self._prefetch_stream(),
+            counters=self._counters,
+        )
+        self._table = RunnerTable(best=((0, name),))
+
+    @property
+    def streams_weights(self) -> bool:
+        return self._streamer is not None
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What the experts on the device take, where they come from host memory."""
+        return 0 if self._streamer is None else self._streamer.slots.num_bytes
+
     def adopt(self, model: Any) -> None:
         """Compute the experts of a loaded model with the chosen runner. Raises ConfigError where that cannot be."""
         layers = expert_layers(model)
+        if self._streamer is not None:
+            put_experts_under(layers, self._experts)
+            return
         if self._name == OWN:
             return
         if not layers:
@@ -69,6 +120,9 @@ class GpuExperts:
         self, layer: Any, x_TM: torch.Tensor, topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
     ) -> torch.Tensor | None:
         """The output of a layer's experts; None where SGLang's own are to compute it."""
+        if self._streamer is not None:
+            given = x_TM, layer.w13_weight, layer.w2_weight, topk_weights_TK, topk_ids_TK
+            return self._streamer.experts(*given)[0]
         runner = self._chosen(len(x_TM))
         if runner is None:
             return None
@@ -82,6 +136,9 @@ class GpuExperts:
         self, experts: Any, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
     ) -> torch.Tensor:
         """What the experts of a layer on this rank add to each row, in float32 [R, M]; ids are local, -1 is none."""
+        if self._streamer is not None:
+            given = x_RM, experts.w13_weight, experts.w2_weight, topk_weights_RK, topk_ids_RK
+            return self._streamer.experts(*given, f32_output=True)[0]
         runner = self._chosen(len(x_RM))
         if runner is None:
             out_RM: torch.Tensor = sglang_expert_sums(experts, x_RM, topk_weights_RK, topk_ids_RK)

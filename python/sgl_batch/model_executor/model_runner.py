@@ -85,10 +85,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             if memory.weights == "resident":
                 super().load_model()
             else:
-                assert self.cpu_operators is not None, "streaming is refused where there is a GPU"
                 with unloaded_experts(), leaving_weights(self.server_args, is_expert_weight) as files:
                     super().load_model()
-                self.cpu_operators.stream(self.model, files, memory, rank=0 if place is None else place.rank)
+                self._operators.stream(self.model, files, memory, rank=0 if place is None else place.rank)
         forget_peak()
 
     def init_kv_cache_configurator(self) -> None:
@@ -110,8 +109,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             num_ranks=1 if self.place is None else self.place.world_size,
         )
         int8 = self.batch_config.forward.cpu_weight_dtype == "int8"
-        streamed = 0 if self.cpu_operators is None else self.cpu_operators.streamed_bytes
-        weights = resident_weight_bytes(self.model, int8=int8) + streamed
+        weights = resident_weight_bytes(self.model, int8=int8) + self._operators.streamed_bytes
         needs = DeviceNeeds(program=self._program_bytes, weights=weights, working=working, page=page_bytes)
         set_kv_bytes(self.kv_cache_configurator, kv_bytes(memory.device_memory, needs, plan))
 

@@ -4,18 +4,91 @@ one computes. What stays, what is read ahead and how much memory that takes is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Protocol
 
 import torch
 
 from sgl_batch.core.weight_residency import WeightResidency, plan_residency, read_ahead_pays, slots_that_fit, to_keep
+from sgl_batch.layers.moe.expert_runner import ExpertRunner
 from sgl_batch.layers.packed_weights import packed_experts
-from sgl_batch.mem_cache.expert_slots import ExpertSlots
+from sgl_batch.mem_cache.expert_slots import ExpertSlots, LoadTotals, SlotTensors
 from sgl_batch.model_executor.counters import Counters
 
 _POPULARITY_DECAY = 0.9  # of one visit of a layer to the next
+
+
+class Slots(Protocol):
+    """Where experts are while they compute: ExpertSlots on a CPU, DeviceExpertSlots on a GPU."""
+
+    tensors: SlotTensors
+    slot_of: torch.Tensor
+
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def most_bytes(self) -> int: ...
+    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]: ...
+    def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None: ...
+    def hurry(self, layer: int, experts: Sequence[int]) -> None: ...
+    def drop(self, layer: int, experts: Iterable[int]) -> list[int]: ...
+    def wait(self, layer: int, experts: Sequence[int]) -> None: ...
+    def free(self, layer: int, experts: Sequence[int]) -> None: ...
+    def present(self, layer: int) -> list[int]: ...
+    def totals(self) -> LoadTotals: ...
+
+
+class Compute(Protocol):
+    """Computes a layer's experts where its slots are; as an ExpertRunner."""
+
+    def __call__(
+        self, layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def packed_compute(kernels: ModuleType, slots: ExpertSlots) -> Compute:
+    """By the native kernels, from slots of packed weights."""
+
+    def compute(
+        layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = slots.tensors
+        return packed_experts(
+            kernels,
+            x_TM,
+            tensors.w13,
+            tensors.w2,
+            weights_TK,
+            ids_TK,
+            f32_output=f32_output,
+            w13_scales=tensors.w13_scales,
+            w2_scales=tensors.w2_scales,
+            slots=slots.slot_of[layer],
+        )
+
+    return compute
+
+
+def plain_compute(runner: ExpertRunner, slots: Slots) -> Compute:
+    """By a runner for plain weights, to which slots are the experts of one layer."""
+
+    def compute(
+        layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        slot_of_E = slots.slot_of[layer].to(ids_TK.device, dtype=ids_TK.dtype)
+        chosen_TK = torch.where(ids_TK < 0, ids_TK, slot_of_E[ids_TK.clamp(min=0)])
+        tensors = slots.tensors
+        out_TM, rows_S = runner(x_TM, tensors.w13, tensors.w2, weights_TK, chosen_TK, f32_output=f32_output)
+        rows_E = torch.where(slot_of_E < 0, 0, rows_S[slot_of_E.clamp(min=0)])
+        return out_TM, rows_E
+
+    return compute
 
 
 @dataclass(slots=True)
@@ -35,26 +108,30 @@ class WeightStreamer:
     `keys`: of each layer the parameter that stands for its gate and up weights, by which an expert call names it.
     Counted, in experts: `weights_routed`, asked for by a visit of a layer; of these `weights_kept` were there, and the
     others read; `weights_unrouted` were read ahead and not asked for. `weights_slots` is how many there is memory for.
+    `asks_device`: whether it costs nothing to see what the router has chosen. On a GPU the host would wait for that:
+    there a group that is likely to ask for nearly all of a layer counts as one that asks for all.
     """
 
     def __init__(
         self,
-        slots: ExpertSlots,
+        slots: Slots,
         residency: WeightResidency,
         keys: list[torch.Tensor],
         *,
-        kernels: ModuleType,
+        compute: Compute,
         counters: Counters,
+        asks_device: bool = True,
     ) -> None:
         experts = slots.slot_of.shape[1]
-        self._slots, self._residency, self._kernels, self._counters = slots, residency, kernels, counters
+        self._slots, self._residency, self._compute, self._counters = slots, residency, compute, counters
+        self._asks_device = asks_device
         self._num_experts = experts
         self._layers = [_Layer(number, [0.0] * experts) for number in range(len(keys))]
         self._keys = {id(key): layer for key, layer in zip(keys, self._layers, strict=True)}
         self._current: _Layer | None = None
 
     @property
-    def slots(self) -> ExpertSlots:
+    def slots(self) -> Slots:
         return self._slots
 
     @property
@@ -110,21 +187,12 @@ class WeightStreamer:
         self._look_ahead(layer, *topk_ids_TK.shape)
         with self._counters.clock.part("weights"):
             self._slots.wait(layer.number, routed)
-        tensors = self._slots.tensors
-        return packed_experts(
-            self._kernels,
-            x_TM,
-            tensors.w13,
-            tensors.w2,
-            topk_weights_TK,
-            topk_ids_TK,
-            f32_output=f32_output,
-            w13_scales=tensors.w13_scales,
-            w2_scales=tensors.w2_scales,
-            slots=self._slots.slot_of[layer.number],
-        )
+        return self._compute(layer.number, x_TM, topk_weights_TK, topk_ids_TK, f32_output=f32_output)
 
     def _routed(self, ids_TK: torch.Tensor) -> list[int]:
+        num_rows, top_k = ids_TK.shape
+        if not self._asks_device and read_ahead_pays(num_rows, top_k=top_k, experts=self._num_experts):
+            return list(range(self._num_experts))
         rows = torch.bincount(ids_TK.flatten() + 1, minlength=self._num_experts + 1)
         routed: list[int] = rows[1:].nonzero().flatten().tolist()
         return routed

@@ -178,7 +178,6 @@ STREAMED = {"weights": "streamed"}
 @pytest.mark.parametrize(
     ("options", "arguments", "on_cpu", "kernels", "message"),
     [
-        (STREAMED, {}, False, object(), "has no form for GPUs yet: leave --weights out"),
         (STREAMED, {}, True, None, "the native kernels are not there: run scripts/install"),
         ({**STREAMED, "expert_runner": "torch"}, {}, True, object(), "'torch' takes no such weights: choose native"),
         (STREAMED, {"load_format": "dummy"}, True, object(), "load_format is 'dummy'; .* from safetensors files"),
@@ -201,3 +200,10 @@ def test_weights_are_streamed_from_safetensors_files_on_a_cpu(load_format, monke
     monkeypatch.setattr(launch, "native_kernels", object)
     arguments = sglang_arguments({"load_format": load_format}, from_mapping(STREAMED))
     assert arguments["load_format"] == load_format
+
+
+def test_weights_are_streamed_to_a_gpu_without_captured_graphs(monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
+    monkeypatch.setattr(launch, "native_kernels", lambda: None)
+    assert sglang_arguments({}, from_mapping(STREAMED))["disable_cuda_graph"] is True
+    assert not sglang_arguments({}, from_mapping({})).get("disable_cuda_graph")

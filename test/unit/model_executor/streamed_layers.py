@@ -14,7 +14,7 @@ from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.mem_cache.expert_checkpoint import ExpertPlaces, find_experts
 from sgl_batch.mem_cache.expert_slots import ExpertSlots, SlotTensors
 from sgl_batch.model_executor.counters import Counters
-from sgl_batch.model_executor.weight_streamer import WeightStreamer
+from sgl_batch.model_executor.weight_streamer import WeightStreamer, packed_compute
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 5, 12, 3, 64, 32
 
@@ -40,7 +40,9 @@ class StreamedLayers:
         self._keys = [torch.empty(1) for _ in range(LAYERS)]
         kernels = native_kernels()
         assert kernels is not None
-        self._streamer = WeightStreamer(self.slots, self.residency, self._keys, kernels=kernels, counters=self.counters)
+        self._streamer = WeightStreamer(
+            self.slots, self.residency, self._keys, compute=packed_compute(kernels, self.slots), counters=self.counters
+        )
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(torch.bfloat16)

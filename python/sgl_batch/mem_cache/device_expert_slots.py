@@ -1,0 +1,162 @@
+"""Owns a GPU's slots for experts, which come from host memory on a stream of their own.
+
+Which experts are asked for, kept and let go of is decided elsewhere. This has not run on a GPU yet: its order is tested
+on a CPU, with copies that are made as soon and as late as the stream allows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.mem_cache.expert_slots import NOWHERE, LoadTotals, SlotTensors
+from sgl_batch.mem_cache.host_experts import HostExperts
+
+
+class PrefetchStream(Protocol):
+    """A stream beside the one that computes, for copies from host memory."""
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Make host memory one that the device reads by itself."""
+
+    def unpin(self, memory: torch.Tensor) -> None: ...
+
+    def begin(self) -> None:
+        """Copies from here on wait for all that the computing stream has been given."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None: ...
+
+    def mark(self) -> Any:
+        """The end of the copies so far."""
+
+    def hold(self, mark: Any) -> None:
+        """What the computing stream is given from now on waits for `mark`; nobody on the host does."""
+
+
+class CudaPrefetchStream:
+    """PrefetchStream of torch's current GPU."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def pin(self, memory: torch.Tensor) -> None:
+        fault = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(fault) != 0:
+            raise ConfigError(
+                f"the GPU's driver does not pin {memory.nbytes} bytes of experts in host memory: {fault}; lift the "
+                "limit on locked memory (ulimit -l), or use a machine with more of it"
+            )
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self._stream.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def begin(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def mark(self) -> Any:
+        return self._stream.record_event()
+
+    def hold(self, mark: Any) -> None:
+        torch.cuda.current_stream().wait_event(mark)
+
+
+class DeviceExpertSlots:
+    """Slots over experts in host memory. `slot_of` [L, E], int32, on the host, is the slot of every expert, or -1.
+
+    The stream makes copies in the order in which they were asked for: none is hurried, and none left out.
+    """
+
+    def __init__(self, host: HostExperts, tensors: SlotTensors, stream: PrefetchStream) -> None:
+        layers, experts = host.w13.shape[:2]
+        self.tensors, self._host, self._stream = tensors, host, stream
+        self.slot_of = torch.full((layers, experts), NOWHERE, dtype=torch.int32)
+        self._free = list(range(tensors.count))[::-1]
+        self._marks: dict[int, Any] = {}
+        self._asked = 0
+        pinned: list[torch.Tensor] = []
+        self._close = weakref.finalize(self, _unpin, stream, pinned)
+        for memory in (host.w13, host.w2):
+            stream.pin(memory)
+            pinned.append(memory)
+
+    @property
+    def num_slots(self) -> int:
+        return self.tensors.count
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.tensors.slot_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        return self.num_bytes
+
+    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]:
+        """A GPU's slots have their memory from the start."""
+        raise NotImplementedError(f"{num_slots} slots: a GPU's stay as many as they are")
+
+    def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None:
+        """Have experts of a layer copied into free slots, of which there are enough."""
+        if not experts:
+            return
+        # A slot may still be read by what computes now.
+        self._stream.begin()
+        slots = [self._free.pop() for _ in experts]
+        for expert, slot in zip(experts, slots, strict=True):
+            self._stream.copy(self.tensors.w13[slot], self._host.w13[layer, expert])
+            self._stream.copy(self.tensors.w2[slot], self._host.w2[layer, expert])
+        self._marks |= dict.fromkeys(slots, self._stream.mark())
+        self.slot_of[layer, torch.tensor(experts)] = torch.tensor(slots, dtype=torch.int32)
+        self._asked += len(experts)
+
+    def hurry(self, layer: int, experts: Sequence[int]) -> None:
+        """Nothing comes before what was asked for earlier."""
+
+    def drop(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """What was asked for comes."""
+        return []
+
+    def wait(self, layer: int, experts: Sequence[int]) -> None:
+        """Let what is computed from now on wait until these are there."""
+        slots = self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)].tolist()
+        marks = {id(mark): mark for slot in slots if (mark := self._marks.pop(slot, None)) is not None}
+        for mark in marks.values():
+            self._stream.hold(mark)
+
+    def free(self, layer: int, experts: Sequence[int]) -> None:
+        """Let go of experts; what is copied into their slots next comes after what is on its way there."""
+        index = torch.tensor(experts, dtype=torch.int64)
+        slots = self.slot_of[layer, index].tolist()
+        for slot in slots:
+            self._marks.pop(slot, None)
+        self._free.extend(slots)
+        self.slot_of[layer, index] = NOWHERE
+
+    def present(self, layer: int) -> list[int]:
+        """The experts of a layer that have a slot, in their order."""
+        found: list[int] = (self.slot_of[layer] != NOWHERE).nonzero().flatten().tolist()
+        return found
+
+    def totals(self) -> LoadTotals:
+        return LoadTotals(bytes=self._asked * self._host.expert_bytes, experts=self._asked)
+
+    def close(self) -> None:
+        self._close()
+
+
+def _unpin(stream: PrefetchStream, pinned: list[torch.Tensor]) -> None:
+    while pinned:
+        stream.unpin(pinned.pop())
