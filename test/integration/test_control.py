@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from safetensors.torch import load_file
 from sglang.srt.utils import init_custom_process_group
 
 from sgl_batch import Engine
 
 from .conftest import FAMILIES, EngineShelf, Prompts
+from .paused_runs import LONG, ask, counters, load_from, run_paused, tensors_for, trained_copy
+from .told_choices import WholeSequences
 
 pytestmark = pytest.mark.engine
 
 PAGE = 16
 SMALL = {"dtype": "float32", "page_size": PAGE, "b_moe_prefill": 700, "b_moe_decode": 8, "boundary_tokens": 8}
+TELLS = {"enable_return_routed_experts": True}
 RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
 # A device for 60 pages; the prompts below and their outputs take 130.
 STORE = {"max_total_tokens": 60 * PAGE, "kv_store_bytes": 64 << 20}
@@ -34,13 +34,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "exclusive": {**STORE, "kv_store_mode": "exclusive", "decode_kv": "resident"},
     "two-ranks-store": {**STORE, "decode_kv": "resident", **RANKS},
 }
-LONG = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
 SAMPLED = {**LONG, "temperature": 0.8, "sampling_seed": 7, "n": 3, "frequency_penalty": 0.3}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def engine(request: pytest.FixtureRequest, model_path: Callable[[str], str]) -> Iterator[Any]:
-    engine = Engine(model_path=model_path(FAMILIES[0]), **SMALL, **KINDS[request.param])
+    engine = Engine(model_path=model_path(FAMILIES[0]), **SMALL, **TELLS, **KINDS[request.param])
     yield engine
     engine.shutdown()
 
@@ -48,16 +47,7 @@ def engine(request: pytest.FixtureRequest, model_path: Callable[[str], str]) -> 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[[str], str]) -> Path:
     """The same model with other weights."""
-    target = tmp_path_factory.mktemp("trained") / "model"
-    shutil.copytree(model_path(FAMILIES[0]), target)
-    noise = torch.Generator().manual_seed(1)
-    for file in target.glob("*.safetensors"):
-        weights = {
-            name: weight * (1 + 0.3 * torch.randn(weight.shape, generator=noise)).to(weight.dtype)
-            for name, weight in load_file(file).items()
-        }
-        save_file(weights, file, metadata={"format": "pt"})
-    return target
+    return trained_copy(model_path(FAMILIES[0]), tmp_path_factory.mktemp("trained") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -70,51 +60,6 @@ def of_trained(shelf: EngineShelf, trained: Path) -> Callable[[list[list[int]], 
         return [answer["output_ids"] for answer in engine.generate(input_ids=input_ids, sampling_params=parameters)]
 
     return ask
-
-
-def ask(engine: Any, input_ids: list[list[int]], parameters: dict[str, Any] = LONG) -> list[list[int]]:
-    return [answer["output_ids"] for answer in engine.generate(input_ids=input_ids, sampling_params=parameters)]
-
-
-def counters(engine: Any) -> dict[str, int]:
-    return engine.batch_stats()["counters"]
-
-
-async def states(engine: Any) -> list[dict[str, Any]]:
-    return [state["sgl_batch"] for state in await engine.tokenizer_manager.get_internal_state()]
-
-
-def run_paused(
-    engine: Any, requests: list[dict[str, Any]], mode: str, meanwhile: Callable[[], Awaitable[None]] | None = None
-) -> list[Any]:
-    """Answers to requests that are paused when each that runs has some tokens; the last one comes during the pause."""
-    manager = engine.tokenizer_manager
-
-    async def scenario() -> list[Any]:
-        steps = (await states(engine))[0]["counters"]["decode_steps"]
-        tasks = [asyncio.ensure_future(engine.async_generate(**request)) for request in requests[:-1]]
-        while (await states(engine))[0]["counters"]["decode_steps"] < steps + 20:
-            await asyncio.sleep(0.002)
-        await manager.pause_generation(PauseGenerationReqInput(mode=mode))
-        assert not any(task.done() for task in tasks), "paused in the middle"
-        tasks.append(asyncio.ensure_future(engine.async_generate(**requests[-1])))
-        before = [state["counters"]["expert_calls"] for state in await states(engine)]
-        if meanwhile is not None:
-            await meanwhile()
-        after = await states(engine)
-        assert [state["counters"]["expert_calls"] for state in after] == before, "no forward pass"
-        if mode == "retract":
-            assert all(set(state["sequences"]) <= {"QUEUED"} for state in after)
-            assert all(state["free_pages"] == state["total_pages"] for state in after)
-        await manager.continue_generation(ContinueGenerationReqInput())
-        return list(await asyncio.gather(*tasks))
-
-    try:
-        return engine.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
-    finally:
-        stats = engine.batch_stats()
-        assert stats["free_pages"] == stats["total_pages"]
-        assert stats["counters"]["recomputed_tokens_unplanned"] == 0
 
 
 @pytest.fixture
@@ -138,20 +83,80 @@ def test_a_pause_changes_no_answer(mode: str, engine: Any, inputs: list[list[int
         assert after["recomputed_tokens_planned"] - planned > 200
 
 
+# What is asked beside tokens, in turn. The grammars do not end before an answer does.
+BESIDE: tuple[dict[str, Any], ...] = (
+    {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3},
+    {"parameters": {"json_schema": json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 90})}},
+    {"return_logprob": True, "logprob_start_len": 2, "token_ids_logprob": [7, 300]},
+    {"return_logprob": True, "top_logprobs_num": 2, "parameters": {"regex": "[a-z ]{500}"}},
+    {"return_routed_experts": True, "parameters": {"temperature": 0.8, "sampling_seed": 3, "n": 2}},
+    {"return_routed_experts": True, "routed_experts_start_len": 3},
+)
+
+
+def request_beside(ids: list[int], number: int) -> dict[str, Any]:
+    beside = dict(BESIDE[number % len(BESIDE)])
+    return {
+        "input_ids": ids,
+        "sampling_params": {**LONG, "max_new_tokens": 90, **beside.pop("parameters", {})},
+        **beside,
+    }
+
+
+def said(answer: dict[str, Any]) -> dict[str, Any]:
+    """All log probabilities of an answer, but for the last digit: beside sampled rows it can be another one."""
+    names = [f"{part}_{what}_logprobs" for part in ("input", "output") for what in ("token", "top", "token_ids")]
+    return {name: near(answer["meta_info"].get(name)) for name in names}
+
+
+def near(value: Any) -> Any:
+    """Nested lists with approximate numbers."""
+    if isinstance(value, list | tuple):
+        return [near(item) for item in value]
+    return pytest.approx(value, abs=1e-5) if isinstance(value, float) else value
+
+
+@pytest.fixture(scope="module")
+def whole_sequences(model_path: Callable[[str], str]) -> WholeSequences:
+    return WholeSequences(model_path(FAMILIES[0]))
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Any]:
+    """Answers of the first engine, to one request after the other."""
+    return []
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_what_is_said_beside_tokens_outlasts_pauses_and_suspension(
+    mode: str, engine: Any, inputs: list[list[int]], whole_sequences: WholeSequences, alone: list[Any]
+) -> None:
+    requests = [request_beside(ids, number) for number, ids in enumerate([*inputs, *inputs[::-1]])]
+    if not alone:
+        alone += [engine.generate(**request) for request in requests]
+    moved = {name: counters(engine).get(name, 0) for name in ("suspensions", "retractions")}
+    answers = run_paused(engine, requests, mode)
+    moved = {name: counters(engine).get(name, 0) - before for name, before in moved.items()}
+    assert (moved["retractions"] > 0) == (mode == "retract")
+    flags = engine.plan_manifest()["flags"]
+    assert moved["suspensions"] > 0 or not flags["kv_store_bytes"] or flags["decode_kv"] == "streamed"
+    for request, answer, before in zip(requests, answers, alone, strict=True):
+        for one, expected in zip(*([a] if isinstance(a, dict) else a for a in (answer, before)), strict=True):
+            assert one["output_ids"] == expected["output_ids"]
+            assert said(one) == said(expected)
+            if "return_routed_experts" in request:
+                start, greedy = request.get("routed_experts_start_len", 0), isinstance(answer, dict)
+                assert "routed_experts" in one["meta_info"]
+                whole_sequences.check(request["input_ids"], one, start=start, greedy=greedy)
+
+
 def test_retracted_sequences_go_on_with_new_weights(
     engine: Any, inputs: list[list[int]], trained: Path, of_trained: Any, model_path: Callable[[str], str]
 ) -> None:
-    manager = engine.tokenizer_manager
     old = ask(engine, inputs)
 
     async def update() -> None:
-        await load(trained)
-
-    async def load(path: Path | str) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
-        done, message, _ = await manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path=str(path)))
-        assert done, message
+        await load_from(engine, trained)
 
     requests = [{"input_ids": ids, "sampling_params": LONG} for ids in inputs]
     answers = [answer["output_ids"] for answer in run_paused(engine, requests, "retract", update)]
@@ -165,7 +170,7 @@ def test_retracted_sequences_go_on_with_new_weights(
     begun = [inputs[n] + answers[n][: same[n]] for n in left]
     assert of_trained(begun, [60 - same[n] for n in left]) == [answers[n][same[n] :] for n in left]
     assert ask(engine, inputs) == of_trained(inputs, [60] * len(inputs))
-    engine.loop.run_until_complete(load(model_path(FAMILIES[0])))
+    engine.loop.run_until_complete(load_from(engine, model_path(FAMILIES[0])))
     assert ask(engine, inputs) == old
 
 
@@ -188,17 +193,6 @@ def test_an_update_without_a_flush_keeps_the_kv_of_who_runs_and_no_new_prompt_fi
     assert counters(engine).get("retractions", 0) == retractions
     done, message = engine.update_weights_from_tensor(list(plain.items()))
     assert done, message
-
-
-def tensors_for(engine: Any, weights: dict[str, torch.Tensor]) -> Any:
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    ranks = engine.server_args.dp_size
-    return UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=[MultiprocessingSerializer.serialize(list(weights.items())) for _ in range(ranks)],
-        flush_cache=False,
-    )
 
 
 def test_a_trainer_broadcasts_new_weights_to_all_ranks(
@@ -235,20 +229,28 @@ def test_a_trainer_broadcasts_new_weights_to_all_ranks(
     assert ask(engine, inputs[:4]) == old
 
 
-def test_who_is_aborted_during_a_pause_has_what_it_had_generated(engine: Any, inputs: list[list[int]]) -> None:
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_who_is_aborted_during_a_pause_has_what_it_had_generated(
+    mode: str, engine: Any, inputs: list[list[int]], whole_sequences: WholeSequences
+) -> None:
     whole = ask(engine, inputs)
     manager = engine.tokenizer_manager
 
     async def abort() -> None:
         manager.abort_request(abort_all=True)
 
-    requests = [{"input_ids": ids, "sampling_params": LONG} for ids in [*inputs, inputs[0]]]
-    answers = run_paused(engine, requests, "retract", abort)
+    asked = {"sampling_params": LONG, "return_routed_experts": True}
+    requests = [{"input_ids": ids, **asked} for ids in [*inputs, inputs[0]]]
+    answers = run_paused(engine, requests, mode, abort)
     reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
     assert reasons[:-1] == ["abort"] * len(inputs)
     had = [answer["output_ids"] for answer in answers[:-1]]
     assert any(had)
     assert had == [tokens[: len(some)] for tokens, some in zip(whole, had, strict=True)]
+    for ids, answer in zip(inputs, answers, strict=False):
+        if answer["output_ids"]:
+            assert "routed_experts" in answer["meta_info"]
+            whole_sequences.check(ids, answer)
 
 
 def test_what_cannot_be_loaded_is_said_and_the_engine_goes_on(engine: Any, inputs: list[list[int]]) -> None:

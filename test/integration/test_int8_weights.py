@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from .conftest import FAMILIES, Prompts, greedy_reference
+from .paused_runs import load_from, trained_copy
 from .test_parity import generate
+from .told_choices import WholeSequences
 
 pytestmark = pytest.mark.engine
 
@@ -41,7 +43,7 @@ def rounded_checkpoint(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_greedy_tokens_equal_huggingface_with_rounded_weights(
+def test_float32_greedy_tokens_equal_huggingface_with_rounded_weights_and_with_newer_ones(
     family: str,
     tmp_path: Path,
     model_path: Callable[[str], str],
@@ -54,6 +56,14 @@ def test_float32_greedy_tokens_equal_huggingface_with_rounded_weights(
     monkeypatch.setenv("SGL_BATCH_ISA", FLOAT32_ROWS[0])
     engine = batch_engine(family, 7, cpu_weight_dtype="int8")
     assert engine.plan_manifest()["flags"]["cpu_weight_dtype"] == "int8"
+    assert generate(engine, prompts) == expected
+    trained = trained_copy(model_path(family), tmp_path / "trained")
+    engine.loop.run_until_complete(load_from(engine, trained))
+    whole_sequences = WholeSequences(str(rounded_checkpoint(trained, tmp_path / "rounded")))
+    asked = {"input_ids": prompts.input_ids, "sampling_params": prompts.sampling_params}
+    for ids, answer in zip(prompts.input_ids, engine.generate(**asked), strict=True):
+        whole_sequences.check(ids, answer)
+    engine.loop.run_until_complete(load_from(engine, model_path(family)))
     assert generate(engine, prompts) == expected
 
 

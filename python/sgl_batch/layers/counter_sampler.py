@@ -92,6 +92,23 @@ def _few_rows(mask: torch.Tensor, vocab_size: int) -> list[torch.Tensor]:
 class CounterSampler(Sampler):  # type: ignore[misc]
     """SGLang's sampler with our draw. Every row carries a seed; greedy rows take the largest logit."""
 
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int] | None],
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """The rows' tokens. Beside a row that names tokens for log probabilities, SGLang needs all to name some."""
+        if return_logprob and any(ids is not None for ids in token_ids_logprobs):
+            token_ids_logprobs = [ids or [] for ids in token_ids_logprobs]
+        tokens: torch.Tensor = super().forward(
+            logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+        )
+        return tokens
+
     def _sample_from_probs(
         self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool
     ) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
 from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.kernel_loader import native_kernels
@@ -87,6 +88,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
     merged.update(_rank_arguments(merged))
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
+    _check_choices(config, merged, on_cpu=on_cpu(kwargs))
     if merged.get("speculative_algorithm"):
         raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
     return merged
@@ -141,6 +143,21 @@ def _check_streaming(config: BatchConfig, merged: dict[str, Any], *, on_cpu: boo
         merged["disable_cuda_graph"] = True
     if merged.get("load_format") not in (None, "auto", "safetensors"):
         raise ConfigError(f"load_format is {merged['load_format']!r}; streamed weights are read from safetensors files")
+
+
+def _check_choices(config: BatchConfig, merged: dict[str, Any], *, on_cpu: bool) -> None:
+    """The choice of experts is kept where all of it is told, and nobody counts its memory. Raises ConfigError."""
+    if not merged.get("enable_return_routed_experts"):
+        return
+    if not on_cpu:
+        raise ConfigError(
+            "enable_return_routed_experts has no form for GPUs yet, whose graphs tell no choice: leave it out"
+        )
+    if config.memory.device_memory:
+        raise ConfigError(
+            f"device_memory is {format_bytes(config.memory.device_memory)}, and enable_return_routed_experts keeps 4 "
+            "bytes for each token, layer and chosen expert beside it: leave one of them out"
+        )
 
 
 def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:

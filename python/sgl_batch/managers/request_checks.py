@@ -46,6 +46,14 @@ def check_log_probabilities(request: Any, vocab_size: int, context_length: int) 
     _check_integer("logprob_start_len", start, -1, context_length)
 
 
+def check_routed_experts(request: Any, *, is_enabled: bool) -> None:
+    """Whether a request may ask for the choice of its experts."""
+    if request.return_routed_experts and not is_enabled:
+        raise ValueError(
+            "return_routed_experts needs an engine that keeps them: start it with --enable-return-routed-experts"
+        )
+
+
 def check_sampling(parameters: Any, vocab_size: int) -> None:
     """SGLang's sampling parameters, after its own checks of them."""
     _check_integer("top_k", parameters.top_k, 1, MAX_TOP_K)

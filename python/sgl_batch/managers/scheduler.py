@@ -45,6 +45,7 @@ from sgl_batch.sglang_adapter.scheduling import (
     SetInternalStateReqOutput,
     await_input,
     put_over_controls,
+    rows_of,
     set_max_new_tokens,
     updates_weights,
 )
@@ -220,6 +221,9 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         return NextBatchPlan(batch_to_run=part.batch, running_batch=part.running)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
+        choices = self.tp_worker.model_runner.expert_choices
+        if choices is not None:
+            choices.note(rows_of(batch))
         if batch.forward_mode.is_extend():
             self.executor.before_prefill_results(batch)
         super().process_batch_result(batch, result)

@@ -19,6 +19,7 @@ from sgl_batch.managers.sequence_queue import SequencesView
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.moving import movable
+from sgl_batch.sglang_adapter.scheduling import asks_of_prompt
 
 
 class SharedPrompts(Protocol):
@@ -121,8 +122,7 @@ class SequenceTable:
         tag = prompt_groups.decode(request.extra_key)
         refused = request.to_finish is not None
         prompt_tokens = len(request.origin_input_ids)
-        wants_prompt_logprobs = request.return_logprob and 0 <= request.logprob_start_len < prompt_tokens
-        shares = tag is not None and not wants_prompt_logprobs and not refused
+        shares = tag is not None and not asks_of_prompt(request) and not refused
         return Sequence(
             sequence_id=request.rid,
             arrival=self._arrivals,

@@ -15,7 +15,13 @@ from typing import Any
 
 from sgl_batch.managers.line_recordings import LineRecordings
 from sgl_batch.managers.prompt_groups import ChoiceTag
-from sgl_batch.managers.request_checks import check_log_probabilities, check_sampling, check_shape, check_tokens
+from sgl_batch.managers.request_checks import (
+    check_log_probabilities,
+    check_routed_experts,
+    check_sampling,
+    check_shape,
+    check_tokens,
+)
 from sgl_batch.managers.seeds import choice_seed
 from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
 from sgl_batch.sglang_adapter.tokenizing import (
@@ -106,6 +112,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             if obj.input_ids is not None:
                 check_tokens(input_ids, self.model_config.vocab_size)
             check_log_probabilities(obj, self.model_config.vocab_size, self.context_len)
+            check_routed_experts(obj, is_enabled=self.server_args.enable_return_routed_experts)
         with _as_value_error():
             super()._validate_one_request(obj, input_ids)
 

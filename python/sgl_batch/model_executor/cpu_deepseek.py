@@ -20,7 +20,8 @@ from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertSums, add_shared
 from sgl_batch.model_executor.families import DeepseekFamily
-from sgl_batch.sglang_adapter.layers import StandardTopKOutput, put_forwards_under
+from sgl_batch.sglang_adapter.expert_choice import choice_made
+from sgl_batch.sglang_adapter.layers import put_forwards_under
 
 # SGLang's classes.
 _ATTENTION, _MOE, _MLP = "DeepseekV2AttentionMLA", "DeepseekV2MoE", "DeepseekV2MLP"
@@ -105,7 +106,7 @@ class CpuDeepseek:
             renormalize=config.renormalize,
             kernels=self._kernels,
         )
-        return StandardTopKOutput(topk_weights=weights_TK, topk_ids=ids_TK, router_logits=logits_TE)
+        return choice_made(module, weights_TK, ids_TK, logits_TE)
 
 
 def _check(config: Any) -> None:

@@ -23,11 +23,13 @@ from sgl_batch.mem_cache.process_memory import forget_peak, resident_bytes
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.device_needs import model_shape, resident_weight_bytes
+from sgl_batch.model_executor.expert_choices import ExpertChoices
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import FAMILIES, Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
+from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, choosing_layers
 from sgl_batch.sglang_adapter.forward import (
     REENTRANT_BACKENDS,
     ForwardContext,
@@ -60,6 +62,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.place = place
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
+        self.expert_choices: ExpertChoices | None = None
         self._program_bytes = 0
         self._pass_memory: PassMemory | None = None
         super().__init__(*args, **kwargs)
@@ -160,6 +163,23 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             expert_part="router" if self.device == "cpu" else "experts",
             exchange=None if self.place is None else self._exchange(self.place, family),
         )
+
+    def init_routed_experts_capturer(self) -> None:
+        """Keep the choice of experts by sequence, for those that ask for it."""
+        if not self.server_args.enable_return_routed_experts:
+            return
+        layers, config = choosing_layers(self.model), self.model_config.hf_text_config
+        if not layers or len(set(layers)) < len(layers):
+            raise ConfigError(
+                f"{type(self.model).__name__} has {len(layers)} layers that choose experts, under {len(set(layers))} "
+                "numbers, and each must have its own: leave --enable-return-routed-experts out"
+            )
+        self.expert_choices = ExpertChoices(
+            num_layers=config.num_hidden_layers,
+            num_expert_layers=len(layers),
+            top_k=config.num_experts_per_tok,
+        )
+        capture_choices_with(self.expert_choices)
 
     def _measure_passes(self, plan: Plan) -> PassMemory | None:
         """Where streamed experts take the memory that forward passes leave, what those take."""

@@ -11,7 +11,8 @@ from sgl_batch.sglang_adapter import bootstrap
 with bootstrap.importing():
     from sglang.srt.environ import envs
     from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
-    from sglang.srt.layers.moe.topk import StandardTopKOutput, capture_routed_experts_if_allowed
+    from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK, capture_routed_experts_if_allowed
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer, set_global_experts_capturer
 
 
 def is_plain_choice(topk: Any, given: dict[str, Any]) -> bool:
@@ -37,3 +38,27 @@ def choice_made(topk: Any, weights_TK: torch.Tensor, ids_TK: torch.Tensor, logit
     capture_routed_experts_if_allowed(topk.topk_config, topk.layer_id, ids_TK)
     get_global_expert_distribution_recorder().on_select_experts(topk_ids=ids_TK)
     return StandardTopKOutput(topk_weights=weights_TK, topk_ids=ids_TK, router_logits=logits_TE)
+
+
+def choosing_layers(model: Any) -> list[int]:
+    """The numbers under which the layers of a loaded model tell their choices.
+
+    SGLang gives those of Mixtral none; from now on each has its own.
+    """
+    for number, layer in enumerate(getattr(getattr(model, "model", None), "layers", ())):
+        for module in layer.modules():
+            if isinstance(module, TopK):
+                module.layer_id = number
+    return [module.layer_id for module in model.modules() if isinstance(module, TopK)]
+
+
+def capture_choices_with(choices: Any) -> None:
+    """Have every choice of this process told to `choices`, which SGLang asks for those of a request that has ended."""
+    set_global_experts_capturer(choices)
+
+
+def add_choices(request: Any) -> None:
+    """Put into the answer of a request that ends outside a batch what it asks of the choice of its experts."""
+    choices = get_global_experts_capturer()
+    if request.return_routed_experts and choices is not None:
+        request.routed_experts = choices.of(request)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.expert_choice import add_choices
 
 with bootstrap.importing():
     import torch
@@ -36,6 +37,7 @@ __all__ = [
     "NextBatchPlan",
     "Scheduler",
     "SetInternalStateReqOutput",
+    "asks_of_prompt",
     "await_input",
     "decode_batch",
     "decode_batches",
@@ -52,6 +54,7 @@ __all__ = [
     "protect_prefix",
     "put_over_controls",
     "retract",
+    "rows_of",
     "set_max_new_tokens",
     "shares_prefix",
     "updates_weights",
@@ -81,7 +84,6 @@ _OWN_PROMPT = (
     "lora_id",
     "session",
     "return_hidden_states",
-    "return_routed_experts",
     "return_indexer_topk",
     "to_finish",
 )
@@ -205,6 +207,13 @@ def _penalised(request: Any) -> bool:
     )
 
 
+def rows_of(batch: Any) -> list[tuple[Any, int, int]]:
+    """The rows of a batch that was just computed, in order: requests, the first position of each, and how many."""
+    if batch.forward_mode.is_extend():
+        return list(zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True))
+    return [(request, len(request.origin_input_ids) + len(request.output_ids) - 1, 1) for request in batch.reqs]
+
+
 def end_retraction(batch: Any) -> tuple[int, int]:
     """A prefill is over: those of it that were retracted go on. How many, and how many tokens were theirs."""
     rows = [length for request, length in zip(batch.reqs, batch.extend_lens, strict=True) if request.is_retracted]
@@ -259,6 +268,7 @@ def end_aborted(scheduler: Any, request: Any) -> None:
     """End a request that holds KV outside any batch: free what it holds, and answer it with what it has generated."""
     mark_aborted(request)
     request.update_finish_state()
+    add_choices(request)
     release_kv_cache(request, scheduler.tree_cache)
     request.time_stats.set_completion_time()
     scheduler.output_streamer.stream_output([request], request.return_logprob)
@@ -282,6 +292,7 @@ def end_detached(scheduler: Any, request: Any) -> None:
     """End a request as aborted that holds no slots, and answer it with what it has generated."""
     mark_aborted(request)
     request.update_finish_state()
+    add_choices(request)
     request.time_stats.set_completion_time()
     scheduler.output_streamer.stream_output([request], request.return_logprob)
 
@@ -293,8 +304,13 @@ def await_input(scheduler: Any, milliseconds: int) -> None:
 
 def shares_prefix(request: Any) -> bool:
     """Whether a request may find pages of its prompt computed, and others may find its."""
+    return not asks_of_prompt(request) and not any(getattr(request, name, None) for name in _OWN_PROMPT)
+
+
+def asks_of_prompt(request: Any) -> bool:
+    """Whether a request asks for what only a pass over its whole prompt can say."""
     scored = request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
-    return not scored and not any(getattr(request, name, None) for name in _OWN_PROMPT)
+    return bool(scored or request.return_routed_experts)
 
 
 def set_max_new_tokens(request: Any, tokens: int) -> None:

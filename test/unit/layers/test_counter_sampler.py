@@ -243,3 +243,11 @@ def test_a_batch_without_seeds_is_a_fault_of_the_scheduler():
         sampler._sample_from_probs(
             mixed_probs(1, with_ties=False), SimpleNamespace(sampling_seed=None), torch.zeros(1), False
         )
+
+
+def test_a_row_that_names_tokens_for_log_probabilities_has_neighbours_that_name_none(monkeypatch):
+    sampler, said = CounterSampler.__new__(CounterSampler), []
+    monkeypatch.setattr(CounterSampler.__base__, "forward", lambda _, *given: said.append(given[4]))
+    for named in ([[7, 9], None], [None, None]):
+        sampler.forward(None, None, True, [0, 0], named, torch.zeros(2))
+    assert said == [[[7, 9], []], [None, None]], "SGLang asks each row of a batch where one is named, else none"

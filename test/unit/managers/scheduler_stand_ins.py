@@ -27,6 +27,7 @@ def request(number: int, *, max_new_tokens: int = 8, **parts: Any) -> SimpleName
         "output_ids": [1],
         "kv_committed_len": 100,
         "return_logprob": False,
+        "return_routed_experts": False,
         "logprob_start_len": -1,
         "sampling_params": SimpleNamespace(max_new_tokens=max_new_tokens, custom_params=None),
     }

@@ -207,3 +207,16 @@ def test_weights_are_streamed_to_a_gpu_without_captured_graphs(monkeypatch):
     monkeypatch.setattr(launch, "native_kernels", lambda: None)
     assert sglang_arguments({}, from_mapping(STREAMED))["disable_cuda_graph"] is True
     assert not sglang_arguments({}, from_mapping({})).get("disable_cuda_graph")
+
+
+@pytest.mark.parametrize(
+    ("options", "on_cpu", "message"),
+    [
+        ({}, False, "enable_return_routed_experts has no form for GPUs yet"),
+        ({"device_memory": "1G"}, True, "device_memory is 1.00 GiB, and enable_return_routed_experts keeps 4 bytes"),
+    ],
+)
+def test_told_choices_of_experts_are_refused_where_nobody_tells_or_counts_them(options, on_cpu, message, monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
+    with pytest.raises(ConfigError, match=message):
+        sglang_arguments({"enable_return_routed_experts": True}, from_mapping(options))

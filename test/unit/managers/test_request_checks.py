@@ -10,6 +10,7 @@ import pytest
 from sgl_batch.managers.request_checks import (
     MAX_CHOICES,
     check_log_probabilities,
+    check_routed_experts,
     check_sampling,
     check_shape,
     check_tokens,
@@ -133,3 +134,10 @@ def test_sampling_parameters_that_can_be_computed_with_pass(given: Any) -> None:
 def test_sampling_parameters_that_end_a_scheduler_are_refused(given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_sampling(given, VOCAB)
+
+
+def test_routed_experts_are_refused_of_an_engine_that_does_not_keep_them() -> None:
+    check_routed_experts(SimpleNamespace(return_routed_experts=False), is_enabled=False)
+    check_routed_experts(SimpleNamespace(return_routed_experts=True), is_enabled=True)
+    with pytest.raises(ValueError, match="start it with --enable-return-routed-experts"):
+        check_routed_experts(SimpleNamespace(return_routed_experts=True), is_enabled=False)

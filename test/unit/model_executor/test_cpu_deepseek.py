@@ -42,8 +42,15 @@ class MoEGate(nn.Module):
 
 
 class TopK(nn.Module):
+    layer_id = 0
     topk_config = SimpleNamespace(
-        num_expert_group=1, topk_group=1, top_k=TOP_K, scoring_func="softmax", correction_bias=None, renormalize=False
+        num_expert_group=1,
+        topk_group=1,
+        top_k=TOP_K,
+        scoring_func="softmax",
+        correction_bias=None,
+        renormalize=False,
+        allow_routed_experts_capture=True,
     )
 
 
