@@ -161,7 +161,13 @@ class Wheelhouse:
 
     def _asked(self) -> str:
         """What the resolved wheels depend on, as one string."""
-        parts = [str(self.cuda), self.target.python, str(self.target.glibc), str(sorted(self.present.items()))]
+        parts = [
+            str(self.cuda),
+            BUILD_TOOL,
+            self.target.python,
+            str(self.target.glibc),
+            str(sorted(self.present.items())),
+        ]
         parts += [path.read_text(encoding="utf-8") for path in (ROOT / "pyproject.toml", PINS)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -137,6 +137,7 @@ class Resolver:
             self._by_version |= with_extras
             return
         wanted_by = "; ".join(line for line in _WANTED.findall(output) if "(constraint)" not in line)
+        wanted_by = wanted_by.replace("The user requested ", "asked for: ")
         fixed = sorted(name for name in names if not may_be_replaced(name))
         if fixed:
             raise WheelhouseError(
