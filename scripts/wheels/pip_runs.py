@@ -1,0 +1,48 @@
+"""Owns how pip is run: of this interpreter, or a newer one fetched where this interpreter's is too old."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# The first whose dry run reads an index's metadata files instead of fetching the wheels.
+OLDEST_PIP = (24, 0)
+
+
+class PipFailed(Exception):  # noqa: N818  an outcome that the caller may answer
+    """pip ended with an error; the message is all that it said."""
+
+
+class Pip:
+    """pip, with the user's own settings of it (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf ...)."""
+
+    def __init__(self, scratch: Path) -> None:
+        version = importlib.metadata.version("pip")
+        self._command = [sys.executable, "-m", "pip"]
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST_PIP:
+            print(f"pip {version} is older than {OLDEST_PIP[0]}: looking for a newer one for this run")
+            try:
+                self.run(["download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), "pip"])
+                self._command = [sys.executable, str(next(scratch.glob("pip-*.whl")) / "pip")]
+            except PipFailed:
+                print("none found: with this one, wheels are fetched once to resolve and once to keep")
+
+    def run(self, arguments: Sequence[str]) -> str:
+        """Run it to its end; what it printed. Raises PipFailed."""
+        command = [*self._command, *arguments, "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            # In English, because what it says of conflicts is read.
+            env={**os.environ, "LC_ALL": "C.UTF-8"},
+        )
+        if done.returncode != 0:
+            raise PipFailed(done.stdout)
+        return done.stdout

@@ -1,0 +1,221 @@
+"""Owns which wheels the target needs: pip's own resolver, held to what the target has, for the target's markers.
+
+Does not fetch them, and does not decide what is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from pip._vendor.packaging.requirements import Requirement  # the standard library cannot read requirements
+
+from wheels.failure import WheelhouseError
+from wheels.inventory import canonical, may_be_replaced, write_stand_in
+from wheels.pip_runs import Pip, PipFailed
+from wheels.target import Target
+
+# "transformers 5.12.1 depends on numpy>=2" and, in the next lines, "The user requested (constraint) numpy (from ...)".
+_HELD_BACK = re.compile(r"The user requested \(constraint\) ([A-Za-z0-9][\w.-]*)")
+_WANTED = re.compile(r"^\s+(\S.*(?: depends on |requested ).*)$", re.MULTILINE)
+_WITH_EXTRAS = re.compile(r"([A-Za-z0-9][\w.-]*)\[")
+_NO_WHEEL = re.compile(r"No matching distribution found for (\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedWheel:
+    """One wheel that the target needs, and where it lies."""
+
+    name: str
+    version: str
+    url: str
+    sha256: str
+
+    @property
+    def filename(self) -> str:
+        """The wheel's file name."""
+        return unquote(urlsplit(self.url).path).rsplit("/", 1)[-1]
+
+    def to_json(self) -> dict[str, str]:
+        """As it stands in the wheelhouse's record."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """The target has `present`, which does not fit `wanted_by`; the wheelhouse brings `chosen` instead."""
+
+    name: str
+    present: str
+    wanted_by: str
+    chosen: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """The wheels to fetch, what the target keeps, and where its versions had to give way."""
+
+    wheels: list[ResolvedWheel]
+    kept: dict[str, str]
+    conflicts: list[Conflict]
+
+
+class Resolver:
+    """Asks pip, as often as it takes: a package of the target that fits no solution is given up and asked for anew."""
+
+    def __init__(self, pip: Pip, target: Target, present: Mapping[str, str]) -> None:
+        self._pip, self._target, self._present = pip, target, present
+        self._conflicts: dict[str, Conflict] = {}
+        # Present, but asked for with an extra: only its real metadata says what the extra needs.
+        self._by_version: set[str] = set()
+
+    def resolve(self, requirements: Sequence[str], constraints: Path | None = None, *, deps: bool = True) -> Resolution:
+        """The closure of the requirements. Raises WheelhouseError where there is none."""
+        wanted = list(requirements)
+        while True:
+            items = self._ask(wanted, constraints, deps=deps)
+            missing = self._missing(items) if deps else []
+            if not missing:
+                break
+            wanted += missing
+        reachable = self._walk(items)[0] if deps else {canonical(item["metadata"]["name"]) for item in items}
+        wheels, kept = [], {}
+        for item in items:
+            name = canonical(item["metadata"]["name"])
+            if name in self._present and name not in self._conflicts:
+                kept[name] = self._present[name]
+            elif name in reachable:
+                wheels.append(_wheel(item))
+        return Resolution(wheels=wheels, kept=kept, conflicts=self._settled(wheels))
+
+    def _ask(self, requirements: list[str], constraints: Path | None, *, deps: bool) -> list[dict[str, Any]]:
+        while True:
+            with tempfile.TemporaryDirectory() as scratch:
+                report = Path(scratch, "report.json")
+                options = ["install", "--dry-run", "--ignore-installed", "--report", str(report)]
+                options += ["--target", str(Path(scratch, "never")), *self._target.pip_options()]
+                options += [] if deps else ["--no-deps"]
+                options += ["-c", str(constraints)] if constraints else []
+                options += ["-c", str(self._hold(Path(scratch)))]
+                try:
+                    self._pip.run([*options, *requirements])
+                except PipFailed as failed:
+                    self._give_way(str(failed))
+                    continue
+                items: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["install"]
+            asked = self._with_extras(items) - self._by_version
+            if not asked:
+                return items
+            self._by_version |= asked
+
+    def _hold(self, scratch: Path) -> Path:
+        """Constraints under which pip finds the target's packages as they are, and nothing that only they need."""
+        lines = []
+        for name, version in self._present.items():
+            if name in self._conflicts:
+                continue
+            if name in self._by_version:
+                lines.append(f"{name}=={version.split('+')[0]}")
+            else:
+                lines.append(f"{name} @ {write_stand_in(scratch, name, version).as_uri()}")
+        path = scratch / "held.txt"
+        path.write_text("\n".join(lines), encoding="utf-8")
+        return path
+
+    def _give_way(self, output: str) -> None:
+        """Note which of the target's packages stands in the way, or say why nothing can be done."""
+        names = {canonical(name) for name in _HELD_BACK.findall(output)} & set(self._present) - set(self._conflicts)
+        with_extras = {canonical(name) for name in _WITH_EXTRAS.findall(output)} & names - self._by_version
+        if with_extras:
+            # An older pip takes a stand-in without the extra for another package; asked again by version.
+            self._by_version |= with_extras
+            return
+        wanted_by = "; ".join(line for line in _WANTED.findall(output) if "(constraint)" not in line)
+        wanted_by = wanted_by.replace("The user requested ", "asked for: ")
+        fixed = sorted(name for name in names if not may_be_replaced(name))
+        if fixed:
+            raise WheelhouseError(
+                "the target has "
+                + ", ".join(f"{name} {self._present[name]}" for name in fixed)
+                + f", but: {wanted_by}. torch, triton and the nvidia packages are never replaced unasked: other "
+                "packages of the target are built against them. Take these lines out of --have's file, and the "
+                "wheelhouse brings them; or prepare a target with the version that is wanted."
+            )
+        if not names:
+            missing = _NO_WHEEL.search(output)
+            raise WheelhouseError(
+                (f"there is no wheel of {missing[1]} for the target. " if missing else "pip finds no set of wheels. ")
+                + f"The end of what pip said:\n{_tail(output)}\n"
+                "Check --python and --glibc; PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS name more places to look in."
+            )
+        for name in names:
+            self._conflicts[name] = Conflict(name=name, present=self._present[name], wanted_by=wanted_by)
+
+    def _settled(self, wheels: Iterable[ResolvedWheel]) -> list[Conflict]:
+        versions = {wheel.name: wheel.version for wheel in wheels}
+        return [
+            Conflict(name=c.name, present=c.present, wanted_by=c.wanted_by, chosen=versions.get(c.name, ""))
+            for c in self._conflicts.values()
+        ]
+
+    def _edges(self, item: dict[str, Any], extras: Iterable[str]) -> list[Requirement]:
+        """What this package requires on the target, with these of its extras."""
+        found = []
+        for text in item["metadata"].get("requires_dist", []):
+            requirement = Requirement(text)
+            environments = [{**self._target.markers(), "extra": extra} for extra in ("", *extras)]
+            if requirement.marker is None or any(requirement.marker.evaluate(e) for e in environments):
+                found.append(requirement)
+        return found
+
+    def _walk(self, items: list[dict[str, Any]]) -> tuple[set[str], list[Requirement]]:
+        """The packages that are required on the target, and all their requirements there."""
+        by_name = {canonical(item["metadata"]["name"]): item for item in items}
+        waiting = [(name, frozenset(i.get("requested_extras", ()))) for name, i in by_name.items() if i["requested"]]
+        seen: set[tuple[str, frozenset[str]]] = set()
+        edges: list[Requirement] = []
+        while waiting:
+            name, extras = waiting.pop()
+            if (name, extras) in seen or name not in by_name:
+                continue
+            seen.add((name, extras))
+            found = self._edges(by_name[name], extras)
+            if name in self._present and name not in self._conflicts:
+                # The target has what it requires by itself; what an extra needs it may lack.
+                plain = {str(edge) for edge in self._edges(by_name[name], ())}
+                found = [edge for edge in found if str(edge) not in plain]
+            edges += found
+            waiting += [(canonical(edge.name), frozenset(edge.extras)) for edge in found]
+        return {name for name, _ in seen}, edges
+
+    def _with_extras(self, items: list[dict[str, Any]]) -> set[str]:
+        """The target's packages that something asks for with an extra."""
+        held = set(self._present) - set(self._conflicts)
+        return {canonical(edge.name) for edge in self._walk(items)[1] if edge.extras} & held
+
+    def _missing(self, items: list[dict[str, Any]]) -> list[str]:
+        """What is required on the target alone: pip evaluates markers for the machine that it runs on."""
+        there = {canonical(item["metadata"]["name"]) for item in items}
+        edges = {canonical(edge.name): edge for edge in self._walk(items)[1]}
+        return [f"{edge.name}{edge.specifier}" for name, edge in edges.items() if name not in there]
+
+
+def _wheel(item: dict[str, Any]) -> ResolvedWheel:
+    archive = item["download_info"].get("archive_info", {})
+    return ResolvedWheel(
+        name=canonical(item["metadata"]["name"]),
+        version=item["metadata"]["version"],
+        url=item["download_info"]["url"],
+        sha256=archive.get("hashes", {}).get("sha256", ""),
+    )
+
+
+def _tail(output: str, num_lines: int = 12) -> str:
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("WARNING")]
+    return "\n".join(f"  {line}" for line in lines[-num_lines:])

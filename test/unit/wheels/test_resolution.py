@@ -1,0 +1,85 @@
+"""Tests which wheels a target needs, with pip's own resolver over a folder of small wheels."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from wheel_builder import build_wheel
+
+from wheels.failure import WheelhouseError
+from wheels.pip_runs import Pip
+from wheels.resolution import Resolution, Resolver
+from wheels.target import Target
+
+TARGET = Target(python="3.12", glibc=(2, 39))
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only place where pip finds wheels; it has an engine that wants torch, and torch with its CUDA libraries."""
+    place = tmp_path / "index"
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(place))
+    build_wheel(place, "engine", "1.0", {}, ("torch==2.11.0", "numpy>=2", 'only-there; python_version == "3.12"'))
+    build_wheel(place, "torch", "2.11.0", {}, ("nvidia-cublas", "filelock"))
+    build_wheel(place, "only-there", "1.0", {}, ('never; sys_platform == "win32"',))
+    for name, version in [("nvidia-cublas", "13.1"), ("filelock", "3.0"), ("numpy", "2.3.5"), ("numpy", "2.4.0")]:
+        build_wheel(place, name, version, {})
+    return place
+
+
+def resolve(tmp_path: Path, present: dict[str, str], *requirements: str) -> Resolution:
+    """What the target needs beside what is present."""
+    return Resolver(Pip(tmp_path), TARGET, present).resolve(requirements or ["engine"])
+
+
+def needed(resolution: Resolution) -> dict[str, str]:
+    """The versions of the wheels to fetch."""
+    return {wheel.name: wheel.version for wheel in resolution.wheels}
+
+
+@pytest.mark.usefixtures("index")
+def test_the_target_gets_what_its_own_markers_ask_for(tmp_path: Path) -> None:
+    everything = {"engine": "1.0", "torch": "2.11.0", "nvidia-cublas": "13.1", "filelock": "3.0", "numpy": "2.4.0"}
+    assert needed(resolve(tmp_path, {})) == {**everything, "only-there": "1.0"}
+
+
+@pytest.mark.usefixtures("index")
+def test_what_the_target_has_is_left_out_with_what_only_it_requires(tmp_path: Path) -> None:
+    resolution = resolve(tmp_path, {"torch": "2.11.0+cu130", "numpy": "2.3.5"})
+    assert needed(resolution) == {"engine": "1.0", "only-there": "1.0"}
+    assert resolution.kept == {"torch": "2.11.0+cu130", "numpy": "2.3.5"}
+    assert resolution.conflicts == []
+
+
+@pytest.mark.usefixtures("index")
+def test_a_version_that_does_not_fit_gives_way_and_is_listed(tmp_path: Path) -> None:
+    resolution = resolve(tmp_path, {"torch": "2.11.0+cu130", "numpy": "1.26.0"})
+    assert needed(resolution) == {"engine": "1.0", "only-there": "1.0", "numpy": "2.4.0"}
+    (conflict,) = resolution.conflicts
+    assert (conflict.name, conflict.present, conflict.chosen) == ("numpy", "1.26.0", "2.4.0")
+    assert "engine 1.0 depends on numpy>=2" in conflict.wanted_by
+
+
+@pytest.mark.usefixtures("index")
+def test_another_torch_on_the_target_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(WheelhouseError, match=r"has torch 2\.10\.0, but: engine 1\.0 depends on torch==2\.11\.0.*Take"):
+        resolve(tmp_path, {"torch": "2.10.0", "numpy": "2.3.5"})
+
+
+@pytest.mark.usefixtures("index")
+def test_a_package_without_a_wheel_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WheelhouseError, match=r"no wheel of absent==1\.0 for the target"):
+        resolve(tmp_path, {}, "absent==1.0")
+
+
+def test_an_extra_of_a_package_that_the_target_has_is_brought_without_the_package(tmp_path: Path, index: Path) -> None:
+    build_wheel(index, "caller", "1.0", {}, ("server[fast]",))
+    build_wheel(index, "server", "1.0", {}, ("numpy", "filelock; extra == 'fast'"), ("fast",))
+    resolution = resolve(tmp_path, {"server": "1.0", "numpy": "2.3.5"}, "caller")
+    assert needed(resolution) == {"caller": "1.0", "filelock": "3.0"}
