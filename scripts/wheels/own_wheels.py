@@ -68,9 +68,8 @@ def _builder(target: Target, torch: str | None, house: Path, scratch: Path) -> s
         raise _CannotBuild("it is not known which torch the target has")
     glibc = tuple(int(part) for part in (platform.libc_ver()[1] or "0.0").split(".")[:2])
     if platform.machine() != "x86_64" or not (0, 0) < glibc <= target.glibc:
-        raise _CannotBuild(
-            f"this machine ({platform.machine()}, glibc {glibc[0]}.{glibc[1]}) is not older than the target"
-        )
+        here = f"this machine ({platform.machine()}, glibc {glibc[0]}.{glibc[1]})"
+        raise _CannotBuild(f"{here} is no x86-64 Linux with the target's glibc or an older one")
     if not any(shutil.which(name) for name in os.environ.get("CXX", "g++").split()):
         raise _CannotBuild("this machine has no C++ compiler")
     if _version_here("torch") == torch and f"{sys.version_info[0]}.{sys.version_info[1]}" == target.python:

@@ -25,7 +25,9 @@ from wheels.target import Target
 _HELD_BACK = re.compile(r"The user requested \(constraint\) ([A-Za-z0-9][\w.-]*)")
 _WANTED = re.compile(r"^\s+(\S.*(?: depends on |requested ).*)$", re.MULTILINE)
 _WITH_EXTRAS = re.compile(r"([A-Za-z0-9][\w.-]*)\[")
-_NO_WHEEL = re.compile(r"No matching distribution found for (\S+)")
+_NO_WHEEL = re.compile(
+    r"No matching distribution found for (\S+)|no matching distributions available for your environment:\n\s+(\S+)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +152,13 @@ class Resolver:
         if not names:
             missing = _NO_WHEEL.search(output)
             raise WheelhouseError(
-                (f"there is no wheel of {missing[1]} for the target. " if missing else "pip finds no set of wheels. ")
+                (
+                    f"there is no wheel of {missing[1] or missing[2]} for the target. "
+                    if missing
+                    else "pip finds no set of wheels. "
+                )
                 + f"The end of what pip said:\n{_tail(output)}\n"
-                "Check --python and --glibc; PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS name more places to look in."
+                "Check the network, --python and --glibc; PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS name more places."
             )
         for name in names:
             self._conflicts[name] = Conflict(name=name, present=self._present[name], wanted_by=wanted_by)

@@ -10,6 +10,8 @@ import pytest
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
+TOP_LEVEL = {"pyproject.toml", "python", "sgl-kernel", "test", "benchmark", "scripts", "README.md", "LICENSE"}
+TOP_LEVEL |= {".ci", ".gitignore"}
 CODE_SUFFIXES = {".py", ".sh", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers"}
 
@@ -64,6 +66,10 @@ def _is_code(path: Path) -> bool:
     if path.suffix in CODE_SUFFIXES:
         return True
     return not path.suffix and (_text(path) or "").startswith("#!")
+
+
+def test_nothing_lies_at_the_top_but_what_belongs_there(our_files: list[Path], repo_root: Path) -> None:
+    assert {path.relative_to(repo_root).parts[0] for path in our_files} <= TOP_LEVEL
 
 
 def test_no_code_file_is_over_500_lines(our_files: list[Path]) -> None:
