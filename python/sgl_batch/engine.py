@@ -41,7 +41,7 @@ class Engine(processes.RankedEngine):
             super().__init__(server_args=server_args)
         infos = self._run.infos(self._scheduler_init_result.scheduler_infos)
         try:
-            self.running = launch.verify(infos, self.tokenizer_manager, cpu=server_args.device == "cpu")
+            self.running = launch.verify(infos, self.tokenizer_manager, server_args)
         except EngineError:
             self.shutdown()
             raise

@@ -22,6 +22,7 @@ SOLE_IMPORTERS: dict[str, tuple[str, ...]] = {
     "triton": (
         "sgl_batch.layers.moe.triton_kernels",
         "sgl_batch.layers.moe.triton_steps",
+        "sgl_batch.mem_cache.page_copy_kernel",
         "sgl_batch.layers.moe.expert_runner",
     ),
     "sgl_batch_kernel": ("sgl_batch.kernel_loader",),

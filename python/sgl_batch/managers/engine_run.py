@@ -29,6 +29,7 @@ from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
+from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kw
         place=place,
         rendezvous=Rendezvous(directory),
     )
+    register_triton_attention()
     processes.run_scheduler_with(partial(_scheduler, context), CounterSampler, *args, **kwargs)
 
 

@@ -21,10 +21,11 @@ from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.managers.streamed_rows import StreamedRows
-from sgl_batch.mem_cache.copy_engine import Ticket
+from sgl_batch.mem_cache.copy_engine import CopyEngines, Ticket
+from sgl_batch.mem_cache.cuda_copy_engine import CudaCopyEngines
 from sgl_batch.mem_cache.decode_staging import DecodeStaging, PartCopies
 from sgl_batch.mem_cache.host_kv_store import HostKVStore, StoreAddress
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngines
 from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 from sgl_batch.model_executor.counters import Counters
@@ -58,6 +59,13 @@ def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace |
     return store
 
 
+def copy_engines(store: HostKVStore, device: Any, memory: MemoryConfig) -> CopyEngines:
+    """What copies between pages of a device and the store. Raises ConfigError where its memory cannot be pinned."""
+    if torch.device(device).type == "cpu":
+        return NativeCopyEngines(store, num_workers=memory.kv_copy_threads)
+    return CudaCopyEngines(store)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returning:
     """A sequence whose KV is on its way to device pages [P]."""
@@ -78,12 +86,18 @@ class KVTiers:
         self, scheduler: Any, runner: Any, memory: MemoryConfig, counters: Counters, place: RankPlace | None
     ) -> None:
         self._scheduler, self._runner, self._counters = scheduler, runner, counters
-        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._allocator, self._device = scheduler.token_to_kv_pool_allocator, scheduler.device
         self._pool = self._allocator.get_kvcache()
         self._page_size: int = scheduler.page_size
+        if not hasattr(self._pool, "page_parts"):
+            raise ConfigError(
+                f"kv_store_bytes is {memory.kv_store_bytes}; this model keeps its KV in {type(self._pool).__name__}, "
+                "whose pages the host KV store has no form for: leave it out"
+            )
         self._store = open_store(StoreGeometry.of_pool(self._pool, checksums=memory.kv_store_checksums), memory, place)
         self.share = self._store.num_slots // self._store.num_ranks
-        self._engine = NativeCopyEngine(self._store, self._pool, num_workers=memory.kv_copy_threads)
+        self._engines = copy_engines(self._store, self._device, memory)
+        self._engine = self._engines.over(self._pool)
         self.stored = StoredKV(
             self._store,
             self._engine,
@@ -93,12 +107,9 @@ class KVTiers:
             counters=counters,
             exclusive=self._is_exclusive(memory),
         )
-        self._staging = PrefillStaging(
-            self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
-        )
-        self._decode_staging = DecodeStaging(
-            self._store, self._pool, first_page=self._allocator.first_staged, num_workers=memory.kv_copy_threads
-        )
+        first_page = self._allocator.first_staged
+        self._staging = PrefillStaging(self._store, self._pool, self._engines, first_page=first_page)
+        self._decode_staging = DecodeStaging(self._pool, self._engines, first_page=first_page)
         self._group: list[tuple[Any, int, Hold, torch.Tensor]] = []
         self._restored: list[int] = []
         self._on_device: dict[PrefixPage, int] = {}
@@ -175,6 +186,11 @@ class KVTiers:
             last = [request.kv_committed_len - 1 for request in full]
             self.stored.write_through([request.rid for request in full], self._pages_at(full, last))
 
+    def decoding_staged(self) -> AbstractContextManager[None]:
+        """Inside, decode steps get slots of streamed pages."""
+        decoding: AbstractContextManager[None] = self._allocator.decoding_staged()
+        return decoding
+
     def streamed_rows(self) -> StreamedRows:
         """For decode steps whose KV is streamed through all pages of the device."""
         return StreamedRows(
@@ -211,9 +227,9 @@ class KVTiers:
 
     def _pages_at(self, requests: list[Any], positions: list[int]) -> torch.Tensor:
         """The device page [N] in which each request has the KV of one position."""
-        rows = torch.tensor([request.req_pool_idx for request in requests])
         table: torch.Tensor = self._scheduler.req_to_token_pool.req_to_token
-        return table[rows, torch.tensor(positions)].to(torch.int64) // self._page_size
+        rows = torch.tensor([request.req_pool_idx for request in requests], device=table.device)
+        return table[rows, torch.tensor(positions, device=table.device)].to(torch.int64) // self._page_size
 
     def restore(self, request: Any, prompt: Seq[PrefixPage]) -> Returning:
         """Device pages for a request's KV, and the copy to them of what the device has not.
@@ -235,17 +251,18 @@ class KVTiers:
 
     def drop(self, prompt: Seq[PrefixPage]) -> None:
         """Nobody on the device has these pages of prompts any more."""
-        pages = torch.tensor([self._on_device.pop(page) for page in prompt], dtype=torch.int64)
+        pages = torch.tensor([self._on_device.pop(page) for page in prompt], dtype=torch.int64, device=self._device)
         self._allocator.free(pages * self._page_size)
 
     def slots_of(self, name: str, pages: torch.Tensor) -> torch.Tensor:
-        """The slots [tokens] of the KV of a sequence that comes back, in its device pages."""
-        slots = pages[:, None] * self._page_size + torch.arange(self._page_size)
-        return slots.flatten()[: self.stored.tokens_of(name)]
+        """The slots [tokens], on the device, of the KV of a sequence that comes back, in its device pages."""
+        slots = (pages[:, None] * self._page_size + torch.arange(self._page_size)).flatten()
+        return slots[: self.stored.tokens_of(name)].to(self._device)
 
     def close(self) -> None:
         """End the copies and leave the store."""
         self._staging.close()
         self._decode_staging.close()
         self._engine.close()
+        self._engines.close()
         self._store.close()

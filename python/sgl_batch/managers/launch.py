@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from sgl_batch.managers.budget_checks import check_budgets
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
 from sgl_batch.sglang_adapter import processes
-from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM
+from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
 
 EXPECTED_CLASSES = {
@@ -34,8 +35,13 @@ EXPECTED_CPU_CLASSES = {
     "allocator": "PageAllocator",
     "kv_pool": "DevicePagePool",
 }
+EXPECTED_TRITON_CLASSES = {
+    "attention": "TritonAttention",
+    "allocator": "PageAllocator",
+    "kv_pool": "GpuPagePool",
+}
 # What a model with latent attention has in place of these.
-EXPECTED_LATENT_CLASSES = {"kv_pool": "LatentPagePool"}
+EXPECTED_LATENT_CLASSES = {"DevicePagePool": "LatentPagePool", "GpuPagePool": "GpuLatentPool"}
 
 # Ours on every machine: phases replace chunked prefill and the radix cache; the loop is the synchronous one.
 _DEFAULTS: dict[str, Any] = {
@@ -53,6 +59,8 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "disable_cuda_graph": True,
     "mem_fraction_static": 0.5,
 }
+# Prefill groups never run in SGLang's graphs, which would take their memory and the time to capture them.
+_GPU_DEFAULTS: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
 _END_WITHIN_S = 60.0
 _FIXED = ("chunked_prefill_size", "disable_overlap_schedule", "disable_radix_cache")
 
@@ -65,7 +73,7 @@ def on_cpu(kwargs: dict[str, Any]) -> bool:
 def default_arguments(kwargs: dict[str, Any], b_moe_decode: int | None) -> dict[str, Any]:
     """Our defaults for SGLang's arguments on the device that `kwargs` ask for."""
     running = 2 * (b_moe_decode or BatchConfig().forward.b_moe_decode)
-    return {**_DEFAULTS, **(_CPU_DEFAULTS if on_cpu(kwargs) else {}), "max_running_requests": running}
+    return {**_DEFAULTS, **(_CPU_DEFAULTS if on_cpu(kwargs) else _GPU_DEFAULTS), "max_running_requests": running}
 
 
 def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, Any]:
@@ -80,11 +88,16 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
                 f"{name} is {merged[name]!r}; sgl_batch schedules groups itself and needs {_DEFAULTS[name]!r}: "
                 "leave it out"
             )
+    if on_cpu(kwargs) and merged["attention_backend"] == TRITON_ATTENTION and not os.environ.get("TRITON_INTERPRET"):
+        raise ConfigError(
+            "attention_backend is 'triton', which needs a GPU: leave it out; to test a GPU's attention on a CPU, very "
+            "slowly, set TRITON_INTERPRET=1 in the environment"
+        )
     if merged["page_size"] < 2:
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
     if merged.get("pp_size", 1) != 1:
         raise ConfigError(f"pp_size is {merged['pp_size']}; this release has no pipeline parallelism: use pp_size=1")
-    _check_store(config.memory, on_cpu=on_cpu(kwargs))
+    _check_store(config.memory, merged, on_cpu=on_cpu(kwargs))
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
     merged.update(_rank_arguments(merged))
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
@@ -107,8 +120,8 @@ def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
         raise ConfigError(f"{asked}, and expert_runner {forward.expert_runner!r} takes no such weights: choose native")
 
 
-def _check_store(memory: MemoryConfig, *, on_cpu: bool) -> None:
-    """What this release has no host KV store for. Raises ConfigError."""
+def _check_store(memory: MemoryConfig, merged: dict[str, Any], *, on_cpu: bool) -> None:
+    """What this release has no host KV store for; SGLang's arguments that one needs. Raises ConfigError."""
     if memory.kv_store_bytes == 0:
         if memory.kv_store_dir is not None:
             raise ConfigError("kv_store_dir is given without a size: say kv_store_bytes too")
@@ -120,9 +133,19 @@ def _check_store(memory: MemoryConfig, *, on_cpu: bool) -> None:
             "decode_kv is 'streamed', for which all KV lies in the store, and kv_store_mode is 'exclusive': choose "
             "'inclusive'"
         )
+    if on_cpu:
+        return
     asked = f"kv_store_bytes is {memory.kv_store_bytes}"
-    if not on_cpu:
-        raise ConfigError(f"{asked}; the host KV store has no form for GPUs yet: leave it out")
+    # Its plans are the ones that can be led to a prefill group's own memory.
+    if merged.setdefault("attention_backend", TRITON_ATTENTION) not in (None, TRITON_ATTENTION):
+        raise ConfigError(
+            f"{asked} and attention_backend {merged['attention_backend']!r}; beside a GPU the host KV store works with "
+            f"{TRITON_ATTENTION!r}: choose that one, or leave the store out"
+        )
+    merged["attention_backend"] = TRITON_ATTENTION
+    for name, value in (("kv_store_dir", memory.kv_store_dir), ("kv_store_checksums", memory.kv_store_checksums)):
+        if value:
+            raise ConfigError(f"{asked} and {name} {value!r}; a GPU copies to pinned memory alone: leave {name} out")
 
 
 def _check_streaming(config: BatchConfig, merged: dict[str, Any], *, on_cpu: bool) -> None:
@@ -229,20 +252,29 @@ def start_tree(server_args: Any, run: EngineRun) -> processes.Launched:
             run_scheduler_process_func=run,
             run_detokenizer_process_func=run.detokenizer,
         )
-    verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, cpu=server_args.device == "cpu")
+    verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, server_args)
     return launched
 
 
-def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: Any, *, cpu: bool) -> dict[str, Any]:
+def expected_classes(server_args: Any) -> dict[str, str]:
+    """By role, the classes that are to run in a scheduler. Beside a GPU, pools depend on the model."""
+    if server_args.attention_backend != TRITON_ATTENTION:
+        return {**EXPECTED_CLASSES, **(EXPECTED_CPU_CLASSES if server_args.device == "cpu" else {})}
+    if server_args.device == "cpu":
+        return {**EXPECTED_CLASSES, **EXPECTED_TRITON_CLASSES}
+    return {**EXPECTED_CLASSES, "attention": EXPECTED_TRITON_CLASSES["attention"]}
+
+
+def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: Any, server_args: Any) -> dict[str, Any]:
     """Check that our classes are the ones running in every scheduler; returns what the first says of itself.
 
     Raises EngineError naming what runs instead: SGLang logs a failed plugin and goes on without it.
     """
-    expected = {**EXPECTED_CLASSES, **(EXPECTED_CPU_CLASSES if cpu else {})}
+    expected = expected_classes(server_args)
     for info in scheduler_infos:
         running = info["classes"]
         for role, name in expected.items():
-            if running.get(role) not in (name, EXPECTED_LATENT_CLASSES.get(role, name)):
+            if running.get(role) not in (name, EXPECTED_LATENT_CLASSES.get(name)):
                 raise EngineError(
                     f"the scheduler process runs {running.get(role, 'an unknown class')} as its {role}, not {name}: "
                     "sgl_batch did not take effect; check that this sglang is unmodified and no other SGLang "

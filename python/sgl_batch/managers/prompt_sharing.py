@@ -47,7 +47,8 @@ class PromptSharing:
         hold = self._tree.hold(leader.rid, leader.origin_input_ids, listed=tokens is not None)
         shared = unit.leader.shared_tokens = hold.shared * self._page_size
         if shared:
-            give_prefix(leader, self._scheduler, torch.arange(shared), 0)  # `lay_tables` says where it lies
+            nowhere = torch.arange(shared, device=self._scheduler.device)  # `lay_tables` says where it lies
+            give_prefix(leader, self._scheduler, nowhere, 0)
             self._counters.add("prompt_tokens_shared", shared)
         return hold
 

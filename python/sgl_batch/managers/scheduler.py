@@ -87,7 +87,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             return ExclusiveExecutor(*arguments)
         if memory.decode_kv == "streamed":
             return StreamingExecutor(*arguments)
-        if memory.decode_kv == "auto" and context.place is None:
+        if memory.decode_kv == "auto" and context.place is None and self.device == "cpu":
             return StreamingExecutor(*arguments, choice=StreamingChoice())
         return TieredExecutor(*arguments)
 

@@ -119,7 +119,8 @@ class StreamingExecutor(TieredExecutor):
         if not self._streams:
             return super().decode_step(running)
         self._rows.prepare(running.reqs, self.plan, lambda name: self.ledger.whole_pages(self.table[name]))
-        running.prepare_for_decode()
+        with self._tiers.decoding_staged():
+            running.prepare_for_decode()
         self._tiers.begin_streamed_step(self._rows.copies(running.reqs))
         self._counters.add("streamed_steps")
         self.count_step()

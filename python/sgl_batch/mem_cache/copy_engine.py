@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sgl_batch.mem_cache.host_kv_store import Indices
+from sgl_batch.mem_cache.store_geometry import PagedPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,12 @@ class Ticket(Protocol):
         not ended in that time. The first two say so each time they are asked.
         """
 
+    def device_waits(self) -> None:
+        """What the device is given to compute from now on comes after this copy; on a CPU, after this has returned.
+
+        A GPU's errors are told by `wait`, a CPU's here as well.
+        """
+
     def cancel(self) -> bool:
         """Leave out what has not begun; whether there was any. The ticket is done when the rest has ended."""
 
@@ -69,3 +76,13 @@ class CopyEngine(Protocol):
 
     def close(self) -> None:
         """Cancel what has not begun, wait for what is under way, and end. A second time nothing happens."""
+
+
+class CopyEngines(Protocol):
+    """Makes the copy engines of one store."""
+
+    def over(self, pool: PagedPool) -> CopyEngine:
+        """An engine for the pages of a pool, whose geometry the store has."""
+
+    def close(self) -> None:
+        """All its engines are closed."""

@@ -1,7 +1,7 @@
 """Owns copies between a GPU's pages and the store: the contract of copy_engine.py over pinned memory and side streams.
 
 This has not run on a GPU yet: its order, its bounds and its errors are tested on a CPU, with streams that the test
-advances. What a copy costs there is not known: every part of every page is one call of torch's.
+advances. What is copied where is page_copies' affair.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from sgl_batch.errors import ConfigError
 from sgl_batch.mem_cache.copy_engine import CopyCounters
 from sgl_batch.mem_cache.host_kv_store import HostKVStore, Indices, as_indices
+from sgl_batch.mem_cache.page_copies import CallPerPage, OneKernel, PageCopies
+from sgl_batch.mem_cache.pinned_memory import pin, unpin
 from sgl_batch.mem_cache.store_errors import CopyError, StoreFault, faults
 from sgl_batch.mem_cache.store_geometry import PagedPool
 
@@ -45,6 +47,9 @@ class DeviceStreams(Protocol):
     def mark(self, to_slots: bool) -> DeviceEvent:
         """What the stream has been given so far."""
 
+    def hold(self, event: DeviceEvent) -> None:
+        """What the computing stream is given from now on waits for this; nobody on the host does."""
+
 
 class CudaStreams:
     """DeviceStreams of torch's current GPU."""
@@ -53,15 +58,10 @@ class CudaStreams:
         self._streams = {to_slots: torch.cuda.Stream() for to_slots in (False, True)}
 
     def pin(self, memory: torch.Tensor) -> None:
-        fault = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        if int(fault) != 0:
-            raise ConfigError(
-                f"the GPU's driver does not pin the {memory.nbytes} bytes of the host KV store (--kv-store-bytes): "
-                f"{fault}; lift the limit on locked memory (ulimit -l) or name a smaller store"
-            )
+        pin(memory, "the host KV store (--kv-store-bytes)", "name a smaller store")
 
     def unpin(self, memory: torch.Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        unpin(memory)
 
     def follow(self, to_slots: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
         stream = self._streams[to_slots]
@@ -75,6 +75,10 @@ class CudaStreams:
     def mark(self, to_slots: bool) -> DeviceEvent:
         event: torch.cuda.Event = self._streams[to_slots].record_event()
         return event
+
+    def hold(self, event: DeviceEvent) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        torch.cuda.current_stream().wait_event(event)
 
 
 class CudaTicket:
@@ -98,39 +102,66 @@ class CudaTicket:
         if self.error is not None:
             raise CopyError(self.error)
 
+    def device_waits(self) -> None:
+        if not self.ended:
+            self._engine.hold(self)
+
     def cancel(self) -> bool:
         """Never: a stream cannot be asked to leave out what it has been given."""
         return False
 
 
+class CudaCopyEngines:
+    """The copy engines of a store, which share its pinned memory and their streams. Pinning claims all of it now."""
+
+    def __init__(self, store: HostKVStore, streams: DeviceStreams | None = None) -> None:
+        if store.geometry.checksums:
+            raise ConfigError("--kv-store-checksums works with pages in RAM only: start without it on a GPU")
+        self._store = store
+        self._streams = CudaStreams() if streams is None else streams
+        self._memory: torch.Tensor | None = store.memory()
+        self._streams.pin(self._memory)
+
+    def over(self, pool: PagedPool, *, max_tickets: int = MAX_TICKETS) -> CudaCopyEngine:
+        """An engine for the pages of a pool."""
+        assert self._memory is not None, "its memory is pinned"
+        geometry = self._store.geometry
+        slots = self._memory.view(self._store.num_slots, geometry.slot_bytes)
+        parts = [
+            [part.flatten(1).view(torch.uint8) for part in pool.page_parts(layer)] for layer in range(pool.layer_num)
+        ]
+        by_kernel = parts[0][0].is_cuda and OneKernel.serves(geometry)
+        copies = OneKernel(parts, slots, geometry) if by_kernel else CallPerPage(parts, slots, geometry)
+        shape = len(parts), len(parts[0][0])
+        return CudaCopyEngine(self._store, copies, self._streams, shape, max_tickets=max_tickets)
+
+    def close(self) -> None:
+        """All engines are closed. A second time nothing happens."""
+        if self._memory is not None:
+            self._streams.unpin(self._memory)
+            self._memory = None
+
+
 class CudaCopyEngine:
-    """A CopyEngine for one thread. Pinning claims all of the store's memory at the start."""
+    """A CopyEngine for one thread. `shape`: layers and pages of its pool."""
 
     def __init__(
         self,
         store: HostKVStore,
-        pool: PagedPool,
+        copies: PageCopies,
+        streams: DeviceStreams,
+        shape: tuple[int, int],
         *,
-        max_tickets: int = MAX_TICKETS,
-        streams: DeviceStreams | None = None,
+        max_tickets: int,
     ) -> None:
-        if store.geometry.checksums:
-            raise ConfigError("--kv-store-checksums works with pages in RAM only: start without it on a GPU")
-        self._store, self._max_tickets = store, max_tickets
-        self._streams = CudaStreams() if streams is None else streams
-        self._memory: torch.Tensor | None = store.memory()
-        self._slots = self._memory.view(store.num_slots, store.geometry.slot_bytes)
-        # [layer][part], each uint8 [num_pages, bytes].
-        self._parts = [
-            [part.flatten(1).view(torch.uint8) for part in pool.page_parts(layer)] for layer in range(pool.layer_num)
-        ]
-        self._num_pages = len(self._parts[0][0])
+        self._store, self._copies, self._streams, self._max_tickets = store, copies, streams, max_tickets
+        self._num_layers, self._num_pages = shape
+        self._closed = False
         self._live: list[CudaTicket] = []
         self._counts = dict.fromkeys(
             ("stored_bytes", "loaded_bytes", "stored_pages", "loaded_pages", "tickets", "errors"), 0
         )
         self._submit_wait_s = self._ticket_wait_s = 0.0
-        self._streams.pin(self._memory)
 
     def store_pages(self, layers: range, device_pages: Indices, slots: Indices) -> CudaTicket:
         return self._submit(True, layers, as_indices(device_pages), as_indices(slots))
@@ -146,28 +177,27 @@ class CudaCopyEngine:
         self._submit_wait_s += time.perf_counter() - begun
         with faults():
             self._store.handle.begin_copies(slots, to_slots)
-        pairs = list(zip(pages.tolist(), slots.tolist(), strict=True))
         try:
             with self._streams.follow(to_slots, self._before(to_slots, pages, slots)):
-                self._copy(to_slots, layers, pairs)
+                self._copies(to_slots, layers, pages, slots)
             event = self._streams.mark(to_slots)
         except RuntimeError as error:
             self._store.handle.end_copies(slots)
             self._counts["errors"] += 1
-            raise CopyError(f"the GPU refuses a copy of {len(pairs)} pages, layers {layers}: {error}") from error
+            raise CopyError(f"the GPU refuses a copy of {len(pages)} pages, layers {layers}: {error}") from error
         ticket = CudaTicket(self, event, to_slots, pages, slots)
         self._live.append(ticket)
         way = "stored" if to_slots else "loaded"
         self._counts["tickets"] += 1
-        self._counts[f"{way}_pages"] += len(pairs)
-        self._counts[f"{way}_bytes"] += len(pairs) * len(layers) * sum(self._store.geometry.part_bytes)
+        self._counts[f"{way}_pages"] += len(pages)
+        self._counts[f"{way}_bytes"] += len(pages) * len(layers) * sum(self._store.geometry.part_bytes)
         return ticket
 
     def _check(self, to_slots: bool, layers: range, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        if self._memory is None:
+        if self._closed:
             raise StoreFault("the copy engine is closed")
-        if layers.step != 1 or layers.start < 0 or layers.stop > len(self._parts):
-            raise StoreFault(f"{layers} is no span of the {len(self._parts)} layers")
+        if layers.step != 1 or layers.start < 0 or layers.stop > self._num_layers:
+            raise StoreFault(f"{layers} is no span of the {self._num_layers} layers")
         if len(pages) != len(slots):
             raise StoreFault(f"{len(pages)} device pages and {len(slots)} slots")
         if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self._num_pages:
@@ -185,19 +215,13 @@ class CudaCopyEngine:
             if ticket.to_slots != to_slots and (page_set & ticket.page_set or slot_set & ticket.slot_set)
         ]
 
-    def _copy(self, to_slots: bool, layers: range, pairs: list[tuple[int, int]]) -> None:
-        geometry = self._store.geometry
-        for layer in layers:
-            for part, offset in zip(self._parts[layer], geometry.part_offsets, strict=True):
-                begin = layer * geometry.layer_bytes + offset
-                places = self._slots[:, begin : begin + part.shape[1]]
-                for page, slot in pairs:
-                    target, source = (places[slot], part[page]) if to_slots else (part[page], places[slot])
-                    target.copy_(source, non_blocking=True)
-
     def look(self, ticket: CudaTicket) -> None:
         """End the ticket if its copies have."""
         self._finish(ticket, wait=False)
+
+    def hold(self, ticket: CudaTicket) -> None:
+        """As Ticket.device_waits."""
+        self._streams.hold(ticket.event)
 
     def wait(self, ticket: CudaTicket, timeout_s: float | None) -> None:
         """As Ticket.wait, but for its errors."""
@@ -237,9 +261,6 @@ class CudaCopyEngine:
         )
 
     def close(self) -> None:
-        if self._memory is None:
-            return
+        self._closed = True
         for ticket in list(self._live):
             self._finish(ticket, wait=True)
-        self._streams.unpin(self._memory)
-        self._memory = None

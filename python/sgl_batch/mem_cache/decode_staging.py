@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from sgl_batch.core.decode_streaming import StreamedPart, Turn, first_turns, take_turns
-from sgl_batch.mem_cache.copy_engine import Ticket
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
+from sgl_batch.mem_cache.copy_engine import CopyEngines, Ticket
 
 _HALVES = 2
 
@@ -50,18 +48,19 @@ class _AllLayers:
 
 
 class DecodeStaging:
-    """The pages of `pool`, nobody's between two passes. Waits for copies are added up in `waited_s`.
+    """The pages of `pool`, nobody's between two passes. What the host waits for copies is added up in `waited_s`.
 
     `first_page`: how tables number the first page of a half, beyond the pages that sequences hold.
     """
 
-    def __init__(self, store: HostKVStore, pool: Any, *, first_page: int, num_workers: int) -> None:
+    def __init__(self, pool: Any, engines: CopyEngines, *, first_page: int) -> None:
         self._pool, self._first_page = pool, first_page
+        self.first_slot: int = first_page * pool.page_size
         self._own = [pool.page_parts(layer) for layer in range(pool.layer_num)]
         parts: tuple[torch.Tensor, ...] = pool.all_parts
         self.half_pages = len(parts[0]) // _HALVES
         self._halves = [tuple(part[half * self.half_pages :] for part in parts) for half in range(_HALVES)]
-        self._engine = NativeCopyEngine(store, _AllLayers(parts, pool.layer_num), num_workers=num_workers)
+        self._engine = engines.over(_AllLayers(parts, pool.layer_num))
         self._copies: Seq[PartCopies] = ()
         self._parts: list[StreamedPart] = []
         self._turns: list[Turn] = []
@@ -100,10 +99,11 @@ class DecodeStaging:
         """Wait until a sub-batch's KV of a layer is there, and its pages are nobody's source any more."""
         number = layer * len(self._copies) + index
         turn = self._turns[number]
-        self._wait(self._loads.pop(number))
+        began = time.perf_counter()
+        self._loads[number].device_waits()
         for earlier in turn.frees:
-            if earlier in self._stores:
-                self._wait(self._stores.pop(earlier))
+            self._stores[earlier].device_waits()
+        self.waited_s += time.perf_counter() - began
         self._lead_to(turn.half)
 
     def rows_attended(self, layer: int, index: int) -> None:
@@ -118,12 +118,10 @@ class DecodeStaging:
         """The pass is over: all is in the store. Raises CopyError where a copy failed."""
         self._copies = ()
         self._pool.redirect(self._own, 0)
-        for number in list(self._stores):
-            self._wait(self._stores.pop(number))
-
-    def _wait(self, ticket: Ticket) -> None:
         began = time.perf_counter()
-        ticket.wait()
+        for ticket in [*self._loads.values(), *self._stores.values()]:
+            ticket.wait()
+        self._loads, self._stores = {}, {}
         self.waited_s += time.perf_counter() - began
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from sgl_batch.errors import ConfigError
 from sgl_batch.mem_cache.expert_slots import NOWHERE, LoadTotals, SlotTensors
 from sgl_batch.mem_cache.host_experts import HostExperts
+from sgl_batch.mem_cache.pinned_memory import pin, unpin
 
 
 class PrefetchStream(Protocol):
@@ -44,16 +44,11 @@ class CudaPrefetchStream:
         self._stream = torch.cuda.Stream()
 
     def pin(self, memory: torch.Tensor) -> None:
-        fault = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        if int(fault) != 0:
-            raise ConfigError(
-                f"the GPU's driver does not pin {memory.nbytes} bytes of experts in host memory: {fault}; lift the "
-                "limit on locked memory (ulimit -l), or use a machine with more of it"
-            )
+        pin(memory, "experts in host memory", "use a machine with more of it")
 
     def unpin(self, memory: torch.Tensor) -> None:
         self._stream.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        unpin(memory)
 
     def begin(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())

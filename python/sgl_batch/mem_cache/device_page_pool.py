@@ -103,7 +103,10 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
         return (sum(t.nbytes for t in self.k_pages), sum(t.nbytes for t in self.v_pages))
 
     def set_kv_buffer(self, layer: Any, loc: Any, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
-        """Write the keys and values [tokens, num_kv_heads, head_dim] of one layer at slots `loc` [tokens]."""
+        """Write the keys and values [tokens, num_kv_heads, head_dim] of one layer at slots `loc` [tokens].
+
+        Slots are counted from the first page of the memory to which the layers are led; so everywhere here.
+        """
         slots, _, _ = unwrap_write_loc(loc)
         keys, values = cache_k.to(self.dtype), cache_v.to(self.dtype)
         self.layout.write(self.get_kv_buffer(layer.layer_id), self._places(slots), keys, values)
@@ -120,4 +123,4 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
 
     def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and offset of each slot."""
-        return slots // self.page_size - self.first_page, slots % self.page_size
+        return slots // self.page_size, slots % self.page_size

@@ -31,8 +31,8 @@ Indices = torch.Tensor | Sequence[int]
 
 
 def as_indices(numbers: Indices) -> torch.Tensor:
-    """Slots or pages as the native library takes them."""
-    return torch.as_tensor(numbers, dtype=torch.int64).contiguous()
+    """Slots or pages as the native library takes them: on the host, wherever they come from."""
+    return torch.as_tensor(numbers, dtype=torch.int64).cpu().contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

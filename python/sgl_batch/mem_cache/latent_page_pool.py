@@ -81,18 +81,17 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         return sum(t.nbytes for t in self.pages)
 
     def set_kv_buffer(self, layer: Any, loc: Any, cache_k: torch.Tensor, cache_v: torch.Tensor | None) -> None:
-        """Write the rows `cache_k` [tokens, 1, row] of one layer at slots `loc` [tokens]; values are part of them."""
+        """Write the rows `cache_k` [tokens, 1, row] of one layer at slots `loc` [tokens]; values are part of them.
+
+        Slots are counted as in DevicePagePool.
+        """
         slots, _, _ = unwrap_write_loc(loc)
-        self.get_key_buffer(layer.layer_id)[self._places(slots)] = cache_k.to(self.dtype)
+        self.get_key_buffer(layer.layer_id)[slots] = cache_k.to(self.dtype)
 
     def read_slots(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [tokens, 1, row] and values [tokens, 1, kv_lora_rank] at `slots` [tokens]: a copy."""
-        rows = self.get_key_buffer(layer_id)[self._places(slots)]
+        rows = self.get_key_buffer(layer_id)[slots]
         return rows, rows[..., : self.kv_lora_rank]
-
-    def _places(self, slots: torch.Tensor) -> torch.Tensor:
-        first: int = self.first_page * self.page_size
-        return slots - first
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy the slots `src_loc` to `tgt_loc` in every layer; source and target must not overlap."""

@@ -40,6 +40,10 @@ class NativeTicket:
         if state == self._states.CANCELLED:
             raise CopyCancelled("the copy was cancelled before all of it was made")
 
+    def device_waits(self) -> None:
+        """Who computes is the host: it waits itself, and computes with nothing that a copy has spoilt."""
+        self.wait()
+
     def cancel(self) -> bool:
         return bool(self._handle.cancel())
 
@@ -48,6 +52,20 @@ def _close(handle: Any, parts: list[torch.Tensor]) -> None:
     """The threads have ended before the pages' memory goes."""
     handle.close()
     parts.clear()
+
+
+class NativeCopyEngines:
+    """The copy engines of a store beside a CPU, each with `num_workers` threads."""
+
+    def __init__(self, store: HostKVStore, *, num_workers: int) -> None:
+        self._store, self._num_workers = store, num_workers
+
+    def over(self, pool: PagedPool) -> NativeCopyEngine:
+        """An engine for the pages of a pool."""
+        return NativeCopyEngine(self._store, pool, num_workers=self._num_workers)
+
+    def close(self) -> None:
+        """It holds nothing itself."""
 
 
 class NativeCopyEngine:

@@ -13,11 +13,15 @@ from sgl_batch.sglang_adapter.memory import BaseTokenToKVPoolAllocator
 _MOST_STAGED = 1 << 20
 
 
+def _pages_for(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
+    return (tokens + page_size - 1) // page_size
+
+
 class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
-    """Page-granular slots in plain torch, for machines without Triton.
+    """Page-granular slots in plain torch, on any device.
 
     Sequences never share a page that is still written to. Page 0 is kept for padding, so the last page is
-    number `num_pages`.
+    number `num_pages`. How many pages are taken is counted from lengths on the host, so that no step waits for a GPU.
     """
 
     def __init__(
@@ -25,6 +29,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
     ) -> None:
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         self.num_pages = size // page_size
+        self._decodes_staged = False
         self.clear()
 
     def clear(self) -> None:
@@ -37,11 +42,20 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
     def staging(self) -> Iterator[None]:
         """Inside, slots are those of pages behind the device's own, counted from the first; nobody gives them back."""
         own = self.free_pages
-        self.free_pages = torch.arange(self.first_staged, self.first_staged + _MOST_STAGED)
+        self.free_pages = torch.arange(self.first_staged, self.first_staged + _MOST_STAGED, device=self.device)
         try:
             yield
         finally:
             self.free_pages = own
+
+    @contextmanager
+    def decoding_staged(self) -> Iterator[None]:
+        """Inside, all that decode have their pages behind the device's own, one after the other in their order."""
+        self._decodes_staged = True
+        try:
+            yield
+        finally:
+            self._decodes_staged = False
 
     @property
     def first_staged(self) -> int:
@@ -61,7 +75,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         pages = self._take(need_size // self.page_size)
         if pages is None:
             return None
-        offsets = torch.arange(self.page_size)
+        offsets = torch.arange(self.page_size, device=self.device)
         slots: torch.Tensor = (pages[:, None] * self.page_size + offsets).reshape(-1)
         return slots
 
@@ -80,38 +94,42 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         A sequence first fills the page of `last_loc` (the slot of its last token so far), then new pages.
         """
         size = self.page_size
-        pages_before = (prefix_lens + size - 1) // size
-        new_pages = (seq_lens + size - 1) // size - pages_before
-        taken = self._take(int(new_pages.sum()))
+        taken = self._take(int((_pages_for(seq_lens_cpu, size) - _pages_for(prefix_lens_cpu, size)).sum()))
         if taken is None:
             return None
+        pages_before = _pages_for(prefix_lens, size)
+        new_pages = _pages_for(seq_lens, size) - pages_before
         extend_lens = seq_lens - prefix_lens
-        owner = torch.repeat_interleave(torch.arange(len(seq_lens)), extend_lens)
-        row = torch.arange(extend_num_tokens) - (torch.cumsum(extend_lens, 0) - extend_lens)[owner]
+        owner = torch.repeat_interleave(
+            torch.arange(len(seq_lens), device=self.device), extend_lens, output_size=extend_num_tokens
+        )
+        row = torch.arange(extend_num_tokens, device=self.device)
+        row -= (torch.cumsum(extend_lens, 0) - extend_lens)[owner]
         position = prefix_lens[owner] + row
         page_rank = position // size - pages_before[owner]
         first_new = torch.cumsum(new_pages, 0) - new_pages
-        in_new_page = page_rank >= 0
-        page = (last_loc // size)[owner].clone()
-        page[in_new_page] = taken[(first_new[owner] + page_rank)[in_new_page]]
+        page = (last_loc // size)[owner]
+        if len(taken):
+            new_page = taken[(first_new[owner] + page_rank).clamp_(0, len(taken) - 1)]
+            page = torch.where(page_rank >= 0, new_page, page)
         slots: torch.Tensor = page * size + position % size
         return slots
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One slot [num_sequences] for the token at position seq_lens - 1 of each sequence.
-
-        Pages behind the device's own lie one after the other in the order of their sequence.
-        """
-        staged = last_loc >= self.first_staged * self.page_size
-        opens_page = ((seq_lens - 1) % self.page_size == 0) & ~staged
-        taken = self._take(int(opens_page.sum()))
+        """One slot [num_sequences] for the token at position seq_lens - 1 of each sequence."""
+        slots: torch.Tensor = last_loc.to(torch.int64) + 1
+        if self._decodes_staged:
+            return slots
+        taken = self._take(int(((seq_lens_cpu - 1) % self.page_size == 0).sum()))
         if taken is None:
             return None
-        slots: torch.Tensor = last_loc.to(torch.int64) + 1
-        slots[opens_page] = taken * self.page_size
-        return slots
+        if not len(taken):
+            return slots
+        opens_page = (seq_lens - 1) % self.page_size == 0
+        new_page = taken[(torch.cumsum(opens_page, 0) - 1).clamp_(min=0)]
+        return torch.where(opens_page, new_page * self.page_size, slots)
 
     def free(self, free_index: torch.Tensor) -> None:
         """Give back the pages of these slots."""

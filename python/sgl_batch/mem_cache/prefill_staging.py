@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 
-from sgl_batch.mem_cache.copy_engine import CopyEngine, Ticket
+from sgl_batch.mem_cache.copy_engine import CopyEngine, CopyEngines, Ticket
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
 
 _HALVES = 2
 
@@ -24,14 +24,14 @@ _HALVES = 2
 class _Group:
     """Pages of a group in the order of its rows. `ends` [P]: the row with which a page is complete, plus one.
 
-    `restored` [R]: slots of pages that were computed before and come first; `loads`: those of a layer on their way.
+    `restored` [R]: slots of pages that were computed before and come first. `loads`, `stores`: copies by layer.
     """
 
     slots: torch.Tensor
     ends: torch.Tensor
     restored: torch.Tensor
     loads: dict[int, Ticket] = field(default_factory=dict)
-    tickets: dict[int, list[Ticket]] = field(default_factory=dict)
+    stores: dict[int, list[Ticket]] = field(default_factory=dict)
     sent: int = 0
 
 
@@ -39,12 +39,13 @@ class PrefillStaging:
     """Two layers of pages in memory of their own, as many as the largest group so far needed.
 
     `pool`: the device's pages, whose layers are led here while a group is prefilled; `first_page`: the number of the
-    first page here, behind the device's own. Waits for copies are added up in `waited_s`.
+    first page here, behind the device's own. What the host waits for copies is added up in `waited_s`.
     """
 
-    def __init__(self, store: HostKVStore, pool: Any, *, first_page: int, num_workers: int) -> None:
-        self._store, self._pool, self._first_page, self._num_workers = store, pool, first_page, num_workers
+    def __init__(self, store: HostKVStore, pool: Any, engines: CopyEngines, *, first_page: int) -> None:
+        self._store, self._pool, self._engines, self._first_page = store, pool, engines, first_page
         self.layer_num: int = pool.layer_num
+        self.first_slot: int = first_page * pool.page_size
         self._own = [pool.page_parts(layer) for layer in range(pool.layer_num)]
         self._halves: list[tuple[torch.Tensor, ...]] = []
         self._engine: CopyEngine | None = None
@@ -83,7 +84,7 @@ class PrefillStaging:
         ]
         self.peak_pages = pages
         self.peak_bytes = sum(part.nbytes for half in self._halves for part in half)
-        self._engine = NativeCopyEngine(self._store, self, num_workers=self._num_workers)
+        self._engine = self._engines.over(self)
 
     def _load(self, layer: int) -> None:
         """What was computed before comes to a layer's half, where nobody reads it any more of the layer two before."""
@@ -99,10 +100,10 @@ class PrefillStaging:
         group = self._group
         assert group is not None, "a group has begun"
         group.sent = 0
-        self._wait(group.tickets.pop(layer - _HALVES, []))
+        self._device_waits(group.stores.get(layer - _HALVES, []))
         self._load(layer + 1)
         if layer in group.loads:
-            self._wait([group.loads.pop(layer)])
+            self._device_waits([group.loads[layer]])
 
     def rows_attended(self, layer: int, end: int) -> None:
         """The pages that are complete with row `end` leave for the store."""
@@ -114,7 +115,7 @@ class PrefillStaging:
             return
         pages, slots = torch.arange(group.sent, complete) + len(group.restored), group.slots[group.sent : complete]
         ticket = self._engine.store_pages(range(layer, layer + 1), pages, slots)
-        group.tickets.setdefault(layer, []).append(ticket)
+        group.stores.setdefault(layer, []).append(ticket)
         group.sent = complete
 
     def end(self) -> None:
@@ -126,14 +127,16 @@ class PrefillStaging:
         assert group is not None, "a group has begun"
         self._group = None
         self._pool.redirect(self._own, 0)
-        for tickets in group.tickets.values():
-            self._wait(tickets)
+        began = time.perf_counter()
+        for ticket in [*group.loads.values(), *chain.from_iterable(group.stores.values())]:
+            ticket.wait()
+        self.waited_s += time.perf_counter() - began
         self._store.complete_store(group.slots)
 
-    def _wait(self, tickets: list[Ticket]) -> None:
+    def _device_waits(self, tickets: Seq[Ticket]) -> None:
         began = time.perf_counter()
         for ticket in tickets:
-            ticket.wait()
+            ticket.device_waits()
         self.waited_s += time.perf_counter() - began
 
     def close(self) -> None:

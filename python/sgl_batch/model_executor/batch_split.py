@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,14 @@ class SubBatch:
     attention_plan: Any = None
 
 
-def split(forward_batch: Any, spans: list[tuple[int, int]]) -> list[SubBatch]:
-    """Sub-batches of rows `spans`, which cover every row once."""
+def split(forward_batch: Any, spans: list[tuple[int, int]], *, first_slot: int = 0) -> list[SubBatch]:
+    """Sub-batches of rows `spans`, which cover every row once.
+
+    `first_slot`: the slot with which the memory begins to which KV is written.
+    """
+    if first_slot:
+        forward_batch = copy.copy(forward_batch)
+        forward_batch.out_cache_loc = forward_batch.out_cache_loc - first_slot
     if len(spans) == 1:
         return [SubBatch(span=spans[0], forward_batch=forward_batch)]
     cut = _decode_part if forward_batch.forward_mode.is_decode() else _extend_part

@@ -22,6 +22,9 @@ from sgl_batch.model_executor.families import Family
 class PrefillSink(Protocol):
     """Who takes the KV of a prefill group away, layer by layer. Layers are counted from this process's first."""
 
+    first_slot: int
+    """The slot with which the memory begins to which the group's KV is written."""
+
     def layer_begins(self, layer: int) -> None:
         """Attention of a layer is about to write."""
 
@@ -31,6 +34,9 @@ class PrefillSink(Protocol):
 
 class DecodeSource(Protocol):
     """Who brings the KV of a decode group, layer by layer and sub-batch by sub-batch, and takes away what is new."""
+
+    first_slot: int
+    """As in PrefillSink."""
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -80,7 +86,9 @@ class LayerRunner:
         self.counters.add("decode_rows" if is_decode else "prefill_rows", num_rows)
         clock, begun = self.counters.clock, time.perf_counter()
         with clock.part("attention"):
-            sub_batches = split(forward_batch, self._spans(is_decode, num_rows, phase))
+            staging = self.decode_source if is_decode else self.prefill_sink
+            first_slot = 0 if staging is None else staging.first_slot
+            sub_batches = split(forward_batch, self._spans(is_decode, num_rows, phase), first_slot=first_slot)
             self._plan_attention(sub_batches)
         hidden = self.family.embed(self.model, forward_batch.input_ids)
         hidden = self._run_layers(forward_batch, sub_batches, hidden, phase)

@@ -19,6 +19,7 @@ from sgl_batch.layers.huge_pages import huge_parameters
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.layers.unloaded_experts import unloaded_experts
 from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
+from sgl_batch.mem_cache.page_allocator import PageAllocator
 from sgl_batch.mem_cache.process_memory import forget_peak, resident_bytes
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
@@ -37,7 +38,9 @@ from sgl_batch.sglang_adapter.forward import (
     ModelRunnerOutput,
     forward_context,
 )
+from sgl_batch.sglang_adapter.gpu_pools import use_our_pools
 from sgl_batch.sglang_adapter.memory import kv_token_bytes, set_kv_bytes
+from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.partial_loading import leaving_weights
 from sgl_batch.sglang_adapter.ranks import expert_shard
 
@@ -96,6 +99,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def init_kv_cache_configurator(self) -> None:
         """With a budget for the device, pages of KV get what the rest leaves of it. Raises ConfigError."""
         super().init_kv_cache_configurator()
+        if self.device != "cpu" or self.server_args.attention_backend == TRITON_ATTENTION:
+            use_our_pools(self.kv_cache_configurator, PageAllocator)
         memory = self.batch_config.memory
         if memory.device_memory == 0:
             return
@@ -265,6 +270,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             self.device != "cpu"
             and forward_batch.forward_mode.is_cuda_graph()
             and graphs is not None
+            and (self.layer_runner is None or self.layer_runner.decode_source is None)
             and forward_batch.batch_size <= self.plan.decode.b_attn
             and graphs.can_run_graph(forward_batch)
         )

@@ -3,5 +3,6 @@
 CPU_PLATFORM = "sgl_batch_cpu"
 STOCK_CPU_PLATFORM = "sgl_batch_stock_cpu"
 CPU_ATTENTION = "sgl_batch_cpu"
+TRITON_ATTENTION = "triton"
 CPU_DISPATCH_KEY = "sgl_batch_cpu"
 CPU_GRAMMAR = "sgl_batch_xgrammar"

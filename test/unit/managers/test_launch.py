@@ -136,13 +136,34 @@ def test_rounded_weights_are_refused_where_nothing_can_multiply_them(options, on
     ("options", "on_cpu", "message"),
     [
         ({"kv_store_dir": "d"}, True, "kv_store_dir is given without a size: say kv_store_bytes too"),
-        ({"kv_store_bytes": 9}, False, "kv_store_bytes is 9; the host KV store has no form for GPUs yet"),
+        ({"kv_store_bytes": 9, "kv_store_dir": "d"}, False, "kv_store_dir 'd'; a GPU copies to pinned memory alone"),
+        (
+            {"kv_store_bytes": 9, "kv_store_checksums": True},
+            False,
+            "a GPU copies to pinned memory alone: leave kv_store",
+        ),
+        ({"kv_store_bytes": 9}, False, "attention_backend 'fa3'; beside a GPU the host KV store works with 'triton'"),
     ],
 )
 def test_a_store_is_refused_where_it_has_no_form(options, on_cpu, message, monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
     with pytest.raises(ConfigError, match=message):
-        sglang_arguments({}, from_mapping(options))
+        sglang_arguments({"attention_backend": "fa3"} if "fa3" in message else {}, from_mapping(options))
+
+
+def test_beside_a_gpu_a_store_brings_the_attention_that_it_works_with(monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
+    assert sglang_arguments({}, from_mapping({"kv_store_bytes": "1G"}))["attention_backend"] == "triton"
+    assert sglang_arguments({}, from_mapping({})).get("attention_backend") is None
+
+
+def test_triton_attention_on_a_cpu_is_for_tests_and_says_how(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    arguments = {"device": "cpu", "attention_backend": "triton"}
+    with pytest.raises(ConfigError, match=r"needs a GPU: leave it out; to test .* set TRITON_INTERPRET=1"):
+        sglang_arguments(arguments, from_mapping({}))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert sglang_arguments(arguments, from_mapping({}))["attention_backend"] == "triton"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.mem_cache.cuda_copy_engine import CudaCopyEngine
+from sgl_batch.mem_cache.cuda_copy_engine import CudaCopyEngine, CudaCopyEngines
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
 from sgl_batch.mem_cache.store_errors import CopyError, StoreFault
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
@@ -45,6 +45,7 @@ class Streams:
     pinned: list[torch.Tensor] = field(default_factory=list)
     waited_for: list[list[Event]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    held: list[Event] = field(default_factory=list)
     fault: str | None = None
 
     def pin(self, memory: torch.Tensor) -> None:
@@ -63,6 +64,9 @@ class Streams:
         self.events.append(Event())
         return self.events[-1]
 
+    def hold(self, event: Any) -> None:
+        self.held.append(event)
+
 
 Parts = tuple[HostKVStore, CudaCopyEngine, Streams, list[tuple[torch.Tensor, ...]]]
 
@@ -74,9 +78,11 @@ def parts() -> Iterator[Parts]:
     pool = SimpleNamespace(layer_num=3, page_parts=layers.__getitem__)
     geometry, streams = StoreGeometry.of_pool(pool), Streams()
     with HostKVStore.create(geometry, num_bytes=12 * geometry.slot_bytes) as store:
-        engine = CudaCopyEngine(store, pool, max_tickets=3, streams=streams)
+        engines = CudaCopyEngines(store, streams)
+        engine = engines.over(pool, max_tickets=3)
         yield store, engine, streams, layers
         engine.close()
+        engines.close()
         assert streams.pinned == []
 
 
@@ -139,6 +145,37 @@ def test_slots_are_held_until_their_copy_has_ended(parts: Parts) -> None:
     store.complete_store(slots)
 
 
+def test_the_device_waits_for_a_copy_that_has_not_ended_and_nobody_on_the_host_does(parts: Parts) -> None:
+    store, engine, streams, _ = parts
+    ticket = engine.store_pages(LAYERS, [0, 1], store.prepare_store(2))
+    ticket.device_waits()
+    assert streams.held == [streams.events[-1]]
+    assert not ticket.done
+    ticket.wait()
+    ticket.device_waits()
+    assert len(streams.held) == 1
+
+
+def test_engines_of_one_store_share_its_pinned_memory(parts: Parts) -> None:
+    store, engine, streams, layers = parts
+    slots = stored(store, engine, [2, 5])
+    with HostKVStore.create(store.geometry, num_bytes=2 * store.geometry.slot_bytes) as other:
+        pool = SimpleNamespace(
+            layer_num=3, page_parts=[tuple(part[:4].clone() for part in of) for of in layers].__getitem__
+        )
+        both = CudaCopyEngines(other, Streams())
+        first, second = both.over(pool), both.over(pool)
+        held = stored(other, first, [1])
+        second.load_pages(LAYERS, held, [3]).wait()
+        assert all(torch.equal(part[1], part[3]) for layer in LAYERS for part in pool.page_parts(layer))
+        first.close()
+        second.load_pages(LAYERS, held, [0]).wait()
+        second.close()
+        both.close()
+    assert len(streams.pinned) == 1
+    store.free(slots)
+
+
 def test_submitting_waits_for_the_oldest_while_too_many_have_not_ended(parts: Parts) -> None:
     store, engine, streams, _ = parts
     slots = store.prepare_store(4)
@@ -184,12 +221,11 @@ def test_what_the_rules_forbid_is_refused_and_nothing_held(parts: Parts) -> None
 
 
 def test_closing_waits_for_all_and_refuses_more(parts: Parts) -> None:
-    store, engine, streams, _ = parts
+    store, engine, _, _ = parts
     slots = store.prepare_store(2)
     ticket = engine.store_pages(LAYERS, [0, 1], slots)
     engine.close()
     assert ticket.done
-    assert streams.pinned == []
     with pytest.raises(StoreFault, match="closed"):
         engine.store_pages(LAYERS, [0, 1], slots)
 
@@ -201,4 +237,4 @@ def test_checksums_are_refused() -> None:
         HostKVStore.create(geometry, num_bytes=1 << 20) as store,
         pytest.raises(ConfigError, match="--kv-store-checksums works with pages in RAM only"),
     ):
-        CudaCopyEngine(store, pool, streams=Streams())
+        CudaCopyEngines(store, Streams())

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from late_streams import LateEngines
 from staged_pool import LAYERS, PAGE, StagedPool
 
 from sgl_batch.core.decode_streaming import StreamedPart, StreamedRow, lay_out
 from sgl_batch.mem_cache.decode_staging import DecodeStaging, PartCopies
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine, NativeCopyEngines
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
 FIRST = 100
@@ -81,12 +82,21 @@ class Group:
         self.tokens.pop()
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_group_larger_than_the_device_finds_all_its_kv_in_every_step(workers: int) -> None:
+ENGINES = {
+    "one thread": lambda store: NativeCopyEngines(store, num_workers=1),
+    "three threads": lambda store: NativeCopyEngines(store, num_workers=3),
+    "streams that copy late": lambda store: LateEngines(store, late=True),
+    "streams that copy at once": lambda store: LateEngines(store, late=False),
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_group_larger_than_the_device_finds_all_its_kv_in_every_step(kind: str) -> None:
     pool = StagedPool()
-    with HostKVStore.create(StoreGeometry.of_pool(pool, checksums=True), num_bytes=4 << 20) as store:
-        staging = DecodeStaging(store, pool, first_page=FIRST, num_workers=workers)
-        group = Group(store, staging.half_pages, num_rows=11, seed=workers)
+    geometry = StoreGeometry.of_pool(pool, checksums="threads" in kind)
+    with HostKVStore.create(geometry, num_bytes=4 << 20) as store:
+        staging = DecodeStaging(pool, ENGINES[kind](store), first_page=FIRST)
+        group = Group(store, staging.half_pages, num_rows=11, seed=len(kind))
         for _ in range(3 * PAGE):
             group.step(pool, staging)
         while len(group.tokens) > 1:
@@ -105,7 +115,7 @@ def test_a_new_slot_for_an_open_page_is_read_from_the_next_step_on() -> None:
     pool = StagedPool()
     with HostKVStore.create(StoreGeometry.of_pool(pool), num_bytes=1 << 20) as store:
         engine = NativeCopyEngine(store, pool)
-        staging = DecodeStaging(store, pool, first_page=FIRST, num_workers=1)
+        staging = DecodeStaging(pool, ENGINES["one thread"](store), first_page=FIRST)
         group = Group(store, staging.half_pages, num_rows=1, seed=0)
         group.step(pool, staging)
         (shared,), (own,) = group.slots[0], store.prepare_store(1).tolist()

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
+from late_streams import LateEngines
 from staged_pool import LAYERS, PAGE, WIDTH, StagedPool
 
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine, NativeCopyEngines
 from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
@@ -22,10 +23,31 @@ def pool() -> StagedPool:
     return StagedPool()
 
 
+ENGINES = {
+    "one thread": lambda store: NativeCopyEngines(store, num_workers=1),
+    "three threads": lambda store: NativeCopyEngines(store, num_workers=3),
+    "streams that copy late": lambda store: LateEngines(store, late=True),
+    "streams that copy at once": lambda store: LateEngines(store, late=False),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def kind(request):
+    return request.param
+
+
 @pytest.fixture
-def store(pool):
-    with HostKVStore.create(StoreGeometry.of_pool(pool, checksums=True), num_bytes=1 << 20) as made:
+def store(pool, kind):
+    geometry = StoreGeometry.of_pool(pool, checksums="threads" in kind)
+    with HostKVStore.create(geometry, num_bytes=1 << 20) as made:
         yield made
+
+
+@pytest.fixture
+def staging(pool, store, kind):
+    made = PrefillStaging(store, pool, ENGINES[kind](store), first_page=FIRST)
+    yield made
+    made.close()
 
 
 def prefill(pool: StagedPool, staging: PrefillStaging, lengths: list[int], slots: torch.Tensor, sub_batch: int) -> None:
@@ -43,8 +65,7 @@ def prefill(pool: StagedPool, staging: PrefillStaging, lengths: list[int], slots
 
 
 @pytest.mark.parametrize(("lengths", "sub_batch"), list(itertools.product([[1], [4, 5], [9, 3, 8, 1]], [1, 3, 64])))
-def test_every_row_of_every_layer_arrives(pool, store, lengths, sub_batch):
-    staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=2)
+def test_every_row_of_every_layer_arrives(pool, store, staging, lengths, sub_batch):
     own = [part.clone() for (part,) in pool.parts]
     pages = [-(-length // PAGE) for length in lengths]
     slots = store.prepare_store(sum(pages))
@@ -60,21 +81,17 @@ def test_every_row_of_every_layer_arrives(pool, store, lengths, sub_batch):
             assert found.tolist() == [1000 * layer + row + at for at in range(length)]
         row += length
     back.close()
-    staging.close()
 
 
-def test_a_large_group_needs_the_memory_of_two_layers_and_a_small_one_after_it_no_more(pool, store):
-    staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=1)
+def test_a_large_group_needs_the_memory_of_two_layers_and_a_small_one_after_it_no_more(pool, store, staging):
     prefill(pool, staging, [40], store.prepare_store(10), 64)
     most = staging.peak_bytes
     assert most == 2 * 10 * PAGE * WIDTH * 4
     prefill(pool, staging, [3], store.prepare_store(1), 64)
     assert staging.peak_bytes == most
-    staging.close()
 
 
-def test_slots_are_ready_only_when_the_group_has_ended(pool, store):
-    staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=1)
+def test_slots_are_ready_only_when_the_group_has_ended(pool, store, staging):
     slots = store.prepare_store(2)
     staging.begin([5], slots, restored=NONE)
     assert pool.first_page == FIRST
@@ -84,12 +101,9 @@ def test_slots_are_ready_only_when_the_group_has_ended(pool, store):
         staging.rows_attended(layer, 5)
     staging.end()
     assert store.counts().ready == 2
-    staging.close()
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(pool, store, num_workers):
-    staging = PrefillStaging(store, pool, first_page=FIRST, num_workers=num_workers)
+def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(pool, store, staging):
     before = store.prepare_store(3)
     prefill(pool, staging, [3 * PAGE], before, 64)
     slots = store.prepare_store(2)
@@ -109,4 +123,3 @@ def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(po
         rows = pool.parts[layer][0][:5].flatten(0, 1)[:, 0].tolist()
         assert rows == [1000 * layer + row for row in range(3 * PAGE)] + [7.0 + layer] * (2 * PAGE)
     back.close()
-    staging.close()

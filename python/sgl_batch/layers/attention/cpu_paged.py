@@ -162,7 +162,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         for request, prefix, length in extends:
             rows.append((start, start + length))
             known = self.req_to_token[request, : prefix + length].to(torch.int64) if prefix else None
-            slots.append(known)
+            slots.append(None if known is None else known - self.pool.first_page * self.pool.page_size)
             start += length
         self.forward_metadata = PrefillMetadata(rows=tuple(rows), slots=tuple(slots))
 

@@ -1,0 +1,33 @@
+"""Owns the Triton kernel that copies pages between a GPU's memory and slots of pinned memory. Not yet run on a GPU."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy_pages_kernel(
+    addresses, part_words, pages, slots, memory, slot_words, layer_words, first_layer, num_layers, num_parts, total,
+    TO_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy items, each a part of a layer of a page, taken in turns by the programs; words are of 8 bytes.
+
+    `addresses` [layers * parts]: where a part's pages begin. `part_words` [parts, 2]: its words in a page, and where it
+    begins in a layer of a slot. `memory`: the address of the first slot.
+    """
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        part = item % num_parts
+        layer = first_layer + item // num_parts % num_layers
+        pair = item // (num_parts * num_layers)
+        words = tl.load(part_words + 2 * part)
+        base = tl.load(addresses + layer * num_parts + part).to(tl.pointer_type(tl.int64))
+        in_page = base + tl.load(pages + pair) * words
+        offset = tl.load(slots + pair) * slot_words + layer * layer_words + tl.load(part_words + 2 * part + 1)
+        in_slot = memory.to(tl.int64).to(tl.pointer_type(tl.int64)) + offset
+        for start in range(0, words, BLOCK):
+            word = start + tl.arange(0, BLOCK)
+            if TO_SLOTS:
+                tl.store(in_slot + word, tl.load(in_page + word, word < words), word < words)
+            else:
+                tl.store(in_page + word, tl.load(in_slot + word, word < words), word < words)
