@@ -84,8 +84,6 @@ def test_tokens_are_those_of_the_cpus_own_attention(gpu_form: Any, input_ids: An
     assert counters["attention_calls"] > 4 * (counters["decode_groups"] + counters["prefill_groups"]), "none was cut"
     if "store" not in form:
         assert counters["pages_restored"] > 0
-    if form == "inclusive":
-        assert counters["suspensions"] > 0
         assert state["store"]["free_pages"] == state["store"]["total_pages"]
     if form == "streamed":
         assert counters["streamed_steps"] > 0
