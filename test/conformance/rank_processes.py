@@ -59,6 +59,7 @@ def implementations() -> list[Implementation]:
         found += [_whole(name, size) for size in (1, 2, 4)]
         # Expert parallelism over some ranks of a larger world: group ranks are not the world's.
         found.append(Implementation(name=name, num_processes=4, members=(1, 2, 3)))
+    found.append(_whole("staged", 2))
     found += [_whole("nccl", size) for size in (1, 2, 4) if size <= torch.cuda.device_count()]
     if importlib.util.find_spec("deep_ep") is not None:
         found += [_whole("deepep", size) for size in (2, 4) if size <= torch.cuda.device_count()]

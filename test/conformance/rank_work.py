@@ -11,6 +11,7 @@ from dispatch_cases import Case
 from dispatch_reference import expert_sum
 
 from sgl_batch.layers.moe.token_dispatcher import Received, TokenDispatcher, create_token_dispatcher
+from sgl_batch.layers.moe.token_dispatcher.staged import StagedDispatcher
 
 # One dispatcher for all cases of the same sizes, so that its buffers hold the rows of cases before.
 _dispatchers: dict[tuple[object, ...], TokenDispatcher] = {}
@@ -27,12 +28,20 @@ class Exchanged:
     exact: bool
 
 
+def make_dispatcher(
+    name: str, group: dist.ProcessGroup | None, *, num_experts: int, hidden_size: int
+) -> TokenDispatcher:
+    """The dispatcher of a name; `staged` is that of ranks that share a GPU, here from host memory to host memory."""
+    if name != "staged":
+        return create_token_dispatcher(name, group, num_experts=num_experts, hidden_size=hidden_size)
+    through = create_token_dispatcher("shared", group, num_experts=num_experts, hidden_size=hidden_size)
+    return StagedDispatcher(through, torch.device("cpu"))
+
+
 def _dispatcher(group: dist.ProcessGroup | None, name: str, case: Case) -> TokenDispatcher:
     key = (group, name, case.num_experts, case.hidden_size)
     if key not in _dispatchers:
-        _dispatchers[key] = create_token_dispatcher(
-            name, group, num_experts=case.num_experts, hidden_size=case.hidden_size
-        )
+        _dispatchers[key] = make_dispatcher(name, group, num_experts=case.num_experts, hidden_size=case.hidden_size)
     return _dispatchers[key]
 
 
@@ -137,7 +146,7 @@ def dispatch_at_odds(group: dist.ProcessGroup, name: str, case: Case, first_rank
     own = first_ranks if group.rank() == 0 else case
 
     def begin() -> None:
-        dispatcher = create_token_dispatcher(name, group, num_experts=own.num_experts, hidden_size=own.hidden_size)
+        dispatcher = make_dispatcher(name, group, num_experts=own.num_experts, hidden_size=own.hidden_size)
         dispatcher.dispatch(*_shard(dispatcher, name, own))
 
     return _refusal(begin)
@@ -145,9 +154,7 @@ def dispatch_at_odds(group: dist.ProcessGroup, name: str, case: Case, first_rank
 
 def exchange_in_both_modes(group: dist.ProcessGroup | None, name: str, cases: tuple[Case, ...]) -> list[torch.Tensor]:
     """The outputs of cases, the first in torch's inference mode and the others outside of it, with one dispatcher."""
-    dispatcher = create_token_dispatcher(
-        name, group, num_experts=cases[0].num_experts, hidden_size=cases[0].hidden_size
-    )
+    dispatcher = make_dispatcher(name, group, num_experts=cases[0].num_experts, hidden_size=cases[0].hidden_size)
     outputs = []
     for number, case in enumerate(cases):
         with torch.inference_mode(number == 0):

@@ -1,4 +1,5 @@
-"""What a GPU runs, on a CPU: SGLang's pools and its Triton attention, under Triton's interpreter. Tokens are the same.
+"""What a GPU runs, on a GPU or, where there is none, on a CPU: SGLang's pools, and its Triton attention under Triton's
+interpreter. Tokens are those of a CPU's own attention.
 
 Short prompts and few tokens: the interpreter takes a hundred times as long.
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from sgl_batch import Engine
 
@@ -16,8 +18,8 @@ from sgl_batch import Engine
 LENGTHS = (5, 47, 64, 75)
 TOKENS = 6
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem", "PYTHONWARNINGS": "ignore"}
+ON_GPU = torch.cuda.is_available()
 SETTINGS: dict[str, Any] = {
-    "device": "cpu",
     "dtype": "float32",
     "page_size": 16,
     "b_moe_prefill": 120,
@@ -56,7 +58,7 @@ def answers(engine: Any, input_ids: list[list[int]]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(model_path: Callable[[str], str], input_ids: list[list[int]]) -> list[list[int]]:
     """Those of the engine of a CPU, which the parity suite holds against Hugging Face and stock SGLang."""
-    engine = Engine(model_path=model_path("tiny-qwen3-moe"), max_total_tokens=2048, **SETTINGS)
+    engine = Engine(model_path=model_path("tiny-qwen3-moe"), device="cpu", max_total_tokens=2048, **SETTINGS)
     try:
         return answers(engine, input_ids)
     finally:
@@ -65,10 +67,12 @@ def expected(model_path: Callable[[str], str], input_ids: list[list[int]]) -> li
 
 @pytest.fixture(params=FORMS)
 def gpu_form(request: Any, model_path: Callable[[str], str], monkeypatch: Any) -> Iterator[Any]:
-    for name, value in INTERPRETED.items():
-        monkeypatch.setenv(name, value)
+    if not ON_GPU:
+        for name, value in INTERPRETED.items():
+            monkeypatch.setenv(name, value)
+    device = "cuda" if ON_GPU else "cpu"
     settings = {**SETTINGS, **FORMS[request.param]}
-    engine = Engine(model_path=model_path("tiny-qwen3-moe"), **TRITON, **settings)
+    engine = Engine(model_path=model_path("tiny-qwen3-moe"), device=device, **TRITON, **settings)
     yield engine
     engine.shutdown()
 

@@ -4,7 +4,7 @@ Many small tensors (a page of one layer is tens of KB) travel packed into chunks
 one is packed or unpacked while the other is on the wire. Each transfer has a thread, because gloo cannot be asked
 whether an operation has ended, and its own timeout closes the connections to every rank.
 
-Over NCCL nothing here has run yet.
+Over NCCL, and with tensors on a GPU, nothing here has run yet.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ class GroupTransfer:
         sends: bool,
         peer: int,
         on_done: Callable[[], None],
+        through_host: bool,
     ) -> None:
         self._operation, self._sends, self._peer, self._on_done = operation, sends, peer, on_done
         self._chunks = list(chunks_of(tensors))
         self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._wire = torch.device("cpu") if through_host else self._device
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
         self.moved_bytes = 0
         self._error: RuntimeError | None = None
@@ -107,7 +109,7 @@ class GroupTransfer:
     def _move(self) -> None:
         """Keep up to two chunks on the wire. An abandoned transfer runs on without its tensors, so that it ends."""
         size = max(map(_chunk_bytes, self._chunks), default=0)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._chunks)))]
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self._wire) for _ in range(min(2, len(self._chunks)))]
         on_wire: deque[tuple[int, dist.Work]] = deque()
         for index in range(len(self._chunks)):
             if len(on_wire) == 2:
@@ -142,13 +144,14 @@ class GroupTransfer:
 class GroupTransport:
     """A `Transport` over `group`, in which nothing else may communicate (see transport.py for the contract).
 
-    `ranks` are the numbers by which peers are named here, in the order of the group's own ranks. The group's timeout is
-    gloo's limit for each chunk, and one that passes closes the connections to all ranks: it is longer than any wait.
+    `through_host`: chunks travel in host memory, which is what gloo takes, wherever the tensors lie. `ranks` are the
+    numbers by which peers are named here, in the order of the group's own ranks. The group's timeout is gloo's limit
+    for each chunk, and one that passes closes the connections to all ranks: it is longer than any wait.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, through_host: bool = True) -> None:
         assert group.size() == len(ranks), f"{len(ranks)} ranks named for a group of {group.size()}"
-        self._group = group
+        self._group, self._through_host = group, through_host
         self._index = {rank: index for index, rank in enumerate(ranks)}
         self._begun: dict[int, list[GroupTransfer]] = {}
 
@@ -192,6 +195,8 @@ class GroupTransport:
             raise TransferError(
                 peer, f"rank {peer}: {stuck.what} was given up and has not run out yet, so nothing else can be moved"
             )
-        transfer = GroupTransfer(operation, tensors, sends=sends, peer=peer, on_done=on_done)
+        transfer = GroupTransfer(
+            operation, tensors, sends=sends, peer=peer, on_done=on_done, through_host=self._through_host
+        )
         self._begun[peer] = [*running, transfer]
         return transfer

@@ -18,18 +18,17 @@ _START_TIMEOUT_S = 900.0
 _COLLECTIVE_TIMEOUT_S = 1800.0
 
 
-def backend_for(device: str) -> str:
-    """Which backend of torch.distributed moves tensors of this device between ranks."""
-    return "gloo" if device == "cpu" else "nccl"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """`directory`: where the ranks of this engine leave their addresses; it names the engine as well."""
+    """`directory`: where the ranks of this engine leave their addresses; it names the engine as well.
+
+    `shares_gpu`: there are more ranks than GPUs, so that some have the same one.
+    """
 
     rank: int
     world_size: int
     directory: Path
+    shares_gpu: bool = False
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -40,6 +39,13 @@ class RankPlace:
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def backend(self, device: str) -> str:
+        """Which backend of torch.distributed moves what lies on this device between ranks.
+
+        NCCL makes no group of ranks that share a GPU; gloo moves host memory, through which theirs goes.
+        """
+        return "gloo" if device == "cpu" or self.shares_gpu else "nccl"
 
     def process_group(self, name: str, backend: str) -> Any:
         """A process group of its own for `name`; every rank calls this, in the same order."""

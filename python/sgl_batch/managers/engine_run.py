@@ -118,7 +118,8 @@ def _place(directory: Path, args: tuple[Any, ...]) -> RankPlace | None:
     server_args, rank = args[_SERVER_ARGS], args[_DP_RANK]
     if server_args.dp_size == 1:
         return None
-    place = RankPlace(rank=rank, world_size=server_args.dp_size, directory=directory)
+    shares_gpu = server_args.device != "cpu" and server_args.dp_size > torch.cuda.device_count()
+    place = RankPlace(rank=rank, world_size=server_args.dp_size, directory=directory, shares_gpu=shares_gpu)
     place.rendezvous.publish("pid", rank, str(os.getpid()))
     if server_args.device == "cpu":
         cores = share_of(read_cpus(os.sched_getaffinity(0)), rank, place.world_size)

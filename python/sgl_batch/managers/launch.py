@@ -199,6 +199,12 @@ def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
             f"{given}, enable_dp_attention={bool(merged.get('enable_dp_attention'))}: several ranks have data-parallel "
             f"attention and expert-parallel experts; give --tp {ranks} --dp {ranks} --ep {ranks} --enable-dp-attention"
         )
+    gpus = 0 if on_cpu(merged) else torch.cuda.device_count()
+    if 0 < gpus < ranks and merged.get("max_total_tokens") is None:
+        raise ConfigError(
+            f"{ranks} ranks share {gpus} GPU(s), whose memory each would take for itself: say with --max-total-tokens "
+            "how many tokens of KV each rank is to have, or start as many ranks as there are GPUs"
+        )
     fraction = merged.get("mem_fraction_static")
     shared = {"mem_fraction_static": fraction / ranks} if fraction and on_cpu(merged) else {}
     return {"tp_size": 1, "ep_size": 1, "enable_dp_attention": False, "load_balance_method": "round_robin", **shared}

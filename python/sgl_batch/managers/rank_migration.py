@@ -129,7 +129,8 @@ class RankMigration:
     def __init__(self, place: RankPlace, store: MovingSequences, *, backend: str, step_timeout_s: float) -> None:
         self._store, self._rank = store, place.rank
         self._boundary = 0
-        transport = GroupTransport(place.process_group("pages", backend), range(place.world_size))
+        group = place.process_group("pages", backend)
+        transport = GroupTransport(group, range(place.world_size), through_host=backend == "gloo")
         ends = Ends(
             channel=place.channel("migration", messages.Message),
             transport=transport,

@@ -15,7 +15,7 @@ from sgl_batch import config
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.rank_agreement import Migration
-from sgl_batch.distributed.rank_place import RankPlace, backend_for
+from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
 from sgl_batch.distributed.shared_memory import shared_regions
 from sgl_batch.errors import ConfigError
@@ -101,7 +101,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             timeout_s=_STEP_TIMEOUT_S,
             board=self._board(place),
         )
-        migrates = partial(RankMigration, place, backend=backend_for(self.device), step_timeout_s=_STEP_TIMEOUT_S)
+        migrates = partial(RankMigration, place, backend=place.backend(self.device), step_timeout_s=_STEP_TIMEOUT_S)
         RankHeartbeat(place, ranks.rank_timeout_s).start()
         if isinstance(self.executor, TieredExecutor):
             return TieredRankSteps(self.executor, group, migrates(StoredSequences(self, self.executor)))

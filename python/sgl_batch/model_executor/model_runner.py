@@ -12,7 +12,7 @@ import torch
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.plan import Plan, make_plan
-from sgl_batch.distributed.rank_place import RankPlace, backend_for
+from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.huge_pages import huge_parameters
@@ -209,19 +209,20 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if block is None:
             raise ConfigError("this model has no experts to share out: leave out --tp, --dp and --ep")
         dispatcher = create_token_dispatcher(
-            self._token_dispatcher(),
-            place.process_group("experts", backend_for(self.device)),
+            self._token_dispatcher(place),
+            place.process_group("experts", place.backend(self.device)),
             num_experts=block.experts.num_experts,
             hidden_size=self.model_config.hidden_size,
+            device=torch.device(self.device),
         )
         sums = self._operators.expert_sums
         return ExpertExchange(dispatcher, sums, self.counters)
 
-    def _token_dispatcher(self) -> str:
+    def _token_dispatcher(self, place: RankPlace) -> str:
         wanted = self.batch_config.ranks.token_dispatcher
         if wanted != "auto":
             return wanted
-        if self.device != "cpu":
+        if place.backend(self.device) == "nccl":
             return "nccl"
         return "gloo" if native_kernels() is None else "shared"
 

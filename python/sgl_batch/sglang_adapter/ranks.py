@@ -14,6 +14,7 @@ from sgl_batch.sglang_adapter import bootstrap
 
 with bootstrap.importing():
     import sglang.srt.managers.data_parallel_controller as controller_module
+    import torch
     from sglang.srt.managers.data_parallel_controller import DataParallelController
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.utils.common import init_custom_process_group
@@ -52,6 +53,8 @@ def run_controller_with(
 
     class Controller(DataParallelController):  # type: ignore[misc]
         def launch_tensor_parallel_group(self, server_args: Any, port_args: Any, base: int, rank: Any) -> None:
+            if server_args.device != "cpu":
+                base %= torch.cuda.device_count()  # more ranks than GPUs share them in turns
             try:
                 super().launch_tensor_parallel_group(server_args, port_args, base, rank)
             except (EOFError, KeyError, TypeError) as error:

@@ -241,3 +241,15 @@ def test_told_choices_of_experts_are_refused_where_nobody_tells_or_counts_them(o
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
     with pytest.raises(ConfigError, match=message):
         sglang_arguments({"enable_return_routed_experts": True}, from_mapping(options))
+
+
+@pytest.mark.parametrize(("gpus", "tokens", "refused"), [(1, None, True), (1, 4096, False), (2, None, False)])
+def test_ranks_that_share_a_gpu_are_told_how_much_of_it_each_has(gpus, tokens, refused, monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: gpus)
+    two = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "max_total_tokens": tokens}
+    if refused:
+        with pytest.raises(ConfigError, match=r"2 ranks share 1 GPU.*say with --max-total-tokens"):
+            sglang_arguments(two, from_mapping({}))
+    else:
+        assert sglang_arguments(two, from_mapping({}))["tp_size"] == 1

@@ -11,16 +11,26 @@ from sgl_batch.layers.moe.token_dispatcher.base import TokenDispatcher
 from sgl_batch.layers.moe.token_dispatcher.deepep import DeepEPDispatcher
 from sgl_batch.layers.moe.token_dispatcher.local import LocalDispatcher
 from sgl_batch.layers.moe.token_dispatcher.shared import SharedDispatcher
+from sgl_batch.layers.moe.token_dispatcher.staged import StagedDispatcher
 
 NAMES = ("local", "shared", "gloo", "nccl", "deepep")
 
 
+_CPU = torch.device("cpu")
+
+
 def create_token_dispatcher(
-    name: str, group: dist.ProcessGroup | None, *, num_experts: int, hidden_size: int
+    name: str,
+    group: dist.ProcessGroup | None,
+    *,
+    num_experts: int,
+    hidden_size: int,
+    device: torch.device = _CPU,
 ) -> TokenDispatcher:
     """The dispatcher `name` of this process's rank in `group` (None for `local`).
 
-    `num_experts` counts the experts of all ranks. Every rank of the group must call this (shared and deepep make their
+    `num_experts` counts the experts of all ranks. `device`: where tokens are; those of a GPU go through the host to be
+    exchanged by `shared` and `gloo`. Every rank of the group must call this (shared and deepep make their
     buffers together). Raises ConfigError where the name, the group or the machine cannot serve.
     """
     if name not in NAMES:
@@ -34,16 +44,19 @@ def create_token_dispatcher(
     if name == "deepep":
         return DeepEPDispatcher(group, num_experts=num_experts, hidden_size=hidden_size)
     transport = "gloo" if name == "shared" else name
-    device = _device_of(transport)
+    on = _device_of(transport)
     backends = dist.get_backend_config(group)
-    if f"{device.type}:{transport}" not in backends.split(","):
+    if f"{on.type}:{transport}" not in backends.split(","):
         raise ConfigError(
             f"the token dispatcher {name} needs a process group with the backend {transport} for tensors on "
-            f"{device.type}; this one has {backends}"
+            f"{on.type}; this one has {backends}"
         )
+    made: TokenDispatcher
     if name == "shared":
-        return SharedDispatcher(group, num_experts=num_experts, hidden_size=hidden_size)
-    return AllToAllDispatcher(group, device=device, num_experts=num_experts, hidden_size=hidden_size)
+        made = SharedDispatcher(group, num_experts=num_experts, hidden_size=hidden_size)
+    else:
+        made = AllToAllDispatcher(group, device=on, num_experts=num_experts, hidden_size=hidden_size)
+    return made if on.type == device.type or name == "nccl" else StagedDispatcher(made, device)
 
 
 def _device_of(name: str) -> torch.device:
