@@ -14,8 +14,10 @@ from sgl_batch.sglang_adapter.layers import TOP_K_ALL, Sampler
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit integer (splitmix64)
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
-# Sorting and adding up take several copies of the probabilities: so many rows at a time as these bytes hold.
+# Sorting and adding up take several copies of the probabilities: so many rows at a time as these bytes hold. A GPU's
+# memory is larger, and each of its launches takes a microsecond of the host for any number of rows.
 _SCRATCH_BYTES = 48 << 20
+_GPU_SCRATCH_BYTES = 2 << 30
 _BYTES_PER_PROBABILITY = 48
 
 
@@ -86,7 +88,8 @@ def sample_unfiltered(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tens
 def _few_rows(mask: torch.Tensor, vocab_size: int) -> list[torch.Tensor]:
     """The rows of a mask, as many at a time as the scratch memory of sampling is for; a row knows no neighbour."""
     rows = torch.nonzero(mask).squeeze(1)
-    return list(rows.split(max(1, _SCRATCH_BYTES // (_BYTES_PER_PROBABILITY * vocab_size)))) if len(rows) else []
+    scratch = _SCRATCH_BYTES if rows.device.type == "cpu" else _GPU_SCRATCH_BYTES
+    return list(rows.split(max(1, scratch // (_BYTES_PER_PROBABILITY * vocab_size)))) if len(rows) else []
 
 
 class CounterSampler(Sampler):  # type: ignore[misc]
