@@ -185,3 +185,12 @@ def test_to_free_nothing_changes_nothing():
     allocator = make(4)
     allocator.free(torch.empty(0, dtype=torch.int64))
     assert allocator.available_size() == 4 * NUM_PAGES
+
+
+def test_tokens_of_staged_pages_lie_one_after_the_other_and_take_no_page():
+    allocator = make(4)
+    with allocator.decoding_staged():
+        assert decode(allocator, [[0, 1, 2, 3], [96, 97, 98, 99], [84]]).tolist() == [4, 100, 85]
+    assert allocator.available_size() == NUM_PAGES * 4
+    assert decode(allocator, [[4, 5, 6, 7], [8]]).tolist() == [4, 9], "a page is opened again"
+    assert allocator.available_size() == (NUM_PAGES - 1) * 4
