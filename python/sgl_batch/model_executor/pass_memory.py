@@ -14,10 +14,9 @@ from sgl_batch.core.device_budget import ModelShape, pass_bytes
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.mem_cache.free_memory import free_bytes, give_back_heap
+from sgl_batch.mem_cache.page_advice import HUGE_PAGE_BYTES
 from sgl_batch.mem_cache.process_memory import resident_bytes
 from sgl_batch.sglang_adapter.forward import is_greedy
-
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class UntouchedPages:
@@ -31,7 +30,7 @@ class UntouchedPages:
         self._page_size, self._all_at_once = page_size, all_at_once
         self._page_bytes = sum(part.nbytes // (len(part) // num_layers) for part in parts)
         smallest = min(part[0].nbytes for part in parts)
-        self._stride = max(1, _HUGE_PAGE_BYTES // smallest)
+        self._stride = max(1, HUGE_PAGE_BYTES // smallest)
         num_pages = len(parts[0]) // num_layers
         self._touched = torch.zeros(-(-num_pages // self._stride), dtype=torch.bool)
 
