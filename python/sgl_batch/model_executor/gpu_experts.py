@@ -34,11 +34,10 @@ class GpuExperts:
         self,
         name: str,
         device: str,
-        counters: Counters | None = None,
+        counters: Counters,
         prefetch_stream: Callable[[], PrefetchStream] = CudaPrefetchStream,
     ) -> None:
-        self._name, self._device = name, device
-        self._counters = Counters() if counters is None else counters
+        self._name, self._device, self._counters = name, device, counters
         self._prefetch_stream = prefetch_stream
         self._streamer: WeightStreamer | None = None
         self._table = RunnerTable(best=((0, OWN),))
