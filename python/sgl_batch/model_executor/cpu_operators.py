@@ -80,7 +80,7 @@ class CpuOperators:
         )
         self._run = self._streamer.experts
         self.sizes_itself = memory.weight_memory == 0
-        self._streamed_bytes = self._streamer.least_bytes if self.sizes_itself else self._streamer.slots.most_bytes
+        self._streamed_bytes = self._streamer.bytes_to_stream if self.sizes_itself else self._streamer.slots.most_bytes
 
     @property
     def streams_weights(self) -> bool:

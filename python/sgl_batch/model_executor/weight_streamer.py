@@ -11,7 +11,14 @@ from typing import Protocol
 
 import torch
 
-from sgl_batch.core.weight_residency import WeightResidency, plan_residency, read_ahead_pays, slots_that_fit, to_keep
+from sgl_batch.core.weight_residency import (
+    WeightResidency,
+    plan_residency,
+    read_ahead_pays,
+    slots_that_fit,
+    slots_to_stream,
+    to_keep,
+)
 from sgl_batch.layers.moe.expert_runner import ExpertRunner
 from sgl_batch.layers.packed_weights import packed_experts
 from sgl_batch.mem_cache.expert_slot_table import ExpertSlotTable
@@ -131,9 +138,10 @@ class WeightStreamer:
         return self._slots
 
     @property
-    def least_bytes(self) -> int:
-        """What experts need to be read while others compute: two layers' memory."""
-        return min(2, len(self._layers)) * self._num_experts * self._slots.tensors.slot_bytes
+    def bytes_to_stream(self) -> int:
+        """What experts need to be read while others compute."""
+        slots = slots_to_stream(layers=len(self._layers), experts=self._num_experts)
+        return slots * self._slots.tensors.slot_bytes
 
     def fit(self, free_bytes: Callable[[], int], working: int) -> None:
         """Before a forward pass that takes `working` bytes beside what is there: give memory back, or take more."""
