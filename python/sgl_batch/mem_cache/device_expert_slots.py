@@ -88,18 +88,6 @@ class DeviceExpertSlots:
             stream.pin(memory)
             pinned.append(memory)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.tensors.count * self.tensors.slot_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        return self.num_bytes
-
-    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]:
-        """A GPU's slots have their memory from the start."""
-        raise NotImplementedError(f"{num_slots} slots: a GPU's stay as many as they are")
-
     def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None:
         """Have experts of a layer copied into free slots, of which there are enough."""
         if not experts:

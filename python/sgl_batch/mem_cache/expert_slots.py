@@ -41,6 +41,11 @@ class SlotTensors:
     def slot_bytes(self) -> int:
         return sum(part[0].nbytes for part in self.parts)
 
+    @property
+    def num_bytes(self) -> int:
+        """What slots take once all hold an expert."""
+        return self.count * self.slot_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTotals:
@@ -79,11 +84,6 @@ class ExpertSlots:
     def num_bytes(self) -> int:
         """What slots have taken of memory."""
         return len(self._touched) * self.tensors.slot_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        """What they take once all hold an expert."""
-        return self.table.num_slots * self.tensors.slot_bytes
 
     def resize(self, num_slots: int) -> list[tuple[int, int, bool]]:
         """Use only the first `num_slots` slots. What the others hold is let go of, and their memory given back.

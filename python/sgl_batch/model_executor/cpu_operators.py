@@ -15,6 +15,7 @@ from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
 from sgl_batch.layers.moe import cpu_topk
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.packed_weights import PackedWeights
+from sgl_batch.mem_cache.expert_slots import ExpertSlots
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_deepseek import CpuDeepseek
 from sgl_batch.model_executor.families import DeepseekFamily, Family, family_of
@@ -44,7 +45,7 @@ class CpuOperators:
         self._kernels = native_kernels()
         self._int8 = weight_dtype == "int8"
         self._weights = PackedWeights(self._kernels, int8=self._int8)
-        self._streamer: WeightStreamer | None = None
+        self._streamer: WeightStreamer[ExpertSlots] | None = None
         self._streamed_bytes = 0
         self.sizes_itself = False
         """Whether streamed experts take the memory that is free, and give it back."""
@@ -80,7 +81,9 @@ class CpuOperators:
         )
         self._run = self._streamer.experts
         self.sizes_itself = memory.weight_memory == 0
-        self._streamed_bytes = self._streamer.bytes_to_stream if self.sizes_itself else self._streamer.slots.most_bytes
+        self._streamed_bytes = (
+            self._streamer.bytes_to_stream if self.sizes_itself else self._streamer.slots.tensors.num_bytes
+        )
 
     @property
     def streams_weights(self) -> bool:

@@ -38,7 +38,7 @@ def stream_experts(
     int8: bool,
     kernels: ModuleType,
     counters: Counters,
-) -> WeightStreamer:
+) -> WeightStreamer[ExpertSlots]:
     """Let the experts of a model that was loaded without them come from `files`; of several ranks, this one's share.
 
     Raises ConfigError where the checkpoint or the memory does not allow it.
@@ -72,7 +72,7 @@ def stream_experts_to_device(
     runner: ExpertRunner,
     stream: PrefetchStream,
     counters: Counters,
-) -> WeightStreamer:
+) -> WeightStreamer[DeviceExpertSlots]:
     """As stream_experts, for a GPU: the experts are read into host memory, and come from there to the device's slots.
 
     Not yet run on a GPU. Raises ConfigError.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -34,17 +34,23 @@ class Slots(Protocol):
     tensors: SlotTensors
     table: ExpertSlotTable
 
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def most_bytes(self) -> int: ...
-    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]: ...
     def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None: ...
     def hurry(self, layer: int, experts: Sequence[int]) -> None: ...
     def drop(self, layer: int, experts: Iterable[int]) -> list[int]: ...
     def wait(self, layer: int, experts: Sequence[int]) -> None: ...
     def free(self, layer: int, experts: Sequence[int]) -> None: ...
     def totals(self) -> LoadTotals: ...
+
+
+class ResizableSlots(Slots, Protocol):
+    """Slots that take memory as they are used, and give it back: ExpertSlots."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]: ...
+
+
+S_co = TypeVar("S_co", bound=Slots, covariant=True)
 
 
 class Compute(Protocol):
@@ -105,7 +111,7 @@ class _Layer:
     routed: set[int] = field(default_factory=set)
 
 
-class WeightStreamer:
+class WeightStreamer(Generic[S_co]):
     """The experts of a model's layers, in the order in which they come round.
 
     `keys`: of each layer the parameter that stands for its gate and up weights, by which an expert call names it.
@@ -117,7 +123,7 @@ class WeightStreamer:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: S_co,
         residency: WeightResidency,
         keys: list[torch.Tensor],
         *,
@@ -134,7 +140,7 @@ class WeightStreamer:
         self._current: _Layer | None = None
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> S_co:
         return self._slots
 
     @property
@@ -143,7 +149,7 @@ class WeightStreamer:
         slots = slots_to_stream(layers=len(self._layers), experts=self._num_experts)
         return slots * self._slots.tensors.slot_bytes
 
-    def fit(self, free_bytes: Callable[[], int], working: int) -> None:
+    def fit(self: WeightStreamer[ResizableSlots], free_bytes: Callable[[], int], working: int) -> None:
         """Before a forward pass that takes `working` bytes beside what is there: give memory back, or take more."""
         slots, most = self._slots, self._slots.tensors.count
         wanted = slots_that_fit(
