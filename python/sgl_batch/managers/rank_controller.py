@@ -64,15 +64,19 @@ class _Ranks:
         return self._rendezvous.failure is not None or min(self._exit_codes().values()) < 0
 
     def _end(self, text: str) -> NoReturn:
-        self._rendezvous.report_failure(text)
-        for processes in list(self.processes.values()):
-            for process in processes:
-                process.kill()
-                process.join()
-        os._exit(1)
+        try:
+            self._rendezvous.report_failure(text)
+            for processes in list(self.processes.values()):
+                for process in processes:
+                    process.kill()
+                    process.join()
+        finally:  # whatever fails here, the engine's own process must not wait for this one
+            os._exit(1)
 
 
 def _end_of(exit_code: int) -> str:
     if exit_code >= 0:
         return f"failed (exit code {exit_code}); its own message stands above"
-    return f"died: {signal.Signals(-exit_code).name} (its process was killed)"
+    number = -exit_code
+    name = signal.Signals(number).name if number in map(int, signal.Signals) else f"signal {number}"
+    return f"died: {name} (its process was killed)"

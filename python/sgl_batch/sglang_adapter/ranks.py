@@ -49,7 +49,7 @@ def run_controller_with(
     """Run SGLang's data-parallel controller in this process.
 
     `processes`: for each rank, its scheduler process is put here as soon as it runs; another thread may look at it.
-    `on_start_failure(rank, what)` is called, in some thread, where a process cannot be started.
+    `on_start_failure(rank, what)` is called, in some thread, where one cannot be started, and ends this process.
     """
 
     class Controller(DataParallelController):  # type: ignore[misc]
