@@ -81,7 +81,7 @@ def killing(start: Start, victim: Callable[[Start], int | None]) -> Iterator[Non
         while not over.is_set() and pid is None:
             start.look()
             pid = victim(start)
-            time.sleep(0.002)
+            time.sleep(0.02)
         if pid is not None:
             psutil.Process(pid).send_signal(signal.SIGKILL)
 
