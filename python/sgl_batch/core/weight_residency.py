@@ -40,6 +40,11 @@ def plan_residency(slots: int, *, layers: int, experts: int) -> WeightResidency:
     return WeightResidency(slots=slots, kept=max(0, spare // (layers - 2)) if layers > 2 else 0)
 
 
+def slots_to_stream(*, layers: int, experts: int) -> int:
+    """How many slots experts need to come while others compute: two layers' worth."""
+    return min(2, layers) * experts
+
+
 def slots_that_fit(now: int, *, free: int, held: int, working: int, slot_bytes: int, least: int, most: int) -> int:
     """How many slots a forward pass leaves memory for; `now` unless others are worth it.
 

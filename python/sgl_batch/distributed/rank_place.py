@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 from sgl_batch.sglang_adapter.ranks import new_process_group
 
-# Ranks that start together may be far apart in time: on a busy machine, imports and loading take minutes.
+# Ranks that start together may be far apart in time: on a busy machine, imports and loading take minutes. One that ends
+# meanwhile is noticed by the controller, which ends them all; this is for one that hangs.
 _START_TIMEOUT_S = 900.0
 # A collective waits this long for a rank that computes; one that hangs is found by its heartbeat long before.
 _COLLECTIVE_TIMEOUT_S = 1800.0
@@ -47,6 +49,10 @@ class RankPlace:
         """
         return "gloo" if device == "cpu" or self.shares_gpu else "nccl"
 
+    def await_told(self, name: str, ranks: Iterable[int]) -> dict[int, str]:
+        """What these ranks have published under `name` when they start; PeerTimeout names one that hangs."""
+        return self.rendezvous.await_all(name, ranks, _START_TIMEOUT_S)
+
     def process_group(self, name: str, backend: str) -> Any:
         """A process group of its own for `name`; every rank calls this, in the same order."""
         store = FileStore(str(self.directory / f"store-{name}"), self.world_size)
@@ -65,5 +71,5 @@ class RankPlace:
             rank=self.rank, messages=messages, run_id=f"{self.directory.name}-{name}", send_timeout_s=_START_TIMEOUT_S
         )
         self.rendezvous.publish(f"{name}-endpoint", self.rank, channel.endpoint)
-        channel.connect(self.rendezvous.await_all(f"{name}-endpoint", range(self.world_size), _START_TIMEOUT_S))
+        channel.connect(self.await_told(f"{name}-endpoint", range(self.world_size)))
         return channel

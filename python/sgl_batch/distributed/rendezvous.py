@@ -60,6 +60,12 @@ class Rendezvous:
         finally:
             own.unlink()
 
+    def await_failure(self, timeout_s: float) -> None:
+        """Wait until somebody has said why the group cannot go on, or for `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
     @contextmanager
     def telling(self, rank: int | None = None) -> Iterator[None]:
         """Report what of our own errors ends this block: SGLang only logs it, and ends the process.

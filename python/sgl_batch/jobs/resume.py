@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.jobs.job_store.directory import sync_directory
 from sgl_batch.jobs.records import record_token
 from sgl_batch.jobs.run_result import Failures
 from sgl_batch.jobs.scratch import storage_errors
@@ -221,21 +222,13 @@ def _settle(files: RunFiles, ends: Sequence[int]) -> None:
     with storage_errors(f"preparing {files.output} to be gone on with"):
         for path, _ in files.both:
             _draft_path(path).replace(kept_path(path))
-        _sync_directories(files)
+        for directory in {path.parent for path, _ in files.both}:
+            sync_directory(directory)
         for (path, _), end in zip(files.both, ends, strict=True):
             if path.exists():
                 with path.open("rb+") as file:
                     file.truncate(end)
                     os.fsync(file.fileno())
-
-
-def _sync_directories(files: RunFiles) -> None:
-    for directory in {path.parent for path, _ in files.both}:
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _token(run_id: str, index: int) -> str:

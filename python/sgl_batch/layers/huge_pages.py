@@ -6,7 +6,6 @@ costs expert calls of few tokens up to a fifth of their time.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-_HUGE_PAGE_BYTES = 1 << 21
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+from sgl_batch.mem_cache.page_advice import HUGE_PAGE_BYTES, advise
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> bool:
@@ -25,11 +22,8 @@ def prefer_huge_pages(tensor: torch.Tensor) -> bool:
 
     What is written already stays where it is. Where the kernel has no huge pages, small ones serve.
     """
-    if tensor.device.type != "cpu":
-        return False
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    first, last = -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    return tensor.is_contiguous() and first < last and _libc.madvise(first, last - first, mmap.MADV_HUGEPAGE) == 0
+    plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+    return plain and advise(tensor, mmap.MADV_HUGEPAGE, page_bytes=HUGE_PAGE_BYTES)
 
 
 @contextmanager

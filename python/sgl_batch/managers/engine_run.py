@@ -131,8 +131,10 @@ def _place(directory: Path, args: tuple[Any, ...]) -> RankPlace | None:
 def _begin_as_child() -> None:
     """What a forked child has of its parent and a new process has not: handlers of signals, and how children start.
 
-    Ctrl-C on a terminal reaches every process of the group; the parent alone decides what it means.
+    Ctrl-C on a terminal reaches every process of the group; the parent alone decides what it means. A parent that was
+    killed while this process began has no other way to end it.
     """
+    processes.end_with_parent()
     for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)

@@ -30,9 +30,6 @@ from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 from sgl_batch.model_executor.counters import Counters
 
-# As for all else that the ranks tell each other at the start: loading may take one minutes longer than another.
-_START_TIMEOUT_S = 900.0
-
 
 def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace | None) -> HostKVStore:
     """The store of this engine: of several ranks, the first makes it and the others join it.
@@ -41,7 +38,7 @@ def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace |
     """
     num_ranks, rank = (1, 0) if place is None else (place.world_size, place.rank)
     if place is not None and rank > 0:
-        told = place.rendezvous.await_all("kv-store", [0], _START_TIMEOUT_S)[0]
+        told = place.await_told("kv-store", [0])[0]
         return HostKVStore.join(StoreAddress(**json.loads(told)), geometry, rank=rank)
     store = HostKVStore.create(
         geometry,

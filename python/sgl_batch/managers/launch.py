@@ -101,6 +101,9 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
     merged.update(_rank_arguments(merged))
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
+    if config.memory.weights == "streamed":
+        # A captured graph would compute with the experts of the pass in which it was captured.
+        merged["disable_cuda_graph"] = True
     _check_choices(config, merged, on_cpu=on_cpu(kwargs))
     if merged.get("speculative_algorithm"):
         raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
@@ -161,9 +164,6 @@ def _check_streaming(config: BatchConfig, merged: dict[str, Any], *, on_cpu: boo
         raise ConfigError(
             f"weights are to be streamed, and expert_runner {runner!r} takes no such weights: choose native"
         )
-    if not on_cpu and not merged.get("disable_cuda_graph"):
-        # A captured graph would compute with the experts of the pass in which it was captured.
-        merged["disable_cuda_graph"] = True
     if merged.get("load_format") not in (None, "auto", "safetensors"):
         raise ConfigError(f"load_format is {merged['load_format']!r}; streamed weights are read from safetensors files")
 

@@ -1,20 +1,24 @@
 """Owns the process that starts the ranks and hands requests to them, and its notice when one of them ends.
 
-Which rank gets a request is SGLang's (round robin, or the rank that the request names).
+It sees a rank's end from the moment that the rank's process begins, also where the others still load or wait for it,
+and ends them all then: the engine's own process, which waits for this one, hears why. Which rank gets a request is
+SGLang's (round robin, or the rank that the request names).
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.sglang_adapter.ranks import run_controller_with
 
-# A rank that ends takes others with it; what these have to say about it is waited for.
+_LOOK_S = 0.1
+# A rank that ends takes others with it: for so long the first that is seen to end may not be the cause.
 _LAST_WORDS_S = 1.0
 
 
@@ -23,31 +27,56 @@ def run_rank_controller(directory: Path, **kwargs: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A rank that fails sends SGLang's SIGQUIT to its parent; here its exit is enough, and its cause can be told.
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-    rendezvous = Rendezvous(directory)
-
-    def watch(processes: list[Any]) -> None:
-        ended = [process for process in processes if process.exitcode is not None]
-        if ended:
-            ranks = {int(pid): rank for rank, pid in rendezvous.published("pid").items()}
-            # A killed one, if any, is the cause; the others have failed at its loss.
-            first = min(ended, key=lambda process: process.exitcode)
-            _fail(rendezvous, f"rank {ranks.get(first.pid, '?')} of the engine {_end_of(first.exitcode)}")
-
-    def start_failed(rank: int | None, what: str) -> None:
-        _fail(rendezvous, f"rank {rank} of the engine ended before it was ready ({what}); its own message stands above")
-
-    run_controller_with(watch, start_failed, **kwargs)
+    ranks = _Ranks(Rendezvous(directory))
+    threading.Thread(target=ranks.watch, name="rank watch", daemon=True).start()
+    run_controller_with(ranks.processes, ranks.end_unstarted, **kwargs)
 
 
-def _fail(rendezvous: Rendezvous, text: str) -> None:
-    deadline = time.monotonic() + _LAST_WORDS_S
-    while rendezvous.failure is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    rendezvous.report_failure(text)
-    os._exit(1)
+class _Ranks:
+    """`processes`: each rank's, once it runs; another thread puts them there."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self.processes: dict[int, list[Any]] = {}
+
+    def watch(self) -> None:
+        """Wait for the end of a rank, and end this process."""
+        while not self._exit_codes():
+            time.sleep(_LOOK_S)
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while not self._cause_is_known() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        codes = self._exit_codes()
+        first = min(codes, key=codes.__getitem__)
+        self._end(f"rank {first} of the engine {_end_of(codes[first])}")
+
+    def end_unstarted(self, rank: int, what: str) -> NoReturn:
+        """A rank's process could not be started."""
+        self._end(f"rank {rank} of the engine could not be started ({what})")
+
+    def _exit_codes(self) -> dict[int, int]:
+        """Those of the ranks that have ended."""
+        listed = [(rank, process) for rank, processes in list(self.processes.items()) for process in processes]
+        return {rank: process.exitcode for rank, process in listed if process.exitcode is not None}
+
+    def _cause_is_known(self) -> bool:
+        """A rank that gives up has said why. A killed one is the cause; the others have failed at its loss."""
+        return self._rendezvous.failure is not None or min(self._exit_codes().values()) < 0
+
+    def _end(self, text: str) -> NoReturn:
+        try:
+            self._rendezvous.report_failure(text)
+            for processes in list(self.processes.values()):
+                for process in processes:
+                    process.kill()
+                    process.join()
+        finally:  # whatever fails here, the engine's own process must not wait for this one
+            os._exit(1)
 
 
 def _end_of(exit_code: int) -> str:
     if exit_code >= 0:
         return f"failed (exit code {exit_code}); its own message stands above"
-    return f"died: {signal.Signals(-exit_code).name} (its process was killed)"
+    number = -exit_code
+    name = signal.Signals(number).name if number in map(int, signal.Signals) else f"signal {number}"
+    return f"died: {name} (its process was killed)"

@@ -20,6 +20,8 @@ from sgl_batch.distributed.zmq_channel import ZmqChannel
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
+# The controller looks at its ranks ten times a second.
+_CONTROLLER_TELLS_S = 1.0
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
@@ -77,6 +79,8 @@ class RankHeartbeat:
                 heard[received[0]] = time.monotonic()
 
     def _end(self, error: RankError) -> None:
+        if isinstance(error, PeerLost):  # the controller knows how that rank's process has ended
+            self._place.rendezvous.await_failure(_CONTROLLER_TELLS_S)
         self._place.rendezvous.report_failure(failure_text(error))
         logger.error("rank %d ends because %s", self._place.rank, error)
         # The controller is this process's parent: when it ends, all ranks end with it, and the engine's own process

@@ -80,6 +80,11 @@ def _as_value_error() -> Iterator[None]:
 _LOOK_EVERY_S = 0.01
 
 
+def _generates(request: Any) -> bool:
+    """Whether a request, tokenized or not, is one of generation; SGLang's others (embeddings) have no such fields."""
+    return hasattr(request, "top_logprobs_num")
+
+
 class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """SGLang's tokenizer manager; everything that leaves it carries a seed.
 
@@ -101,14 +106,14 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """SGLang's answers. Raises ValueError for a request that cannot be computed."""
-        if hasattr(obj, "top_logprobs_num"):
+        if _generates(obj):
             check_shape(obj)
         async for out in super().generate_request(obj, request):
             yield out
 
     def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
         """SGLang's checks, and those without which a scheduler would end. Raises ValueError."""
-        if hasattr(obj, "top_logprobs_num"):
+        if _generates(obj):
             if obj.input_ids is not None:
                 check_tokens(input_ids, self.model_config.vocab_size)
             check_log_probabilities(obj, self.model_config.vocab_size, self.context_len)
@@ -120,7 +125,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """The request as its scheduler gets it. Raises ValueError."""
         with _as_value_error():
             tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
-        if hasattr(tokenized, "top_logprobs_num"):
+        if _generates(tokenized):
             check_sampling(tokenized.sampling_params, self.model_config.vocab_size)
             check_travels(tokenized)
         return tokenized

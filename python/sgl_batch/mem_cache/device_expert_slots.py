@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from sgl_batch.mem_cache.expert_slots import NOWHERE, LoadTotals, SlotTensors
+from sgl_batch.mem_cache.expert_slot_table import ExpertSlotTable
+from sgl_batch.mem_cache.expert_slots import LoadTotals, SlotTensors
 from sgl_batch.mem_cache.host_experts import HostExperts
 from sgl_batch.mem_cache.pinned_memory import pin, unpin
 
@@ -65,7 +66,7 @@ class CudaPrefetchStream:
 
 
 class DeviceExpertSlots:
-    """Slots over experts in host memory. `slot_of` [L, E], int32, on the host, is the slot of every expert, or -1.
+    """Slots over experts in host memory, all with their memory from the start.
 
     The stream makes copies in the order in which they were asked for: none is hurried, and none left out.
     """
@@ -73,8 +74,7 @@ class DeviceExpertSlots:
     def __init__(self, host: HostExperts, tensors: SlotTensors, stream: PrefetchStream) -> None:
         layers, experts = host.w13.shape[:2]
         self.tensors, self._host, self._stream = tensors, host, stream
-        self.slot_of = torch.full((layers, experts), NOWHERE, dtype=torch.int32)
-        self._free = list(range(tensors.count))[::-1]
+        self.table = ExpertSlotTable(layers, experts, tensors.count)
         self._marks: dict[int, Any] = {}
         self._asked = 0
         pinned: list[torch.Tensor] = []
@@ -83,38 +83,17 @@ class DeviceExpertSlots:
             stream.pin(memory)
             pinned.append(memory)
 
-    @property
-    def num_slots(self) -> int:
-        return self.tensors.count
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_slots * self.tensors.slot_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        return self.num_bytes
-
-    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]:
-        """A GPU's slots have their memory from the start."""
-        raise NotImplementedError(f"{num_slots} slots: a GPU's stay as many as they are")
-
     def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None:
         """Have experts of a layer copied into free slots, of which there are enough."""
         if not experts:
             return
         # A slot may still be read by what computes now.
         self._stream.begin()
-        slots = [self._free.pop() for _ in experts]
+        slots = self.table.take(layer, experts)
         for expert, slot in zip(experts, slots, strict=True):
             self._stream.copy(self.tensors.w13[slot], self._host.w13[layer, expert])
             self._stream.copy(self.tensors.w2[slot], self._host.w2[layer, expert])
         self._marks |= dict.fromkeys(slots, self._stream.mark())
-        self.slot_of[layer, torch.tensor(experts)] = torch.tensor(slots, dtype=torch.int32)
         self._asked += len(experts)
 
     def hurry(self, layer: int, experts: Sequence[int]) -> None:
@@ -126,24 +105,15 @@ class DeviceExpertSlots:
 
     def wait(self, layer: int, experts: Sequence[int]) -> None:
         """Let what is computed from now on wait until these are there."""
-        slots = self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)].tolist()
+        slots = self.table.slots(layer, experts).tolist()
         marks = {id(mark): mark for slot in slots if (mark := self._marks.pop(slot, None)) is not None}
         for mark in marks.values():
             self._stream.hold(mark)
 
     def free(self, layer: int, experts: Sequence[int]) -> None:
         """Let go of experts; what is copied into their slots next comes after what is on its way there."""
-        index = torch.tensor(experts, dtype=torch.int64)
-        slots = self.slot_of[layer, index].tolist()
-        for slot in slots:
+        for slot in self.table.release(layer, experts):
             self._marks.pop(slot, None)
-        self._free.extend(slots)
-        self.slot_of[layer, index] = NOWHERE
-
-    def present(self, layer: int) -> list[int]:
-        """The experts of a layer that have a slot, in their order."""
-        found: list[int] = (self.slot_of[layer] != NOWHERE).nonzero().flatten().tolist()
-        return found
 
     def totals(self) -> LoadTotals:
         return LoadTotals(bytes=self._asked * self._host.expert_bytes, experts=self._asked)

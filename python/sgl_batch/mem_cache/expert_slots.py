@@ -1,4 +1,4 @@
-"""Owns the slots that experts are read into: which are free, which expert each holds, and the threads that fill them.
+"""Owns the slots that experts are read into: their memory, and the threads that fill them.
 
 Which experts are asked for, kept and let go of is decided elsewhere, and how many slots are in use.
 """
@@ -16,9 +16,8 @@ import torch
 from sgl_batch.errors import EngineError
 from sgl_batch.kernel_loader import expert_loader_kernels
 from sgl_batch.mem_cache.expert_checkpoint import ExpertPlaces
+from sgl_batch.mem_cache.expert_slot_table import ExpertSlotTable
 from sgl_batch.mem_cache.free_memory import give_back
-
-NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +41,11 @@ class SlotTensors:
     def slot_bytes(self) -> int:
         return sum(part[0].nbytes for part in self.parts)
 
+    @property
+    def num_bytes(self) -> int:
+        """What slots take once all hold an expert."""
+        return self.count * self.slot_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTotals:
@@ -52,17 +56,16 @@ class LoadTotals:
 
 
 class ExpertSlots:
-    """Slots over the native loader, of which the first `num_slots` are in use: all, until `resize` says otherwise.
+    """Slots over the native loader, of which the first of `table` are in use: all, until `resize` says otherwise.
 
-    `slot_of` [L, E], int32, is the slot of every expert, or -1. A slot takes memory from its first expert on.
+    A slot takes memory from its first expert on.
     """
 
     def __init__(self, places: ExpertPlaces, tensors: SlotTensors, *, num_threads: int, direct: bool = True) -> None:
         layers, experts = places.places.shape[:2]
         self.tensors, self._places = tensors, places.places
-        self.slot_of = torch.full((layers, experts), NOWHERE, dtype=torch.int32)
-        self._free = list(range(tensors.count))[::-1]
-        self._num_slots, self._touched = tensors.count, set[int]()
+        self.table = ExpertSlotTable(layers, experts, tensors.count)
+        self._touched = set[int]()
         with _read_errors():
             self._loader: Any = expert_loader_kernels().start_expert_loader(
                 places.files,
@@ -78,22 +81,9 @@ class ExpertSlots:
         self._close = weakref.finalize(self, _close, self._loader, [tensors])
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
-    @property
     def num_bytes(self) -> int:
         """What slots have taken of memory."""
         return len(self._touched) * self.tensors.slot_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        """What they take once all hold an expert."""
-        return self._num_slots * self.tensors.slot_bytes
 
     def resize(self, num_slots: int) -> list[tuple[int, int, bool]]:
         """Use only the first `num_slots` slots. What the others hold is let go of, and their memory given back.
@@ -102,19 +92,15 @@ class ExpertSlots:
         """
         assert 0 < num_slots <= self.tensors.count, f"{num_slots} of {self.tensors.count} slots"
         gone: list[tuple[int, int, bool]] = []
-        for layer in range(len(self.slot_of)):
-            experts = (self.slot_of[layer] >= num_slots).nonzero().flatten().tolist()
+        for layer, slot_of_E in enumerate(self.table.slot_of):
+            experts = (slot_of_E >= num_slots).nonzero().flatten().tolist()
             dropped = set(self.drop(layer, experts))
             self.free(layer, [expert for expert in experts if expert not in dropped])
             gone.extend((layer, expert, expert not in dropped) for expert in experts)
-        if num_slots < self._num_slots:
-            self._free = [slot for slot in self._free if slot < num_slots]
-            self._touched = {slot for slot in self._touched if slot < num_slots}
-            for part in self.tensors.parts:
-                give_back(part[num_slots : self._num_slots])
-        else:
-            self._free[:0] = range(num_slots - 1, self._num_slots - 1, -1)
-        self._num_slots = num_slots
+        self._touched = {slot for slot in self._touched if slot < num_slots}
+        for part in self.tensors.parts:
+            give_back(part[num_slots : self.table.num_slots])
+        self.table.resize(num_slots)
         return gone
 
     @property
@@ -126,38 +112,31 @@ class ExpertSlots:
         """Have experts of a layer read into free slots, of which there are enough; urgent ones before others."""
         if not experts:
             return
-        slots = [self._free.pop() for _ in experts]
+        slots = self.table.take(layer, experts)
         self._touched.update(slots)
-        index = torch.tensor(experts)
-        self.slot_of[layer, index] = torch.tensor(slots, dtype=torch.int32)
-        self._loader.submit(torch.tensor(slots), self._places[layer, index].contiguous(), urgent)
+        self._loader.submit(torch.tensor(slots), self._places[layer, torch.tensor(experts)].contiguous(), urgent)
 
     def hurry(self, layer: int, experts: Sequence[int]) -> None:
         """Let experts that were asked for come before those that nobody waits for."""
-        self._loader.hurry(self._slots(layer, experts))
+        self._loader.hurry(self.table.slots(layer, experts))
 
     def drop(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Leave out what of these has not begun to be read; returns them."""
         asked = list(experts)
-        left_out: list[bool] = self._loader.drop(self._slots(layer, asked)).tolist()
+        left_out: list[bool] = self._loader.drop(self.table.slots(layer, asked)).tolist()
         dropped = [expert for expert, out in zip(asked, left_out, strict=True) if out]
-        self._release(layer, dropped)
+        self.table.release(layer, dropped)
         return dropped
 
     def wait(self, layer: int, experts: Sequence[int]) -> None:
         """Return when these are there. Raises EngineError that says which file could not be read, and why."""
         with _read_errors():
-            self._loader.wait(self._slots(layer, experts))
+            self._loader.wait(self.table.slots(layer, experts))
 
     def free(self, layer: int, experts: Sequence[int]) -> None:
         """Let go of experts; of those that are being read, when they are there."""
         self.wait(layer, experts)
-        self._release(layer, experts)
-
-    def present(self, layer: int) -> list[int]:
-        """The experts of a layer that have a slot, in their order."""
-        found: list[int] = (self.slot_of[layer] != NOWHERE).nonzero().flatten().tolist()
-        return found
+        self.table.release(layer, experts)
 
     def totals(self) -> LoadTotals:
         size, experts, *_ = self._loader.totals()
@@ -165,13 +144,6 @@ class ExpertSlots:
 
     def close(self) -> None:
         self._close()
-
-    def _slots(self, layer: int, experts: Sequence[int]) -> torch.Tensor:
-        return self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)].to(torch.int64)
-
-    def _release(self, layer: int, experts: Sequence[int]) -> None:
-        self._free.extend(self._slots(layer, experts).tolist())
-        self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)] = NOWHERE
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from sgl_batch.mem_cache.page_advice import advise
+
 _ROOT = Path("/")
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc = ctypes.CDLL(None)
 
 
 def give_back_heap() -> None:
@@ -26,10 +27,7 @@ def give_back(tensor: torch.Tensor) -> None:
 
     Pages that it shares with others stay. Only for anonymous memory, which is what torch allocates.
     """
-    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if tensor.nbytes and first < last:
-        _libc.madvise(first, last - first, mmap.MADV_DONTNEED)
+    advise(tensor, mmap.MADV_DONTNEED)
 
 
 def free_bytes(root: Path = _ROOT) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,7 @@ from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
 from sgl_batch.layers.moe import cpu_topk
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.packed_weights import PackedWeights
+from sgl_batch.mem_cache.expert_slots import ExpertSlots
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_deepseek import CpuDeepseek
 from sgl_batch.model_executor.families import DeepseekFamily, Family, family_of
@@ -44,10 +45,9 @@ class CpuOperators:
         self._kernels = native_kernels()
         self._int8 = weight_dtype == "int8"
         self._weights = PackedWeights(self._kernels, int8=self._int8)
-        self._streamer: WeightStreamer | None = None
-        self._streamed_bytes = 0
-        self.sizes_itself = False
-        """Whether streamed experts take the memory that is free, and give it back."""
+        self._streamer: WeightStreamer[ExpertSlots] | None = None
+        self.fitted_streamer: WeightStreamer[ExpertSlots] | None = None
+        """Streamed experts that take the memory that forward passes leave: nobody has said how much."""
         self.expert_runner = expert_runner
         if expert_runner == "auto":
             self.expert_runner = "torch" if self._kernels is None else "native"
@@ -79,8 +79,7 @@ class CpuOperators:
             model, files, memory, rank=rank, int8=self._int8, kernels=self._kernels, counters=self._counters
         )
         self._run = self._streamer.experts
-        self.sizes_itself = memory.weight_memory == 0
-        self._streamed_bytes = self._streamer.least_bytes if self.sizes_itself else self._streamer.slots.most_bytes
+        self.fitted_streamer = None if memory.weight_memory else self._streamer
 
     @property
     def streams_weights(self) -> bool:
@@ -89,12 +88,9 @@ class CpuOperators:
     @property
     def streamed_bytes(self) -> int:
         """What streamed experts are to have of memory whatever else needs it."""
-        return self._streamed_bytes
-
-    def fit(self, free_bytes: Callable[[], int], working: int) -> None:
-        """Let streamed experts have what a forward pass of `working` bytes leaves, if nobody has said how much."""
-        if self._streamer is not None and self.sizes_itself:
-            self._streamer.fit(free_bytes, working)
+        if self.fitted_streamer is not None:
+            return self.fitted_streamer.bytes_to_stream
+        return 0 if self._streamer is None else self._streamer.slots.tensors.num_bytes
 
     def adopt(self, model: Any) -> None:
         """Pack the weights of a loaded model for the native kernels, and compute its linear layers with them.

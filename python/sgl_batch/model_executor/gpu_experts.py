@@ -16,7 +16,7 @@ from sgl_batch.config import MemoryConfig
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.moe.runner_choice import ExpertShape, RunnerTable, measured_table
-from sgl_batch.mem_cache.device_expert_slots import CudaPrefetchStream, PrefetchStream
+from sgl_batch.mem_cache.device_expert_slots import CudaPrefetchStream, DeviceExpertSlots, PrefetchStream
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.streamed_weights import stream_experts_to_device
 from sgl_batch.model_executor.weight_streamer import WeightStreamer
@@ -34,13 +34,12 @@ class GpuExperts:
         self,
         name: str,
         device: str,
-        counters: Counters | None = None,
+        counters: Counters,
         prefetch_stream: Callable[[], PrefetchStream] = CudaPrefetchStream,
     ) -> None:
-        self._name, self._device = name, device
-        self._counters = Counters() if counters is None else counters
+        self._name, self._device, self._counters = name, device, counters
         self._prefetch_stream = prefetch_stream
-        self._streamer: WeightStreamer | None = None
+        self._streamer: WeightStreamer[DeviceExpertSlots] | None = None
         self._table = RunnerTable(best=((0, OWN),))
         # Loaded at the first call, so that a package which is not used need not be there.
         self._runner = cache(create_expert_runner)
@@ -78,7 +77,7 @@ class GpuExperts:
     @property
     def streamed_bytes(self) -> int:
         """What the experts on the device take, where they come from host memory."""
-        return 0 if self._streamer is None else self._streamer.slots.num_bytes
+        return 0 if self._streamer is None else self._streamer.slots.tensors.num_bytes
 
     def adopt(self, model: Any) -> None:
         """Compute the experts of a loaded model with the chosen runner. Raises ConfigError where that cannot be."""

@@ -188,12 +188,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     def _measure_passes(self, plan: Plan) -> PassMemory | None:
         """Where streamed experts take the memory that forward passes leave, what those take."""
-        if self.cpu_operators is None or not self.cpu_operators.sizes_itself:
+        streamer = None if self.cpu_operators is None else self.cpu_operators.fitted_streamer
+        if streamer is None:
             return None
         memory, pool = self.batch_config.memory, self.token_to_kv_pool
         staged = memory.kv_store_bytes > 0
         page_bytes = plan.page_size * kv_token_bytes(self.kv_cache_configurator)
         return PassMemory(
+            streamer,
             plan,
             model_shape(self.model_config),
             UntouchedPages(pool.all_parts, pool.layer_num, plan.page_size, all_at_once=staged),
@@ -253,9 +255,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     def _forward_raw(self, forward_batch: Any, pp_proxy_tensors: Any, *args: Any, **kwargs: Any) -> Any:
         mode = forward_batch.forward_mode
-        runner, memory = self.layer_runner, self._pass_memory
-        if memory is not None and self.cpu_operators is not None:
-            self.cpu_operators.fit(memory.free_bytes, memory.working_bytes(forward_batch))
+        runner = self.layer_runner
+        if self._pass_memory is not None:
+            self._pass_memory.make_room(forward_batch)
         if runner is None or not (mode.is_decode() or mode.is_extend()) or self._graph_serves(forward_batch):
             self.counters.add("forwards_by_sglang")
             return super()._forward_raw(forward_batch, pp_proxy_tensors, *args, **kwargs)

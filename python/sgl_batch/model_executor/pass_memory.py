@@ -1,6 +1,6 @@
-"""Owns saying how much memory is free and what a forward pass will take of it, where streamed experts have the rest.
+"""Owns what forward passes find free and take of memory, and that streamed experts have the rest.
 
-How many experts that leaves room for is decided in core/weight_residency.
+How many experts that is is decided in core/weight_residency.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from sgl_batch.core.device_budget import ModelShape, pass_bytes
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.mem_cache.free_memory import free_bytes, give_back_heap
+from sgl_batch.mem_cache.page_advice import HUGE_PAGE_BYTES
 from sgl_batch.mem_cache.process_memory import resident_bytes
+from sgl_batch.model_executor.weight_streamer import ResizableSlots, WeightStreamer
 from sgl_batch.sglang_adapter.forward import is_greedy
-
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class UntouchedPages:
@@ -31,7 +31,7 @@ class UntouchedPages:
         self._page_size, self._all_at_once = page_size, all_at_once
         self._page_bytes = sum(part.nbytes // (len(part) // num_layers) for part in parts)
         smallest = min(part[0].nbytes for part in parts)
-        self._stride = max(1, _HUGE_PAGE_BYTES // smallest)
+        self._stride = max(1, HUGE_PAGE_BYTES // smallest)
         num_pages = len(parts[0]) // num_layers
         self._touched = torch.zeros(-(-num_pages // self._stride), dtype=torch.bool)
 
@@ -48,10 +48,14 @@ class UntouchedPages:
 
 
 class PassMemory:
-    """What a rank's forward passes find free and take. `budget`: what its process may have; 0: all that is free."""
+    """What a rank's forward passes find free and take. `budget`: what its process may have; 0: all that is free.
+
+    `streamer`: has the memory that they leave.
+    """
 
     def __init__(
         self,
+        streamer: WeightStreamer[ResizableSlots],
         plan: Plan,
         shape: ModelShape,
         untouched: UntouchedPages,
@@ -60,9 +64,13 @@ class PassMemory:
         budget: int,
         num_ranks: int,
     ) -> None:
-        self._plan, self._shape, self._untouched = plan, shape, untouched
+        self._streamer, self._plan, self._shape, self._untouched = streamer, plan, shape, untouched
         self._staged_bytes, self._budget, self._num_ranks = staged_bytes, budget, num_ranks
         self._last = 0
+
+    def make_room(self, forward_batch: Any) -> None:
+        """Before the pass of a group: streamed experts give back what it needs, or take what it leaves."""
+        self._streamer.fit(self.free_bytes, self.working_bytes(forward_batch))
 
     def free_bytes(self) -> int:
         """What this process may still take; ranks of one machine share what it has."""

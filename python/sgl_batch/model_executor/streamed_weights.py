@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sgl_batch.config import MemoryConfig
-from sgl_batch.core.weight_residency import WeightResidency, plan_residency
+from sgl_batch.core.weight_residency import WeightResidency, plan_residency, slots_to_stream
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.huge_pages import prefer_huge_pages
 from sgl_batch.layers.moe.expert_runner import ExpertRunner
@@ -38,7 +38,7 @@ def stream_experts(
     int8: bool,
     kernels: ModuleType,
     counters: Counters,
-) -> WeightStreamer:
+) -> WeightStreamer[ExpertSlots]:
     """Let the experts of a model that was loaded without them come from `files`; of several ranks, this one's share.
 
     Raises ConfigError where the checkpoint or the memory does not allow it.
@@ -72,14 +72,14 @@ def stream_experts_to_device(
     runner: ExpertRunner,
     stream: PrefetchStream,
     counters: Counters,
-) -> WeightStreamer:
+) -> WeightStreamer[DeviceExpertSlots]:
     """As stream_experts, for a GPU: the experts are read into host memory, and come from there to the device's slots.
 
     Not yet run on a GPU. Raises ConfigError.
     """
     found = _Experts.of(model, files, rank)
     places = found.places
-    wanted = memory.weight_memory or found.least_bytes(places.expert_bytes)
+    wanted = memory.weight_memory or found.bytes_to_stream(places.expert_bytes)
     residency = found.plan(wanted, places.expert_bytes)
     tensors = SlotTensors(
         w13=torch.empty(residency.slots, 2 * places.inter, places.hidden, dtype=places.dtype, device=device),
@@ -128,10 +128,10 @@ class _Experts:
         size = layers * experts * self.places.expert_bytes / _MIB
         return f"{layers} layers of {experts} experts ({size:.0f} MiB in their files)"
 
-    def least_bytes(self, slot_bytes: int) -> int:
-        """What experts need to come while others compute: two layers' memory."""
+    def bytes_to_stream(self, slot_bytes: int) -> int:
+        """What experts need to come while others compute."""
         layers, experts = self.shape
-        return min(2, layers) * experts * slot_bytes
+        return slots_to_stream(layers=layers, experts=experts) * slot_bytes
 
     def plan(self, wanted: int, slot_bytes: int) -> WeightResidency:
         """What to do with memory. Raises ConfigError where that is too little."""
@@ -141,7 +141,8 @@ class _Experts:
         except ConfigError as error:
             raise ConfigError(
                 f"weight_memory is {wanted} bytes; {error}, which are {experts * slot_bytes} bytes: give at least "
-                f"that, better {self.least_bytes(slot_bytes)}, and up to {layers * experts * slot_bytes} for all layers"
+                f"that, better {self.bytes_to_stream(slot_bytes)}, and up to {layers * experts * slot_bytes} for all "
+                "layers"
             ) from error
 
 

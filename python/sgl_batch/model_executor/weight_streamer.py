@@ -7,13 +7,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from sgl_batch.core.weight_residency import WeightResidency, plan_residency, read_ahead_pays, slots_that_fit, to_keep
+from sgl_batch.core.weight_residency import (
+    WeightResidency,
+    plan_residency,
+    read_ahead_pays,
+    slots_that_fit,
+    slots_to_stream,
+    to_keep,
+)
 from sgl_batch.layers.moe.expert_runner import ExpertRunner
 from sgl_batch.layers.packed_weights import packed_experts
+from sgl_batch.mem_cache.expert_slot_table import ExpertSlotTable
 from sgl_batch.mem_cache.expert_slots import ExpertSlots, LoadTotals, SlotTensors
 from sgl_batch.model_executor.counters import Counters
 
@@ -24,24 +32,25 @@ class Slots(Protocol):
     """Where experts are while they compute: ExpertSlots on a CPU, DeviceExpertSlots on a GPU."""
 
     tensors: SlotTensors
-    slot_of: torch.Tensor
+    table: ExpertSlotTable
 
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def num_free(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def most_bytes(self) -> int: ...
-    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]: ...
     def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None: ...
     def hurry(self, layer: int, experts: Sequence[int]) -> None: ...
     def drop(self, layer: int, experts: Iterable[int]) -> list[int]: ...
     def wait(self, layer: int, experts: Sequence[int]) -> None: ...
     def free(self, layer: int, experts: Sequence[int]) -> None: ...
-    def present(self, layer: int) -> list[int]: ...
     def totals(self) -> LoadTotals: ...
+
+
+class ResizableSlots(Slots, Protocol):
+    """Slots that take memory as they are used, and give it back: ExpertSlots."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]: ...
+
+
+S_co = TypeVar("S_co", bound=Slots, covariant=True)
 
 
 class Compute(Protocol):
@@ -69,7 +78,7 @@ def packed_compute(kernels: ModuleType, slots: ExpertSlots) -> Compute:
             f32_output=f32_output,
             w13_scales=tensors.w13_scales,
             w2_scales=tensors.w2_scales,
-            slots=slots.slot_of[layer],
+            slots=slots.table.slot_of[layer],
         )
 
     return compute
@@ -81,7 +90,7 @@ def plain_compute(runner: ExpertRunner, slots: Slots) -> Compute:
     def compute(
         layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        slot_of_E = slots.slot_of[layer].to(ids_TK.device, dtype=ids_TK.dtype)
+        slot_of_E = slots.table.slot_of[layer].to(ids_TK.device, dtype=ids_TK.dtype)
         chosen_TK = torch.where(ids_TK < 0, ids_TK, slot_of_E[ids_TK.clamp(min=0)])
         tensors = slots.tensors
         out_TM, rows_S = runner(x_TM, tensors.w13, tensors.w2, weights_TK, chosen_TK, f32_output=f32_output)
@@ -102,7 +111,7 @@ class _Layer:
     routed: set[int] = field(default_factory=set)
 
 
-class WeightStreamer:
+class WeightStreamer(Generic[S_co]):
     """The experts of a model's layers, in the order in which they come round.
 
     `keys`: of each layer the parameter that stands for its gate and up weights, by which an expert call names it.
@@ -114,7 +123,7 @@ class WeightStreamer:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: S_co,
         residency: WeightResidency,
         keys: list[torch.Tensor],
         *,
@@ -122,7 +131,7 @@ class WeightStreamer:
         counters: Counters,
         asks_device: bool = True,
     ) -> None:
-        experts = slots.slot_of.shape[1]
+        experts = slots.table.slot_of.shape[1]
         self._slots, self._residency, self._compute, self._counters = slots, residency, compute, counters
         self._asks_device = asks_device
         self._num_experts = experts
@@ -131,19 +140,20 @@ class WeightStreamer:
         self._current: _Layer | None = None
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> S_co:
         return self._slots
 
     @property
-    def least_bytes(self) -> int:
-        """What experts need to be read while others compute: two layers' memory."""
-        return min(2, len(self._layers)) * self._num_experts * self._slots.tensors.slot_bytes
+    def bytes_to_stream(self) -> int:
+        """What experts need to be read while others compute."""
+        slots = slots_to_stream(layers=len(self._layers), experts=self._num_experts)
+        return slots * self._slots.tensors.slot_bytes
 
-    def fit(self, free_bytes: Callable[[], int], working: int) -> None:
+    def fit(self: WeightStreamer[ResizableSlots], free_bytes: Callable[[], int], working: int) -> None:
         """Before a forward pass that takes `working` bytes beside what is there: give memory back, or take more."""
         slots, most = self._slots, self._slots.tensors.count
         wanted = slots_that_fit(
-            slots.num_slots,
+            slots.table.num_slots,
             free=free_bytes(),
             held=slots.num_bytes,
             working=working,
@@ -151,7 +161,7 @@ class WeightStreamer:
             least=self._num_experts,
             most=most,
         )
-        if wanted == slots.num_slots:
+        if wanted == slots.table.num_slots:
             return
         self._residency = plan_residency(wanted, layers=len(self._layers), experts=self._num_experts)
         if self._current is not None:
@@ -212,7 +222,7 @@ class WeightStreamer:
         self._counters.add("weights_routed", len(layer.routed))
         self._counters.add("weights_kept", len(layer.routed - layer.fresh))
         self._counters.add("weights_unrouted", len(layer.fresh - layer.routed))
-        present = self._slots.present(layer.number)
+        present = self._slots.table.present(layer.number)
         layer.kept = to_keep(present, layer.kept, layer.popularity, self._residency.kept)
         with self._counters.clock.part("weights"):
             self._slots.free(layer.number, [expert for expert in present if expert not in layer.kept])
@@ -223,7 +233,7 @@ class WeightStreamer:
         self._counters.counts["weights_bytes_read"] = totals.bytes
 
     def _demand(self, layer: _Layer, routed: list[int]) -> None:
-        present = set(self._slots.present(layer.number))
+        present = set(self._slots.table.present(layer.number))
         if not layer.routed:
             waiting = layer.fresh - set(routed)
             layer.fresh -= set(self._slots.drop(layer.number, sorted(waiting)))
@@ -235,15 +245,15 @@ class WeightStreamer:
         coming = self._layers[(layer.number + 1) % len(self._layers)]
         if coming is layer or not read_ahead_pays(rows, top_k=top_k, experts=self._num_experts):
             return
-        present = set(self._slots.present(coming.number))
+        present = set(self._slots.table.present(coming.number))
         absent = [expert for expert in range(self._num_experts) if expert not in present]
         absent.sort(key=lambda expert: -coming.popularity[expert])
-        self._ask(coming, absent[: self._slots.num_free], urgent=False)
+        self._ask(coming, absent[: self._slots.table.num_free], urgent=False)
 
     def _make_room(self, wanted: int, layer: _Layer) -> None:
         """Let go of what was read ahead for layers that did not come, as after a pass that ended half way."""
         for other in self._layers:
-            if self._slots.num_free >= wanted:
+            if self._slots.table.num_free >= wanted:
                 return
             if other is not layer and other.fresh:
                 other.fresh -= set(self._slots.drop(other.number, sorted(other.fresh)))

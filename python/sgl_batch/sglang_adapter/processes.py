@@ -8,6 +8,8 @@ put in SGLang's place, while it is started.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ with bootstrap.importing():
         kill_process_tree,
         normalize_serialized_named_tensor_payloads,
     )
+    from sglang.srt.utils.common import kill_itself_when_parent_died
 
 __all__ = [
     "Engine",
@@ -41,6 +44,7 @@ __all__ = [
     "argument_names",
     "close_sockets",
     "end_processes",
+    "end_with_parent",
     "kill_process_tree",
     "launch_subprocesses",
     "merge_config_file",
@@ -69,6 +73,15 @@ def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[]
     server_args = args[0]
     register_sampler_backend(server_args.sampling_backend, sampler)
     scheduler_module.run_scheduler_process(*args)
+
+
+def end_with_parent() -> None:
+    """This child process is killed when its parent ends, from now on; SGLang has not heard of one that ended before."""
+    kill_itself_when_parent_died()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is no child process"
+    if os.getppid() != parent.pid:
+        os._exit(1)
 
 
 class RankedEngine(Engine):  # type: ignore[misc]

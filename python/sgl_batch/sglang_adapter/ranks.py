@@ -1,10 +1,12 @@
 """SGLang's data-parallel controller, process groups and parallel state, as ranks of ours are built on them.
 
-The controller polls without a pause; ours waits for messages, since on a small machine the ranks need the core.
+The controller polls without a pause; ours waits for messages, since on a small machine the ranks need the core. It also
+waits for ever for a rank that ends while it starts; ours lets others see each rank's process from its beginning.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -43,22 +45,29 @@ def new_process_group(backend: str, store: Any, *, rank: int, world_size: int, n
 
 
 def run_controller_with(
-    on_wait: Callable[[list[Any]], None], on_start_failure: Callable[[int | None, str], None], **kwargs: Any
+    processes: dict[int, list[Any]], on_start_failure: Callable[[int, str], None], **kwargs: Any
 ) -> None:
-    """Run SGLang's data-parallel controller in this process; `on_wait(scheduler processes)` is called between messages.
+    """Run SGLang's data-parallel controller in this process.
 
-    `on_start_failure(rank, what)` is called where a scheduler process ends before it is ready, for which SGLang would
-    wait for ever.
+    `processes`: for each rank, its scheduler process is put here as soon as it runs; another thread may look at it.
+    `on_start_failure(rank, what)` is called, in some thread, where one cannot be started, and ends this process.
     """
 
     class Controller(DataParallelController):  # type: ignore[misc]
-        def launch_tensor_parallel_group(self, server_args: Any, port_args: Any, base: int, rank: Any) -> None:
+        def launch_tensor_parallel_group(self, server_args: Any, port_args: Any, base: int, rank: int) -> None:
+            """SGLang calls this for each rank in a thread, which waits until the rank is ready."""
+            launcher: Any = copy.copy(self)
+            launcher.scheduler_procs = processes[rank] = []
             if server_args.device != "cpu":
                 base %= torch.cuda.device_count()  # more ranks than GPUs share them in turns
             try:
-                super().launch_tensor_parallel_group(server_args, port_args, base, rank)
-            except (EOFError, KeyError, TypeError) as error:
+                DataParallelController.launch_tensor_parallel_group(launcher, server_args, port_args, base, rank)
+            except Exception as error:
                 on_start_failure(rank, f"{type(error).__name__}: {error}")
+                raise
+            self.scheduler_procs += launcher.scheduler_procs
+            self.max_total_num_tokens = launcher.max_total_num_tokens
+            self.max_req_input_len = launcher.max_req_input_len
 
         def dispatch_batch_generate(self, batch_req: Any) -> None:
             """Requests that name one rank stay one message, so that they are scheduled together."""
@@ -71,10 +80,8 @@ def run_controller_with(
         def event_loop(self) -> None:
             while True:
                 self.soft_watchdog.feed()
-                if not self.recv_from_tokenizer.poll(_POLL_MS):
-                    on_wait(self.scheduler_procs)
-                    continue
-                self._request_dispatcher(controller_module.sock_recv(self.recv_from_tokenizer))
+                if self.recv_from_tokenizer.poll(_POLL_MS):
+                    self._request_dispatcher(controller_module.sock_recv(self.recv_from_tokenizer))
 
     controller_module.DataParallelController = Controller
     controller_module.run_data_parallel_controller_process(**kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,14 @@ def test_the_loss_of_another_rank_and_faults_of_the_program_are_told_by_others(
     error: Exception, tmp_path: Path
 ) -> None:
     assert failure(tmp_path / "run", error, rank=0) == (None, None)
+
+
+def test_whoever_waits_for_a_failure_hears_it_or_goes_on(tmp_path: Path) -> None:
+    rendezvous = Rendezvous(tmp_path)
+    rendezvous.await_failure(0.05)
+    assert rendezvous.failure is None
+    telling = threading.Thread(target=rendezvous.report_failure, args=("a rank died",))
+    telling.start()
+    rendezvous.await_failure(60.0)
+    telling.join()
+    assert rendezvous.failure == "a rank died"

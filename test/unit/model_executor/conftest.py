@@ -1,4 +1,4 @@
-"""Prepares this process for SGLang's own classes, and makes the toy model importable for these tests."""
+"""Prepares this process for SGLang's own classes, and makes the toy model and core's builders importable here."""
 
 from __future__ import annotations
 
@@ -8,4 +8,5 @@ from pathlib import Path
 from sgl_batch.sglang_adapter import bootstrap
 
 bootstrap.prepare()
-sys.path.insert(0, str(Path(__file__).parent))
+_HERE = Path(__file__).parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "core")]

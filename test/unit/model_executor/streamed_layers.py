@@ -77,10 +77,10 @@ class StreamedLayers:
         self.check_slots()
 
     def check_slots(self) -> None:
-        held = self.slots.slot_of[self.slots.slot_of >= 0].tolist()
+        held = self.slots.table.slot_of[self.slots.table.slot_of >= 0].tolist()
         assert len(set(held)) == len(held), "no slot holds two experts"
-        assert self.slots.num_free + len(held) == self.slots.num_slots, "and none is lost"
-        assert all(slot < self.slots.num_slots for slot in held)
+        assert self.slots.table.num_free + len(held) == self.slots.table.num_slots, "and none is lost"
+        assert all(slot < self.slots.table.num_slots for slot in held)
 
     def fit(self, slots: int) -> None:
         """A pass is to come that leaves memory for so many slots."""
@@ -91,7 +91,7 @@ class StreamedLayers:
     def leave_all(self) -> None:
         """Two passes in which nobody asks for anything: all that was read is there, left and counted."""
         for layer in range(LAYERS):
-            self.slots.wait(layer, self.slots.present(layer))
+            self.slots.wait(layer, self.slots.table.present(layer))
         for layer in (*range(LAYERS), *range(LAYERS)):
             self.visit(layer, torch.empty(0, TOP_K, dtype=torch.int64))
 

@@ -66,9 +66,9 @@ class Model:
         expected = combined_experts(x, self.host.w13[layer], self.host.w2[layer], weights, ids)
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1]), "rows are counted by expert, wherever it lies"
-        held = self.slots.slot_of[self.slots.slot_of >= 0].tolist()
+        held = self.slots.table.slot_of[self.slots.table.slot_of >= 0].tolist()
         assert len(set(held)) == len(held), "no slot holds two experts"
-        assert self.slots.num_free + len(held) == self.slots.num_slots, "and none is lost"
+        assert self.slots.table.num_free + len(held) == self.slots.table.num_slots, "and none is lost"
 
 
 @pytest.mark.parametrize("late", [False, True])

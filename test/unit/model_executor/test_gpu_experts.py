@@ -13,6 +13,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe import runner_choice
 from sgl_batch.layers.moe.cpu_experts import combined_experts
 from sgl_batch.layers.moe.runner_choice import RunnerTable, with_measurement
+from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.gpu_experts import GpuExperts, shape_of
 from sgl_batch.sglang_adapter.layers import UnquantizedFusedMoEMethod
 
@@ -54,7 +55,7 @@ def expected(layer, given):
 
 def test_a_runner_that_is_asked_for_computes_every_call_of_every_layer():
     layers = experts_layer(), experts_layer()
-    experts = GpuExperts("torch", "GPU A")
+    experts = GpuExperts("torch", "GPU A", Counters())
     experts.adopt(model_of(*layers))
     for layer in layers:
         given = dispatched(5)
@@ -64,7 +65,7 @@ def test_a_runner_that_is_asked_for_computes_every_call_of_every_layer():
 
 def test_on_several_ranks_its_sums_are_in_float32():
     layer, given = experts_layer(), dispatched(5)
-    experts = GpuExperts("torch", "GPU A")
+    experts = GpuExperts("torch", "GPU A", Counters())
     experts.adopt(model_of(layer))
     weights, ids, _ = given.topk_output
     sums = experts.expert_sums(layer, given.hidden_states, weights, ids)
@@ -75,7 +76,7 @@ def test_on_several_ranks_its_sums_are_in_float32():
 @pytest.mark.parametrize("name", ["auto", "sglang"])
 def test_without_a_measurement_sglangs_own_computes(name):
     layer = experts_layer()
-    experts = GpuExperts(name, "GPU A")
+    experts = GpuExperts(name, "GPU A", Counters())
     experts.adopt(model_of(layer))
     assert layer.run_moe_core(dispatched(3)) is OWN
     assert experts.expert_runner == "sglang"
@@ -93,7 +94,7 @@ def measured(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("measured")
 def test_a_measurement_decides_by_the_number_of_tokens():
     layer = experts_layer()
-    experts = GpuExperts("auto", "GPU A")
+    experts = GpuExperts("auto", "GPU A", Counters())
     experts.adopt(model_of(layer))
     assert layer.run_moe_core(dispatched(7)) is OWN
     given = dispatched(8)
@@ -109,21 +110,21 @@ def test_a_measurement_decides_by_the_number_of_tokens():
 def test_what_no_runner_of_ours_computes_is_refused_or_left_to_sglang_with_a_warning(config, reason, caplog):
     layer = experts_layer(**config)
     with pytest.raises(ConfigError, match=f"expert_runner is 'torch': .*{reason}.*; choose auto or sglang"):
-        GpuExperts("torch", "GPU A").adopt(model_of(layer))
+        GpuExperts("torch", "GPU A", Counters()).adopt(model_of(layer))
     with caplog.at_level(logging.WARNING):
-        GpuExperts("auto", "GPU A").adopt(model_of(layer))
+        GpuExperts("auto", "GPU A", Counters()).adopt(model_of(layer))
     assert reason in caplog.text
     assert layer.run_moe_core(dispatched(20)) is OWN
 
 
 def test_a_model_without_unquantised_experts_takes_no_runner_of_ours():
-    GpuExperts("auto", "GPU A").adopt(model_of(torch.nn.Linear(2, 2)))
+    GpuExperts("auto", "GPU A", Counters()).adopt(model_of(torch.nn.Linear(2, 2)))
     with pytest.raises(ConfigError, match="this model has no unquantised experts"):
-        GpuExperts("triton", "GPU A").adopt(model_of(torch.nn.Linear(2, 2)))
+        GpuExperts("triton", "GPU A", Counters()).adopt(model_of(torch.nn.Linear(2, 2)))
 
 
 def test_weights_in_another_order_are_refused():
     layer = experts_layer()
     layer.w2_weight = torch.nn.Parameter(layer.w2_weight.transpose(1, 2).contiguous(), False)
     with pytest.raises(ConfigError, match="biases or packed weights"):
-        GpuExperts("torch", "GPU A").adopt(model_of(layer))
+        GpuExperts("torch", "GPU A", Counters()).adopt(model_of(layer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,11 +76,22 @@ def batch(rows: int, sequences: int, *, is_decode: bool) -> Any:
     )
 
 
-def memory(*, staged_bytes: int = 0, budget: int = 0, num_ranks: int = 1) -> PassMemory:
+class Streamer:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def fit(self, free_bytes: Callable[[], int], working: int) -> None:
+        self.told.append((free_bytes(), working))
+
+
+def memory(*, staged_bytes: int = 0, budget: int = 0, num_ranks: int = 1, streamer: Any = None) -> PassMemory:
     untouched = UntouchedPages(parts(HUGE), LAYERS, PAGE, all_at_once=False)
     untouched.claim(slots(*range(PAGES)))
     sizes = plan(b_moe_prefill=64, b_moe=16, page_size=PAGE)
-    return PassMemory(sizes, SHAPE, untouched, staged_bytes=staged_bytes, budget=budget, num_ranks=num_ranks)
+    shares = {"staged_bytes": staged_bytes, "budget": budget, "num_ranks": num_ranks}
+    return PassMemory(streamer or Streamer(), sizes, SHAPE, untouched, **shares)
 
 
 def test_a_pass_takes_what_its_own_rows_need_and_staged_prefill_two_layers_of_kv_besides() -> None:
@@ -99,3 +111,10 @@ def test_ranks_share_what_is_free_and_a_budget_is_kept(monkeypatch: pytest.Monke
     assert memory(num_ranks=4).free_bytes() == 1 << 38
     budget = resident_bytes() + (1 << 30)
     assert abs(memory(budget=budget).free_bytes() - (1 << 30)) < 64 << 20
+
+
+def test_streamed_experts_have_what_a_pass_leaves_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_memory, "free_bytes", lambda: 1 << 40)
+    streamer, one = Streamer(), batch(40, 3, is_decode=False)
+    memory(streamer=streamer).make_room(one)
+    assert streamer.told == [(1 << 40, memory().working_bytes(one))]

@@ -120,7 +120,9 @@ def test_a_rank_streams_its_share(files: list[str]) -> None:
     first = stream(model(), files).slots
     first.ask(2, [half], urgent=True)
     first.wait(2, [half])
-    held, expected = (pool.tensors.w2[int(pool.slot_of[2, number])] for pool, number in ((slots, 0), (first, half)))
+    held, expected = (
+        pool.tensors.w2[int(pool.table.slot_of[2, number])] for pool, number in ((slots, 0), (first, half))
+    )
     assert torch.equal(held, expected)
 
 

@@ -52,7 +52,7 @@ def test_a_small_group_reads_the_experts_that_it_asks_for_and_no_others(slots: i
     for _ in range(12):
         for layer in range(LAYERS):
             ids = model.routing(FEW)
-            absent += len(routed(ids) - set(model.slots.present(layer)))
+            absent += len(routed(ids) - set(model.slots.table.present(layer)))
             model.visit(layer, ids)
     model.leave_all()
     assert model.count("unrouted") == 0
@@ -82,7 +82,7 @@ def test_the_experts_that_are_asked_for_most_often_stay(tmp_path: Path) -> None:
             seldom = others[number % len(others)]
             model.visit(layer, torch.tensor([[*sorted(popular[layer])[:3]], [*sorted(popular[layer])[2:], seldom]]))
     model.leave_all()
-    assert {layer: set(model.slots.present(layer)) for layer in range(LAYERS)} == popular
+    assert {layer: set(model.slots.table.present(layer)) for layer in range(LAYERS)} == popular
     assert model.count("read") <= LAYERS * (4 + 12 + 1), "at first all are equals, and one that is popular later goes"
 
 
@@ -95,7 +95,7 @@ def test_passes_that_end_half_way_lose_no_slot(slots: int, tmp_path: Path) -> No
             model.visit(layer, ids)
     model.leave_all()
     assert model.count("read") == model.count("routed") - model.count("kept") + model.count("unrouted")
-    assert sum(len(model.slots.present(layer)) for layer in range(LAYERS)) <= LAYERS * model.residency.kept
+    assert sum(len(model.slots.table.present(layer)) for layer in range(LAYERS)) <= LAYERS * model.residency.kept
 
 
 @pytest.mark.parametrize("slots", MEMORY)
@@ -118,13 +118,15 @@ def test_memory_may_come_and_go_between_passes_and_nothing_else_changes(tmp_path
     asked = 0
     for room in (ALL, EXPERTS, 0, 3 * EXPERTS, 2 * EXPERTS + 1, ALL, ALL + 7, EXPERTS, ALL):
         model.fit(room)
-        assert model.slots.num_slots == min(ALL, max(EXPERTS, room)), "a layer's experts have room whatever is free"
+        assert model.slots.table.num_slots == min(ALL, max(EXPERTS, room)), (
+            "a layer's experts have room whatever is free"
+        )
         for rows in (MANY, FEW):
             for layer in range(LAYERS):
                 ids = model.routing(rows)
                 model.visit(layer, ids)
                 asked += len(routed(ids))
-        assert model.slots.num_bytes <= model.slots.num_slots * model.slots.tensors.slot_bytes
+        assert model.slots.num_bytes <= model.slots.table.num_slots * model.slots.tensors.slot_bytes
     model.leave_all()
     assert model.count("routed") == asked
     assert model.count("read") == asked - model.count("kept") + model.count("unrouted")
@@ -135,8 +137,8 @@ def test_an_update_of_the_room_that_is_not_worth_reading_again_for_changes_nothi
     model = StreamedLayers(tmp_path, ALL)
     model.fit(40)
     model.fit(41)
-    assert model.slots.num_slots == 40
+    assert model.slots.table.num_slots == 40
     model.fit(42)
-    assert model.slots.num_slots == 42
+    assert model.slots.table.num_slots == 42
     model.fit(41)
-    assert model.slots.num_slots == 41, "what a pass takes is given back at once"
+    assert model.slots.table.num_slots == 41, "what a pass takes is given back at once"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.jobs.job_store.directory import sync_directory
 from sgl_batch.jobs.records import encode_record, record_token
 from sgl_batch.jobs.scratch import StorageError, storage_errors
 from sgl_batch.jobs.tables.sources import Table, need_pyarrow
@@ -89,7 +90,7 @@ def write_results(records: Iterable[tuple[int | None, Record]], target: Path) ->
         with storage_errors(f"writing the table {target}"):
             num_rows = _write(records, draft)
             draft.replace(target)
-            _sync(target.parent)
+            sync_directory(target.parent)
     finally:
         draft.unlink(missing_ok=True)
     return num_rows
@@ -176,11 +177,3 @@ def _count(value: Any) -> int | None:
 def _text(value: Any) -> str | None:
     """Half of a surrogate pair, which JSON can hold and Arrow cannot, is shown as it is escaped."""
     return None if value is None else str(value).encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

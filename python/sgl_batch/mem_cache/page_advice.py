@@ -1,0 +1,23 @@
+"""Owns telling the kernel what is to become of the pages under a tensor. It decides no advice."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+
+HUGE_PAGE_BYTES = 2 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def advise(tensor: torch.Tensor, advice: int, *, page_bytes: int = mmap.PAGESIZE) -> bool:
+    """Give `advice` (one of mmap.MADV_*) on the whole pages within a contiguous CPU tensor.
+
+    Whether the kernel has taken it; there may be no whole page.
+    """
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    first, last = -(-begin // page_bytes) * page_bytes, end // page_bytes * page_bytes
+    return first < last and bool(_libc.madvise(first, last - first, advice) == 0)

@@ -1,0 +1,126 @@
+"""A rank of several that ends while the engine starts ends the start, by name, and with it every process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sgl_batch import Engine
+from sgl_batch.errors import EngineError
+
+from .conftest import FAMILIES
+from .test_ranks import ranks
+
+pytestmark = pytest.mark.engine
+
+STORE = {"kv_store_bytes": 1 << 26}
+
+
+class Start:
+    """The processes of an engine that starts, seen from beside it. `directory`: where temporary files go."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._before = set(psutil.Process().children(recursive=True))
+        self._seen: set[psutil.Process] = set()
+
+    def look(self) -> None:
+        """Remember which processes there are: one whose parent has ended is nobody's child any more."""
+        self._seen.update(set(psutil.Process().children(recursive=True)) - self._before)
+
+    def told(self, name: str) -> Path | None:
+        """The file in which the ranks have left `name` for each other, once it is there."""
+        return next(self._directory.glob(f"sgl-batch-*/{name}"), None)
+
+    def rank(self, rank: int) -> int | None:
+        """The process of a rank that has begun to load."""
+        told = self.told(f"pid.{rank}")
+        return told and int(told.read_text())
+
+    def first_rank(self) -> int | None:
+        """Some rank, as soon as both have been started: they alone are children of a child, the controller."""
+        found = [one.pid for one in self._seen if "spawn_main" in _command(one) and one.ppid() != os.getpid()]
+        return found[0] if len(found) == 2 else None
+
+    def alive(self) -> list[psutil.Process]:
+        """Those of the engine's processes seen that still run, without Python's own helpers of processes."""
+        return [one for one in self._seen if _command(one) and "resource_tracker" not in _command(one)]
+
+
+def _command(process: psutil.Process) -> str:
+    """The command line of a process that runs, else nothing."""
+    try:
+        return " ".join(process.cmdline()) if process.is_running() else ""
+    except psutil.Error:  # it ended meanwhile, and may not have been waited for
+        return ""
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Start:
+    directory = tmp_path_factory.mktemp("start")
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return Start(directory)
+
+
+@contextmanager
+def killing(start: Start, victim: Callable[[Start], int | None]) -> Iterator[None]:
+    """Kill the process that `victim` names as soon as it names one."""
+    over = threading.Event()
+
+    def watch() -> None:
+        pid = None
+        while not over.is_set() and pid is None:
+            start.look()
+            pid = victim(start)
+            time.sleep(0.02)
+        if pid is not None:
+            psutil.Process(pid).send_signal(signal.SIGKILL)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("victim", "named", "store"),
+    [
+        pytest.param(Start.first_rank, "rank [01]", {}, id="before-it-knows-its-rank"),
+        pytest.param(lambda start: start.rank(0), "rank 0", STORE, id="before-it-loads"),
+        pytest.param(lambda start: start.told("store-experts") and start.rank(1), "rank 1", {}, id="as-they-meet"),
+        pytest.param(lambda start: start.told("steps-endpoint.0") and start.rank(0), "rank 0", {}, id="as-they-join"),
+    ],
+)
+def test_a_killed_rank_is_named_with_its_signal_and_no_process_is_left(
+    victim: Callable[[Start], int | None],
+    named: str,
+    store: dict[str, int],
+    start: Start,
+    model_path: Callable[[str], str],
+) -> None:
+    said = rf"^the engine did not start: {named} of the engine died: SIGKILL \(its process was killed\)"
+    with killing(start, victim), pytest.raises(EngineError, match=said):
+        Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2), **store)
+    assert start.alive() == []
+    assert start.told("*") is None
+
+
+def test_a_rank_that_gives_up_says_why_while_the_other_waits_for_it(
+    start: Start, model_path: Callable[[str], str]
+) -> None:
+    said = r"^the engine did not start: rank 0 of the engine failed: .* fewer than one for each of 2 ranks"
+    with killing(start, lambda _: None), pytest.raises(EngineError, match=said):
+        Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2), kv_store_bytes=1 << 16)
+    assert start.alive() == []
