@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -119,11 +120,12 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
         shape = offline_shape(options.layers) if device == "cpu" else qwen3_30b(options.layers)
     else:
         shape = offline_shape() if device == "cpu" else qwen3_30b(48)
-    here, source = machine.hardware(), machine.source(ROOT)
+    here, source, load = machine.hardware(), machine.source(ROOT), os.getloadavg()[0]
     costs, steps = measure(options, shape, device)
     changed = f" with {source['changed_files']} changed files" if source["changed_files"] else ""
     head = (
-        f"{machine.describe(here)}; torch {torch.__version__}, {device}.\n\n{started:%Y-%m-%d}, "
+        f"{machine.describe(here)}; torch {torch.__version__}, {device}; "
+        f"load average before: {load:.1f}.\n\n{started:%Y-%m-%d}, "
         f"{(source['commit'] or 'no git commit')[:12]}{changed}: `python benchmark/primitives.py {shlex.join(argv)}`"
     )
     text = f"{head}\n\n{markdown(shape, costs, steps, rounds=options.rounds)}"
@@ -133,6 +135,7 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
             "machine": here,
             "source": source,
             "argv": argv,
+            "load_average_before": load,
             "shape": asdict(shape),
             "costs": [asdict(cost) for cost in costs],
             "steps": [asdict(step) for step in steps],

@@ -71,7 +71,7 @@ def _table(regime: Regime, found: Found, settings: Settings) -> str:
             [
                 case.name + picked,
                 case.role.value,
-                _cell(visits, lambda visit: visit.wall_s, 1),
+                _cell(visits, lambda visit: visit.wall_s, 2),
                 _cell(visits, lambda visit: both / visit.wall_s, 0),
                 _cell(visits, lambda visit: regime.workload.output_tokens / visit.wall_s, 0),
                 _cell(visits, lambda visit: visit.interrupted, 0),

@@ -70,7 +70,7 @@ def test_the_report_says_where_it_was_made_and_has_a_row_for_each_case():
     assert "attention backend of both: triton" in text
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| s")}
     assert list(rows) == [f"{OURS} (compared)", SLOW, f"{FAST} (best, compared)", "stock, cache"]
-    assert "11.0 (10.0-12.0)" in rows[f"{OURS} (compared)"]
+    assert "11.00 (10.00-12.00)" in rows[f"{OURS} (compared)"]
     assert "failed in round 1" in rows[SLOW]
     assert "not available on a CPU" in rows["stock, cache"]
     assert f"- {SLOW}: failed in round 1: no memory" in text
