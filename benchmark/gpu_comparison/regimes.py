@@ -22,6 +22,7 @@ GIB = 1 << 30
 OURS, STOCK = "sgl_batch", "stock"
 DEFAULT_STOCK = "stock, its defaults"
 NO_GPU = "not available on a CPU"
+_TINY_POOL = 16384  # tokens: on a CPU stock would fill half of the memory with zeros
 _OFFLOAD_BESIDE_GIB = 4  # of a device budget, for what is neither weights nor KV
 
 
@@ -80,7 +81,9 @@ class Place:
         page = {"page_size": 16, "boundary_tokens": 16} if self.tiny and engine == OURS else {}
         # What was retracted stands in stock's log alone.
         log = {"log_level": "info" if engine == STOCK else "warning"}
-        model = {"load_format": "dummy", "skip_tokenizer_init": True}
+        model: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+        if self.tiny:
+            model["max_total_tokens"] = _TINY_POOL
         return {**model, **device, **page, **log, **more, **self.extra[engine]}
 
     def ours(self, name: str, **more: Any) -> Case:
