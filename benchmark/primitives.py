@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -71,11 +72,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace, shape: ModelShape, device: str) -> tuple[list[Cost], list[Steps]]:
-    """All primitives, then the decode step."""
+def measure(options: argparse.Namespace, shape: ModelShape, device: str, costs: list[Cost], steps: list[Steps]) -> None:
+    """All primitives, then the decode step; what is found is added to `costs` and `steps` as it comes."""
     batch, contexts, rounds = options.batch, sorted(options.contexts), options.rounds
     say(f"within a pass, {batch} sequences")
-    costs = within_pass.measure(
+    costs += within_pass.measure(
         batch=batch, b_attn=options.b_attn, hidden=shape.hidden, layers=shape.layers, device=device, rounds=rounds
     )
     say("states and decisions")
@@ -92,22 +93,23 @@ def measure(options: argparse.Namespace, shape: ModelShape, device: str) -> tupl
         say("migration between two processes")
         costs += migrations.measure(shape, contexts=contexts, page_size=options.page_size, rounds=rounds)
     if options.no_engine:
-        return costs, []
+        return
     say("the decode step of an engine")
     where: dict[str, Any] = {"device": "cpu"}
     if device != "cpu":
         where = {"device": "cuda", "attention_backend": options.attention_backend, "disable_cuda_graph": True}
     with tempfile.TemporaryDirectory() as scratch:
-        steps = decode_steps.measure(
+        decode_steps.measure(
             shape.write(Path(scratch) / "model"),
+            steps,
             batch=batch,
             contexts=contexts,
             steps=options.steps,
             rounds=rounds,
             vocabulary=shape.vocabulary,
             arguments={**where, "b_attn_decode": min(options.b_attn, batch), "page_size": options.page_size},
+            say=say,
         )
-    return costs, steps
 
 
 def run(options: argparse.Namespace, argv: list[str]) -> int:
@@ -121,7 +123,14 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
     else:
         shape = offline_shape() if device == "cpu" else qwen3_30b(48)
     here, source, load = machine.hardware(), machine.source(ROOT), os.getloadavg()[0]
-    costs, steps = measure(options, shape, device)
+    costs, steps, code = list[Cost](), list[Steps](), 0
+    # Asked to end, report as after Ctrl-C: the engine's processes are to end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        measure(options, shape, device, costs, steps)
+    except KeyboardInterrupt:
+        say("interrupted; reporting what is finished")
+        code = 130
     changed = f" with {source['changed_files']} changed files" if source["changed_files"] else ""
     head = (
         f"{machine.describe(here)}; torch {torch.__version__}, {device}; "
@@ -141,7 +150,7 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
             "steps": [asdict(step) for step in steps],
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0
+    return code
 
 
 def main(argv: list[str]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,18 @@ class Steps:
 
 
 def measure(
-    model: Path, *, batch: int, contexts: list[int], steps: int, rounds: int, vocabulary: int, arguments: dict[str, Any]
-) -> list[Steps]:
-    """Run one engine over every context. Raises EngineError where it does not start."""
+    model: Path,
+    found: list[Steps],
+    *,
+    batch: int,
+    contexts: list[int],
+    steps: int,
+    rounds: int,
+    vocabulary: int,
+    arguments: dict[str, Any],
+    say: Callable[[str], None],
+) -> None:
+    """Run one engine over every context, and add to `found` as they come. Raises EngineError if it does not start."""
     import sgl_batch
 
     engine = sgl_batch.Engine(
@@ -50,7 +60,9 @@ def measure(
     try:
         draw = random.Random(0)
         _answer(engine, _prompts(draw, batch, min(contexts), vocabulary), 2)
-        return [_steps(engine, draw, batch, context, steps, rounds, vocabulary) for context in contexts]
+        for context in contexts:
+            found.append(_steps(engine, draw, batch, context, steps, rounds, vocabulary))
+            say(f"decode step, context {context:,}: {1e3 * found[-1].median_s:.1f} ms")
     finally:
         engine.shutdown()
 
