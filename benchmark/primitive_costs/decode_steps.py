@@ -20,7 +20,10 @@ _BETWEEN = ("other", "sampling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Decode steps of a batch at one context. `step_s`: seconds of one, by round; `between_s`: of it outside a pass."""
+    """Decode steps of a batch at one context. `step_s`: seconds of one, by round.
+
+    `between_s`: of it outside a pass, with the sampling of tokens and what belongs to the prompts' prefill.
+    """
 
     context: int
     batch: int
@@ -72,29 +75,32 @@ def _prompts(draw: random.Random, batch: int, context: int, vocabulary: int) -> 
     return [shared + [draw.randrange(vocabulary) for _ in range(min(_OWN_TOKENS, context))] for _ in range(batch)]
 
 
-def _answer(engine: Any, prompts: list[list[int]], output_len: int) -> tuple[float, dict[str, Any]]:
-    """Seconds for all answers, and the engine's own figures of that time."""
+def _answer(engine: Any, prompts: list[list[int]], output_len: int) -> tuple[float, dict[str, float], dict[str, int]]:
+    """Seconds for all answers, and what the engine has counted meanwhile: seconds by part, and counters."""
     before = engine.batch_stats()
     begun = time.perf_counter()
     sampling = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
     engine.generate(input_ids=prompts, sampling_params=sampling)
     seconds, after = time.perf_counter() - begun, engine.batch_stats()
     parts = {name: after["part_s"][name] - value for name, value in before["part_s"].items()}
-    return seconds, {**parts, "decode_steps": _count(after) - _count(before)}
-
-
-def _count(stats: dict[str, Any]) -> int:
-    return int(stats["counters"].get("decode_steps", 0))
+    counters = {name: value - before["counters"].get(name, 0) for name, value in after["counters"].items()}
+    return seconds, parts, counters
 
 
 def _steps(
     engine: Any, draw: random.Random, batch: int, context: int, steps: int, rounds: int, vocabulary: int
 ) -> Steps:
-    """The steps after the first token: the time of all tokens less that of the first alone."""
+    """Of answers of several tokens, the engine's time but for prefill, by step.
+
+    On a GPU the host does not wait for a pass: there the time of the first token alone is taken off.
+    """
     step_s, between_s = [], []
     for _ in range(rounds):
-        first, first_parts = _answer(engine, _prompts(draw, batch, context, vocabulary), 1)
-        whole, parts = _answer(engine, _prompts(draw, batch, context, vocabulary), 1 + steps)
-        step_s.append((whole - first) / steps)
-        between_s.append(max(0.0, sum(parts[name] - first_parts[name] for name in _BETWEEN) / steps))
+        whole_s, parts, counters = _answer(engine, _prompts(draw, batch, context, vocabulary), 1 + steps)
+        if engine.server_args.device == "cpu":
+            decode_s = sum(parts.values()) - parts["waiting"] - counters["prefill_us"] / 1e6
+        else:
+            decode_s = whole_s - _answer(engine, _prompts(draw, batch, context, vocabulary), 1)[0]
+        step_s.append(decode_s / counters["decode_steps"])
+        between_s.append(sum(parts[name] for name in _BETWEEN) / counters["decode_steps"])
     return Steps(context=context, batch=batch, step_s=tuple(step_s), between_s=tuple(between_s))

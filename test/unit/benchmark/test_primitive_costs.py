@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+from types import SimpleNamespace
 
 import pytest
 from comparison.figures import Spread
 from gpu_comparison.shapes import tiny
-from primitive_costs import decisions, kv_moves, migrations, within_pass
+from primitive_costs import decisions, decode_steps, kv_moves, migrations, within_pass
 from primitive_costs.decode_steps import Steps
 from primitive_costs.report import BATCHGEN, duration, markdown, share
 from primitive_costs.timing import Cost, sample
@@ -115,3 +117,31 @@ def test_the_report_has_the_papers_order_of_magnitude_beside_each_cost():
 def test_a_number_below_one_ends_the_command_with_one_line(capsys):
     assert main(["--batch", "0"]) == 1
     assert capsys.readouterr().err == "primitives.py: --batch is 0; it must be at least 1\n"
+
+
+class Engine:
+    """Stand in for an engine on a CPU whose prefill takes 3 s, a step 0.2 s, and a wait for requests what it will."""
+
+    server_args = SimpleNamespace(device="cpu")
+
+    def __init__(self) -> None:
+        self._parts = {"attention": 0.0, "other": 0.0, "sampling": 0.0, "waiting": 0.0}
+        self._counters = {"decode_steps": 0, "prefill_us": 0}
+
+    def batch_stats(self) -> dict[str, dict[str, float]]:
+        return {"part_s": dict(self._parts), "counters": dict(self._counters)}
+
+    def generate(self, *, input_ids: list[list[int]], sampling_params: dict[str, int]) -> None:
+        assert {len(prompt) for prompt in input_ids} == {64}
+        assert len({tuple(prompt[:-4]) for prompt in input_ids}) == 1, "their beginning is computed once"
+        steps = sampling_params["max_new_tokens"] - 1
+        for part, seconds in (("attention", 3 + 0.15 * steps), ("other", 0.05 * steps), ("waiting", 100.0)):
+            self._parts[part] += seconds
+        self._counters["decode_steps"] += steps
+        self._counters["prefill_us"] += 3_000_000
+
+
+def test_a_decode_step_is_the_engines_time_without_prefill_and_waiting():
+    found = decode_steps._steps(Engine(), random.Random(0), 4, 64, 8, 2, 1000)
+    assert found.step_s == pytest.approx((0.2, 0.2))
+    assert found.between_s == pytest.approx((0.05, 0.05))
