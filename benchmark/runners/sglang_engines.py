@@ -18,17 +18,17 @@ class SglangRunner:
     """An engine with sglang.Engine's interface, asked for exact numbers of greedy tokens."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self.engine = engine
         atexit.register(engine.shutdown)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
         sampling = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in output_lens]
-        answers = self._engine.generate(input_ids=prompts, sampling_params=sampling)
+        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling)
         return [answer["output_ids"] for answer in answers]
 
     def details(self) -> dict[str, Any]:
         """What the engine counts of itself; stock counts nothing."""
-        read = getattr(self._engine, "batch_stats", None)
+        read = getattr(self.engine, "batch_stats", None)
         if read is None:
             return {}
         stats = read()
@@ -36,7 +36,7 @@ class SglangRunner:
             "part_s": stats["part_s"],
             "counters": stats["counters"],
             "plan": stats["plan"],
-            "flags": self._engine.batch_config.flat(),
+            "flags": self.engine.batch_config.flat(),
         }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.profiler import ProfilerActivity
+
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 from sgl_batch.sglang_adapter.platform import CpuSRTPlatform, PlatformEnum
 
@@ -34,3 +36,10 @@ class BatchCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
 
     def get_dispatch_key_name(self) -> str:
         return CPU_DISPATCH_KEY
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """What SGLang's `start_profile` calls this platform's own activity; it asks every out-of-tree platform."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        return ProfilerActivity.CPU

@@ -1,8 +1,8 @@
-"""Puts the benchmark's modules where its own command finds them."""
+"""Puts the benchmark's modules where its own command finds them, and the stand-ins of this directory beside them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmark"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "benchmark"), str(Path(__file__).parent)]

@@ -1,0 +1,77 @@
+"""Owns what a regime is made of: its engines' configurations, its workload, and the bars it is held against."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from comparison.workload import Workload
+
+from gpu_comparison.shapes import ModelShape
+
+NEVER_BELOW = 1.0
+
+
+class Role(enum.Enum):
+    """What a case is in the comparison. Of peers the fastest counts; a reference is shown and compared with nobody."""
+
+    OURS = "ours"
+    PEER = "peer"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """An engine of runners/sglang_engines.py and its constructor's arguments.
+
+    `lacking`: why it cannot be had on this machine; such a case is reported and not run.
+    """
+
+    name: str
+    role: Role
+    engine: str
+    arguments: dict[str, Any]
+    lacking: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """One comparison. The first of ours that runs is the one compared, so that nothing of ours is picked afterwards.
+
+    `bar`: how many times as fast as the best peer is asked for; None where it is a finding and not a demand.
+    `bound_bar`: the share of the host's copy rate at which the experts that are needed should come, where asked for.
+    `checkpoint`: whether the model needs weights in files; else a config.json is all.
+    """
+
+    name: str
+    title: str
+    shape: ModelShape
+    workload: Workload
+    cases: tuple[Case, ...]
+    bar: float | None
+    bound_bar: float | None = None
+    checkpoint: bool = False
+    notes: tuple[str, ...] = ()
+
+    def of_role(self, role: Role) -> tuple[Case, ...]:
+        return tuple(case for case in self.cases if case.role is role)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What holds for every visit of a run.
+
+    `until_s`: seconds after the start at which the run has to be over, `limit_s`: the most that one visit may take,
+    its start included. `profile_steps`: forward passes in the trace, 0 for none. `environment`: of the children.
+    """
+
+    model: Path
+    out: Path
+    rounds: int
+    until_s: float
+    limit_s: float
+    device: str
+    profile_steps: int = 0
+    environment: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,23 @@
+"""Owns the shape that is measured on a CPU: that of the checkpoint which the other benchmarks measure with."""
+
+from __future__ import annotations
+
+import random_checkpoint as made
+from gpu_comparison.shapes import ModelShape
+
+
+def offline_shape(layers: int = 12) -> ModelShape:
+    """The random Qwen3-MoE of `offline.py --make-model`."""
+    return ModelShape(
+        name=f"the random Qwen3-MoE of offline.py, {layers} layers",
+        layers=layers,
+        hidden=made.HIDDEN,
+        experts=made.EXPERTS,
+        top_k=made.TOP_K,
+        expert_width=made.EXPERT_WIDTH,
+        query_heads=made.QUERY_HEADS,
+        kv_heads=made.KV_HEADS,
+        head_dim=made.HEAD_DIM,
+        vocabulary=made.VOCABULARY,
+        context=40960,
+    )

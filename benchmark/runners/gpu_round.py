@@ -1,0 +1,104 @@
+"""Owns one visit of the GPU comparison: start one engine, warm it up, time one workload, perhaps with a profile.
+
+Called by the comparing side as `PYTHON gpu_round.py SPEC RESULT`. Tokens are counted and not kept: weights are dummies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+_WARM_UP_TOKENS = 16384
+_WARM_UP_PROMPTS = 8
+_WARM_UP_OUTPUT = 8
+
+
+def warm_up_of(prompts: list[list[int]]) -> list[list[int]]:
+    """Whole prompts, so that kernels for large batches are compiled, but others: a cache must not know the timed ones.
+
+    At least eight, and as many as have 16,384 tokens, of those that there are.
+    """
+    chosen: list[list[int]] = []
+    for prompt in prompts:
+        if len(chosen) >= _WARM_UP_PROMPTS and sum(map(len, chosen)) >= _WARM_UP_TOKENS:
+            break
+        chosen.append(prompt[::-1])
+    return chosen
+
+
+def num_passes(counters: dict[str, int]) -> int:
+    """Forward passes that our engine has made by its counters, as SGLang's profiler counts them."""
+    return sum(counters.get(name, 0) for name in ("prefill_groups", "decode_groups", "forwards_by_sglang"))
+
+
+def begin_profile(engine: Any, asked: dict[str, Any], details: dict[str, Any], device: str) -> None:
+    """Ask for a trace of some forward passes in the middle of what comes."""
+    engine.start_profile(
+        output_dir=asked["directory"],
+        start_step=num_passes(details["counters"]) + asked["skip_steps"],
+        num_steps=asked["num_steps"],
+        activities=["CPU", "GPU"] if device == "cuda" else ["CPU"],
+        with_stack=False,
+        record_shapes=False,
+    )
+
+
+def cuda_version() -> dict[str, str]:
+    """What torch says of its CUDA and the device; nothing without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    return {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Run the visit that `spec` describes."""
+    from runners.run_round import versions
+    from runners.sglang_engines import start
+
+    began = time.perf_counter()
+    runner = start(spec)
+    started = time.perf_counter()
+    warm_up = warm_up_of(spec["prompts"])
+    runner.generate(warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
+    before = runner.details()
+    warm = time.perf_counter()
+    profile = spec.get("profile")
+    if profile is not None:
+        begin_profile(runner.engine, profile, before, spec["arguments"]["device"])
+    begun = time.perf_counter()
+    outputs = runner.generate(spec["prompts"], spec["output_lens"])
+    wall = time.perf_counter() - begun
+    if profile is not None:
+        with contextlib.suppress(RuntimeError):  # it has ended by itself, unless there were fewer passes than thought
+            runner.engine.stop_profile()
+    return {
+        "start_s": started - began,
+        "warm_up_s": warm - started,
+        "wall_s": wall,
+        "num_output_tokens": [len(output) for output in outputs],
+        "warm_up_prompt_tokens": sum(map(len, warm_up)),
+        "details_before": before,
+        "details_after": runner.details(),
+        "versions": {**versions(), **cuda_version()},
+    }
+
+
+def main() -> None:
+    spec_path, result_path = map(Path, sys.argv[1:3])
+    sys.path[0] = str(_HERE.parent)
+    result = measure(json.loads(spec_path.read_text(encoding="utf-8")))
+    # Written before the engine is told to stop: a stop that hangs or fails costs no finished measurement.
+    partial = result_path.with_suffix(".partial")
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.replace(result_path)
+
+
+if __name__ == "__main__":  # SGLang's child processes import this file again
+    main()

@@ -1,0 +1,158 @@
+"""The regimes of the GPU comparison: sizes fit the machine, both engines get the same memory, bad flags are refused."""
+
+from __future__ import annotations
+
+import pytest
+from gpu import gpu_bytes, main, parse, read_arguments
+from gpu_comparison.cases import Role
+from gpu_comparison.regimes import FULL, OURS, REGIMES, STOCK, Place, build
+from gpu_comparison.shapes import qwen3_30b, tiny
+
+from sgl_batch.config import field_names
+from sgl_batch.errors import ConfigError
+
+GIB = 1 << 30
+H200 = 143771 << 20
+HOST = 128 * GIB
+
+
+def place(*, on_gpu: bool) -> Place:
+    return Place(on_gpu=on_gpu, tiny=not on_gpu, backend="triton", gpu_bytes=H200, extra={OURS: {}, STOCK: {}})
+
+
+def regime(name: str, *argv: str, on_gpu: bool = True):
+    return build(name, place(on_gpu=on_gpu), parse([name, *argv]))
+
+
+def test_the_shape_has_the_parameters_of_the_released_model():
+    assert qwen3_30b(48).weight_bytes == pytest.approx(2 * 30.53e9, rel=0.001)
+    assert qwen3_30b(48).kv_token_bytes == 98304
+
+
+def test_a_shape_is_a_directory_with_a_config_that_transformers_reads(tmp_path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(tiny(3).write(tmp_path / "model"))
+    assert (config.model_type, config.num_hidden_layers, config.num_experts) == ("qwen3_moe", 3, 8)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
+def test_the_pool_of_kv_is_twelve_gib_and_a_tenth_of_what_is_needed():
+    kv = FULL["kv"]
+    assert kv.pool_tokens * qwen3_30b(kv.layers).kv_token_bytes == 12 * GIB
+    assert kv.need_tokens == 10 * kv.pool_tokens
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_regime_at_full_size_fits_the_host_and_the_device(name):
+    sizes, shape = FULL[name], qwen3_30b(FULL[name].layers)
+    host = sizes.store_bytes + (shape.all_expert_bytes if name == "weights" else 0)
+    assert host < 0.7 * HOST
+    resident = shape.weight_bytes if name != "weights" else 0
+    pool = sizes.pool_tokens or (sizes.need_tokens if name in ("prefill", "accumulation") else 0)
+    assert resident + pool * shape.kv_token_bytes < 0.88 * H200
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_both_engines_have_the_same_attention_backend_and_weights_on_a_gpu(name):
+    cases = regime(name).cases
+    assert {case.arguments["attention_backend"] for case in cases} == {"triton"}
+    assert len({case.arguments["load_format"] for case in cases}) == 1
+    assert all(case.lacking is None for case in cases)
+
+
+@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_every_argument_is_one_that_its_engine_has(name, on_gpu):
+    from sgl_batch.sglang_adapter.processes import argument_names
+
+    for case in regime(name, on_gpu=on_gpu).cases:
+        known = {*argument_names(), *(field_names() if case.engine == OURS else ())}
+        assert case.arguments.keys() <= known, case.name
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_ours_comes_first_and_there_are_peers_to_sweep(name):
+    cases = regime(name).cases
+    assert cases[0].role is Role.OURS
+    assert len({case.name for case in cases}) == len(cases)
+    assert sum(case.role is Role.PEER for case in cases) >= 3
+
+
+def test_the_pool_is_the_same_in_every_case_of_kv():
+    cases = regime("kv").cases
+    assert {case.arguments["max_total_tokens"] for case in cases} == {131072}
+    assert [case.name for case in cases if "kv_store_bytes" in case.arguments] == ["sgl_batch, host KV store"]
+
+
+def test_streamed_experts_and_kv_fit_the_budget_that_stock_has_as_a_fraction():
+    cases = regime("weights").cases
+    shape, ours = qwen3_30b(32), cases[0].arguments
+    assert ours["mem_fraction_static"] == pytest.approx(24 * GIB / H200, abs=0.001)
+    others = shape.weight_bytes - shape.all_expert_bytes + ours["max_total_tokens"] * shape.kv_token_bytes
+    assert 2 * shape.experts * shape.expert_bytes < ours["weight_memory"] < 24 * GIB - others
+    offloaded = [case.arguments["cpu_offload_gb"] for case in cases if "cpu_offload_gb" in case.arguments]
+    assert all(shape.weight_bytes - gib * GIB + others < 34 * GIB for gib in offloaded)
+    assert cases[-1].role is Role.REFERENCE
+
+
+def test_accumulation_differs_from_its_peers_in_the_group_alone():
+    plan, shut, equal, _ = regime("accumulation").cases
+    assert {**shut.arguments, "accumulate": True} == {**plan.arguments, "accumulate": True}
+    assert equal.arguments["b_moe_decode"] == equal.arguments["b_attn_decode"] == plan.arguments["b_attn_decode"]
+    assert {case.engine for case in (plan, shut, equal)} == {OURS}
+
+
+def test_what_stock_has_on_a_gpu_alone_is_said_to_be_lacking_on_a_cpu():
+    lacking = {case.name for name in REGIMES for case in regime(name, on_gpu=False).cases if case.lacking is not None}
+    assert {"stock, hierarchical cache", "stock, layer groups offloaded"} <= lacking
+    assert all(case.arguments["device"] == "cpu" for case in regime("kv", on_gpu=False).cases)
+
+
+def test_flags_choose_sizes_and_peers_and_layers_take_the_kv_along():
+    chosen = regime("kv", "--layers", "24", "--num-prompts", "100", "--peers", "defaults")
+    assert [case.name for case in chosen.of_role(Role.PEER)] == ["stock, its defaults"]
+    assert "6.00 GiB" in chosen.title
+    assert len(chosen.workload.prompts) == 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["kv", "--device", "cpu"], "--scale is full, which is for a GPU"),
+        (["kv", "--device", "cpu", "--scale", "tiny", "--rounds", "0"], "--rounds is 0"),
+        (["kv", "--device", "cpu", "--scale", "tiny", "--minutes", "0"], "--minutes is 0.0"),
+        (["kv", "--device", "cpu", "--scale", "tiny", "--layers", "0"], "--layers is 0"),
+        (["kv", "--device", "cpu", "--scale", "tiny", "--output-len", "300"], "and kv has room for 256"),
+        (["kv", "--device", "cpu", "--scale", "tiny", "--peers", "vllm"], "--peers names 'vllm'"),
+        (["kv", "--device", "cpu", "--scale", "tiny", "--stock-arg", "x"], "--stock-arg is 'x'"),
+    ],
+)
+def test_a_bad_argument_ends_the_command_with_one_line(argv, said, capsys, tmp_path):
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 1
+    message = capsys.readouterr().err
+    assert said in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_without_room_for_two_layers_of_experts_is_refused():
+    with pytest.raises(ConfigError, match="less than two layers'"):
+        regime("weights", "--num-prompts", "1600")
+
+
+def test_arguments_are_json_where_they_parse_as_such():
+    assert read_arguments("--stock-arg", ["a=1", "b=x y", "c=true"]) == {"a": 1, "b": "x y", "c": True}
+
+
+def test_the_memory_of_the_first_gpu_is_read_from_what_nvidia_smi_says():
+    assert gpu_bytes(["NVIDIA H200, 143771 MiB"]) == H200
+    assert gpu_bytes([]) == 0
+
+
+def test_a_users_argument_goes_over_those_of_a_regime():
+    extra = {OURS: {"b_moe_decode": 7}, STOCK: {}}
+    given = Place(on_gpu=True, tiny=False, backend="fa3", gpu_bytes=H200, extra=extra)
+    cases = build("kv", given, parse(["kv"])).cases
+    assert {case.arguments.get("b_moe_decode") for case in cases} == {7, None}
+    assert {case.arguments["attention_backend"] for case in cases} == {"fa3"}
