@@ -35,6 +35,7 @@ CPU_WEIGHT_DTYPES = ("auto", "int8")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")
 DECODE_KV_PLACES = ("auto", "resident", "streamed")
 EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
+OVERLAPS = ("auto", "on", "off")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,13 @@ class ScheduleConfig:
         "compute whole pages with which several prompts begin (a system prompt, examples) once, and keep them once, as "
         "long as a sequence that has them is alive (--no-share-prefixes computes each prompt whole; choices of one "
         "request, n > 1, share it either way)",
+    )
+    overlap: str = _flag(
+        "auto",
+        "when the results of a decode step are processed: on, while the device computes the next one (several ranks, "
+        "groups with penalties and streamed KV wait for each result); off, before the next one; auto is off: a CPU "
+        "gains nothing, and on a GPU it has not run yet",
+        choices=OVERLAPS,
     )
 
 

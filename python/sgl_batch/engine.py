@@ -74,7 +74,7 @@ class Engine(processes.RankedEngine):
             "expert_runner": self.running["expert_runner"],
         }
 
-    def set_plan(self, **limits: int | float) -> None:
+    def set_plan(self, **limits: int | float | str) -> None:
         """Change numbers of `BatchConfig` (b_attn_decode, boundary_tokens, ...) from the next forward pass on.
 
         Raises ConfigError for a name or value that cannot work.

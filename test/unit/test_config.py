@@ -47,6 +47,7 @@ OTHER = {
     "refill_watermark": 0.5,
     "ready_ahead": 2.0,
     "share_prefixes": False,
+    "overlap": "on",
     "trace_file": "trace.jsonl",
     "migration": "never",
     "token_dispatcher": "gloo",
@@ -110,7 +111,9 @@ def test_every_option_reaches_its_owner():
             device_memory=3 << 30,
             host_memory=2 << 30,
         ),
-        schedule=ScheduleConfig(boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0, share_prefixes=False),
+        schedule=ScheduleConfig(
+            boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0, share_prefixes=False, overlap="on"
+        ),
         ranks=RankConfig(migration="never", token_dispatcher="gloo", rank_timeout_s=30.0),
         trace=TraceConfig(trace_file="trace.jsonl"),
     )

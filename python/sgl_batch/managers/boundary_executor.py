@@ -247,6 +247,20 @@ class BoundaryExecutor:
         """Choices whose prompt has just been computed by their leader."""
         return len(self._forked)
 
+    # Steps of which the results of the one before are not known.
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next decode step can begin before the results of the last one are processed."""
+        return True
+
+    def goes_on(self, running: Any) -> bool:
+        """Whether a step of this decode batch comes next, whatever the results under way are: no boundary is due.
+
+        A page of steps counts those that a sequence computes behind its end, so that its pages are enough for these.
+        """
+        return bool(running.reqs) and not self.num_forked and not boundary_due(self.state(running), self.plan)
+
     # What was decided.
 
     def fork_batch(self) -> Any:
@@ -342,15 +356,18 @@ class BoundaryExecutor:
         self._sharing.fork(leader, followers)
         self._forked.extend(followers)
 
-    def after_results(self, batch: Any) -> None:
-        """Yield what was prefilled, and let go of what has finished."""
+    def after_results(self, batch: Any, requests: list[Any]) -> None:
+        """Yield what was prefilled, and let go of what has finished.
+
+        `requests`: those of the batch that have a result of it; others ended while it was under way.
+        """
         changes: list[Transition] = []
         prefilled = batch.forward_mode.is_extend()
         again, rows_again = end_retraction(batch) if prefilled else (0, 0)
-        self._counters.add("output_tokens", len(batch.reqs) - again)
+        self._counters.add("output_tokens", len(requests) - again)
         if prefilled:
             self._counters.add("prompt_tokens", batch.extend_num_tokens - rows_again)
-        for request in batch.reqs:
+        for request in requests:
             if not request.finished():
                 if prefilled:
                     changes.append(self.table.prefilled(request.rid))

@@ -29,6 +29,7 @@ from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngines
 from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.sglang_adapter.scheduling import tokens_written
 
 
 def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace | None) -> HostKVStore:
@@ -178,9 +179,9 @@ class KVTiers:
 
     def write_through(self, requests: list[Any]) -> None:
         """Of requests that have made a step, the pages that it has filled leave for the store."""
-        full = [request for request in requests if request.kv_committed_len % self._page_size == 0]
+        full = [request for request in requests if tokens_written(request) % self._page_size == 0]
         if full and not self.stored.exclusive:
-            last = [request.kv_committed_len - 1 for request in full]
+            last = [tokens_written(request) - 1 for request in full]
             self.stored.write_through([request.rid for request in full], self._pages_at(full, last))
 
     def decoding_staged(self) -> AbstractContextManager[None]:

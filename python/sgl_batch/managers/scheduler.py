@@ -30,6 +30,7 @@ from sgl_batch.managers.rank_messages import Message
 from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.run_context import RunContext
+from sgl_batch.managers.step_overlap import StepOverlap, is_wanted
 from sgl_batch.managers.stored_migration import StoredSequences
 from sgl_batch.managers.streaming_executor import StreamingExecutor
 from sgl_batch.managers.tiered_executor import TieredExecutor
@@ -44,9 +45,13 @@ from sgl_batch.sglang_adapter.scheduling import (
     Scheduler,
     SetInternalStateReqOutput,
     await_input,
+    leave_out_last_steps,
+    only_joins_queue,
+    penalises,
     put_over_controls,
     rows_of,
     set_max_new_tokens,
+    skip_ended_rows,
     updates_weights,
 )
 
@@ -72,7 +77,11 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.executor = self._make_executor(context)
         if context.config.memory.device_memory:
             self.executor.table.most_prompt_tokens = self.executor.plan.prefill.b_moe
+        self.overlap = StepOverlap(self._process_results, context.counters)
+        self.tp_worker.model_runner.before_sampling = self.overlap.complete_while_computing
+        skip_ended_rows(self)
         self.rank_steps = None if context.place is None else self._join(context.place)
+        self._check_overlap()
 
     def _make_executor(self, context: RunContext) -> BoundaryExecutor:
         runner, trace = self.tp_worker.model_runner, TraceWriter(context.config.trace.trace_file)
@@ -158,6 +167,12 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     # Intake.
 
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        """What asks for more than a place in the queue finds all results in."""
+        if not all(only_joins_queue(message) for message in recv_reqs):
+            self.overlap.complete()
+        super().process_input_requests(recv_reqs)
+
     def init_req_max_new_tokens(self, req: Any) -> None:
         """Bound the output by the model's context, never by what the pool happens to hold (invariant 4)."""
         wanted = req.sampling_params.max_new_tokens
@@ -204,6 +219,11 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._abort_on_waiting_timeout()
         self._abort_on_running_timeout(running_batch)
         self.executor.forget_removed()
+        if self.overlap.under_way:
+            leave_out_last_steps(running_batch)
+            if self.executor.goes_on(running_batch):
+                return NextBatchPlan(batch_to_run=self.executor.decode_step(running_batch), running_batch=running_batch)
+            self.overlap.complete()
         if not running_batch.is_empty():
             running_batch.filter_batch()
         if self.rank_steps is not None:
@@ -226,8 +246,35 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             choices.note(rows_of(batch))
         if batch.forward_mode.is_extend():
             self.executor.before_prefill_results(batch)
+        if self._results_can_wait(batch):
+            self.overlap.hold(batch, result)
+        else:
+            self._process_results(batch, result)
+
+    def _process_results(self, batch: Any, result: Any) -> None:
+        """Rows of those that ended in the step before, when this one was under way already, are passed over."""
+        requests = [request for request in batch.reqs if not request.finished()]
+        self.context.counters.add("tokens_discarded", len(batch.reqs) - len(requests))
         super().process_batch_result(batch, result)
-        self.executor.after_results(batch)
+        self.executor.after_results(batch, requests)
+
+    def _results_can_wait(self, batch: Any) -> bool:
+        """Whether the next step may begin before these results are processed. Ranks agree on each step with them."""
+        return (
+            is_wanted(self._wanted_config.schedule.overlap)
+            and self.rank_steps is None
+            and batch.forward_mode.is_decode()
+            and self.executor.overlaps
+            and not penalises(batch)
+        )
+
+    def _check_overlap(self) -> None:
+        """Say what several ranks do not do."""
+        if self.rank_steps is not None and is_wanted(self._wanted_config.schedule.overlap):
+            logger.warning(
+                "overlap is 'on', which several ranks do not do: each step's results are processed before they agree "
+                "on the next"
+            )
 
     def on_idle(self) -> None:
         with self.context.counters.clock.part("waiting"):
@@ -237,7 +284,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
                 await_input(self, _IDLE_MS)
 
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
-        return bool(super().is_fully_idle(for_health_check)) and self.executor.is_empty
+        idle = bool(super().is_fully_idle(for_health_check))
+        return idle and self.executor.is_empty and not self.overlap.under_way
 
     # Control.
 
@@ -298,6 +346,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             logger.warning("the plan stays as it is: %s", error)
             return SetInternalStateReqOutput(updated=False)
         self._wanted_config = wanted
+        self._check_overlap()
         if self.rank_steps is None:
             self._put_in_force(wanted)
         else:

@@ -126,14 +126,19 @@ class StreamingExecutor(TieredExecutor):
         self.count_step()
         return running
 
-    def after_results(self, batch: Any) -> None:
+    @property
+    def overlaps(self) -> bool:
+        """A streamed step ends with its KV in the store, before the next one reads it."""
+        return not self._streams
+
+    def after_results(self, batch: Any, requests: list[Any]) -> None:
         streamed = self._streams and batch.forward_mode.is_decode()
         if streamed:
             with self._counters.clock.part("copies"):
                 self._tiers.end_streamed_step()
-        super().after_results(batch)
+        super().after_results(batch, requests)
         if streamed:
-            for request in batch.reqs:
+            for request in requests:
                 if request.finished():
                     self._rows.forget(request.rid)
         if batch.forward_mode.is_decode():
@@ -154,19 +159,28 @@ class StreamingExecutor(TieredExecutor):
 
 @dataclass(slots=True, kw_only=True)
 class _Page:
-    """What the steps since a boundary have computed for how many sequences alive, and how long they took with it."""
+    """What the steps since a boundary have computed for how many sequences alive, and how long they took with it.
+
+    A step may begin before the one before it ends.
+    """
 
     alive: int = 0
     rows: int = 0
     seconds: float = 0.0
-    _began: float = 0.0
+    _under_way: int = 0
+    _since: float = 0.0
 
     def begin_step(self, rows: int) -> None:
         self.rows += rows
-        self._began = time.perf_counter()
+        if not self._under_way:
+            self._since = time.perf_counter()
+        self._under_way += 1
 
     def end_step(self) -> None:
-        self.seconds += time.perf_counter() - self._began
+        now = time.perf_counter()
+        self.seconds += now - self._since
+        self._since = now
+        self._under_way -= 1
 
     @contextmanager
     def timed(self) -> Iterator[None]:

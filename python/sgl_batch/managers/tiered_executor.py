@@ -113,6 +113,11 @@ class TieredExecutor(BoundaryExecutor):
                 return None, running
         return self.decode_step(running), running
 
+    def goes_on(self, running: Any) -> bool:
+        """Nobody joins: who comes back does it when all results are in."""
+        arrived = bool(self._returning) and self._returning[0].ticket.done
+        return not (arrived or self._fresh) and super().goes_on(running)
+
     def turn_page(self, running: Any, *, others_run: bool = False) -> Any:
         """Sync, Evict, Extend, Refill; where nobody can run, on other ranks neither, wait for whoever comes back."""
         self.stored.sync(wait=False)
@@ -274,19 +279,19 @@ class TieredExecutor(BoundaryExecutor):
         self._tiers.begin_prefill(requests, holds)
         return batch
 
-    def after_results(self, batch: Any) -> None:
-        names, prefilled, staged = [r.rid for r in batch.reqs], batch.forward_mode.is_extend(), self._staged
+    def after_results(self, batch: Any, requests: list[Any]) -> None:
+        names, prefilled, staged = [r.rid for r in requests], batch.forward_mode.is_extend(), self._staged
         if staged:
             with self._counters.clock.part("copies"):
                 self._tiers.end_prefill()
             super().before_prefill_results(batch)
             self._staged = False
-        super().after_results(batch)
+        super().after_results(batch, requests)
         for name in names:
             if name not in self.table:
                 self._tiers.stored.forget(name)
                 self._leave_device(name)
-        left = [request for request in batch.reqs if not request.finished()]
+        left = [request for request in requests if not request.finished()]
         if staged:
             for request in left:
                 detach(self._scheduler, request)

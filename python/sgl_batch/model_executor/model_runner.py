@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -47,8 +48,15 @@ from sgl_batch.sglang_adapter.ranks import expert_shard
 logger = logging.getLogger(__name__)
 
 
+def _nothing() -> None:
+    pass
+
+
 class BatchModelRunner(ModelRunner):  # type: ignore[misc]
-    """Runs prefill and decode groups through `LayerRunner`; anything else through SGLang's own forward."""
+    """Runs prefill and decode groups through `LayerRunner`; anything else through SGLang's own forward.
+
+    `before_sampling`: what the host does between the launch of a forward pass and that of its sampling.
+    """
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
         self.expert_choices: ExpertChoices | None = None
+        self.before_sampling: Callable[[], None] = _nothing
         self._program_bytes = 0
         self._pass_memory: PassMemory | None = None
         super().__init__(*args, **kwargs)
@@ -279,6 +288,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         )
 
     def sample(self, logits_output: Any, forward_batch: Any) -> torch.Tensor:
+        self.before_sampling()
         with self.counters.clock.part("sampling"):
             tokens: torch.Tensor = super().sample(logits_output, forward_batch)
             return tokens

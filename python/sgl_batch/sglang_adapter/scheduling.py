@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from sgl_batch.sglang_adapter.expert_choice import add_choices
 with bootstrap.importing():
     import torch
     from sglang.srt.managers.io_struct import (
+        BatchTokenizedGenerateReqInput,
         ContinueGenerationReqInput,
         DestroyWeightsUpdateGroupReqInput,
         FlushCacheReqInput,
@@ -19,6 +21,7 @@ with bootstrap.importing():
         InitWeightsUpdateGroupReqInput,
         PauseGenerationReqInput,
         SetInternalStateReqOutput,
+        TokenizedGenerateReqInput,
         UpdateWeightFromDiskReqInput,
         UpdateWeightsFromDistributedReqInput,
         UpdateWeightsFromIPCReqInput,
@@ -39,6 +42,7 @@ __all__ = [
     "SetInternalStateReqOutput",
     "asks_of_prompt",
     "await_input",
+    "copy_results_to_host",
     "decode_batch",
     "decode_batches",
     "detach",
@@ -48,8 +52,11 @@ __all__ = [
     "end_retraction",
     "free_slots",
     "give_prefix",
+    "leave_out_last_steps",
     "mark_aborted",
     "merge_into",
+    "only_joins_queue",
+    "penalises",
     "prefill_batch",
     "protect_prefix",
     "put_over_controls",
@@ -57,6 +64,8 @@ __all__ = [
     "rows_of",
     "set_max_new_tokens",
     "shares_prefix",
+    "skip_ended_rows",
+    "tokens_written",
     "updates_weights",
 ]
 
@@ -123,6 +132,11 @@ def put_over_controls(scheduler: Any, carry_out: Callable[[Callable[[Any], Any],
 def updates_weights(asked: Any) -> bool:
     """Whether what is asked of the engine changes its weights."""
     return isinstance(asked, _WEIGHT_UPDATES)
+
+
+def only_joins_queue(message: Any) -> bool:
+    """Whether a message changes nothing but the queue: it brings new requests."""
+    return isinstance(message, (TokenizedGenerateReqInput, BatchTokenizedGenerateReqInput))
 
 
 def prefill_batch(scheduler: Any, requests: list[Any]) -> Any:
@@ -211,7 +225,40 @@ def rows_of(batch: Any) -> list[tuple[Any, int, int]]:
     """The rows of a batch that was just computed, in order: requests, the first position of each, and how many."""
     if batch.forward_mode.is_extend():
         return list(zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True))
-    return [(request, len(request.origin_input_ids) + len(request.output_ids) - 1, 1) for request in batch.reqs]
+    return [(request, tokens_written(request), 1) for request in batch.reqs]
+
+
+def tokens_written(request: Any) -> int:
+    """Positions of a prefilled request with KV from passes whose results are processed; a step may be under way."""
+    return len(request.origin_input_ids) + len(request.output_ids) - 1
+
+
+def skip_ended_rows(scheduler: Any) -> None:
+    """Have SGLang pass over rows whose requests ended while the step was under way."""
+    scheduler.batch_result_processor = replace(scheduler.batch_result_processor, enable_overlap=True)
+
+
+def penalises(batch: Any) -> bool:
+    """Whether making a batch ready for a step takes the tokens of the step before it."""
+    return bool(batch.sampling_info.penalizer_orchestrator.is_required)
+
+
+def leave_out_last_steps(running: Any) -> None:
+    """Take requests out of a decode batch whose step is under way: those that had ended, or end with it by length."""
+    running.filter_batch(keep_indices=[row for row, request in enumerate(running.reqs) if not _ends(request)])
+
+
+def _ends(request: Any) -> bool:
+    """Whether one token more, if any, is a request's last, whichever token that is."""
+    last = len(request.output_ids) + 1 >= request.sampling_params.max_new_tokens
+    return bool(request.finished() or request.to_finish is not None or last)
+
+
+def copy_results_to_host(batch: Any, result: Any) -> None:
+    """Begin to copy what the host wants of a step, behind it and before the next; SGLang waits for the copies' end."""
+    result.copy_done = torch.get_device_module(batch.device).Event()
+    result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
+    result.logits_output.next_token_logits = None  # [B, vocab], which nobody wants any more
 
 
 def end_retraction(batch: Any) -> tuple[int, int]:

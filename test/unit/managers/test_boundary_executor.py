@@ -1,4 +1,4 @@
-"""What a step costs, without an engine: a stand-in for the parts of SGLang's scheduler that are looked at."""
+"""What a step costs, and when steps follow unseen: over stand-ins for what is looked at of SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from scheduler_stand_ins import request, scheduler_stand_in
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan import make_plan
+from sgl_batch.core.sequence import Status
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
@@ -37,3 +38,39 @@ def bytes_of_a_decode_step(queue_length: int) -> int:
 
 def test_a_step_between_boundaries_does_not_copy_the_queue():
     assert bytes_of_a_decode_step(10_000) < bytes_of_a_decode_step(10) + 8_000, "a list of the queue takes 80,000 bytes"
+
+
+def test_steps_go_on_unseen_up_to_the_boundary_and_not_over_it():
+    executor = executor_with_queue(0)
+    running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
+    executor.next_batch(running)
+    steps = 1
+    while executor.goes_on(running):
+        executor.decode_step(running)
+        steps += 1
+    assert steps == executor.plan.boundary_tokens
+
+
+def test_steps_do_not_go_on_where_nobody_runs_or_choices_wait_for_their_prefill():
+    executor = executor_with_queue(0)
+    running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
+    executor.next_batch(running)
+    assert executor.goes_on(running)
+    assert not executor.goes_on(SimpleNamespace(reqs=[]))
+    executor._forked.append(request(1))
+    assert not executor.goes_on(running)
+
+
+def test_those_that_ended_while_a_step_was_under_way_have_no_results_of_it():
+    executor = executor_with_queue(2)
+    ended, going = (executor.table.request_named(name) for name in ("r0", "r1"))
+    for name in ("r0", "r1"):
+        executor.table[name].status = Status.RUNNING
+    going.finished = lambda: False
+    ended.finished, ended.finished_reason = lambda: True, SimpleNamespace(to_json=lambda: {"type": "stop"})
+    mode = SimpleNamespace(is_extend=lambda: False)
+    executor.after_results(SimpleNamespace(reqs=[ended, going], forward_mode=mode), [ended, going])
+    # Its id is free again, and somebody takes it before the step is over that computed one token too many.
+    executor.enqueue(request(0))
+    executor.after_results(SimpleNamespace(reqs=[ended, going], forward_mode=mode), [going])
+    assert executor.table["r0"].status is Status.QUEUED
