@@ -37,6 +37,18 @@ def padded_shapes(half: str, spans: list[tuple[int, int]], padded: int) -> list[
     return [HalfShape(half=half, start=start, rows=end - start) for (start, _), end in zip(spans, ends, strict=True)]
 
 
+def graph_budget(
+    asked_bytes: int, *, device_captures: bool, num_ranks: int, streamed_weights: bool, choices_told: bool
+) -> int:
+    """Device memory for graphs of halves: what is asked for, or 0 where they cannot be.
+
+    `device_captures`: there is a GPU whose graphs nobody has switched off. A graph could not fetch weights or wait for
+    other ranks, and would tell the choice of experts of the pass in which it was captured.
+    """
+    usable = device_captures and num_ranks == 1 and not streamed_weights and not choices_told
+    return asked_bytes if usable else 0
+
+
 class Captures:
     """Which shapes are captured, within `budget_bytes` (0: none). A shape's layers are captured one by one.
 

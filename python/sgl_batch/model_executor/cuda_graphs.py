@@ -65,5 +65,6 @@ class CudaGraphs:
             finally:
                 graph.capture_end()
         except RuntimeError as error:
-            raise CaptureError(str(error)) from error
+            # Where the work has failed, so does the end of its capture, with less to say.
+            raise CaptureError(str(error.__context__ or error)) from error
         return graph

@@ -11,6 +11,7 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
+from sgl_batch.core.graph_capture import graph_budget
 from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.distributed.rank_place import RankPlace, backend_for
 from sgl_batch.errors import ConfigError
@@ -177,14 +178,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     @property
     def _graph_bytes(self) -> int:
-        """What graphs of the halves of layers may take of the device; 0 where none are captured.
-
-        A graph could neither fetch weights, nor wait for other ranks, nor tell which experts it has chosen.
-        """
-        told = self.server_args.enable_return_routed_experts
-        fixed = self.place is None and not self._operators.streams_weights and not told
-        usable = fixed and self.graphs is not None and graphs_wanted(self.server_args)
-        return self.batch_config.forward.decode_graph_memory if usable else 0
+        """What graphs of the halves of layers may take of the device; 0 where none are captured."""
+        return graph_budget(
+            self.batch_config.forward.decode_graph_memory,
+            device_captures=self.graphs is not None and graphs_wanted(self.server_args),
+            num_ranks=1 if self.place is None else self.place.world_size,
+            streamed_weights=self._operators.streams_weights,
+            choices_told=bool(self.server_args.enable_return_routed_experts),
+        )
 
     def _graphed_halves(self, family: Family) -> GraphedHalves | None:
         budget_bytes = self._graph_bytes

@@ -9,3 +9,4 @@ from sgl_batch.sglang_adapter import bootstrap
 
 bootstrap.prepare()
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
