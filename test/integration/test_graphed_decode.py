@@ -80,7 +80,7 @@ def test_tokens_are_those_of_eager_halves(graphed: Any, expected: Any, prompts: 
     assert answers(graphed, prompts) == expected
     before = graphed.batch_stats()["counters"]
     assert before["graph_replays"] > before["graphs_captured"] > 0
-    assert before["graph_bytes"] == 1000 * before["graphs_captured"]
+    assert before["graph_bytes"] > 1000 * before["graphs_captured"], "each says 1000, and there is what stays"
     assert answers(graphed, prompts) == expected, "all shapes are captured by now"
     after = graphed.batch_stats()["counters"]
     replayed, eager = (after[name] - before[name] for name in ("graph_replays", "eager_halves"))

@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class FixedPlans(Protocol):
-    """Attention's plans for the sub-batches of a group, at addresses that stay."""
+    """Attention's plans for the sub-batches of a group, at addresses that stay; on the device they take `num_bytes`."""
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def load(self, plans: Sequence[tuple[Any, int]], padded: int) -> bool:
         """Take over a pass's plans, each with its number of slots, and pad; False where they do not fit."""
@@ -42,7 +45,8 @@ class GraphedHalves:
     """The graphs of one model, and what they read and write.
 
     `most_rows`: sequences of the largest group; `most_slots`: of the pool of KV; `budget_bytes`: device memory for all.
-    An attention backend without `fixed_plans` attends eagerly; experts run as graphs under any.
+    An attention backend without `fixed_plans` attends eagerly; experts run as graphs under any. Weights and KV stay
+    where they were when a half was captured, as SGLang's own graphs want it: an update of weights writes into their place.
     """
 
     def __init__(
@@ -90,7 +94,15 @@ class GraphedHalves:
             self.rows = FixedRows(self._most_rows, hidden, forward_batch)
             make = getattr(self.attn_backend, "fixed_plans", None)
             self.plans = None if make is None else make(self._most_rows, self._most_slots)
-            self.captures.spend(self.rows.num_bytes)
+            if self.plans is None:
+                logger.warning(
+                    "%s has no plans at fixed addresses: in decode groups of several sub-batches experts run as CUDA "
+                    "graphs, and attention kernel by kernel",
+                    type(self.attn_backend).__name__,
+                )
+            num_bytes = self.rows.num_bytes + (0 if self.plans is None else self.plans.num_bytes)
+            self.captures.spend(num_bytes)
+            self.counters.add("graph_bytes", num_bytes)
         return self.rows
 
     def run(self, shape: HalfShape, layer: int, work: Callable[[], None]) -> bool:

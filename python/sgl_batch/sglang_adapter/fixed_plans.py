@@ -27,6 +27,11 @@ class FixedPlans:
         self._ordinals = torch.arange(1, num_rows + 1, dtype=torch.int32, device=device)
         self._last: Any = None
 
+    @property
+    def num_bytes(self) -> int:
+        parts = (self._kv_indptr, self._kv_indices, self._num_kv_splits, self._ordinals)
+        return sum(part.nbytes for part in parts)
+
     def load(self, plans: Sequence[tuple[Any, int]], padded: int) -> bool:
         """Take over a pass's plans, each with its number of slots; rows up to `padded` attend to slot 0.
 

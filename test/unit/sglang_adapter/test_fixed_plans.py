@@ -93,6 +93,10 @@ def test_as_many_slots_as_the_pool_has_fit_with_all_padding(padded: int) -> None
     assert read(plans.plan(0, padded)) == [*sequences, *[[0]] * (padded - 6)]
 
 
+def test_its_bytes_are_those_of_bounds_splits_and_slots_with_room_for_padding() -> None:
+    assert FixedPlans(ROWS, SLOTS, CPU).num_bytes == 4 * (ROWS + 1) + 4 * ROWS + 4 * ROWS + 8 * (SLOTS + ROWS)
+
+
 def test_more_slots_than_the_pool_has_are_refused_and_leave_all_as_it_was() -> None:
     plans = FixedPlans(ROWS, SLOTS, CPU)
     plans.load([plan_of(FIRST)], 3)
