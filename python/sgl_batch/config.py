@@ -65,6 +65,14 @@ class ForwardConfig:
         "or one of sglang, triton, deepgemm (GPU), native (CPU), torch",
         choices=EXPERT_RUNNERS,
     )
+    decode_graph_memory: int = _flag(
+        1 << 30,
+        "on a GPU: memory for CUDA graphs of the halves of layers, of decode groups that take several attention "
+        "sub-batches; each shape is captured when it has been met a few times (0: none; SGLang's own graphs, for "
+        "groups of one sub-batch, have flags of their own)",
+        minimum=0,
+        in_bytes=True,
+    )
     cpu_weight_dtype: str = _flag(
         "auto",
         "on a CPU: auto keeps weights in the model's number type; int8 rounds those of experts and linear layers, with "

@@ -31,6 +31,7 @@ OTHER = {
     "b_moe_decode": 30,
     "accumulate": False,
     "expert_runner": "torch",
+    "decode_graph_memory": 2 << 30,
     "cpu_weight_dtype": "int8",
     "weights": "streamed",
     "weight_memory": 1 << 30,
@@ -96,6 +97,7 @@ def test_every_option_reaches_its_owner():
             b_moe_decode=30,
             accumulate=False,
             expert_runner="torch",
+            decode_graph_memory=2 << 30,
             cpu_weight_dtype="int8",
         ),
         memory=MemoryConfig(

@@ -19,7 +19,7 @@ def format_summary(result: RunResult) -> str:
         lines += _failures(result)
     if result.stats is not None:
         lines += [*_memory(result.stats), *_computed_twice(result.stats), *_sharing(result.stats)]
-        lines += _store(result.stats)
+        lines += [*_store(result.stats), *_graphs(result.stats)]
         lines += _time_table(result.stats)
         lines += _rank_table(result.stats)
         lines += _experts(result.stats)
@@ -96,6 +96,18 @@ def _store(stats: EngineStats) -> list[str]:
     return [
         f"Host KV store: {suspended:,.0f} suspensions; decode streamed in {streamed:,.0f} of {steps:,.0f} steps, "
         f"{counters.get('decode_rows', 0) / max(steps, 1):,.1f} sequences a step"
+    ]
+
+
+def _graphs(stats: EngineStats) -> list[str]:
+    """How decode ran the halves of its layers; nothing where none was captured as a graph."""
+    counters = stats.counters
+    captured, replays = counters.get("graphs_captured", 0), counters.get("graph_replays", 0)
+    if not captured:
+        return []
+    return [
+        f"CUDA graphs of halves of layers: {captured:,.0f} captured in {format_bytes(counters.get('graph_bytes', 0))}, "
+        f"{replays:,.0f} replays; {counters.get('eager_halves', 0):,.0f} halves ran kernel by kernel"
     ]
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.scheduler import BatchScheduler
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.model_executor.cuda_graphs import CudaGraphs, Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
@@ -32,17 +34,28 @@ from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
 
 
+def device_graphs() -> Graphs | None:
+    """What captures graphs in a scheduler process: its GPU."""
+    return None if _is_on_cpu() else CudaGraphs()
+
+
+def _is_on_cpu() -> bool:
+    return os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
     """What the processes of one engine are started with. `directory`: where its ranks find each other.
 
     It is SGLang's scheduler process function, and has its controller's and the detokenizer's beside it.
-    `start_method`: multiprocessing's, for those that SGLang starts from this process.
+    `start_method`: multiprocessing's, for those that SGLang starts from this process. `graphs`: what gives a scheduler
+    process its way to capture graphs, or None.
     """
 
     config: BatchConfig
     directory: Path
     start_method: str
+    graphs: Callable[[], Graphs | None] = device_graphs
 
     @classmethod
     def begin(cls, config: BatchConfig, start_method: str) -> EngineRun:
@@ -69,7 +82,7 @@ class EngineRun:
         return [json.loads(told[rank]) for rank in sorted(told)] or [info["sgl_batch"] for info in scheduler_infos]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        run_scheduler_process(self.config, self.directory, *args, **kwargs)
+        run_scheduler_process(self, *args, **kwargs)
 
     def controller(self, **kwargs: Any) -> None:
         """Body of the process that starts the ranks."""
@@ -82,12 +95,12 @@ class EngineRun:
         processes.run_detokenizer_process(*args, **kwargs)
 
 
-def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kwargs: Any) -> None:
-    """Body of a scheduler process: ours, in SGLang's process function. `directory`: the engine's rendezvous."""
+def run_scheduler_process(run: EngineRun, *args: Any, **kwargs: Any) -> None:
+    """Body of a scheduler process: ours, in SGLang's process function."""
     _begin_as_child()
-    place = _place(directory, args)
+    config, place = run.config, _place(run.directory, args)
     counters, operators, gpu_experts = Counters(), None, None
-    if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
+    if _is_on_cpu():
         operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
         operators.register()
     else:
@@ -97,8 +110,9 @@ def run_scheduler_process(config: BatchConfig, directory: Path, *args: Any, **kw
         counters=counters,
         cpu_operators=operators,
         gpu_experts=gpu_experts,
+        graphs=run.graphs(),
         place=place,
-        rendezvous=Rendezvous(directory),
+        rendezvous=Rendezvous(run.directory),
     )
     register_triton_attention()
     processes.run_scheduler_with(partial(_scheduler, context), CounterSampler, *args, **kwargs)

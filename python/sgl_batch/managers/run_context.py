@@ -10,6 +10,7 @@ from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.model_executor.cuda_graphs import Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 
 
@@ -18,7 +19,8 @@ class RunContext:
     """Made once per scheduler process, before SGLang's scheduler is built.
 
     One of `cpu_operators` and `gpu_experts` is None: they are for a machine without a GPU and with one. `place` is None
-    where there is one rank. At `rendezvous` the engine's process hears why this one ended.
+    where there is one rank, `graphs` where none can be captured. At `rendezvous` the engine's process hears why this
+    one ended.
     """
 
     config: BatchConfig
@@ -26,6 +28,7 @@ class RunContext:
     counters: Counters = field(default_factory=Counters)
     cpu_operators: CpuOperators | None = None
     gpu_experts: GpuExperts | None = None
+    graphs: Graphs | None = None
     place: RankPlace | None = None
 
     def telling(self) -> AbstractContextManager[None]:

@@ -35,6 +35,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
             counters=self._context.counters,
             cpu_operators=self._context.cpu_operators,
             gpu_experts=self._context.gpu_experts,
+            graphs=self._context.graphs,
             place=self._context.place,
             model_config=self.model_config,
             mem_fraction_static=self.server_args.mem_fraction_static,

@@ -17,6 +17,7 @@ from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family
+from sgl_batch.model_executor.graphed_halves import GraphedHalves, GraphedPass
 
 
 class PrefillSink(Protocol):
@@ -56,6 +57,8 @@ class LayerRunner:
     `expert_part`: the part of the clock that an expert call counts to, beside what kernels count themselves.
     `exchange`: where experts lie on several ranks, the way to them; then `expert_calls` says how many calls each layer
     takes on every rank in the coming forward passes.
+    `graphed`: the halves of decode groups that run as captured graphs, where there is no exchange; with a decode source
+    all run eagerly.
     """
 
     def __init__(
@@ -69,10 +72,11 @@ class LayerRunner:
         can_reenter: bool,
         expert_part: str,
         exchange: ExpertExchange | None = None,
+        graphed: GraphedHalves | None = None,
     ) -> None:
         self.model, self.family, self.attn_backend = model, family, attn_backend
         self.plan, self.counters, self.can_reenter = plan, counters, can_reenter
-        self.expert_part, self.exchange = expert_part, exchange
+        self.expert_part, self.exchange, self.graphed = expert_part, exchange, graphed
         self.expert_calls = 1
         self.prefill_sink: PrefillSink | None = None
         self.decode_source: DecodeSource | None = None
@@ -122,9 +126,15 @@ class LayerRunner:
         self, forward_batch: Any, sub_batches: list[SubBatch], hidden: torch.Tensor, phase: PhasePlan
     ) -> torch.Tensor:
         residual: torch.Tensor | None = None
-        buffer = AccumulationBuffer(len(hidden), hidden.shape[-1], hidden.dtype, hidden.device)
         is_decode = forward_batch.forward_mode.is_decode()
         sink, source = (None, self.decode_source) if is_decode else (self.prefill_sink, None)
+        graphed = self._graphed_pass(forward_batch, sub_batches, phase) if is_decode else None
+        if graphed is None:
+            buffer = AccumulationBuffer(len(hidden), hidden.shape[-1], hidden.dtype, hidden.device)
+        else:
+            with self.counters.clock.part("attention"):
+                buffer = graphed.load(hidden)
+                hidden = buffer.hidden
         for index, layer in enumerate(self.family.layers(self.model)):
             if sink is not None:
                 sink.layer_begins(index)
@@ -133,25 +143,44 @@ class LayerRunner:
                     with self.counters.clock.part("copies"):
                         source.rows_wanted(index, number)
                 with self.counters.clock.part("attention"):
-                    yielded = self._attention(layer, sub, hidden, residual)
-                    if len(sub_batches) > 1:
+                    yielded = self._attention(index, layer, sub, hidden, residual, graphed)
+                    if len(sub_batches) > 1 or graphed is not None:
                         buffer.write(sub.span, *yielded)
                 if source is not None:
                     source.rows_attended(index, number)
                 if sink is not None:
                     sink.rows_attended(index, sub.span[1])
-            hidden, residual = yielded if len(sub_batches) == 1 else buffer.combined()
-            hidden = self._experts(layer, forward_batch, hidden, phase)
+            hidden, residual = yielded if len(sub_batches) == 1 and graphed is None else buffer.combined()
+            hidden = self._experts(index, layer, forward_batch, hidden, phase, graphed)
             hidden, residual = self.family.finish_layer(layer, hidden, residual, forward_batch)
         assert residual is not None, "a model has at least one layer"
+        if graphed is not None:
+            # The norm may answer in the memory that it is given, which the next pass overwrites.
+            hidden = hidden.clone()
         return self.family.final_norm(self.model, hidden, residual)
 
+    def _graphed_pass(self, forward_batch: Any, sub_batches: list[SubBatch], phase: PhasePlan) -> GraphedPass | None:
+        """What of a decode group runs as captured graphs, if anything does."""
+        if self.graphed is None or self.decode_source is not None:
+            return None
+        spans = row_spans(len(forward_batch.input_ids), self.plan.expert_rows(phase))
+        return self.graphed.begin(forward_batch, sub_batches, spans, phase)
+
     def _attention(
-        self, layer: Any, sub: SubBatch, hidden: torch.Tensor, residual: torch.Tensor | None
+        self,
+        index: int,
+        layer: Any,
+        sub: SubBatch,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        graphed: GraphedPass | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One attention coroutine: re-enter the sub-batch's plan, run up to its yield point before the experts."""
         self.counters.add("attention_calls")
-        if len(sub.forward_batch.input_ids) < len(hidden):
+        yielded = None if graphed is None else graphed.attention(index, layer, sub.span, hidden, residual)
+        if yielded is not None:
+            return yielded
+        if graphed is not None or len(sub.forward_batch.input_ids) < len(hidden):
             self.attn_backend.forward_metadata = sub.attention_plan
         start, end = sub.span
         return self.family.attention_half(
@@ -162,7 +191,15 @@ class LayerRunner:
             sub.forward_batch,
         )
 
-    def _experts(self, layer: Any, forward_batch: Any, hidden: torch.Tensor, phase: PhasePlan) -> torch.Tensor:
+    def _experts(
+        self,
+        index: int,
+        layer: Any,
+        forward_batch: Any,
+        hidden: torch.Tensor,
+        phase: PhasePlan,
+        graphed: GraphedPass | None,
+    ) -> torch.Tensor:
         """The expert coroutine: one call over the group, or one per `b_moe` rows where a lone prompt is longer."""
         spans = row_spans(len(hidden), self.plan.expert_rows(phase))
         with self.counters.clock.part(self.expert_part):
@@ -171,7 +208,10 @@ class LayerRunner:
                     f"{len(spans)} expert calls where {self.expert_calls} are agreed"
                 )
                 spans += [(len(hidden), len(hidden))] * (self.expert_calls - len(spans))
-            parts = [self._expert_call(layer, hidden[start:end], forward_batch) for start, end in spans]
+            parts = []
+            for span in spans:
+                part = None if graphed is None else graphed.experts(index, layer, span, hidden)
+                parts.append(self._expert_call(layer, hidden[slice(*span)], forward_batch) if part is None else part)
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _expert_call(self, layer: Any, hidden: torch.Tensor, forward_batch: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
+from sgl_batch.core.graph_capture import graph_budget
 from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.errors import ConfigError
@@ -24,11 +25,13 @@ from sgl_batch.mem_cache.page_allocator import PageAllocator
 from sgl_batch.mem_cache.process_memory import forget_peak, resident_bytes
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.model_executor.cuda_graphs import Graphs
 from sgl_batch.model_executor.device_needs import model_shape, resident_weight_bytes
 from sgl_batch.model_executor.expert_choices import ExpertChoices
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import FAMILIES, Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
+from sgl_batch.model_executor.graphed_halves import GraphedHalves
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, choosing_layers
@@ -38,6 +41,7 @@ from sgl_batch.sglang_adapter.forward import (
     ModelRunner,
     ModelRunnerOutput,
     forward_context,
+    graphs_wanted,
 )
 from sgl_batch.sglang_adapter.gpu_pools import use_our_pools
 from sgl_batch.sglang_adapter.memory import kv_token_bytes, set_kv_bytes
@@ -65,12 +69,13 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         counters: Counters,
         cpu_operators: CpuOperators | None,
         gpu_experts: GpuExperts | None,
+        graphs: Graphs | None,
         place: RankPlace | None,
         **kwargs: Any,
     ) -> None:
         self.batch_config, self.counters = batch_config, counters
         self.cpu_operators, self.gpu_experts = cpu_operators, gpu_experts
-        self.place = place
+        self.graphs, self.place = graphs, place
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
         self.expert_choices: ExpertChoices | None = None
@@ -127,6 +132,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         )
         int8 = self.batch_config.forward.cpu_weight_dtype == "int8"
         weights = resident_weight_bytes(self.model, int8=int8) + self._operators.streamed_bytes
+        working += self._graph_bytes
         needs = DeviceNeeds(program=self._program_bytes, weights=weights, working=working, page=page_bytes)
         set_kv_bytes(self.kv_cache_configurator, kv_bytes(memory.device_memory, needs, plan))
 
@@ -176,6 +182,33 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             can_reenter=self._can_reenter,
             expert_part="router" if self.device == "cpu" else "experts",
             exchange=None if self.place is None else self._exchange(self.place, family),
+            graphed=self._graphed_halves(family),
+        )
+
+    @property
+    def _graph_bytes(self) -> int:
+        """What graphs of the halves of layers may take of the device; 0 where none are captured."""
+        return graph_budget(
+            self.batch_config.forward.decode_graph_memory,
+            device_captures=self.graphs is not None and graphs_wanted(self.server_args),
+            num_ranks=1 if self.place is None else self.place.world_size,
+            streamed_weights=self._operators.streams_weights,
+            choices_told=bool(self.server_args.enable_return_routed_experts),
+        )
+
+    def _graphed_halves(self, family: Family) -> GraphedHalves | None:
+        budget_bytes = self._graph_bytes
+        if self.graphs is None or budget_bytes == 0:
+            return None
+        return GraphedHalves(
+            model=self.model,
+            family=family,
+            attn_backend=self.attn_backend,
+            graphs=self.graphs,
+            counters=self.counters,
+            budget_bytes=budget_bytes,
+            most_rows=self.max_running_requests,
+            most_slots=self.max_total_num_tokens,
         )
 
     def init_routed_experts_capturer(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
@@ -11,9 +12,11 @@ from sgl_batch.sglang_adapter.names import CPU_ATTENTION
 with bootstrap.importing():
     import torch
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
+    from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
 __all__ = [
     "ForwardBatch",
@@ -21,11 +24,14 @@ __all__ = [
     "ModelRunner",
     "ModelRunnerOutput",
     "TpModelWorker",
+    "decode_batch_over",
     "decode_slice",
     "extend_slice",
     "forward_context",
+    "graphs_wanted",
     "is_greedy",
     "keep_tensors_for",
+    "model_capture_mode",
     "set_model_runner",
 ]
 
@@ -33,6 +39,11 @@ __all__ = [
 # ahead and re-entered; others keep shared workspaces and run a group as one sub-batch. Each of these also writes the KV
 # of all rows before it attends, so that a prompt may read pages that another of the same batch computes.
 REENTRANT_BACKENDS = frozenset({CPU_ATTENTION, "torch_native", "triton", "fa3"})
+
+
+def graphs_wanted(server_args: Any) -> bool:
+    """Whether SGLang's arguments leave decode its CUDA graphs."""
+    return bool(server_args.cuda_graph_config.decode.backend != Backend.DISABLED)
 
 
 def is_greedy(forward_batch: Any) -> bool:
@@ -66,6 +77,19 @@ def decode_slice(forward_batch: Any, start: int, end: int) -> Any:
         seq_lens_cpu=forward_batch.seq_lens_cpu[rows],
         orig_seq_lens=forward_batch.orig_seq_lens[rows],
     )
+
+
+def decode_batch_over(forward_batch: Any, rows: Mapping[str, torch.Tensor]) -> Any:
+    """A decode batch like this one over other memory: tensors by their names in the batch, a row for each sequence.
+
+    It has no lengths on the host, since those that it stands for change.
+    """
+    other = copy.copy(forward_batch)
+    for name, tensor in rows.items():
+        setattr(other, name, tensor)
+    other.batch_size = len(rows["input_ids"])
+    other.seq_lens_cpu = other.seq_lens_sum = other.num_token_non_padded = other.sampling_info = None
+    return other
 
 
 def extend_slice(

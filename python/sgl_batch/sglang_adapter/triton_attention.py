@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_batch.sglang_adapter.fixed_plans import FixedPlans
 from sgl_batch.sglang_adapter.layers import register_attention_backend
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 
@@ -33,5 +34,12 @@ def _create(runner: Any) -> Any:
             first_page = getattr(self.token_to_kv_pool, "first_page", 0)
             if first_page:
                 plan.kv_indices = plan.kv_indices - first_page * self.page_size
+
+        def fixed_plans(self, num_rows: int, num_slots: int) -> FixedPlans | None:
+            """Room for the plans of decode groups of `num_rows` sequences; None where plans have more to them."""
+            translates = self._translate_kv_loc is not None or self.use_sliding_window_kv_pool
+            if translates or self.sliding_window_size is not None or self.dcp_size > 1:
+                return None
+            return FixedPlans(num_rows, num_slots, self.kv_indptr.device)
 
     return TritonAttention(runner)

@@ -8,5 +8,5 @@ from pathlib import Path
 from sgl_batch.sglang_adapter import bootstrap
 
 bootstrap.prepare()
-_HERE = Path(__file__).parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent / "core")]
+_HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "core"), str(_HERE.parents[1])]

@@ -1,0 +1,87 @@
+"""Halves of decode groups as graphs, under SGLang's attention for GPUs, on a CPU: tokens are those of the CPU's engine.
+
+The graphs run their work anew, and Triton's interpreter its kernels: all that is copied and padded is as on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_batch import Engine
+from sgl_batch.managers.engine_run import EngineRun
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rerunning_graphs import RerunningGraphs
+
+INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem", "PYTHONWARNINGS": "ignore"}
+# Seven sequences are a full sub-batch of four, and one of three that is padded; then five of them, without padding.
+LENGTHS = (5, 47, 20, 33, 9, 3, 16)
+TOKENS = (12, 12, 12, 12, 12, 7, 7)
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "page_size": 16,
+    "b_moe_decode": 8,
+    "b_attn_decode": 4,
+    "boundary_tokens": 4,
+    "max_total_tokens": 2048,
+}
+TRITON = {"attention_backend": "triton", "triton_attention_num_kv_splits": 2, "disable_cuda_graph": False}
+
+
+class RerunningRun:
+    """Begins engines whose scheduler process reruns what a GPU would capture."""
+
+    @staticmethod
+    def begin(*args: Any) -> EngineRun:
+        return replace(EngineRun.begin(*args), graphs=RerunningGraphs)
+
+
+def answers(engine: Any, prompts: Any) -> list[list[int]]:
+    source = max(prompts.input_ids, key=len)
+    input_ids = [source[7 * index :][:length] for index, length in enumerate(LENGTHS)]
+    parameters = [{"temperature": 0, "max_new_tokens": num, "ignore_eos": True} for num in TOKENS]
+    return [one["output_ids"] for one in engine.generate(input_ids=input_ids, sampling_params=parameters)]
+
+
+@pytest.fixture(params=["tiny-qwen3-moe", "tiny-mixtral"])
+def family(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def expected(family: str, model_path: Callable[[str], str], prompts: Any) -> list[list[int]]:
+    """Those of the engine of a CPU, which the parity suite holds against Hugging Face and stock SGLang."""
+    engine = Engine(model_path=model_path(family), **SETTINGS)
+    try:
+        return answers(engine, prompts)
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture
+def graphed(family: str, expected: Any, model_path: Callable[[str], str], monkeypatch: Any) -> Iterator[Any]:
+    for name, value in INTERPRETED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sgl_batch.engine.EngineRun", RerunningRun)
+    engine = Engine(model_path=model_path(family), **TRITON, **SETTINGS)
+    yield engine
+    engine.shutdown()
+
+
+def test_tokens_are_those_of_eager_halves(graphed: Any, expected: Any, prompts: Any) -> None:
+    assert graphed.running["classes"]["attention"] == "TritonAttention"
+    assert answers(graphed, prompts) == expected
+    before = graphed.batch_stats()["counters"]
+    assert before["graph_replays"] > before["graphs_captured"] > 0
+    assert before["graph_bytes"] > 1000 * before["graphs_captured"], "each says 1000, and there is what stays"
+    assert answers(graphed, prompts) == expected, "all shapes are captured by now"
+    after = graphed.batch_stats()["counters"]
+    replayed, eager = (after[name] - before[name] for name in ("graph_replays", "eager_halves"))
+    assert replayed > eager
