@@ -32,7 +32,8 @@ SETTINGS: dict[str, Any] = {
     "boundary_tokens": 4,
     "max_total_tokens": 2048,
 }
-TRITON = {"attention_backend": "triton", "triton_attention_num_kv_splits": 2, "disable_cuda_graph": False}
+TRITON = {"attention_backend": "triton", "triton_attention_num_kv_splits": 2}
+GRAPHS = {"disable_cuda_graph": False, "decode_graph_memory": 1 << 30}
 
 
 class RerunningRun:
@@ -70,7 +71,7 @@ def graphed(family: str, expected: Any, model_path: Callable[[str], str], monkey
     for name, value in INTERPRETED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sgl_batch.engine.EngineRun", RerunningRun)
-    engine = Engine(model_path=model_path(family), **TRITON, **SETTINGS)
+    engine = Engine(model_path=model_path(family), **TRITON, **GRAPHS, **SETTINGS)
     yield engine
     engine.shutdown()
 

@@ -61,8 +61,26 @@ class InPlaceFamily(ToyFamily):
     def expert_half(self, layer, hidden, batch):
         return hidden.copy_(super().expert_half(layer, hidden, batch))
 
+    def finish_layer(self, layer, hidden, residual, batch):
+        super().finish_layer(layer, hidden, residual, batch)
+        return hidden.mul_(0.9), residual
+
     def final_norm(self, model, hidden, residual):
         return hidden.add_(residual)
+
+
+class MovingFamily(ToyFamily):
+    """What follows the experts answers in new memory, and with another residual: between layers it is doubled."""
+
+    def attention_half(self, layer, positions, hidden, residual, batch):
+        return super().attention_half(layer, positions, hidden, None if residual is None else residual / 2, batch)
+
+    def finish_layer(self, layer, hidden, residual, batch):
+        hidden, residual = super().finish_layer(layer, hidden, residual, batch)
+        return hidden, residual * 2
+
+    def final_norm(self, model, hidden, residual):
+        return hidden + residual / 2
 
 
 class Runs:
@@ -126,7 +144,7 @@ def group(num_rows: int, step: int = 0):
     return batch
 
 
-FAMILIES = pytest.mark.parametrize("family", [ToyFamily, InPlaceFamily])
+FAMILIES = pytest.mark.parametrize("family", [ToyFamily, InPlaceFamily, MovingFamily])
 
 
 @FAMILIES
@@ -180,8 +198,7 @@ def test_full_sub_batches_keep_their_graphs_when_the_last_one_changes(family):
 @FAMILIES
 @pytest.mark.parametrize("captures", range(1, 13))
 def test_a_budget_may_end_between_any_two_halves(family, captures):
-    runs = Runs(b_attn=8, family=family, budget_bytes=PLENTY)
-    runs.graphs.num_bytes = PLENTY // captures + 1
+    runs = Runs(b_attn=8, family=family, graphs=RerunningGraphs(num_bytes=PLENTY // captures + 1))
     runs.warm(21)
     assert runs.graphs.num_captured == captures
     for step in range(3):
@@ -190,6 +207,15 @@ def test_a_budget_may_end_between_any_two_halves(family, captures):
         assert counted["graphs_captured"] == 0
     stays = runs.graphed.rows.num_bytes
     assert runs.counters.counts["graph_bytes"] == captures * runs.graphs.num_bytes + stays
+
+
+@FAMILIES
+@pytest.mark.parametrize("captures", range(1, 2 * LAYERS))
+def test_a_group_of_one_sub_batch_may_change_from_graphs_to_its_own_plan(family, captures):
+    runs = Runs(b_attn=32, family=family, graphs=RerunningGraphs(num_bytes=PLENTY // captures + 1))
+    runs.warm(21)
+    counted = runs.counted(group(21, 7))
+    assert counted == {"graphs_captured": 0, "graph_replays": captures, "eager_halves": 2 * LAYERS - captures}
 
 
 def test_the_memory_that_stays_counts_to_the_budget():
