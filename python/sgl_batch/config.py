@@ -68,7 +68,7 @@ class ForwardConfig:
     decode_graph_memory: int = _flag(
         0,
         "on a GPU: memory for CUDA graphs of the halves of layers, of decode groups that take several attention "
-        "sub-batches; each shape is captured when it has been met a few times (0: none, which is the default until they "
+        "sub-batches; each shape is captured when it has been met a few times (0: none, the default until they "
         "have run on a GPU; SGLang's own graphs, for groups of one sub-batch, have flags of their own)",
         minimum=0,
         in_bytes=True,
