@@ -174,20 +174,24 @@ def test_a_copy_larger_than_the_queue_runs_alone(form: Form, tmp_path: Path) -> 
 
 
 def test_several_threads_submit_to_a_full_queue_without_deadlock(form: Form, tmp_path: Path) -> None:
-    pool = PlainPool.random(layers=2, part_bytes=(5000,), pages=40)
+    # All come at once, with copies long enough for the others to find the queue full.
+    pool = PlainPool.random(layers=2, part_bytes=(500_000,), pages=40)
     before = [part.clone() for parts in pool.parts for part in parts]
     with store_and_engine(form, pool, tmp_path, max_tickets=1) as (store, engine):
         faults: list[BaseException] = []
+        together = threading.Barrier(4)
 
         def work(first: int) -> None:
             pages = list(range(first, first + 10))
             try:
-                for _ in range(50):
+                for _ in range(10):
+                    together.wait()
                     slots = stored(store, engine, pages)
                     engine.load_pages(range(2), slots, pages[::-1]).wait()
                     engine.load_pages(range(2), slots, pages).wait()
                     store.free(slots)
             except BaseException as fault:  # noqa: BLE001 (handed to the main thread)
+                together.abort()
                 faults.append(fault)
 
         threads = [threading.Thread(target=work, args=(first,)) for first in range(0, 40, 10)]
