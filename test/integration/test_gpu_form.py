@@ -16,7 +16,7 @@ from sgl_batch import Engine
 
 # Sequences that begin alike, that end inside a page and at its end, and that are cut by sub-batches of 40 rows.
 LENGTHS = (5, 47, 64, 75)
-TOKENS = 6
+TOKENS = 5
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem", "PYTHONWARNINGS": "ignore"}
 ON_GPU = torch.cuda.is_available()
 SETTINGS: dict[str, Any] = {
