@@ -25,11 +25,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("abort") / "trace.jsonl"
 
 
-@pytest.fixture(params=["off", "on"])
-def engine(request: pytest.FixtureRequest, batch_engine: Callable[..., Any], trace: Path) -> Any:
-    engine = batch_engine("tiny-qwen3-moe", **SETTINGS, trace_file=str(trace))
-    engine.set_plan(overlap=request.param)
-    return engine
+@pytest.fixture
+def engine(batch_engine: Callable[..., Any], trace: Path) -> Any:
+    return batch_engine("tiny-qwen3-moe", **SETTINGS, trace_file=str(trace))
 
 
 @pytest.fixture(scope="module")

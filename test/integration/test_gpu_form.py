@@ -34,7 +34,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "without a store": {"max_total_tokens": 2048},
     "inclusive": {**STORE, "kv_store_mode": "inclusive", "decode_kv": "resident"},
     "exclusive": {**STORE, "kv_store_mode": "exclusive"},
-    "streamed": {**STORE, "decode_kv": "streamed"},
 }
 
 
@@ -89,5 +88,3 @@ def test_tokens_are_those_of_the_cpus_own_attention(gpu_form: Any, input_ids: An
     if "store" not in form:
         assert counters["pages_restored"] > 0
         assert state["store"]["free_pages"] == state["store"]["total_pages"]
-    if form == "streamed":
-        assert counters["streamed_steps"] > 0

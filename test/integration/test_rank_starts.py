@@ -99,7 +99,6 @@ def killing(start: Start, victim: Callable[[Start], int | None]) -> Iterator[Non
     [
         pytest.param(Start.first_rank, "rank [01]", {}, id="before-it-knows-its-rank"),
         pytest.param(lambda start: start.rank(0), "rank 0", STORE, id="before-it-loads"),
-        pytest.param(lambda start: start.told("store-experts") and start.rank(1), "rank 1", {}, id="as-they-meet"),
         pytest.param(lambda start: start.told("steps-endpoint.0") and start.rank(0), "rank 0", {}, id="as-they-join"),
     ],
 )
