@@ -1,6 +1,6 @@
 """Builds the operators against the torch of this environment: `pip install --no-build-isolation sgl-kernel/`.
 
-SGL_BATCH_KERNEL_FLAGS: more flags for the compiler, after our own.
+SGL_BATCH_KERNEL_FLAGS: more flags for the compiler, after our own. Where ninja is on the path it compiles on all cores.
 """
 
 import os
@@ -21,6 +21,7 @@ setup(
             # threads.
             extra_compile_args=[
                 "-O3",
+                "-g0",
                 "-std=c++20",
                 "-fopenmp",
                 "-fvisibility=hidden",
@@ -31,5 +32,5 @@ setup(
             ],
         )
     ],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=False, no_python_abi_suffix=True)},
+    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True, no_python_abi_suffix=True)},
 )

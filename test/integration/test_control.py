@@ -30,7 +30,6 @@ RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
 STORE = {"max_total_tokens": 60 * PAGE, "kv_store_bytes": 64 << 20}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"max_total_tokens": 16384},
-    "overlapped": {"max_total_tokens": 16384, "overlap": "on"},
     "streamed": {**STORE, "decode_kv": "streamed"},
     "exclusive": {**STORE, "kv_store_mode": "exclusive", "decode_kv": "resident"},
     "two-ranks-store": {**STORE, "decode_kv": "resident", **RANKS},

@@ -33,7 +33,6 @@ STORE = {"kv_store_bytes": 64 << 20, "max_total_tokens": 160}
 FORMS: dict[str, dict[str, Any]] = {
     "without a store": {"max_total_tokens": 2048},
     "inclusive": {**STORE, "kv_store_mode": "inclusive", "decode_kv": "resident"},
-    "exclusive": {**STORE, "kv_store_mode": "exclusive"},
 }
 
 

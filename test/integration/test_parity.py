@@ -38,22 +38,6 @@ def test_float32_greedy_tokens_equal_huggingface_for_every_sub_batch_size(
     assert generate(batch_engine(family, b_attn), prompts) == reference(family, "float32").tokens
 
 
-@by_family
-def test_float32_greedy_tokens_equal_huggingface_where_results_wait_for_the_next_step(
-    family: str,
-    batch_engine: Callable[..., Any],
-    reference: Callable[[str, str], Reference],
-    prompts: Prompts,
-) -> None:
-    engine = batch_engine(family, 7)
-    engine.set_plan(overlap="on")
-    try:
-        assert generate(engine, prompts) == reference(family, "float32").tokens
-    finally:
-        engine.set_plan(overlap="off")
-    assert engine.batch_stats()["counters"]["decode_steps_overlapped"] > 0
-
-
 @pytest.mark.parametrize("family", STOCK_FAMILIES, scope="module")
 def test_float32_greedy_tokens_of_stock_sglang_equal_huggingface(
     family: str,

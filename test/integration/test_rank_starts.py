@@ -98,7 +98,6 @@ def killing(start: Start, victim: Callable[[Start], int | None]) -> Iterator[Non
     ("victim", "named", "store"),
     [
         pytest.param(Start.first_rank, "rank [01]", {}, id="before-it-knows-its-rank"),
-        pytest.param(lambda start: start.rank(0), "rank 0", STORE, id="before-it-loads"),
         pytest.param(lambda start: start.told("steps-endpoint.0") and start.rank(0), "rank 0", {}, id="as-they-join"),
     ],
 )
