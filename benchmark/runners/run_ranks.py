@@ -95,13 +95,8 @@ def _cores_of_ranks() -> dict[str, list[list[int]]]:
     return {"cores": [process.cpu_affinity() for process in ordered]}
 
 
-def main() -> None:
-    spec_path, result_path = map(Path, sys.argv[1:3])
-    result = measure(json.loads(spec_path.read_text(encoding="utf-8")))
-    partial = result_path.with_suffix(".partial")
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    partial.replace(result_path)
-
-
 if __name__ == "__main__":  # the engine's child processes import this file again
-    main()
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from runners.result_file import answer
+
+    answer(measure)

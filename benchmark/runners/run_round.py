@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import sys
 import time
 from pathlib import Path
@@ -69,15 +68,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    spec_path, result_path = map(Path, sys.argv[1:3])
-    sys.path[0] = str(_HERE.parent)
-    result = measure(json.loads(spec_path.read_text(encoding="utf-8")))
-    # Written before the engine is told to stop: a stop that hangs or fails costs no finished measurement.
-    partial = result_path.with_suffix(".partial")
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    partial.replace(result_path)
-
-
 if __name__ == "__main__":  # SGLang's and vLLM's child processes import this file again
-    main()
+    sys.path[0] = str(_HERE.parent)
+    from runners.result_file import answer
+
+    answer(measure)

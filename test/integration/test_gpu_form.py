@@ -14,10 +14,11 @@ import torch
 
 from sgl_batch import Engine
 
+from .interpreter import TRITON, interpret_triton
+
 # Sequences that begin alike, that end inside a page and at its end, and that are cut by sub-batches of 40 rows.
 LENGTHS = (5, 47, 64, 75)
 TOKENS = 5
-INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem", "PYTHONWARNINGS": "ignore"}
 ON_GPU = torch.cuda.is_available()
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -28,7 +29,6 @@ SETTINGS: dict[str, Any] = {
     "b_attn_decode": 3,
     "boundary_tokens": 4,
 }
-TRITON = {"attention_backend": "triton", "triton_attention_num_kv_splits": 2}
 STORE = {"kv_store_bytes": 64 << 20, "max_total_tokens": 160}
 FORMS: dict[str, dict[str, Any]] = {
     "without a store": {"max_total_tokens": 2048},
@@ -66,8 +66,7 @@ def expected(model_path: Callable[[str], str], input_ids: list[list[int]]) -> li
 @pytest.fixture(params=FORMS)
 def gpu_form(request: Any, model_path: Callable[[str], str], monkeypatch: Any) -> Iterator[Any]:
     if not ON_GPU:
-        for name, value in INTERPRETED.items():
-            monkeypatch.setenv(name, value)
+        interpret_triton(monkeypatch)
     device = "cuda" if ON_GPU else "cpu"
     settings = {**SETTINGS, **FORMS[request.param]}
     engine = Engine(model_path=model_path("tiny-qwen3-moe"), device=device, **TRITON, **settings)

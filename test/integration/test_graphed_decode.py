@@ -16,10 +16,11 @@ import pytest
 from sgl_batch import Engine
 from sgl_batch.managers.engine_run import EngineRun
 
+from .interpreter import TRITON, interpret_triton
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rerunning_graphs import RerunningGraphs
 
-INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem", "PYTHONWARNINGS": "ignore"}
 # Seven sequences are a full sub-batch of four, and one of three that is padded; then five of them, without padding.
 LENGTHS = (5, 47, 20, 33, 9, 3, 16)
 TOKENS = (10, 10, 10, 10, 10, 6, 6)
@@ -32,7 +33,6 @@ SETTINGS: dict[str, Any] = {
     "boundary_tokens": 4,
     "max_total_tokens": 2048,
 }
-TRITON = {"attention_backend": "triton", "triton_attention_num_kv_splits": 2}
 GRAPHS = {"disable_cuda_graph": False, "decode_graph_memory": 1 << 30}
 
 
@@ -68,8 +68,7 @@ def expected(family: str, model_path: Callable[[str], str], prompts: Any) -> lis
 
 @pytest.fixture
 def graphed(family: str, expected: Any, model_path: Callable[[str], str], monkeypatch: Any) -> Iterator[Any]:
-    for name, value in INTERPRETED.items():
-        monkeypatch.setenv(name, value)
+    interpret_triton(monkeypatch)
     monkeypatch.setattr("sgl_batch.engine.EngineRun", RerunningRun)
     engine = Engine(model_path=model_path(family), **TRITON, **GRAPHS, **SETTINGS)
     yield engine

@@ -17,12 +17,11 @@ import pytest
 from sgl_batch import Engine
 from sgl_batch.errors import EngineError
 
+from .beside import beside
 from .conftest import FAMILIES
 from .test_ranks import ranks
 
 pytestmark = pytest.mark.engine
-
-STORE = {"kv_store_bytes": 1 << 26}
 
 
 class Start:
@@ -74,9 +73,8 @@ def start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @contextmanager
 def killing(start: Start, victim: Callable[[Start], int | None]) -> Iterator[None]:
     """Kill the process that `victim` names as soon as it names one."""
-    over = threading.Event()
 
-    def watch() -> None:
+    def watch(over: threading.Event) -> None:
         pid = None
         while not over.is_set() and pid is None:
             start.look()
@@ -85,32 +83,26 @@ def killing(start: Start, victim: Callable[[Start], int | None]) -> Iterator[Non
         if pid is not None:
             psutil.Process(pid).send_signal(signal.SIGKILL)
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
+    with beside(watch):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @pytest.mark.parametrize(
-    ("victim", "named", "store"),
+    ("victim", "named"),
     [
-        pytest.param(Start.first_rank, "rank [01]", {}, id="before-it-knows-its-rank"),
-        pytest.param(lambda start: start.told("steps-endpoint.0") and start.rank(0), "rank 0", {}, id="as-they-join"),
+        pytest.param(Start.first_rank, "rank [01]", id="before-it-knows-its-rank"),
+        pytest.param(lambda start: start.told("steps-endpoint.0") and start.rank(0), "rank 0", id="as-they-join"),
     ],
 )
 def test_a_killed_rank_is_named_with_its_signal_and_no_process_is_left(
     victim: Callable[[Start], int | None],
     named: str,
-    store: dict[str, int],
     start: Start,
     model_path: Callable[[str], str],
 ) -> None:
     said = rf"^the engine did not start: {named} of the engine died: SIGKILL \(its process was killed\)"
     with killing(start, victim), pytest.raises(EngineError, match=said):
-        Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2), **store)
+        Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2))
     assert start.alive() == []
     assert start.told("*") is None
 

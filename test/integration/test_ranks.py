@@ -14,6 +14,7 @@ import pytest
 
 from sgl_batch.errors import ConfigError
 
+from .beside import beside
 from .conftest import FAMILIES, Prompts, Reference
 from .test_parity import generate
 
@@ -40,9 +41,9 @@ def ranks(number: int, **settings: Any) -> dict[str, Any]:
 @contextmanager
 def held_up_at_random(processes: list[psutil.Process]) -> Iterator[None]:
     """Stop one of the processes after another for up to a tenth of a second, as a busy machine would."""
-    over, draw = threading.Event(), random.Random(0)
+    draw = random.Random(0)
 
-    def hold_up() -> None:
+    def hold_up(over: threading.Event) -> None:
         while not over.is_set():
             process = draw.choice(processes)
             process.send_signal(signal.SIGSTOP)
@@ -50,13 +51,8 @@ def held_up_at_random(processes: list[psutil.Process]) -> Iterator[None]:
             process.send_signal(signal.SIGCONT)
             over.wait(draw.uniform(0.001, 0.05))
 
-    thread = threading.Thread(target=hold_up)
-    thread.start()
-    try:
+    with beside(hold_up):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def rank_processes(engine: Any) -> list[psutil.Process]:

@@ -97,7 +97,9 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
     if merged.get("pp_size", 1) != 1:
         raise ConfigError(f"pp_size is {merged['pp_size']}; this release has no pipeline parallelism: use pp_size=1")
-    _check_store(config.memory, merged, on_cpu=on_cpu(kwargs))
+    if config.memory.kv_store_bytes and not on_cpu(kwargs) and merged.get("attention_backend") is None:
+        merged["attention_backend"] = TRITON_ATTENTION
+    _check_store(config.memory, merged.get("attention_backend"), on_cpu=on_cpu(kwargs))
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
     merged.update(_rank_arguments(merged))
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
@@ -123,8 +125,8 @@ def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
         raise ConfigError(f"{asked}, and expert_runner {forward.expert_runner!r} takes no such weights: choose native")
 
 
-def _check_store(memory: MemoryConfig, merged: dict[str, Any], *, on_cpu: bool) -> None:
-    """What this release has no host KV store for; SGLang's arguments that one needs. Raises ConfigError."""
+def _check_store(memory: MemoryConfig, attention: str | None, *, on_cpu: bool) -> None:
+    """What this release has no host KV store for. Raises ConfigError."""
     if memory.kv_store_bytes == 0:
         if memory.kv_store_dir is not None:
             raise ConfigError("kv_store_dir is given without a size: say kv_store_bytes too")
@@ -140,12 +142,11 @@ def _check_store(memory: MemoryConfig, merged: dict[str, Any], *, on_cpu: bool) 
         return
     asked = f"kv_store_bytes is {memory.kv_store_bytes}"
     # Its plans are the ones that can be led to a prefill group's own memory.
-    if merged.setdefault("attention_backend", TRITON_ATTENTION) not in (None, TRITON_ATTENTION):
+    if attention != TRITON_ATTENTION:
         raise ConfigError(
-            f"{asked} and attention_backend {merged['attention_backend']!r}; beside a GPU the host KV store works with "
+            f"{asked} and attention_backend {attention!r}; beside a GPU the host KV store works with "
             f"{TRITON_ATTENTION!r}: choose that one, or leave the store out"
         )
-    merged["attention_backend"] = TRITON_ATTENTION
     for name, value in (("kv_store_dir", memory.kv_store_dir), ("kv_store_checksums", memory.kv_store_checksums)):
         if value:
             raise ConfigError(f"{asked} and {name} {value!r}; a GPU copies to pinned memory alone: leave {name} out")

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from late_streams import LateEngines
+from copy_engines import ENGINES, keeps_checksums
 from staged_pool import LAYERS, PAGE, StagedPool
 
 from sgl_batch.core.decode_streaming import StreamedPart, StreamedRow, lay_out
 from sgl_batch.mem_cache.decode_staging import DecodeStaging, PartCopies
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine, NativeCopyEngines
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
 FIRST = 100
@@ -82,18 +82,10 @@ class Group:
         self.tokens.pop()
 
 
-ENGINES = {
-    "one thread": lambda store: NativeCopyEngines(store, num_workers=1),
-    "three threads": lambda store: NativeCopyEngines(store, num_workers=3),
-    "streams that copy late": lambda store: LateEngines(store, late=True),
-    "streams that copy at once": lambda store: LateEngines(store, late=False),
-}
-
-
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_group_larger_than_the_device_finds_all_its_kv_in_every_step(kind: str) -> None:
     pool = StagedPool()
-    geometry = StoreGeometry.of_pool(pool, checksums="threads" in kind)
+    geometry = StoreGeometry.of_pool(pool, checksums=keeps_checksums(kind))
     with HostKVStore.create(geometry, num_bytes=4 << 20) as store:
         staging = DecodeStaging(pool, ENGINES[kind](store), first_page=FIRST)
         group = Group(store, staging.half_pages, num_rows=11, seed=len(kind))

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from late_streams import LateEngines
+from copy_engines import ENGINES, keeps_checksums
 from staged_pool import LAYERS, PAGE, WIDTH, StagedPool
 
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine, NativeCopyEngines
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
 from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
@@ -23,14 +23,6 @@ def pool() -> StagedPool:
     return StagedPool()
 
 
-ENGINES = {
-    "one thread": lambda store: NativeCopyEngines(store, num_workers=1),
-    "three threads": lambda store: NativeCopyEngines(store, num_workers=3),
-    "streams that copy late": lambda store: LateEngines(store, late=True),
-    "streams that copy at once": lambda store: LateEngines(store, late=False),
-}
-
-
 @pytest.fixture(params=ENGINES)
 def kind(request):
     return request.param
@@ -38,7 +30,7 @@ def kind(request):
 
 @pytest.fixture
 def store(pool, kind):
-    geometry = StoreGeometry.of_pool(pool, checksums="threads" in kind)
+    geometry = StoreGeometry.of_pool(pool, checksums=keeps_checksums(kind))
     with HostKVStore.create(geometry, num_bytes=1 << 20) as made:
         yield made
 

@@ -1,0 +1,15 @@
+"""SGLang's Triton attention on a CPU: what an engine is given for it, and Triton's interpreter, which is slow."""
+
+from __future__ import annotations
+
+import pytest
+
+# Each part of a sequence's KV takes the interpreter as long as a whole short one.
+TRITON = {"attention_backend": "triton", "triton_attention_num_kv_splits": 2}
+
+
+def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are started from now on run Triton's kernels in its interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Nehalem")
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
