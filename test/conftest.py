@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import subprocess
@@ -9,10 +10,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 # Before any test module imports transformers or starts an engine: a model is a directory, never a download.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Set pytest's time limit again, which it lifts when a test fails: what comes after the failure may hang as well."""
+    _limit_time(node.config)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The end of a process has the time limit of a test."""
+    _limit_time(session.config)
+
+
+def _limit_time(config: pytest.Config) -> None:
+    if not config.getoption("usepdb"):
+        seconds = float(config.getini("faulthandler_timeout"))
+        faulthandler.dump_traceback_later(seconds, exit=True, file=config.stash[fault_handler_stderr_fd_key])
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,14 @@ def run_paused(
     manager = engine.tokenizer_manager
 
     async def scenario() -> list[Any]:
+        try:
+            return await pausing()
+        except BaseException:  # the engine is for the next test, too
+            manager.abort_request(abort_all=True)
+            await manager.continue_generation(ContinueGenerationReqInput())
+            raise
+
+    async def pausing() -> list[Any]:
         steps = (await states(engine))[0]["counters"].get("decode_steps", 0)
         tasks = [asyncio.ensure_future(engine.async_generate(**request)) for request in requests[:-1]]
         while (await states(engine))[0]["counters"].get("decode_steps", 0) < steps + 20:
