@@ -19,7 +19,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
-    """Set pytest's time limit again, which it lifts when a test fails: what comes after the failure may hang as well."""
+    """Set pytest's time limit again, which it lifts when a test fails: what follows the failure may hang as well."""
     _limit_time(node.config)
 
 
