@@ -39,6 +39,7 @@ class Engine(processes.RankedEngine):
         self.run_detokenizer_process_func = self._run.detokenizer
         with processes.platform(launch.child_platform(server_args)), launch.start_errors(self._run):
             super().__init__(server_args=server_args)
+        self.own_processes = processes.processes_of(self.get_all_child_pids())
         infos = self._run.infos(self._scheduler_init_result.scheduler_infos)
         try:
             self.running = launch.verify(infos, self.tokenizer_manager, server_args)
@@ -48,8 +49,10 @@ class Engine(processes.RankedEngine):
 
     def shutdown(self) -> None:
         """End this engine's processes. Idempotent."""
-        processes.end_processes(self)
-        self._run.end()
+        try:
+            processes.end_processes(self)
+        finally:
+            self._run.end()
 
     def line_engine(self) -> LineAnswers:
         """This engine as a job uses it: one OpenAI request at a time, on `loop`.

@@ -238,8 +238,10 @@ def start_errors(run: EngineRun) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for child in set(multiprocessing.active_children()) - before:
-            processes.kill_process_tree(child.pid, wait_timeout=_END_WITHIN_S)
+        children = set(multiprocessing.active_children()) - before
+        started = processes.processes_of(child.pid for child in children if child.pid is not None)
+        processes.end_trees(started, within_s=_END_WITHIN_S)
+        for child in children:
             child.join()
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGQUIT, handler)

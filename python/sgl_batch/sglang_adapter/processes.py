@@ -18,9 +18,9 @@ from typing import Any
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION
+from sgl_batch.sglang_adapter.process_trees import end_trees, processes_of
 
 with bootstrap.importing():
-    import psutil
     import sglang.srt.entrypoints.engine as engine_module
     import sglang.srt.managers.scheduler as scheduler_module
     import sglang.srt.mem_cache.allocation as allocation_module
@@ -44,11 +44,13 @@ __all__ = [
     "argument_names",
     "close_sockets",
     "end_processes",
+    "end_trees",
     "end_with_parent",
     "kill_process_tree",
     "launch_subprocesses",
     "merge_config_file",
     "platform",
+    "processes_of",
     "run_detokenizer_process",
     "run_scheduler_with",
     "serve_http",
@@ -189,10 +191,7 @@ def end_processes(engine: Any) -> None:
     if getattr(engine, "send_to_rpc", None) is not None:
         engine.send_to_rpc.close(linger=0)
         engine.send_to_rpc = None
-    launched = getattr(engine, "_scheduler_init_result", None)
-    for pid in launched.all_child_pids if launched is not None else ():
-        if psutil.pid_exists(pid):
-            kill_process_tree(pid, include_parent=True, wait_timeout=60)
+    end_trees(getattr(engine, "own_processes", ()))
 
 
 def sockets_of(manager: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.child_processes import platform
 from sgl_batch.sglang_adapter.names import STOCK_CPU_PLATFORM
+from sgl_batch.sglang_adapter.process_trees import processes_of
 
 # Not inside `bootstrap.importing`, which makes imports faster than SGLang's own are.
 bootstrap.prepare()
@@ -48,6 +49,7 @@ class StockEngine(Engine):  # type: ignore[misc]
         kwargs = {"log_level": "error", **(_CPU_DEFAULTS if on_cpu else {}), **kwargs}
         with platform(STOCK_CPU_PLATFORM if on_cpu else None):
             super().__init__(server_args=ServerArgs(**kwargs))
+        self.own_processes = processes_of(self.get_all_child_pids())
 
     def shutdown(self) -> None:
         from sgl_batch.sglang_adapter.processes import end_processes
