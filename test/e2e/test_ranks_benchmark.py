@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def test_skewed_routing_loads_one_rank_and_makes_the_other_wait(repo_root: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(repo_root / "benchmark" / "ranks.py"), "--workload", "skewed", "--rounds", "1"]
     command += ["--model", str(repo_root / "test" / "models" / "tiny-qwen3-moe"), "--out", str(tmp_path)]
-    command += ["--num-prompts", "8", "--input-tokens", "512", "--output-tokens", "160"]
+    command += ["--num-prompts", "8", "--input-tokens", "512", "--output-tokens", "48"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     (workload,) = json.loads((tmp_path / "record.json").read_text())["workloads"]

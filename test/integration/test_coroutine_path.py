@@ -15,8 +15,8 @@ from .conftest import Prompts
 pytestmark = pytest.mark.engine
 
 NUM_LAYERS = 4
-TOP_K = {"tiny-qwen3-moe": 4, "tiny-mixtral": 2, "tiny-deepseek-v3": 4}
-EXPERT_LAYERS = {"tiny-qwen3-moe": 4, "tiny-mixtral": 4, "tiny-deepseek-v3": 3}
+TOP_K = {"tiny-mixtral": 2, "tiny-deepseek-v3": 4}
+EXPERT_LAYERS = {"tiny-mixtral": 4, "tiny-deepseek-v3": 3}
 
 
 def counted(engine: Any, work: Callable[[], Any]) -> dict[str, int]:
@@ -49,11 +49,11 @@ def test_experts_are_called_once_per_layer_and_group_and_attention_once_per_sub_
 def test_no_accumulate_calls_the_experts_once_per_sub_batch_with_the_same_tokens(
     batch_engine: Callable[..., Any], prompts: Prompts
 ) -> None:
-    engine = batch_engine("tiny-qwen3-moe", 7)
+    engine = batch_engine("tiny-mixtral", 7)
     request = {"n": 6, "temperature": 0.9, "sampling_seed": 3, "max_new_tokens": 8, "ignore_eos": True}
     prompt = prompts.input_ids[8]
     combined = engine.generate(input_ids=prompt, sampling_params=request)
-    engine = batch_engine("tiny-qwen3-moe", 3, accumulate=False)
+    engine = batch_engine("tiny-mixtral", 3, accumulate=False)
     results: list[Any] = []
     counts = counted(engine, lambda: results.extend(engine.generate(input_ids=prompt, sampling_params=request)))
     assert counts["expert_calls"] == counts["attention_calls"]

@@ -1,4 +1,7 @@
-"""A model's tokens are the same on every instruction set that the kernels have a path for and this machine can run."""
+"""A model's tokens are the same on instruction sets that this machine can run beside its best: every second one.
+
+The kernels alone are tested on all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from .test_parity import generate
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("isa", sgl_batch_kernel.runnable_isas()[1:])
-def test_greedy_tokens_equal_huggingface_on_every_other_instruction_set(
+@pytest.mark.parametrize("isa", sgl_batch_kernel.runnable_isas()[1::2])
+def test_greedy_tokens_equal_huggingface_on_other_instruction_sets(
     isa: str,
     model_path: Callable[[str], str],
     reference: Callable[[str, str], Reference],

@@ -75,7 +75,7 @@ def started() -> Iterator[Callable[..., Any]]:
 
 @pytest.mark.parametrize(
     ("family", "in_file", "exclusive_too"),
-    [(FAMILIES[0], False, True), (FAMILIES[1], False, False), (FAMILIES[2], True, True)],
+    [(FAMILIES[0], False, True), (FAMILIES[2], True, False)],
 )
 def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     family: str,

@@ -40,11 +40,6 @@ class Start:
         """The file in which the ranks have left `name` for each other, once it is there."""
         return next(self._directory.glob(f"sgl-batch-*/{name}"), None)
 
-    def rank(self, rank: int) -> int | None:
-        """The process of a rank that has begun to load."""
-        told = self.told(f"pid.{rank}")
-        return told and int(told.read_text())
-
     def first_rank(self) -> int | None:
         """Some rank, as soon as both have been started: they alone are children of a child, the controller."""
         found = [one.pid for one in self._seen if "spawn_main" in _command(one) and one.ppid() != os.getpid()]
@@ -75,34 +70,24 @@ def killing(start: Start, victim: Callable[[Start], int | None]) -> Iterator[Non
     """Kill the process that `victim` names as soon as it names one."""
 
     def watch(over: threading.Event) -> None:
-        pid = None
-        while not over.is_set() and pid is None:
+        while not over.is_set():
             start.look()
             pid = victim(start)
+            if pid is not None:
+                psutil.Process(pid).send_signal(signal.SIGKILL)
+                return
             time.sleep(0.02)
-        if pid is not None:
-            psutil.Process(pid).send_signal(signal.SIGKILL)
 
     with beside(watch):
         yield
 
 
-@pytest.mark.parametrize(
-    ("victim", "named"),
-    [
-        pytest.param(Start.first_rank, "rank [01]", id="before-it-knows-its-rank"),
-        pytest.param(lambda start: start.told("steps-endpoint.0") and start.rank(0), "rank 0", id="as-they-join"),
-    ],
-)
-def test_a_killed_rank_is_named_with_its_signal_and_no_process_is_left(
-    victim: Callable[[Start], int | None],
-    named: str,
-    start: Start,
-    model_path: Callable[[str], str],
+def test_a_rank_that_is_killed_as_it_begins_is_named_with_its_signal_and_no_process_is_left(
+    start: Start, model_path: Callable[[str], str]
 ) -> None:
-    said = rf"^the engine did not start: {named} of the engine died: SIGKILL \(its process was killed\)"
-    with killing(start, victim), pytest.raises(EngineError, match=said):
-        Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2))
+    said = r"^the engine did not start: rank [01] of the engine died: SIGKILL \(its process was killed\)"
+    with killing(start, Start.first_rank), pytest.raises(EngineError, match=said):
+        Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2)).shutdown()
     assert start.alive() == []
     assert start.told("*") is None
 
@@ -112,5 +97,5 @@ def test_a_rank_that_gives_up_says_why_while_the_other_waits_for_it(
 ) -> None:
     said = r"^the engine did not start: rank 0 of the engine failed: .* fewer than one for each of 2 ranks"
     with killing(start, lambda _: None), pytest.raises(EngineError, match=said):
-        Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2), kv_store_bytes=1 << 16)
+        Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2), kv_store_bytes=1 << 16).shutdown()
     assert start.alive() == []
