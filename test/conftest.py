@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from _pytest.faulthandler import fault_handler_stderr_fd_key
+from _pytest.faulthandler import (
+    fault_handler_stderr_fd_key,
+    get_exit_on_timeout_config_value,
+    get_timeout_config_value,
+)
 
 # Before any test module imports transformers or starts an engine: a model is a directory, never a download.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -29,9 +33,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _limit_time(config: pytest.Config) -> None:
-    if not config.getoption("usepdb"):
-        seconds = float(config.getini("faulthandler_timeout"))
-        faulthandler.dump_traceback_later(seconds, exit=True, file=config.stash[fault_handler_stderr_fd_key])
+    seconds, ends = get_timeout_config_value(config), get_exit_on_timeout_config_value(config)
+    if seconds > 0 and not config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(seconds, exit=ends, file=config.stash[fault_handler_stderr_fd_key])
 
 
 @pytest.fixture(scope="session")

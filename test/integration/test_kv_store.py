@@ -73,14 +73,10 @@ def started() -> Iterator[Callable[..., Any]]:
         engine.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("family", "in_file", "exclusive_too"),
-    [(FAMILIES[0], False, True), (FAMILIES[2], True, False)],
-)
+@pytest.mark.parametrize(("family", "in_file"), [(FAMILIES[0], False), (FAMILIES[2], True)])
 def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     family: str,
     in_file: bool,
-    exclusive_too: bool,
     tmp_path: Path,
     requests: Requests,
     model_path: Callable[[str], str],
@@ -115,9 +111,8 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     streamed = started(decode_kv="streamed", **store, **device)
     check_streamed(streamed, requests, expected, unshared)
     streamed.shutdown()
-    if exclusive_too:
-        small = {**store, "kv_store_bytes": POOL_PAGES * stats["store"]["page_bytes"]}
-        check_exclusive(started(**small, **device), requests, expected, unshared)
+    small = {**store, "kv_store_bytes": POOL_PAGES * stats["store"]["page_bytes"]}
+    check_exclusive(started(**small, **device), requests, expected, unshared)
 
 
 def check_streamed(engine: Any, requests: Requests, expected: list[list[int]], unshared: dict[str, int]) -> None:

@@ -17,8 +17,8 @@ NEAR_TIE = 0.25
 
 # Module scope: one family after the other, so that its engines are not started twice.
 by_family = pytest.mark.parametrize("family", FAMILIES, scope="module")
-# Where Mixtral would show nothing that Qwen, or Mixtral in float32, does not.
-by_layers = pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[2]], scope="module")
+# One with grouped queries and one with latents: in bfloat16 Mixtral would show nothing that Qwen does not.
+by_attention = pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[2]], scope="module")
 # Stock SGLang has no attention over latents on a CPU.
 STOCK_FAMILIES = tuple(family for family in FAMILIES if "deepseek" not in family)
 
@@ -28,7 +28,7 @@ def generate(engine: Any, prompts: Prompts) -> list[list[int]]:
     return [result["output_ids"] for result in results]
 
 
-@pytest.mark.parametrize("b_attn", [1, 7, None])
+@pytest.mark.parametrize("b_attn", [1, 3, 7, None])
 @by_family
 def test_float32_greedy_tokens_equal_huggingface_for_every_sub_batch_size(
     family: str,
@@ -50,7 +50,7 @@ def test_float32_greedy_tokens_of_stock_sglang_equal_huggingface(
     assert generate(stock_engine(family), prompts) == reference(family, "float32").tokens
 
 
-@by_layers
+@by_attention
 def test_bfloat16_greedy_tokens_differ_from_huggingface_only_from_a_near_tie_on(
     family: str,
     batch_engine: Callable[..., Any],
@@ -69,7 +69,7 @@ def test_bfloat16_greedy_tokens_differ_from_huggingface_only_from_a_near_tie_on(
     assert compared >= sum(len(wanted) for wanted in expected.tokens) // 2, "most tokens come before any tie"
 
 
-@by_layers
+@by_attention
 def test_bfloat16_tokens_do_not_depend_on_the_size_of_sub_batches_or_groups(
     family: str, batch_engine: Callable[..., Any], prompts: Prompts
 ) -> None:

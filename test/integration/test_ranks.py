@@ -56,8 +56,7 @@ def held_up_at_random(processes: list[psutil.Process]) -> Iterator[None]:
 
 
 def rank_processes(engine: Any) -> list[psutil.Process]:
-    pids = engine._scheduler_init_result.all_child_pids
-    found = [process for process in map(psutil.Process, pids) if "scheduler" in " ".join(process.cmdline())]
+    found = [process for process in engine.own_processes if "scheduler" in " ".join(process.cmdline())]
     return sorted(found, key=lambda process: process.pid)
 
 

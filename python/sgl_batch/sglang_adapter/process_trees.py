@@ -1,4 +1,8 @@
-"""Owns the end of processes that an engine has started. Each is known by more than its number, which can be reused."""
+"""Owns the end of processes that an engine has started. Each is known by more than its number, which can be reused.
+
+SGLang's kill_process_tree takes numbers, raises where a process goes away as it looks, and waits for the end of one
+tree before the next is killed: what fails there leaves the rest alive.
+"""
 
 from __future__ import annotations
 

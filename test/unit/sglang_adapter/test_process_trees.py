@@ -34,12 +34,17 @@ def parent() -> Iterator[subprocess.Popen[str]]:
         started.kill()
 
 
+def tree_of(parent: subprocess.Popen[str]) -> list[psutil.Process]:
+    root = psutil.Process(parent.pid)
+    return [root, *root.children(recursive=True)]
+
+
 def runs(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_process_ends_with_all_that_it_has_started_and_its_zombie_keeps_nobody_waiting(parent):
-    tree = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
+    tree = tree_of(parent)
     assert [runs(process) for process in tree] == [True] * 3
     end_trees(processes_of([parent.pid]), within_s=30)
     assert [runs(process) for process in tree] == [False] * 3
@@ -57,7 +62,7 @@ def test_one_that_has_ended_is_no_error_and_the_others_end(parent):
 
 def test_processes_may_end_as_they_are_looked_at(parent):
     """As ranks do when another thread ends the process that started them."""
-    tree = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
+    tree = tree_of(parent)
     threads = [threading.Thread(target=end_trees, args=(tree[n:],)) for n in (0, 1, 2, 0)]
     for thread in threads:
         thread.start()
