@@ -20,6 +20,7 @@ from sgl_batch.jobs.batch_service.settings import (
     DEFAULT_MAX_FILE_BYTES,
     DEFAULT_MAX_IN_FLIGHT,
     DEFAULT_MAX_JOB_LINES,
+    DEFAULT_MAX_LINE_BYTES,
     ServiceSettings,
 )
 
@@ -84,6 +85,12 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="a job with more request lines is refused (default: %(default)s)",
     )
     group.add_argument(
+        "--max-line-bytes",
+        default=DEFAULT_MAX_LINE_BYTES,
+        metavar="BYTES",
+        help=f"a job with a longer request line is refused; {HOW_TO_WRITE} (default: %(default)s)",
+    )
+    group.add_argument(
         "--allow-unauthenticated",
         action="store_true",
         help="listen on another address than loopback without a key",
@@ -128,6 +135,7 @@ def parse_front_options(argv: Sequence[str]) -> FrontOptions:
         max_file_bytes=_bytes("--max-file-bytes", args.max_file_bytes),
         max_job_lines=args.max_job_lines,
         max_in_flight=args.max_in_flight,
+        max_line_bytes=_bytes("--max-line-bytes", args.max_line_bytes),
     )
     return FrontOptions(
         host=args.host,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +18,22 @@ SUPPORTED_URLS = (CHAT_URL, COMPLETIONS_URL)
 DEFAULT_MAX_LINE_BYTES = 16 << 20
 
 
+# Faults of a line that is JSON to a parser which takes more than the standard: that line's own, also on a server.
+INVALID_NUMBER, INVALID_UNICODE = "invalid_number", "invalid_unicode"
+
+
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"the line holds {name}, which is no JSON number; leave the field out or write null")
+
+
+def _any_integer(digits: str) -> float:
+    return math.nan
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_LENIENT_DECODER = json.JSONDecoder(parse_int=_any_integer)
+
+_HALF_PAIR = "{} has half of a surrogate pair (\\ud800 to \\udfff) without the other half"
 
 ClaimId = Callable[[str, int], int | None]
 """Records (custom_id, line number); returns the line that already used the id, or None."""
@@ -62,9 +74,11 @@ def parse_request_line(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> Req
     """Validate one line. Never raises for what is in it: a fault becomes a RefusedLine."""
     custom_id: str | None = None
     try:
-        line = parse_object(raw, rules.max_line_bytes)
+        line, fault = parse_object(raw, rules.max_line_bytes)
         custom_id = parse_custom_id(line)
         refuse_repeated(custom_id, raw.number, claim_id)
+        if fault is not None:
+            raise fault
         url, body = parse_envelope(line)
         check_body(url, body, rules.served_model_names)
     except RequestError as error:
@@ -79,11 +93,20 @@ def parse_request_line(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> Req
 def claim_custom_id(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> None:
     """Claim the id of a line that is not run again, if it shows one: a later line may repeat it."""
     with suppress(RequestError):
-        refuse_repeated(parse_custom_id(parse_object(raw, rules.max_line_bytes)), raw.number, claim_id)
+        line, _ = parse_object(raw, rules.max_line_bytes)
+        refuse_repeated(parse_custom_id(line), raw.number, claim_id)
 
 
-def parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
-    """The line as a JSON object. Raises RequestError."""
+def custom_id_of(raw: RawLine) -> str | None:
+    """The line's custom_id, if it shows one."""
+    try:
+        return parse_custom_id(parse_object(raw, raw.num_bytes)[0])
+    except RequestError:
+        return None
+
+
+def parse_object(raw: RawLine, max_line_bytes: int) -> tuple[dict[str, object], RequestError | None]:
+    """The line as a JSON object, and what is wrong in it that a lenient parser reads. Raises RequestError."""
     if raw.data is None:
         refuse(
             "line_too_long",
@@ -91,17 +114,9 @@ def parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
             "--max-line-bytes",
         )
     try:
-        text = raw.data.decode("utf-8")
-        value = _DECODER.decode(text)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        value, fault = _decode(raw.data.decode("utf-8"))
     except UnicodeDecodeError as error:
         refuse("invalid_json_line", f"the line is not UTF-8: {error.reason} at byte {error.start}")
-    except UnicodeEncodeError:
-        refuse(
-            "invalid_json_line",
-            "the line has half of a surrogate pair (\\ud800 to \\udfff) without the other half",
-        )
     except RecursionError:
         refuse("invalid_json_line", "the line's JSON is nested too deeply")
     except ValueError as error:
@@ -111,7 +126,35 @@ def parse_object(raw: RawLine, max_line_bytes: int) -> dict[str, object]:
             "line_not_an_object",
             f"the line is {show(value)}, not a JSON object with custom_id, method, url and body",
         )
-    return value
+    return value, fault
+
+
+def _decode(text: str) -> tuple[object, RequestError | None]:
+    """The JSON in a text; a number or a text in it that JSON does not have is a fault of the line alone."""
+    fault = None
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # of a number: NaN, or one of more digits than Python reads
+        fault = RequestError(code=INVALID_NUMBER, message=_of_line(error))
+        value = _LENIENT_DECODER.decode(text)
+    if ("\\ud" in text or "\\uD" in text) and not _is_unicode(value):
+        fault = RequestError(code=INVALID_UNICODE, message=_HALF_PAIR.format("the line"))
+    return value, fault
+
+
+def _of_line(error: ValueError) -> str:
+    text = str(error)
+    return text if text.startswith("the line") else f"the line has a number that cannot be read: {text.split(';')[0]}"
+
+
+def _is_unicode(value: object) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def refuse_repeated(custom_id: str, number: int, claim_id: ClaimId) -> None:
@@ -136,6 +179,8 @@ def parse_custom_id(line: dict[str, object]) -> str:
             f"custom_id is {show(custom_id)}, but must be a text that is not empty",
             "custom_id",
         )
+    if not _is_unicode(custom_id):
+        refuse(INVALID_UNICODE, _HALF_PAIR.format(f"custom_id {show(custom_id)}"), "custom_id")
     return custom_id
 
 

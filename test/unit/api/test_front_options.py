@@ -21,9 +21,10 @@ def test_flags_are_not_guessed_from_their_beginnings():
 
 def test_limits_of_jobs_are_the_services(tmp_path):
     argv = ["--jobs-dir", str(tmp_path), "--max-file-bytes", "1M", "--max-job-lines", "7", "--max-in-flight", "3"]
+    argv += ["--max-line-bytes", "2k"]
     service = parse_front_options(argv).service
     assert (service.jobs_dir, service.max_file_bytes) == (tmp_path, 1 << 20)
-    assert (service.max_job_lines, service.max_in_flight) == (7, 3)
+    assert (service.max_job_lines, service.max_in_flight, service.max_line_bytes) == (7, 3, 2048)
 
 
 def test_the_level_of_the_log_is_the_engines_too():
@@ -63,6 +64,7 @@ def test_values_of_sglangs_config_file_count_for_the_server_and_the_command_line
         (["--max-in-flight", "0"], "at least 1"),
         (["--max-job-lines", "-1"], "at least 1"),
         (["--max-file-bytes", "0"], "at least 1"),
+        (["--max-line-bytes", "0"], "--max-line-bytes is 0; it must be at least 1"),
         (["--max-file-bytes", "many"], "--max-file-bytes"),
         (["--engine-stall-s", "-1"], "at least 0"),
         (["--api-key", ""], "is empty"),

@@ -34,11 +34,15 @@ def with_value(**values):
 
 FAULTS = [
     ("invalid_json_line", b'{"custom_id": "a"', None),
-    ("invalid_json_line", b'{"custom_id": "a", "body": {"temperature": NaN}}', None),
+    ("invalid_json_line", b'{"custom_id": "a", "body": {"temperature": NaN}', None),
+    ("invalid_number", b'{"custom_id": "a", "body": {"temperature": NaN}}', "a"),
+    ("invalid_number", b'{"custom_id": "a", "body": {"temperature": -Infinity}}', "a"),
+    ("invalid_number", b'{"custom_id": "a", "body": {"seed": ' + b"9" * 5000 + b"}}", "a"),
+    ("invalid_unicode", b'{"custom_id": "a", "body": {"prompt": "\\ud83d"}}', "a"),
     ("invalid_json_line", b"[" * 100_000, None),
     ("invalid_json_line", b'{"custom_id": "\xff"}', None),
-    ("invalid_json_line", b'{"custom_id": "\\ud83d"}', None),
-    ("invalid_json_line", b'{"custom_id": ' + b"9" * 5000 + b"}", None),
+    ("invalid_unicode", b'{"custom_id": "\\ud83d"}', None),
+    ("invalid_custom_id", b'{"custom_id": ' + b"9" * 5000 + b"}", None),
     ("line_not_an_object", b'["a"]', None),
     ("line_not_an_object", b"5", None),
     ("missing_custom_id", without("custom_id"), None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import threading
@@ -20,6 +19,7 @@ from sgl_batch.jobs.job_store.job_rows import JobRow
 from sgl_batch.jobs.job_store.result_rows import ResultRow, result_rows
 from sgl_batch.jobs.line_reader import RawLine, read_lines
 from sgl_batch.jobs.records import record_token, unanswered_record
+from sgl_batch.jobs.request_line import custom_id_of
 from sgl_batch.jobs.scratch import storage_errors
 
 _BUFFER_BYTES = 1 << 20
@@ -103,8 +103,7 @@ class Finalizer:
 
     def _record_without_answer(self, unanswered: Unanswered, raw: RawLine) -> bytes:
         token = record_token(self._job.id, raw.index)
-        custom_id = json.loads(raw.data or b"{}").get("custom_id")
-        return unanswered_record(token, custom_id, unanswered.code, unanswered.message)
+        return unanswered_record(token, custom_id_of(raw), unanswered.code, unanswered.message)
 
 
 def _opened_segment(path: Path) -> BinaryIO:

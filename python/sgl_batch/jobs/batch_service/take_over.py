@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sgl_batch.jobs.batch_service.finished_line import Record, usage_totals
 from sgl_batch.jobs.line_reader import read_lines
+from sgl_batch.jobs.request_line import custom_id_of
 from sgl_batch.jobs.scratch import storage_errors
 
 
@@ -30,7 +31,7 @@ def successes(output: Path, input_path: Path, max_line_bytes: int) -> Iterator[T
         for data in file:
             record = json.loads(data)
             for raw in lines:
-                if json.loads(raw.data or b"{}").get("custom_id") == record["custom_id"]:
+                if custom_id_of(raw) == record["custom_id"]:
                     body = record["response"]["body"]
                     yield TakenLine(index=raw.index, record=Record(data=data, totals=usage_totals(body, failed=False)))
                     break

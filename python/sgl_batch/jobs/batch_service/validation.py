@@ -14,7 +14,15 @@ from sgl_batch.errors import RequestError
 from sgl_batch.jobs.batch_service.line_offsets import LineOffsets
 from sgl_batch.jobs.body_rules import refuse, show
 from sgl_batch.jobs.line_reader import RawLine, read_lines
-from sgl_batch.jobs.request_line import ClaimId, parse_custom_id, parse_envelope, parse_object, refuse_repeated
+from sgl_batch.jobs.request_line import (
+    INVALID_NUMBER,
+    INVALID_UNICODE,
+    ClaimId,
+    parse_custom_id,
+    parse_envelope,
+    parse_object,
+    refuse_repeated,
+)
 from sgl_batch.jobs.seen_ids import SeenIds
 
 MAX_ERRORS = 100
@@ -27,6 +35,10 @@ _CODES = {
     "invalid_custom_id": "missing_custom_id",
     "invalid_body": "missing_body",
 }
+
+
+# Of these a line is told when it is run.
+_LINES_OWN = (INVALID_NUMBER, INVALID_UNICODE)
 
 
 class StoppedError(Exception):
@@ -106,10 +118,12 @@ class _Validation:
         try:
             check(raw)
         except RequestError as error:
+            if error.code in _LINES_OWN:
+                return
             self._add(_CODES.get(error.code, error.code), error.message, raw.number, error.param)
 
     def _check_line(self, raw: RawLine) -> None:
-        line = parse_object(raw, self._rules.max_line_bytes)
+        line, _ = parse_object(raw, self._rules.max_line_bytes)
         refuse_repeated(parse_custom_id(line), raw.number, self._claim_id)
         url, body = parse_envelope(line)
         if url != self._rules.endpoint:

@@ -28,6 +28,7 @@ CODES = {
     *("duplicate_custom_id", "missing_method", "invalid_method", "missing_url", "url_not_supported", "missing_body"),
     *("invalid_body", "missing_model", "model_mismatch", "missing_messages", "invalid_messages", "empty_messages"),
     *("missing_prompt", "invalid_prompt", "empty_prompt", "invalid_max_tokens", "invalid_n", "stream_not_supported"),
+    *("invalid_number", "invalid_unicode"),
     *("remote_media_not_supported", "custom_logit_processor_not_supported", "invalid_max_completion_tokens"),
 }
 CODES_OF_JOBS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 from running_service import line
@@ -17,10 +18,10 @@ RULES = ValidationRules(
 )
 
 
-def validate(tmp_path, given, stop=None):
+def validate(tmp_path, given, stop=None, rules=RULES):
     path = tmp_path / "in.jsonl"
     path.write_bytes(given if isinstance(given, bytes) else "".join(json.dumps(one) + "\n" for one in given).encode())
-    found = validate_input(path, tmp_path / "scratch", RULES, stop or threading.Event())
+    found = validate_input(path, tmp_path / "scratch", rules, stop or threading.Event())
     assert not (tmp_path / "scratch").exists()
     return found
 
@@ -65,6 +66,25 @@ def test_each_fault_of_the_contract_fails_the_job_and_names_its_line(tmp_path, f
 def test_what_the_endpoint_would_refuse_is_left_to_the_line(tmp_path, body):
     found = validate(tmp_path, [line("a"), {**line("b"), "body": {**line("b")["body"], **body}}])
     assert (found.faults, found.total, found.model) == ((), 2, "tiny")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'{"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"top_p": NaN}}',
+        b'{"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"top_p": -Infinity}}',
+        b'{"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"seed": ' + b"9" * 900 * 5 + b"}}",
+        b'{"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"prompt": "\\ud83d"}}',
+        b'{"custom_id": "\\ud83d"}',
+    ],
+    ids=["NaN", "Infinity", "digits", "half a pair", "half a pair as the id"],
+)
+def test_json_that_only_a_lenient_parser_reads_is_left_to_the_line(tmp_path, odd):
+    rules = replace(RULES, max_line_bytes=5000)
+    found = validate(tmp_path, b"\n".join([json.dumps(line("a")).encode(), odd, odd, b""]), rules=rules)
+    repeats = [] if b"x" not in odd else [("duplicate_custom_id", 3)]
+    assert [(one.code, one.line) for one in found.faults] == repeats
+    assert found.total == 3
 
 
 @pytest.mark.parametrize("given", [b"", b"\n \r\n", b"\xef\xbb\xbf"])

@@ -84,8 +84,8 @@ def test_a_wrong_row_gets_its_own_error_and_the_others_run(tmp_path: Path) -> No
     ids = ["a", "b", "c", "d", "e", "f", "g", None, "i"]
     lines_of(tmp_path, pa.table({"body": bodies, "custom_id": ids}))
     assert judged(tmp_path) == [
-        *("ok", "missing_body", "invalid_body", "invalid_body", "invalid_body", "invalid_json_line"),
-        *("invalid_json_line", "missing_custom_id", "ok"),
+        *("ok", "missing_body", "invalid_body", "invalid_body", "invalid_body", "invalid_number"),
+        *("invalid_unicode", "missing_custom_id", "ok"),
     ]
 
 
