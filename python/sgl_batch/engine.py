@@ -50,6 +50,8 @@ class Engine(processes.RankedEngine):
     def shutdown(self) -> None:
         """End this engine's processes. Idempotent."""
         try:
+            if self.tokenizer_manager is not None:
+                self.tokenizer_manager.grammar_process.close()
             processes.end_processes(self)
         finally:
             self._run.end()

@@ -58,8 +58,10 @@ class EngineHost:
             self._server_args.log_level_http = self._server_args.log_level_http or "warning"
             launched.tokenizer_manager.server_drains = True
             launched.tokenizer_manager.outlives_children = True
-            processes.serve_http(self._server_args, launched, self._lines)
+            processes.serve_http(self._server_args, launched, launched.tokenizer_manager.check_openai, self._lines)
         finally:
+            if self._launched is not None:
+                self._launched.tokenizer_manager.grammar_process.close()
             self._run.end()
 
     @asynccontextmanager

@@ -13,6 +13,9 @@ from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.rank_stats import engine_stats, merged_stats
 from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
+from sgl_batch.sglang_adapter.refusals import ENGINE_ABORT
+
+_MAX_TRIES = 2  # of a request that the engine ends by itself
 
 
 class LineAnswers:
@@ -23,7 +26,7 @@ class LineAnswers:
 
     def __init__(self, tokenizer_manager: Any, template_manager: Any, death: Callable[[], EngineError | None]) -> None:
         self._manager = tokenizer_manager
-        self._endpoints = OpenAIEndpoints(tokenizer_manager, template_manager)
+        self._endpoints = OpenAIEndpoints(tokenizer_manager, template_manager, tokenizer_manager.check_openai)
         self._death = death
         self._last_stats = EngineStats()
 
@@ -49,16 +52,19 @@ class LineAnswers:
     async def _answer(
         self, url: str, body: Mapping[str, object], record: TokenRecord | None
     ) -> tuple[int, dict[str, Any]]:
-        """The endpoint's answer to a request that nobody has aborted: if somebody did, it is asked again.
+        """The endpoint's answer to a request that was not aborted: one that was is asked again.
 
-        Who aborts all that the engine runs (to pause it, say) means its online requests: a line that nobody has
-        cancelled is owed a whole answer. While the engine is paused it waits with all others.
+        An operator who aborts all that the engine runs (to pause it, say) means its online requests: a line that is
+        not cancelled is owed a whole answer, as often as that happens. While the engine is paused it waits with all
+        others. A request that the engine ends without being asked to is tried once more, and then is an error.
         """
+        tries = 0
         while True:
             rid = uuid.uuid4().hex
             with self._manager.recordings.of(rid, record):
                 status, content = await self._endpoints.post(url, body, rid)
-            if not _is_aborted(content):
+            tries += _is_engines_own_abort(content)
+            if not _is_aborted(content) and not (_is_engines_own_abort(content) and tries < _MAX_TRIES):
                 return status, content
             if record is not None:
                 record.cut(0)
@@ -98,7 +104,12 @@ class LineAnswers:
 
 
 def _is_aborted(content: Mapping[str, Any]) -> bool:
+    """Whether somebody has asked for the abort of a request."""
     return any(choice.get("finish_reason") == "abort" for choice in content.get("choices", ()))
+
+
+def _is_engines_own_abort(content: Mapping[str, Any]) -> bool:
+    return bool((content.get("error") or {}).get("code") == ENGINE_ABORT)
 
 
 def _error_body(message: str, code: str) -> dict[str, Any]:

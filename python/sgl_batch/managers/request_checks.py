@@ -8,35 +8,38 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_batch.managers.field_checks import check_seed, shown
+
 MAX_CHOICES = 16_384  # each is a sequence of its own, known to three processes before any of them runs
 MAX_LOGIT_BIAS = 1e9  # so that no logit becomes infinite, divided by any temperature
 MIN_REPETITION_PENALTY = 1e-6
 MAX_TOP_K = (1 << 31) - 1
-_SHOWN_CHARACTERS = 60
 
 
 def check_shape(request: Any) -> None:
     """What a request says of itself as a whole, before anything is made of it."""
     _check_texts("text", request.text)
     _check_texts("rid", request.rid)
+    if request.text is not None and request.input_ids is not None:
+        raise ValueError("text and input_ids are both given, and only one can be the prompt; leave one out")
     parameters = request.sampling_params
     if parameters == []:
         raise ValueError("sampling_params is an empty list; give an object, or one for each prompt")
     for one in parameters if isinstance(parameters, list) else [parameters or {}]:
         if not isinstance(one, dict):
-            raise ValueError(f"sampling_params is {_shown(one)}; give an object")
+            raise ValueError(f"sampling_params is {shown(one)}; give an object")
         _check_integer("n", one.get("n", 1), 1, MAX_CHOICES)
 
 
 def check_tokens(input_ids: Any, vocab_size: int) -> None:
     """Token ids that a user gives, in place of a text."""
     if not isinstance(input_ids, list) or not all(type(one) is int for one in input_ids):
-        raise ValueError(f"input_ids is {_shown(input_ids)}; give a list of token ids")
+        raise ValueError(f"input_ids is {shown(input_ids)}; give a list of token ids")
     if not input_ids:
         raise ValueError("the prompt has no token; give at least one to continue from")
     if not (min(input_ids) >= 0 and max(input_ids) < vocab_size):
         wrong = next(one for one in input_ids if not 0 <= one < vocab_size)
-        raise ValueError(f"the prompt has the token id {_shown(wrong)}; the model's are 0 to {vocab_size - 1}")
+        raise ValueError(f"the prompt has the token id {shown(wrong)}; the model's are 0 to {vocab_size - 1}")
 
 
 def check_log_probabilities(request: Any, vocab_size: int, context_length: int) -> None:
@@ -57,13 +60,14 @@ def check_routed_experts(request: Any, *, is_enabled: bool) -> None:
 def check_sampling(parameters: Any, vocab_size: int) -> None:
     """SGLang's sampling parameters, after its own checks of them."""
     _check_integer("top_k", parameters.top_k, 1, MAX_TOP_K)
+    check_seed("sampling_seed", parameters.sampling_seed)
     if parameters.repetition_penalty < MIN_REPETITION_PENALTY:
         penalty = parameters.repetition_penalty
         raise ValueError(f"repetition_penalty is {penalty}; it must be at least {MIN_REPETITION_PENALTY}")
     for token, bias in (parameters.logit_bias or {}).items():
         if not (isinstance(bias, int | float) and abs(bias) <= MAX_LOGIT_BIAS):
             raise ValueError(
-                f"logit_bias of token {token} is {_shown(bias)}; give a number from {-MAX_LOGIT_BIAS:g} to "
+                f"logit_bias of token {token} is {shown(bias)}; give a number from {-MAX_LOGIT_BIAS:g} to "
                 f"{MAX_LOGIT_BIAS:g}"
             )
     for token in parameters.stop_token_ids or ():
@@ -78,7 +82,7 @@ def _check_texts(name: str, value: Any) -> None:
     """A text, or a list of them, that can be sent to another process; or nothing."""
     texts = value if isinstance(value, list) else [value or ""]
     if value == [] or not all(isinstance(one, str) for one in texts):
-        raise ValueError(f"{name} is {_shown(value)}; give a text, or a list of texts")
+        raise ValueError(f"{name} is {shown(value)}; give a text, or a list of texts")
     try:
         "".join(texts).encode("utf-8")
     except UnicodeEncodeError:
@@ -87,14 +91,4 @@ def _check_texts(name: str, value: Any) -> None:
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} is {_shown(value)}; it must be a whole number from {low} to {high}")
-
-
-def _shown(value: Any) -> str:
-    # A number of thousands of digits has no text in Python.
-    text = "a number of very many digits" if _is_huge(value) else repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
-
-
-def _is_huge(value: Any) -> bool:
-    return isinstance(value, int) and value.bit_length() > 1 << 10
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number from {low} to {high}")

@@ -38,6 +38,7 @@ from sgl_batch.managers.tiered_rank_steps import TieredRankSteps
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.process_memory import peak_resident_bytes
+from sgl_batch.sglang_adapter.grammars import limit_grammars, say_why_grammars_end
 from sgl_batch.sglang_adapter.resuming import begin_anew, go_on_from
 from sgl_batch.sglang_adapter.scheduling import (
     GetInternalStateReqOutput,
@@ -79,6 +80,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self.executor.table.most_prompt_tokens = self.executor.plan.prefill.b_moe
         self.overlap = StepOverlap(self._process_results, context.counters)
         self.tp_worker.model_runner.before_sampling = self.overlap.complete_while_computing
+        say_why_grammars_end(self)
+        limit_grammars(self)
         skip_ended_rows(self)
         self.rank_steps = None if context.place is None else self._join(context.place)
         self._check_overlap()

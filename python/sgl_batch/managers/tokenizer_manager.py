@@ -9,10 +9,13 @@ import re
 import signal
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from sgl_batch.managers.asked_aborts import AskedAborts
+from sgl_batch.managers.field_checks import check_generation_fields, check_openai_fields
+from sgl_batch.managers.grammar_check import CompileProcess, GrammarCheck
 from sgl_batch.managers.line_recordings import LineRecordings
 from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.request_checks import (
@@ -23,7 +26,9 @@ from sgl_batch.managers.request_checks import (
     check_tokens,
 )
 from sgl_batch.managers.seeds import choice_seed
+from sgl_batch.sglang_adapter.grammars import compiles_with_xgrammar, tokenizer_info
 from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
+from sgl_batch.sglang_adapter.refusals import json_of
 from sgl_batch.sglang_adapter.tokenizing import (
     FlushCacheReqInput,
     ServerStatus,
@@ -91,6 +96,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     `outlives_children`: a child's death is noted in `child_death` and the process goes on, to save its work.
     `server_drains`: the HTTP server of this process ends it in order when asked to.
     `recordings`: what is known of the answers of lines before they are whole.
+    `grammar_process`: checks grammars; to be closed with the engine.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -100,6 +106,10 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.server_drains = False
         self.child_death: str | None = None
         self.recordings = LineRecordings()
+        self._aborts = AskedAborts()
+        self.grammar_process = CompileProcess(self._tokenizer_info)
+        whitespace = not self.server_args.constrained_json_disable_any_whitespace
+        self._grammars = GrammarCheck(self.grammar_process.fault, any_whitespace=whitespace)
         self._next_rank = 0
         # Of an engine that does not start, nobody ends the processes, and the manager is collected as garbage.
         weakref.finalize(self, close_sockets, sockets_of(self)).atexit = False
@@ -108,8 +118,28 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """SGLang's answers. Raises ValueError for a request that cannot be computed."""
         if _generates(obj):
             check_shape(obj)
+            given = await json_of(request) if request is not None and request.url.path == "/generate" else {}
+            check_generation_fields(obj, given, reads_media=self.mm_processor is not None)
+            if self.tokenizer is not None and compiles_with_xgrammar(self.server_args):
+                await self._grammars.check(obj.sampling_params)
         async for out in super().generate_request(obj, request):
             yield out
+
+    def check_openai(self, request: Any, given: Mapping[str, Any]) -> None:
+        """Raise RefusalError for a request of an OpenAI endpoint, read from `given`, that is not computed."""
+        check_openai_fields(request, given, reads_media=self.mm_processor is not None)
+
+    def _tokenizer_info(self) -> str:
+        return tokenizer_info(self.tokenizer, self.model_config.vocab_size, self.model_config.hf_eos_token_id)
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """SGLang's; what is ended by it was asked for."""
+        self._aborts.note(rid, self.rid_to_state.keys(), abort_all=abort_all)
+        super().abort_request(rid, abort_all)
+
+    async def _handle_abort_finish_reason(self, out: Any, state: Any, is_stream: bool) -> Any:
+        self._aborts.judge(out, state.obj.sampling_params, is_stream=is_stream)
+        return await super()._handle_abort_finish_reason(out, state, is_stream)
 
     def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
         """SGLang's checks, and those without which a scheduler would end. Raises ValueError."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.refusals import Check, RefusalError, fault_of, under_check
 
 with bootstrap.importing():
     from pydantic import ValidationError
@@ -17,18 +18,21 @@ with bootstrap.importing():
 
 
 class OpenAIEndpoints:
-    """The handlers of /v1/chat/completions and /v1/completions over a tokenizer manager of this process."""
+    """The handlers of /v1/chat/completions and /v1/completions over a tokenizer manager of this process.
 
-    def __init__(self, tokenizer_manager: Any, template_manager: Any) -> None:
-        self._tokenizer_manager = tokenizer_manager
+    `check` raises RefusalError for a request that is not computed.
+    """
+
+    def __init__(self, tokenizer_manager: Any, template_manager: Any, check: Check) -> None:
+        self._tokenizer_manager, self._check = tokenizer_manager, check
         self._routes: dict[str, tuple[Any, Any]] = {
             "/v1/chat/completions": (
                 ChatCompletionRequest,
-                OpenAIServingChat(tokenizer_manager, template_manager),
+                under_check(OpenAIServingChat(tokenizer_manager, template_manager), check),
             ),
             "/v1/completions": (
                 CompletionRequest,
-                OpenAIServingCompletion(tokenizer_manager, template_manager),
+                under_check(OpenAIServingCompletion(tokenizer_manager, template_manager), check),
             ),
         }
 
@@ -42,8 +46,11 @@ class OpenAIEndpoints:
         request_class, handler = self._routes[url]
         try:
             request = request_class.model_validate(dict(body))
+            self._check(request, body)
         except ValidationError as error:
             return 400, {"error": _validation_error(error)}
+        except RefusalError as error:
+            return 400, {"error": fault_of(error)}
         except (AttributeError, TypeError) as error:  # of its validators, on values of types that they do not expect
             return 400, {"error": _invalid_value(f"a field has a value of a wrong type: {error}", None)}
         if request.rid is None:

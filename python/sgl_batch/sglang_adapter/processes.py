@@ -19,6 +19,7 @@ from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION
 from sgl_batch.sglang_adapter.process_trees import end_trees, processes_of
+from sgl_batch.sglang_adapter.refusals import Check, on_http_server
 
 with bootstrap.importing():
     import sglang.srt.entrypoints.engine as engine_module
@@ -149,9 +150,14 @@ def launch_subprocesses(server_args: Any, **functions: Callable[..., Any]) -> La
 
 
 def serve_http(
-    server_args: Any, launched: Launched, beside: Callable[[], AbstractAsyncContextManager[None]] | None = None
+    server_args: Any,
+    launched: Launched,
+    check: Check,
+    beside: Callable[[], AbstractAsyncContextManager[None]] | None = None,
 ) -> None:
     """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped.
+
+    `check` raises RefusalError for a request of the OpenAI endpoints that is not computed.
 
     `beside` is entered in the server's event loop when it starts, and left when it stops. From then on a child that
     ends has not crashed.
@@ -163,7 +169,8 @@ def serve_http(
     @asynccontextmanager
     async def both(served: Any) -> AsyncIterator[Any]:
         async with own(served) as state, beside() if beside is not None else nullcontext():
-            yield state
+            with on_http_server(check):
+                yield state
 
     app.router.lifespan_context = both
     try:

@@ -306,8 +306,11 @@ def protect_prefix(request: Any, shared_tokens: int) -> None:
 
 
 def mark_aborted(request: Any) -> None:
-    """Let a request that holds KV finish as aborted after its next step, which frees what it holds."""
-    if not request.finished():
+    """Let a request that holds KV finish as aborted after its next step, which frees what it holds.
+
+    One that is ended already, by its grammar say, keeps that reason.
+    """
+    if not request.finished() and request.to_finish is None:
         request.to_finish = FINISH_ABORT()
 
 

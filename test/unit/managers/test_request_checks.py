@@ -20,12 +20,12 @@ VOCAB, CONTEXT = 100, 50
 
 
 def shape(**given: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"text": "Say", "rid": None, "sampling_params": {}, **given})
+    return SimpleNamespace(**{"text": "Say", "input_ids": None, "rid": None, "sampling_params": {}, **given})
 
 
 def sampling(**given: Any) -> SimpleNamespace:
     good = {"top_k": 1 << 30, "repetition_penalty": 1.0, "logit_bias": None, "stop_token_ids": None}
-    return SimpleNamespace(**{**good, "stream_interval": None, "structural_tag": None, **given})
+    return SimpleNamespace(**{**good, "sampling_seed": None, "stream_interval": None, "structural_tag": None, **given})
 
 
 def logprobs(top: Any, start: Any = -1) -> SimpleNamespace:
@@ -73,6 +73,7 @@ def test_texts_and_choices_pass(given: Any) -> None:
     ("given", "words"),
     [
         (shape(text=[]), "text is"),
+        (shape(input_ids=[1]), "text and input_ids are both given"),
         (shape(text=[3]), "text is"),
         (shape(text={"a": 1}), "text is"),
         (shape(text="\ud800"), "surrogate pair"),
@@ -108,7 +109,12 @@ def test_more_log_probabilities_than_there_are_tokens_are_refused(given: Any) ->
     [
         sampling(),
         sampling(
-            top_k=1, repetition_penalty=0.5, logit_bias={"5": -1e9}, stop_token_ids={VOCAB - 1}, stream_interval=1
+            top_k=1,
+            sampling_seed=-(1 << 63),
+            repetition_penalty=0.5,
+            logit_bias={"5": -1e9},
+            stop_token_ids={VOCAB - 1},
+            stream_interval=1,
         ),
     ],
 )
@@ -126,6 +132,9 @@ def test_sampling_parameters_that_can_be_computed_with_pass(given: Any) -> None:
         (sampling(logit_bias={"5": float("inf")}), "token 5 is inf"),
         (sampling(logit_bias={"5": 10**400}), "very many digits"),
         (sampling(logit_bias={"5": "1"}), "token 5 is '1'"),
+        (sampling(sampling_seed=1 << 63), "sampling_seed is 9223372036854775808; .* to 9223372036854775807"),
+        (sampling(sampling_seed=10**5000), "sampling_seed is a number of very many digits"),
+        (sampling(sampling_seed=1.5), "sampling_seed is 1.5"),
         (sampling(stop_token_ids={VOCAB}), "stop_token_ids is 100"),
         (sampling(stream_interval=0), "stream_interval is 0"),
         (sampling(structural_tag=""), "structural_tag is empty"),

@@ -1,0 +1,44 @@
+"""Tells aborts that somebody asked for from those of a grammar that cannot go on, and from the engine's own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sgl_batch.sglang_adapter.grammars import GRAMMAR_KINDS, INVALID_GRAMMAR, is_grammars_fault
+from sgl_batch.sglang_adapter.refusals import EngineAbortError, RefusalError
+
+
+class AskedAborts:
+    """The ids of requests that somebody has asked to abort, and that have not ended yet."""
+
+    def __init__(self) -> None:
+        self._rids: set[str] = set()
+
+    def note(self, rid: str, known: Collection[str], *, abort_all: bool) -> None:
+        """All that are `known` are to be aborted, or those whose ids begin with `rid`."""
+        self._rids &= set(known)
+        self._rids.update(one for one in known if abort_all or (rid and one.startswith(rid)))
+
+    def judge(self, out: dict[str, Any], sampling_params: Any, *, is_stream: bool) -> None:
+        """Judge an answer that has ended: one that was not aborted, or was asked to be, passes.
+
+        Raises RefusalError where a grammar is at fault, and EngineAbortError for an abort without a reason. A stream
+        has begun, and says so at its end.
+        """
+        reason = out["meta_info"]["finish_reason"]
+        is_asked = out["meta_info"]["id"] in self._rids
+        self._rids.discard(out["meta_info"]["id"])
+        if reason.get("type") != "abort":
+            return
+        if is_grammars_fault(reason) and not is_stream:
+            raise RefusalError(reason["message"], code=INVALID_GRAMMAR, param=_grammar_of(sampling_params))
+        if reason.get("status_code") is None and not is_asked:
+            if not is_stream:
+                raise EngineAbortError(reason.get("message") or "it does not say why")
+            reason["status_code"] = 500
+
+
+def _grammar_of(sampling_params: Any) -> str | None:
+    given = sampling_params if isinstance(sampling_params, Mapping) else {}
+    return next((kind for kind in GRAMMAR_KINDS if given.get(kind) is not None), None)

@@ -1,0 +1,127 @@
+"""Refused requests on SGLang's endpoints: their code and field reach the client, which SGLang alone would drop.
+
+What is refused is decided by the callers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from sgl_batch.sglang_adapter import bootstrap
+
+with bootstrap.importing():
+    import sglang.srt.entrypoints.http_server as http_server_module
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse
+
+ENGINE_ABORT = "engine_abort"
+Check = Callable[[Any, Mapping[str, Any]], None]
+"""Takes a request of /v1/chat/completions or /v1/completions and the JSON it was read from; raises RefusalError."""
+
+
+class RefusalError(ValueError):
+    """A request that is not computed: SGLang's endpoints answer 400. `param` is the field at fault."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+class EngineAbortError(HTTPException):
+    """The engine has ended a request that nobody asked it to end: SGLang's endpoints answer 500 with its reason."""
+
+    code, param = ENGINE_ABORT, None
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(500, f"the engine ended the request: {reason}")
+
+    def __str__(self) -> str:
+        return str(self.detail)
+
+
+# The OpenAI request that is being answered, whose names of fields an error is to have.
+_request: ContextVar[Any] = ContextVar("request", default=None)
+
+
+def under_check(handler: Any, check: Check) -> Any:
+    """Have SGLang's handler of an OpenAI endpoint answer with codes and fields of refusals; returns it.
+
+    Requests over HTTP go through `check` first.
+    """
+    if isinstance(handler, OpenAIServingBase):
+        handler.handle_request = partial(_handle, handler.handle_request, handler, check)
+        handler.create_error_response = partial(_error_response, handler.create_error_response)
+    return handler
+
+
+async def _handle(own: Callable[..., Any], handler: Any, check: Check, request: Any, raw_request: Any) -> Any:
+    token = _request.set(request)
+    try:
+        if raw_request is not None and isinstance(request, ChatCompletionRequest | CompletionRequest):
+            check(request, await json_of(raw_request))
+        return await own(request, raw_request)
+    except RefusalError as refused:
+        return handler.create_error_response(str(refused))
+    finally:
+        _request.reset(token)
+
+
+async def json_of(raw_request: Any) -> Mapping[str, Any]:
+    """The JSON object that a request over HTTP was read from. It was parsed already, and is not parsed again."""
+    body = await raw_request.json()
+    return body if isinstance(body, Mapping) else {}
+
+
+def _error_response(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    refused = sys.exception()  # SGLang calls this where it has caught it, and hands on its words alone
+    if not isinstance(refused, RefusalError | EngineAbortError):
+        return own(*args, **kwargs)
+    status = 400 if isinstance(refused, RefusalError) else 500
+    return JSONResponse({"object": "error", **fault_of(refused)}, status_code=status)
+
+
+def fault_of(refused: RefusalError | EngineAbortError) -> dict[str, Any]:
+    """The error that a client gets: message, type, param and code."""
+    return {
+        "message": str(refused),
+        "type": "invalid_request_error" if isinstance(refused, RefusalError) else "server_error",
+        "param": _own_name(refused.param),
+        "code": refused.code,
+    }
+
+
+def _own_name(param: str | None) -> str | None:
+    """The name that a field has in the OpenAI request that is being answered."""
+    request = _request.get()
+    if request is None or param is None or param in type(request).model_fields:
+        return param
+    if param in ("json_schema", "structural_tag"):
+        return "response_format" if getattr(request, "response_format", None) else "tools"
+    return {"sampling_seed": "seed"}.get(param, param)
+
+
+@contextmanager
+def on_http_server(check: Check) -> Iterator[None]:
+    """Inside, SGLang's HTTP server of this process, which has started, answers like `under_check`."""
+    state = http_server_module.app.state
+    for name in ("chat", "completion", "embedding", "classify", "score", "rerank"):
+        under_check(getattr(state, f"openai_serving_{name}"), check)
+    own = http_server_module._create_error_response
+    http_server_module._create_error_response = partial(_native_error, own)
+    try:
+        yield
+    finally:
+        http_server_module._create_error_response = own
+
+
+def _native_error(own: Callable[[Exception], Any], error: Exception) -> Any:
+    if isinstance(error, RefusalError):
+        return JSONResponse({"error": fault_of(error)}, status_code=400)
+    return own(error)
