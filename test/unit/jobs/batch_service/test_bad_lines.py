@@ -7,12 +7,15 @@ import json
 import random
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from bad_lines import URL, good_line, make_line, make_request
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from running_service import content, create, records, service_in, until
+from scripted_engines import ScriptedSource
 
 from sgl_batch.distributed.line_frames import pack_body, unpack_body
 from sgl_batch.jobs.batch_service.validation import MAX_ERRORS, ValidationRules, validate_input
@@ -112,5 +115,37 @@ def test_of_lines_that_only_the_endpoint_can_judge_each_has_one_record(tmp_path:
             assert {one["response"]["status_code"] for one in good} == {200}
             for file_id in (job.output_file_id, job.error_file_id):
                 (await content(service, file_id)).decode("utf-8")
+
+    asyncio.run(scenario())
+
+
+def test_a_job_of_json_that_is_none_to_a_strict_parser_can_be_cancelled_and_continued(tmp_path: Path) -> None:
+    digits = json.dumps(good_line("digits", seed="HERE")).encode().replace(b'"HERE"', b"9" * 5000)
+    odd = [digits, json.dumps(good_line("nan", top_p=float("nan"))).encode(), b'{"custom_id": "\\ud83d"}']
+    given = [good_line("first"), good_line("held", prompt="hold"), good_line("last")]
+    first, held, last = (json.dumps(one).encode() for one in given)
+    data = b"\n".join([first, held, *odd, last])
+
+    async def hold(engine: Any, body: Mapping[str, object]) -> None:
+        if body["prompt"] == "hold":
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with service_in(tmp_path, ScriptedSource(hold), max_in_flight=1) as service:
+            job = await create(service, data)
+            while (await service.get_batch(job.id)).request_counts["completed"] == 0:
+                await asyncio.sleep(0.001)
+            await service.cancel_batch(job.id)
+            cancelled = await until(service, job.id)
+            errors = await records(service, cancelled.error_file_id)
+            assert [one["custom_id"] for one in errors] == ["held", "digits", "nan", None, "last"]
+        async with service_in(tmp_path) as service:
+            job = await service.create_batch({"continue_from": cancelled.id})
+            done = await until(service, job.id)
+            assert done.request_counts == {"total": 6, "completed": 3, "failed": 3}
+            errors = await records(service, done.error_file_id)
+            assert [(one["custom_id"], one["response"]["body"]["error"]["code"]) for one in errors] == [
+                *(("digits", "invalid_number"), ("nan", "invalid_number"), (None, "invalid_unicode")),
+            ]
 
     asyncio.run(scenario())
