@@ -55,6 +55,7 @@ from sgl_batch.sglang_adapter.scheduling import (
     skip_ended_rows,
     updates_weights,
 )
+from sgl_batch.sglang_adapter.stop_patterns import limit_stop_patterns
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.tp_worker.model_runner.before_sampling = self.overlap.complete_while_computing
         say_why_grammars_end(self)
         limit_grammars(self)
+        limit_stop_patterns()
         skip_ended_rows(self)
         self.rank_steps = None if context.place is None else self._join(context.place)
         self._check_overlap()
