@@ -17,7 +17,9 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
-from sgl_batch.sglang_adapter.names import CPU_ATTENTION
+from sgl_batch.sglang_adapter.internal_key import OnlyWithKey
+from sgl_batch.sglang_adapter.names import CPU_ATTENTION, SAFETENSORS
+from sgl_batch.sglang_adapter.private_ports import PrivatePorts
 from sgl_batch.sglang_adapter.process_trees import end_trees, processes_of
 
 with bootstrap.importing():
@@ -104,11 +106,23 @@ class RankedEngine(Engine):  # type: ignore[misc]
         finally:
             engine_module.run_data_parallel_controller_process = own
 
+    @classmethod
+    def _launch_subprocesses(cls, server_args: Any, *, run_scheduler_process_func: Any, **functions: Any) -> Any:
+        """SGLang's, with all sockets in the directory of the scheduler process function's owner."""
+        ports = PrivatePorts(run_scheduler_process_func.directory, "e").init_new(server_args)
+        return super()._launch_subprocesses(
+            server_args, run_scheduler_process_func=run_scheduler_process_func, port_args=ports, **functions
+        )
+
     def update_weights_from_tensor(
         self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True
     ) -> Any:
-        """SGLang's, with the tensors written down once for each rank, also where to SGLang none is cut."""
-        if load_format != "flattened_bucket":
+        """SGLang's, with the tensors written down once for each rank, also where to SGLang none is cut.
+
+        With the load_format "safetensors", `named_tensors` is a list of the bytes of safetensors files: one for all
+        ranks, or one for each.
+        """
+        if load_format not in ("flattened_bucket", SAFETENSORS):
             payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.server_args.dp_size)]
         else:
             payloads = normalize_serialized_named_tensor_payloads(named_tensors)
@@ -151,7 +165,7 @@ def launch_subprocesses(server_args: Any, **functions: Callable[..., Any]) -> La
 def serve_http(
     server_args: Any, launched: Launched, beside: Callable[[], AbstractAsyncContextManager[None]] | None = None
 ) -> None:
-    """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped.
+    """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped; all of it needs the `api_key`.
 
     `beside` is entered in the server's event loop when it starts, and left when it stops. From then on a child that
     ends has not crashed.
@@ -165,6 +179,8 @@ def serve_http(
         async with own(served) as state, beside() if beside is not None else nullcontext():
             yield state
 
+    assert server_args.api_key, "the front has told its key"
+    app.add_middleware(OnlyWithKey, key=server_args.api_key)
     app.router.lifespan_context = both
     try:
         _setup_and_run_http_server(
