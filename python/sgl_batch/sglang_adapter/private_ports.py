@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ with bootstrap.importing():
     from sglang.srt.server_args import PortArgs
     from sglang.srt.utils.network import try_bind_socket
 
-__all__ = ["LONGEST_NAME", "PrivatePorts", "hold_port", "on_this_machine"]
+__all__ = ["LONGEST_NAME", "PrivatePorts", "hold_port", "on_this_machine", "temporary_files_in"]
 
 _LOOPBACK = "127.0.0.1"
 _IPC = "ipc://"
@@ -49,6 +50,17 @@ class PrivatePorts:
                 setattr(ports, field.name, f"{_IPC}{self._directory}/{self._label}{self._count}")
                 self._count += 1
         return ports
+
+
+@contextmanager
+def temporary_files_in(directory: Path) -> Iterator[None]:
+    """Sockets to which SGLang gives names of temporary files inside are in `directory`."""
+    before = tempfile.tempdir
+    tempfile.tempdir = str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def hold_port(port: int) -> socket.socket:

@@ -19,7 +19,7 @@ from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
 from sgl_batch.sglang_adapter.internal_key import OnlyWithKey
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, SAFETENSORS
-from sgl_batch.sglang_adapter.private_ports import PrivatePorts
+from sgl_batch.sglang_adapter.private_ports import PrivatePorts, temporary_files_in
 from sgl_batch.sglang_adapter.process_trees import end_trees, processes_of
 
 with bootstrap.importing():
@@ -135,7 +135,9 @@ class RankedEngine(Engine):  # type: ignore[misc]
     def _launch_detokenizer_subprocesses(
         cls, server_args: Any, port_args: Any, run_detokenizer_process_func: Any
     ) -> Any:
-        with start_method_of(run_detokenizer_process_func):
+        several = server_args.detokenizer_worker_num > 1  # each then has a socket of its own
+        private = temporary_files_in(run_detokenizer_process_func.__self__.directory) if several else nullcontext()
+        with start_method_of(run_detokenizer_process_func), private:
             return super()._launch_detokenizer_subprocesses(server_args, port_args, run_detokenizer_process_func)
 
 

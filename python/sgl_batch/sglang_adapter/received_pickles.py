@@ -1,4 +1,4 @@
-"""Owns what a pickle that an engine is sent may name: what rebuilds tensors, by full name, and nothing else.
+"""Owns what a pickle that an engine is given may name: what rebuilds tensors, by full name, and nothing else.
 
 SGLang's own reader lets whole modules through, `builtins` among them, with which a pickle can run any program. Who may
 send a pickle at all is decided by others.
@@ -19,6 +19,7 @@ import torch
 from sgl_batch.sglang_adapter import bootstrap
 
 with bootstrap.importing():
+    import sglang.srt.model_loader.weight_utils as weight_utils_module
     import sglang.srt.utils.common as common_module
 
 __all__ = ["TensorUnpickler", "read_pickles_strictly"]
@@ -134,5 +135,14 @@ class TensorUnpickler(pickle._Unpickler):
 
 
 def read_pickles_strictly() -> None:
-    """Have SGLang, in this process, read all tensors that it is sent with `TensorUnpickler`."""
+    """Have SGLang, in this process, read all tensors that it is sent with `TensorUnpickler`, and files no otherwise.
+
+    Of a checkpoint in an old form of torch's it would run whatever is in it.
+    """
     common_module.SafeUnpickler = TensorUnpickler
+    weight_utils_module._load_pt_file = _load_pt_file
+
+
+def _load_pt_file(path: str) -> Any:
+    """The tensors of a file. Raises torch's errors, also for the old form, which cannot be read but as a program."""
+    return torch.load(path, map_location="cpu", weights_only=True)

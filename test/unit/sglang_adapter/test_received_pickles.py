@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import tarfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sgl_batch.sglang_adapter.received_pickles import TensorUnpickler, bootstrap
 
 with bootstrap.importing():
     from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
+    from sglang.srt.model_loader import weight_utils
     from sglang.srt.utils import MultiprocessingSerializer, common
     from sglang.srt.utils.patch_torch import _rebuild_cuda_tensor_modified
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -123,6 +125,22 @@ def test_handles_of_gpu_memory_may_be_named() -> None:
     patched = name("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified")
     assert read(program(patched)) is _rebuild_cuda_tensor_modified
     assert read(program(name("torch.multiprocessing.reductions", "rebuild_cuda_tensor"))) is rebuild_cuda_tensor
+
+
+def test_a_checkpoint_in_torchs_oldest_form_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_utils, "_load_pt_file", weight_utils._load_pt_file)
+    monkeypatch.setattr(common, "SafeUnpickler", common.SafeUnpickler)
+    attack = program(call(name("os", "system"), text(f"touch {tmp_path}/done")))
+    for part in ("storages", "tensors", "pickle"):
+        (tmp_path / part).write_bytes(attack)
+    checkpoint = tmp_path / "pytorch_model.bin"
+    with tarfile.open(checkpoint, "w") as file:
+        for part in ("storages", "tensors", "pickle"):
+            file.add(tmp_path / part, part)
+    read_pickles_strictly()
+    with pytest.raises(RuntimeError, match="legacy"):
+        list(weight_utils.pt_weights_iterator([str(checkpoint)]))
+    assert not (tmp_path / "done").exists()
 
 
 def test_a_process_reads_strictly_once_it_is_ours_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
