@@ -10,6 +10,7 @@ import tempfile
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,9 @@ class PoolStore:
 def rank_main(rank: int, options: argparse.Namespace, directory: str, link: Connection) -> None:
     """One of the two ranks: the sequences begin on rank 0, and cross once in each round."""
     torch.set_num_threads(1)
-    with ZmqChannel[Message](rank=rank, messages=Message, run_id="benchmark") as channel:
+    with ZmqChannel[Message](
+        rank=rank, messages=Message, run_id="benchmark", path=Path(directory) / str(rank)
+    ) as channel:
         link.send(channel.endpoint)
         channel.connect(link.recv())
         group = dist.ProcessGroupGloo(dist.FileStore(f"{directory}/store", 2), rank, 2, timedelta(seconds=600))

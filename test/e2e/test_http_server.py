@@ -256,7 +256,7 @@ def test_keys_are_needed_and_never_told(server: str) -> None:
 
 
 def test_metrics_are_ours_and_the_engines(server: str) -> None:
-    text = requests.get(f"{server}/metrics", timeout=10).text
+    text = requests.get(f"{server}/metrics", headers=HEADERS, timeout=10).text
     assert "sgl_batch:engine_ready 1.0" in text
     assert "sgl_batch:lines_completed_total" in text
     assert "\nsglang:" in text

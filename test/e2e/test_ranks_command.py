@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from .conftest import RunFiles, chat_line, read_lines, run_argv
+from .reachable import open_to_strangers
 from .test_run_command import wait_for_output
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -65,6 +66,7 @@ def test_a_rank_that_dies_or_hangs_is_named_and_finished_lines_are_kept(
 ) -> None:
     process, output = two_ranks
     wait_for_output(process, output)
+    assert open_to_strangers(process.pid) == []
     ranks = ranks_of(process)
     ranks[1].send_signal(sent)
     begun = time.monotonic()

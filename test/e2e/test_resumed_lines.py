@@ -142,7 +142,7 @@ def test_lines_keep_their_tokens_when_the_scheduler_is_killed(
 def test_lines_keep_their_tokens_when_the_whole_engine_is_killed_and_kv_waits_in_a_store(
     start_server: Callable[..., Server], undisturbed: Undisturbed
 ) -> None:
-    server = start_server("--page-size", "16", "--boundary-tokens", "16", *STORE)
+    server = start_server("--page-size", "16", "--boundary-tokens", "16", "--allow-unauthenticated-control", *STORE)
     expected = undisturbed(server)
     job_id = begun(server, [*LINES, *WHOLE])
     requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=30).raise_for_status()

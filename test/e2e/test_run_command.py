@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from .conftest import MODEL, RunFiles, chat_line, collect, read_lines, run_argv
+from .reachable import open_to_strangers
 
 pytestmark = pytest.mark.engine
 
@@ -144,6 +145,7 @@ def test_ctrl_c_writes_what_is_finished_and_names_what_is_missing(
 ) -> None:
     process, output = long_run
     wait_for_output(process, output)
+    assert open_to_strangers(process.pid) == []
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     files = collect(process.returncode, stderr, output)

@@ -195,6 +195,23 @@ def test_an_update_without_a_flush_keeps_the_kv_of_who_runs_and_no_new_prompt_fi
     assert done, message
 
 
+def test_weights_as_the_bytes_of_safetensors_files_are_those_weights(
+    engine: Any, inputs: list[list[int]], trained: Path, of_trained: Any, model_path: Callable[[str], str]
+) -> None:
+    old = ask(engine, inputs[:2])
+    new, plain = ((Path(path) / "model.safetensors").read_bytes() for path in (trained, model_path(FAMILIES[0])))
+    for files in ([new], [new] * engine.server_args.dp_size):
+        done, message = engine.update_weights_from_tensor(files, load_format="safetensors")
+        assert done, message
+        assert ask(engine, inputs[:2]) == of_trained(inputs[:2], [60] * 2)
+        done, message = engine.update_weights_from_tensor([plain], load_format="safetensors")
+        assert done, message
+    done, message = engine.update_weights_from_tensor([plain[:-1]], load_format="safetensors")
+    assert not done
+    assert "SafetensorError" in message
+    assert ask(engine, inputs[:2]) == old
+
+
 def test_a_trainer_broadcasts_new_weights_to_all_ranks(
     engine: Any, inputs: list[list[int]], trained: Path, of_trained: Any, model_path: Callable[[str], str]
 ) -> None:

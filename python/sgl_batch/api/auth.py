@@ -17,12 +17,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sgl_batch.api.errors import error_response
 from sgl_batch.api.front_options import is_loopback
 
-# Read by probes and scrapers, which have no key; they tell nothing of requests. `/` is the page without any data.
-_OPEN = frozenset({"/", "/health", "/health_generate", "/metrics", "/ping"})
+# Read by probes, which have no key; they tell nothing of requests. `/` is the page without any data.
+_OPEN = frozenset({"/", "/health", "/ping"})
+_METRICS = "/metrics"
 _USER = frozenset(
     {
         *("/generate", "/encode", "/classify", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
-        *("/openapi.json", "/get_load", "/tokenize", "/detokenize", "/parse_function_call", "/separate_reasoning"),
+        *("/weight_version", "/get_weight_version", "/get_load", "/health_generate", _METRICS),
+        *("/tokenize", "/detokenize", "/parse_function_call", "/separate_reasoning"),
+        *("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"),
         *("/invocations", "/vertex_generate"),
         *("/api/chat", "/api/generate", "/api/tags", "/api/show"),
     }
@@ -41,33 +44,37 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessRules:
-    """The keys there are. Without any, who reaches the server may use all of it."""
+    """The keys there are. Without any, who reaches the server may do what users do.
+
+    `open_control`: without an admin key, users may control the engine too. `open_metrics`: /metrics needs no key.
+    """
 
     api_key: str | None
     admin_api_key: str | None
     host: str
+    open_control: bool = False
+    open_metrics: bool = False
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> Refusal | None:
         """Why this request is not let in; None if it is."""
         foreign = self._refusal_of_pages(headers)
-        if foreign is not None or path in _OPEN:
+        if foreign is not None or path in _OPEN or (self.open_metrics and path == _METRICS):
             return foreign
         key = _bearer(headers.get("authorization"))
         if _same(key, self.admin_api_key):
             return None
-        if is_for_admin(path):
-            return self._refusal_of_control(key)
+        if is_for_admin(path) and self.admin_api_key is not None:
+            return _bad_key(key, "--admin-api-key")
+        if is_for_admin(path) and not self.open_control:
+            message = (
+                f"{path} is not for users but for control of the engine, which is off on this server: start it with an "
+                "admin key (--admin-api-key-file FILE) and send that key here, or start it with "
+                "--allow-unauthenticated-control"
+            )
+            return Refusal(status_code=403, message=message, code="control_disabled")
         if self.api_key is None or _same(key, self.api_key):
             return None
         return _bad_key(key, "--api-key")
-
-    def _refusal_of_control(self, key: str | None) -> Refusal | None:
-        if self.admin_api_key is not None:
-            return _bad_key(key, "--admin-api-key")
-        if self.api_key is None:
-            return None
-        message = "this endpoint controls the engine: start the server with --admin-api-key, and give that key here"
-        return Refusal(status_code=403, message=message, code="admin_key_required")
 
     def _refusal_of_pages(self, headers: Mapping[str, str]) -> Refusal | None:
         """A web page of another origin must not use what its reader's browser happens to reach."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import tempfile
@@ -20,6 +21,7 @@ from sgl_batch.api.app import make_app
 from sgl_batch.api.auth import AccessRules
 from sgl_batch.api.front_options import FrontOptions
 from sgl_batch.api.host_process import ENGINE_PROGRAM
+from sgl_batch.api.http_protocol import StrictProtocol
 from sgl_batch.api.pass_through import PassThrough
 from sgl_batch.api.supervisor import EngineSupervisor
 from sgl_batch.errors import ConfigError
@@ -33,6 +35,8 @@ _LONGEST_DIRECTORY = 80
 
 def serve(options: FrontOptions) -> int:
     """Serve until stopped; returns the exit code. Raises ConfigError for what cannot be served."""
+    # What files are made, its engine's included, hold what others ask and are answered.
+    os.umask(0o077)
     logging.basicConfig(level=options.log_level.upper(), format="[%(asctime)s] %(message)s", force=True)
     # Uvicorn passes the signal that ended it on to whoever listened before: by then all is done.
     for one in (signal.SIGTERM, signal.SIGINT):
@@ -64,7 +68,13 @@ async def _serve(options: FrontOptions, listener: socket.socket) -> int:
         service = BatchService(options.service, supervisor)
         engine = PassThrough(lambda: supervisor.http, lambda: supervisor.state)
         ending.push_async_callback(engine.close)
-        rules = AccessRules(api_key=options.api_key, admin_api_key=options.admin_api_key, host=options.host)
+        rules = AccessRules(
+            api_key=options.api_key,
+            admin_api_key=options.admin_api_key,
+            host=options.host,
+            open_control=options.open_control,
+            open_metrics=options.open_metrics,
+        )
         stopping = _Stopping(service)
         server = _Server(_uvicorn_config(options, make_app(service, supervisor, engine, rules)), stopping.begin)
         with server.capture_signals():
@@ -105,6 +115,7 @@ def _uvicorn_config(options: FrontOptions, app: FastAPI) -> uvicorn.Config:
         app,
         log_level=options.log_level,
         lifespan="off",
+        http=StrictProtocol,
         ws="none",
         server_header=False,
         ssl_certfile=options.ssl_certfile,

@@ -26,6 +26,8 @@ from sgl_batch.jobs.batch_service.settings import (
 
 DEFAULT_JOBS_DIR = "sgl_batch_jobs"
 DEFAULT_STALL_S = 300.0
+# SGLang's flag by which it unpickles what a request says, and calls it.
+_RUNS_CODE = "enable_custom_logit_processor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class FrontOptions:
     log_level: str
     stall_s: float
     restart_stalled: bool
+    open_control: bool
+    open_metrics: bool
     service: ServiceSettings
     engine_argv: tuple[str, ...]
 
@@ -95,6 +99,14 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="listen on another address than loopback without a key",
     )
+    group.add_argument(
+        "--allow-unauthenticated-control",
+        action="store_true",
+        help="without an admin key, let whoever may send requests control the engine too: read and replace its weights "
+        "(from files, tensors or a trainer), pause it, abort all requests, flush its cache, profile it and dump "
+        "requests to files, all with the rights of the server's user",
+    )
+    group.add_argument("--open-metrics", action="store_true", help="answer /metrics without a key, for scrapers")
     add_key_file_flags(group)
     _add_stall_flags(group)
 
@@ -127,9 +139,12 @@ def parse_front_options(argv: Sequence[str]) -> FrontOptions:
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_own_flags(parser)
     _add_shared_flags(parser)
-    parser.set_defaults(**_config_file_values(argv, parser))
+    in_file = _config_file_values(argv)
+    own = {action.dest for action in parser._actions}
+    parser.set_defaults(**{name: value for name, value in in_file.items() if name in own})
     args, rest = parser.parse_known_args(list(argv))
     _check(args)
+    _check_code_in_requests(args, runs_code=bool(in_file.get(_RUNS_CODE)) or any(map(_is_runs_code, rest)))
     service = ServiceSettings(
         jobs_dir=Path(args.jobs_dir),
         max_file_bytes=_bytes("--max-file-bytes", args.max_file_bytes),
@@ -149,13 +164,15 @@ def parse_front_options(argv: Sequence[str]) -> FrontOptions:
         log_level=_log_level(rest),
         stall_s=args.engine_stall_s,
         restart_stalled=args.restart_stalled_engine,
+        open_control=args.allow_unauthenticated_control,
+        open_metrics=args.open_metrics,
         service=service,
         engine_argv=tuple(rest),
     )
 
 
-def _config_file_values(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """What SGLang's --config FILE says of the flags that are SGLang's and this server's."""
+def _config_file_values(argv: Sequence[str]) -> dict[str, Any]:
+    """What SGLang's --config FILE says, by the names of flags."""
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     path = first.parse_known_args(list(argv))[0].config
@@ -167,9 +184,7 @@ def _config_file_values(argv: Sequence[str], parser: argparse.ArgumentParser) ->
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
-    own = {action.dest for action in parser._actions}
-    named = {str(key).replace("-", "_"): value for key, value in (values or {}).items()}
-    return {key: value for key, value in named.items() if key in own}
+    return {str(key).replace("-", "_"): value for key, value in (values or {}).items()}
 
 
 def _log_level(rest: Sequence[str]) -> str:
@@ -196,10 +211,30 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--engine-stall-s is {args.engine_stall_s}; it must be at least 0")
     for name in VARIABLES:
         setattr(args, name, key_of(name, args, os.environ))
+    if args.allow_unauthenticated_control and args.admin_api_key is not None:
+        raise ConfigError(
+            "there is an admin key, which control of the engine needs, and --allow-unauthenticated-control: leave one "
+            "of them out"
+        )
     if args.api_key is None and not is_loopback(args.host) and not args.allow_unauthenticated:
         raise ConfigError(
             f"--host is {args.host}, where others reach this server, and there is no key: give one (--api-key-file, "
             f"{VARIABLES['api_key']} or --api-key), or --allow-unauthenticated if whoever reaches it may use it"
+        )
+
+
+def _is_runs_code(argument: str) -> bool:
+    """Whether an argument is that flag of the engine, whose parser takes its beginning for it too."""
+    flag = f"--{_RUNS_CODE.replace('_', '-')}"
+    return argument.startswith("--enable-c") and flag.startswith(argument)
+
+
+def _check_code_in_requests(args: argparse.Namespace, *, runs_code: bool) -> None:
+    if runs_code and args.api_key is None and not args.allow_unauthenticated_control:
+        raise ConfigError(
+            "--enable-custom-logit-processor lets each request bring a program, which the engine runs, and there is no "
+            "key: give one (--api-key-file), or --allow-unauthenticated-control if whoever reaches this server may run "
+            "programs as its user"
         )
 
 

@@ -68,7 +68,11 @@ class RankPlace:
     def channel(self, name: str, messages: Any) -> ZmqChannel[Any]:
         """A channel to all other ranks, connected; every rank calls this."""
         channel: ZmqChannel[Any] = ZmqChannel(
-            rank=self.rank, messages=messages, run_id=f"{self.directory.name}-{name}", send_timeout_s=_START_TIMEOUT_S
+            rank=self.rank,
+            messages=messages,
+            run_id=f"{self.directory.name}-{name}",
+            path=self.directory / f"{name}-{self.rank}",
+            send_timeout_s=_START_TIMEOUT_S,
         )
         self.rendezvous.publish(f"{name}-endpoint", self.rank, channel.endpoint)
         channel.connect(self.await_told(f"{name}-endpoint", range(self.world_size)))

@@ -1,8 +1,10 @@
 """Owns the control channel over ZeroMQ. What the messages mean, and who has which address, is decided by others.
 
-Every rank binds one PULL socket and connects one PUSH socket to each peer, so that a pair of ranks has one TCP
-connection in each direction. A message is two frames of MessagePack: who sends it (run, rank, running number) and the
-message itself, decoded into the types given at construction and into nothing else.
+Every rank binds one PULL socket and connects one PUSH socket to each peer, so that a pair of ranks has one connection
+in each direction. The sockets are AF_UNIX ones: who may reach them is decided by the directory in which they lie.
+
+A message is two frames of MessagePack: who sends it (run, rank, running number) and the message itself, decoded into
+the types given at construction and into nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +31,6 @@ M = TypeVar("M", bound=msgspec.Struct)
 # in the kernel's buffers when the end is seen gets this long to be read.
 _DRAIN_S = 0.05
 _LINGER_MS = 2000
-_EVERY_ADDRESS = ("0.0.0.0", "*", "::", "")
 # CLOSED: nobody listens at the peer's address.
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -40,9 +42,10 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class ZmqChannel(Generic[M]):
-    """A `Channel` over TCP (see channel.py for the contract).
+    """A `Channel` between processes of one machine (see channel.py for the contract).
 
     `messages` is the union of tagged msgspec structs that may travel; `run_id` keeps two runs on one machine apart.
+    `path`: where this rank's socket is made, in a directory to which nobody but this user has access.
     The caller hands `endpoint` to the other ranks and their endpoints to `connect`. Death is taken from the kernel,
     which closes a dead process's connections; a process that is merely stopped keeps them, and only times out.
     """
@@ -53,12 +56,10 @@ class ZmqChannel(Generic[M]):
         rank: int,
         messages: Any,
         run_id: str,
-        host: str = "127.0.0.1",
+        path: Path,
         send_timeout_s: float = 10.0,
         max_message_bytes: int = 256 << 20,
     ) -> None:
-        if host in _EVERY_ADDRESS:
-            raise ConfigError(f"host {host!r} is every address of this machine; name one that the other ranks reach")
         self.rank = rank
         self._run_id, self._send_timeout_s, self._max_message_bytes = run_id, send_timeout_s, max_message_bytes
         self._encoder = msgspec.msgpack.Encoder()
@@ -67,10 +68,10 @@ class ZmqChannel(Generic[M]):
         self._context = zmq.Context()
         self._inlet = self._new_socket(zmq.PULL)
         try:
-            self._inlet.bind(f"tcp://{host}:*")
+            self._inlet.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"no port can be bound on host {host!r} ({error}); name one of this machine") from error
+            raise ConfigError(f"the socket {path} cannot be made ({error}): set TMPDIR to another directory") from error
         self._outlets: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[int, zmq.Socket[bytes]] = {}
         self._sent: dict[int, int] = {}
@@ -89,11 +90,6 @@ class ZmqChannel(Generic[M]):
         new = self._context.socket(kind)
         new.setsockopt(zmq.LINGER, _LINGER_MS)
         new.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
-        # The kernel answers keepalives for a stopped process as well: only a machine that is gone fails them.
-        new.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        new.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
-        new.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
-        new.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
         return new
 
     @property

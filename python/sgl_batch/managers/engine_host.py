@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from sgl_batch.config import BatchConfig
@@ -27,6 +28,7 @@ from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.front_link import FrontLink
 from sgl_batch.managers.line_answers import LineAnswers
 from sgl_batch.sglang_adapter import processes
+from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ class EngineHost:
 
     def __init__(self, server_args: Any, config: BatchConfig, start_method: str, link: FrontLink) -> None:
         self._server_args, self._link = server_args, link
-        self._run = EngineRun.begin(config, start_method)
+        # The front has made this directory for this engine alone.
+        self._run = EngineRun.begin(config, start_method, Path(link.socket).parent)
         self._launched: processes.Launched | None = None
 
     def serve(self) -> None:
@@ -47,6 +50,7 @@ class EngineHost:
 
         Uvicorn takes SIGTERM over while it serves, and passes it on to this handler when it has answered everything.
         """
+        read_pickles_strictly()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         signal.signal(signal.SIGHUP, lambda *_: self._end(1))
         try:

@@ -20,6 +20,7 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.distributed.rank_cores import read_cpus, share_of
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.rendezvous import Rendezvous
+from sgl_batch.errors import ConfigError
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.managers.rank_controller import run_rank_controller
 from sgl_batch.managers.run_context import RunContext
@@ -31,7 +32,12 @@ from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
+from sgl_batch.sglang_adapter.private_ports import LONGEST_NAME
+from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
+
+# What the kernel takes.
+_LONGEST_SOCKET = 107
 
 
 def device_graphs() -> Graphs | None:
@@ -45,7 +51,7 @@ def _is_on_cpu() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What the processes of one engine are started with. `directory`: where its ranks find each other.
+    """What the processes of one engine are started with. `directory`: where its processes find each other.
 
     It is SGLang's scheduler process function, and has its controller's and the detokenizer's beside it.
     `start_method`: multiprocessing's, for those that SGLang starts from this process. `graphs`: what gives a scheduler
@@ -58,9 +64,24 @@ class EngineRun:
     graphs: Callable[[], Graphs | None] = device_graphs
 
     @classmethod
-    def begin(cls, config: BatchConfig, start_method: str) -> EngineRun:
-        """A run with a new directory."""
-        return cls(config=config, directory=Path(tempfile.mkdtemp(prefix="sgl-batch-")), start_method=start_method)
+    def begin(cls, config: BatchConfig, start_method: str, directory: Path | None = None) -> EngineRun:
+        """A run in `directory`, which is this run's and closed to other users, or in a new one.
+
+        Raises ConfigError where the directory's name leaves no room for those of sockets.
+        """
+        run = cls(
+            config=config,
+            directory=directory or Path(tempfile.mkdtemp(prefix="sgl-batch-")),
+            start_method=start_method,
+        )
+        longest = _LONGEST_SOCKET - LONGEST_NAME - 1
+        if len(str(run.directory)) > longest:
+            run.end()
+            raise ConfigError(
+                f"the directory of temporary files {run.directory} has a name of {len(str(run.directory))} characters, "
+                f"too long for the names of sockets in it: set TMPDIR to one that makes it at most {longest}"
+            )
+        return run
 
     def end(self) -> None:
         """The processes have ended."""
@@ -149,6 +170,7 @@ def _begin_as_child() -> None:
     killed while this process began has no other way to end it.
     """
     processes.end_with_parent()
+    read_pickles_strictly()
     for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)

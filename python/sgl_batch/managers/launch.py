@@ -97,6 +97,8 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
     if merged.get("pp_size", 1) != 1:
         raise ConfigError(f"pp_size is {merged['pp_size']}; this release has no pipeline parallelism: use pp_size=1")
+    if (merged.get("nnodes") or 1) != 1:
+        raise ConfigError(f"nnodes is {merged['nnodes']}; the ranks of an engine share one machine: leave nnodes out")
     if config.memory.kv_store_bytes and not on_cpu(kwargs) and merged.get("attention_backend") is None:
         merged["attention_backend"] = TRITON_ATTENTION
     _check_store(config.memory, merged.get("attention_backend"), on_cpu=on_cpu(kwargs))

@@ -29,7 +29,7 @@ def run_rank_controller(directory: Path, **kwargs: Any) -> None:
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     ranks = _Ranks(Rendezvous(directory))
     threading.Thread(target=ranks.watch, name="rank watch", daemon=True).start()
-    run_controller_with(ranks.processes, ranks.end_unstarted, **kwargs)
+    run_controller_with(ranks.processes, ranks.end_unstarted, directory, **kwargs)
 
 
 class _Ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.distributed.rank_place import RankPlace
@@ -30,6 +31,11 @@ class RunContext:
     gpu_experts: GpuExperts | None = None
     graphs: Graphs | None = None
     place: RankPlace | None = None
+
+    @property
+    def world_store(self) -> Path:
+        """Where this process's group of torch.distributed, of one rank, meets."""
+        return self.rendezvous.directory / f"world-{0 if self.place is None else self.place.rank}"
 
     def telling(self) -> AbstractContextManager[None]:
         """Inside, what ends this process is told to the engine's; by rank, where there are several."""

@@ -27,6 +27,7 @@ from sgl_batch.managers.request_checks import (
 )
 from sgl_batch.managers.seeds import choice_seed
 from sgl_batch.sglang_adapter.grammars import compiles_with_xgrammar, tokenizer_info
+from sgl_batch.sglang_adapter.names import SAFETENSORS
 from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
 from sgl_batch.sglang_adapter.refusals import json_of
 from sgl_batch.sglang_adapter.tokenizing import (
@@ -224,8 +225,11 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return await super().update_weights_from_disk(obj, request)
 
     async def update_weights_from_ipc(self, obj: Any, request: Any = None) -> Any:
-        self.recordings.stop()
-        return await super().update_weights_from_ipc(obj, request)
+        """Not taken: checkpoint-engine reads pickles from a socket that the request names, and calls what they hold."""
+        return False, (
+            "weights are not taken from a checkpoint-engine, which sends programs beside them: send tensors or "
+            "safetensors (/update_weights_from_tensor), or broadcast them (/update_weights_from_distributed)"
+        )
 
     async def update_weights_from_distributed(self, obj: Any, request: Any = None) -> Any:
         self.recordings.stop()
@@ -233,9 +237,12 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             return await super().update_weights_from_distributed(obj, request)
 
     async def update_weights_from_tensor(self, obj: Any, request: Any = None) -> Any:
-        """Tensors travel as handles, each of which one process can open: every rank needs its own."""
+        """Tensors travel as handles, each of which one process can open: every rank needs its own.
+
+        The bytes of a safetensors file may be the same for all.
+        """
         given, ranks = len(obj.serialized_named_tensors), self.server_args.dp_size
-        if given != ranks:
+        if given != ranks and not (given == 1 and obj.load_format == SAFETENSORS):
             return False, f"serialized_named_tensors has {given} items; give one for each of {ranks} ranks"
         self.recordings.stop()
         with as_attention_ranks(self.server_args):

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import safetensors.torch
+
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.unloaded_experts import is_expert_parameter
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
 from sgl_batch.model_executor.model_runner import BatchModelRunner
 from sgl_batch.sglang_adapter.forward import TpModelWorker, keep_tensors_for, set_model_runner
+from sgl_batch.sglang_adapter.names import SAFETENSORS
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
             gpu_experts=self._context.gpu_experts,
             graphs=self._context.graphs,
             place=self._context.place,
+            world_store=self._context.world_store,
             model_config=self.model_config,
             mem_fraction_static=self.server_args.mem_fraction_static,
             gpu_id=self.gpu_id,
@@ -63,10 +67,14 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
         if self._context.place is not None:
             keep_tensors_for(recv_req, self._context.place.rank)
-        return self._updated(super().update_weights_from_tensor, recv_req)
+        is_file = recv_req.load_format == SAFETENSORS
+        return self._updated(self._load_safetensors if is_file else super().update_weights_from_tensor, recv_req)
 
-    def update_weights_from_ipc(self, recv_req: Any) -> Any:
-        return self._updated(super().update_weights_from_ipc, recv_req)
+    def _load_safetensors(self, recv_req: Any) -> tuple[bool, str]:
+        """The weights of a safetensors file that came whole, as bytes; nothing of it is run."""
+        weights = safetensors.torch.load(recv_req.serialized_named_tensors[0])
+        done: tuple[bool, str] = self.model_runner.weight_updater.update_weights_from_tensor(list(weights.items()))
+        return done
 
     def init_weights_update_group(self, recv_req: Any) -> Any:
         """Each of several ranks has a place of its own in the group, one after the other; to SGLang all are rank 0."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from sgl_batch.sglang_adapter.gpu_pools import use_our_pools
 from sgl_batch.sglang_adapter.memory import kv_token_bytes, set_kv_bytes
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.partial_loading import leaving_weights
+from sgl_batch.sglang_adapter.private_ports import on_this_machine
 from sgl_batch.sglang_adapter.ranks import expert_shard
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ def _nothing() -> None:
 class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     """Runs prefill and decode groups through `LayerRunner`; anything else through SGLang's own forward.
 
+    `world_store`: a file, not yet there, in which SGLang's own process group of this one rank meets.
     `before_sampling`: what the host does between the launch of a forward pass and that of its sampling.
     """
 
@@ -71,11 +74,13 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         gpu_experts: GpuExperts | None,
         graphs: Graphs | None,
         place: RankPlace | None,
+        world_store: Path,
         **kwargs: Any,
     ) -> None:
         self.batch_config, self.counters = batch_config, counters
         self.cpu_operators, self.gpu_experts = cpu_operators, gpu_experts
         self.graphs, self.place = graphs, place
+        self._world_store = world_store
         self.plan: Plan | None = None
         self.layer_runner: LayerRunner | None = None
         self.expert_choices: ExpertChoices | None = None
@@ -95,6 +100,10 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def expert_runner(self) -> str:
         """What computes the experts, in words."""
         return self._operators.expert_runner
+
+    def init_torch_distributed(self) -> None:
+        with on_this_machine(self._world_store):
+            super().init_torch_distributed()
 
     def load_model(self) -> None:
         """Load the model; of several ranks, each its share of the experts. Streamed experts stay in their files."""

@@ -10,8 +10,9 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from sgl_batch.sglang_adapter.bootstrap import collector_paused
@@ -45,7 +46,7 @@ def platform(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    with _environment({"SGLANG_PLATFORM": name}, _CPU_ENVIRONMENT):
+    with environment({"SGLANG_PLATFORM": name}, _CPU_ENVIRONMENT):
         yield
 
 
@@ -59,7 +60,7 @@ def template(device: str | None) -> Iterator[bool]:
     if "torch" in sys.modules:
         yield False
         return
-    with collector_paused(), _environment({"SGLANG_PLATFORM": CPU_PLATFORM}, {**_CPU_ENVIRONMENT, **_ONE_THREAD}):
+    with collector_paused(), environment({"SGLANG_PLATFORM": CPU_PLATFORM}, {**_CPU_ENVIRONMENT, **_ONE_THREAD}):
         import torch
 
         on_cpu = device == "cpu" or not torch.cuda.is_available()
@@ -73,7 +74,7 @@ def template(device: str | None) -> Iterator[bool]:
 
 
 @contextmanager
-def _environment(settings: dict[str, str], defaults: dict[str, str]) -> Iterator[None]:
+def environment(settings: Mapping[str, str], defaults: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """Have `settings` in the environment inside the block, and `defaults` for what it does not say."""
     before = dict(os.environ)
     os.environ.update({**defaults, **{key: before[key] for key in defaults if key in before}, **settings})

@@ -123,5 +123,9 @@ def set_model_runner(worker: Any, runner: Any) -> None:
 
 
 def keep_tensors_for(update: Any, rank: int) -> None:
-    """Of tensors that were sent for every rank, keep those of one, where SGLang looks for its rank 0's."""
-    update.serialized_named_tensors = [update.serialized_named_tensors[rank]]
+    """Of tensors that were sent for every rank, keep those of one, where SGLang looks for its rank 0's.
+
+    One item alone is for all ranks.
+    """
+    sent = update.serialized_named_tensors
+    update.serialized_named_tensors = sent if len(sent) == 1 else [sent[rank]]

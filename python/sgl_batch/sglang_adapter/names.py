@@ -6,3 +6,5 @@ CPU_ATTENTION = "sgl_batch_cpu"
 TRITON_ATTENTION = "triton"
 CPU_DISPATCH_KEY = "sgl_batch_cpu"
 CPU_GRAMMAR = "sgl_batch_xgrammar"
+# The load_format of weights that come as the bytes of safetensors files.
+SAFETENSORS = "safetensors"

@@ -17,7 +17,9 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
-from sgl_batch.sglang_adapter.names import CPU_ATTENTION
+from sgl_batch.sglang_adapter.internal_key import OnlyWithKey
+from sgl_batch.sglang_adapter.names import CPU_ATTENTION, SAFETENSORS
+from sgl_batch.sglang_adapter.private_ports import PrivatePorts, temporary_files_in
 from sgl_batch.sglang_adapter.process_trees import end_trees, processes_of
 from sgl_batch.sglang_adapter.refusals import Check, on_http_server
 
@@ -105,11 +107,23 @@ class RankedEngine(Engine):  # type: ignore[misc]
         finally:
             engine_module.run_data_parallel_controller_process = own
 
+    @classmethod
+    def _launch_subprocesses(cls, server_args: Any, *, run_scheduler_process_func: Any, **functions: Any) -> Any:
+        """SGLang's, with all sockets in the directory of the scheduler process function's owner."""
+        ports = PrivatePorts(run_scheduler_process_func.directory, "e").init_new(server_args)
+        return super()._launch_subprocesses(
+            server_args, run_scheduler_process_func=run_scheduler_process_func, port_args=ports, **functions
+        )
+
     def update_weights_from_tensor(
         self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True
     ) -> Any:
-        """SGLang's, with the tensors written down once for each rank, also where to SGLang none is cut."""
-        if load_format != "flattened_bucket":
+        """SGLang's, with the tensors written down once for each rank, also where to SGLang none is cut.
+
+        With the load_format "safetensors", `named_tensors` is a list of the bytes of safetensors files: one for all
+        ranks, or one for each.
+        """
+        if load_format not in ("flattened_bucket", SAFETENSORS):
             payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.server_args.dp_size)]
         else:
             payloads = normalize_serialized_named_tensor_payloads(named_tensors)
@@ -122,7 +136,9 @@ class RankedEngine(Engine):  # type: ignore[misc]
     def _launch_detokenizer_subprocesses(
         cls, server_args: Any, port_args: Any, run_detokenizer_process_func: Any
     ) -> Any:
-        with start_method_of(run_detokenizer_process_func):
+        several = server_args.detokenizer_worker_num > 1  # each then has a socket of its own
+        private = temporary_files_in(run_detokenizer_process_func.__self__.directory) if several else nullcontext()
+        with start_method_of(run_detokenizer_process_func), private:
             return super()._launch_detokenizer_subprocesses(server_args, port_args, run_detokenizer_process_func)
 
 
@@ -155,7 +171,7 @@ def serve_http(
     check: Check,
     beside: Callable[[], AbstractAsyncContextManager[None]] | None = None,
 ) -> None:
-    """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped.
+    """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped; all of it needs the `api_key`.
 
     `check` raises RefusalError for a request of the OpenAI endpoints that is not computed.
 
@@ -172,6 +188,8 @@ def serve_http(
             with on_http_server(check):
                 yield state
 
+    assert server_args.api_key, "the front has told its key"
+    app.add_middleware(OnlyWithKey, key=server_args.api_key)
     app.router.lifespan_context = both
     try:
         _setup_and_run_http_server(

@@ -10,9 +10,11 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.private_ports import PrivatePorts, hold_port, on_this_machine
 
 with bootstrap.importing():
     import sglang.srt.managers.data_parallel_controller as controller_module
@@ -34,20 +36,21 @@ def expert_shard(rank: int, world_size: int) -> AbstractContextManager[Any]:
 
 def new_process_group(backend: str, store: Any, *, rank: int, world_size: int, name: str, timeout_s: float) -> Any:
     """A process group of torch.distributed over the engine's ranks, apart from SGLang's own, which has one rank."""
-    return init_custom_process_group(
-        backend=backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        group_name=name,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with on_this_machine():
+        return init_custom_process_group(
+            backend=backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            group_name=name,
+            timeout=timedelta(seconds=timeout_s),
+        )
 
 
 def run_controller_with(
-    processes: dict[int, list[Any]], on_start_failure: Callable[[int, str], None], **kwargs: Any
+    processes: dict[int, list[Any]], on_start_failure: Callable[[int, str], None], directory: Path, **kwargs: Any
 ) -> None:
-    """Run SGLang's data-parallel controller in this process.
+    """Run SGLang's data-parallel controller in this process; its sockets are in `directory`.
 
     `processes`: for each rank, its scheduler process is put here as soon as it runs; another thread may look at it.
     `on_start_failure(rank, what)` is called, in some thread, where one cannot be started, and ends this process.
@@ -84,4 +87,6 @@ def run_controller_with(
                     self._request_dispatcher(controller_module.sock_recv(self.recv_from_tokenizer))
 
     controller_module.DataParallelController = Controller
+    controller_module.PortArgs = PrivatePorts(directory, "r")
+    controller_module.bind_port = hold_port
     controller_module.run_data_parallel_controller_process(**kwargs)

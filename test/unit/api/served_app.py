@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from sgl_batch.api.http_protocol import StrictProtocol
+
 
 @asynccontextmanager
 async def served(app: ASGIApp) -> AsyncIterator[str]:
@@ -17,7 +19,7 @@ async def served(app: ASGIApp) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio does this for sockets that it has made itself; without, each answer on a kept connection takes 40 ms more.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical"))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical", http=StrictProtocol))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -9,8 +9,10 @@ from sgl_batch.api.auth import AccessRules, is_for_admin
 USER, ADMIN = {"authorization": "Bearer user"}, {"authorization": "Bearer admin"}
 
 
-def rules(*, api_key: str | None = None, admin: str | None = None, host: str = "127.0.0.1") -> AccessRules:
-    return AccessRules(api_key=api_key, admin_api_key=admin, host=host)
+def rules(
+    *, api_key: str | None = None, admin: str | None = None, host: str = "127.0.0.1", **opened: bool
+) -> AccessRules:
+    return AccessRules(api_key=api_key, admin_api_key=admin, host=host, **opened)
 
 
 def status(given: AccessRules, path: str, headers: dict[str, str] | None = None) -> int:
@@ -31,7 +33,7 @@ def test_keys_of_other_letters_are_refused_and_do_not_fail():
 
 
 @pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/abort_request", "/flush_cache", "/anything_new"])
-def test_control_needs_the_admin_key_where_there_is_any_key(path):
+def test_control_needs_the_admin_key(path):
     both = rules(api_key="user", admin="admin")
     assert status(both, path) == 401
     assert status(both, path, USER) == 401
@@ -49,14 +51,33 @@ def test_with_an_admin_key_alone_users_need_none():
     assert status(rules(admin="admin"), "/v1/files") == 200
 
 
-def test_without_any_key_all_is_open_on_loopback():
-    assert status(rules(), "/flush_cache") == 200
+def test_without_any_key_users_are_let_in_and_control_is_not():
     assert status(rules(), "/v1/files") == 200
+    refusal = rules().refusal("/flush_cache", {"host": "127.0.0.1"})
+    assert refusal is not None
+    assert (refusal.status_code, refusal.code) == (403, "control_disabled")
+    assert "--admin-api-key-file" in refusal.message
+    assert "--allow-unauthenticated-control" in refusal.message
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/health_generate"])
+def test_a_flag_gives_control_to_users():
+    assert status(rules(open_control=True), "/flush_cache") == 200
+    assert status(rules(open_control=True, api_key="user"), "/flush_cache") == 401
+    assert status(rules(open_control=True, api_key="user"), "/flush_cache", USER) == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ping"])
 def test_probes_need_no_key(path):
     assert status(rules(api_key="user", admin="admin"), path) == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health_generate"])
+def test_metrics_and_generation_need_the_users_key(path):
+    for given in (rules(api_key="user", admin="admin"), rules(api_key="user", open_control=True)):
+        assert status(given, path) == 401
+        assert status(given, path, USER) == 200
+    assert status(rules(), path) == 200
+    assert status(rules(api_key="user", open_metrics=True), path) == (200 if path == "/metrics" else 401)
 
 
 @pytest.mark.parametrize("path", ["/v1/../flush_cache", "//flush_cache", "/v1/./x", "/V1/x", "/metrics/x", "/healthy"])

@@ -74,3 +74,22 @@ def test_values_of_sglangs_config_file_count_for_the_server_and_the_command_line
 def test_bad_values_are_refused_with_the_flag(argv, words):
     with pytest.raises(ConfigError, match=words):
         parse_front_options(argv)
+
+
+def test_control_without_a_key_needs_a_word_and_no_admin_key():
+    assert not parse_front_options([]).open_control
+    assert parse_front_options(["--allow-unauthenticated-control"]).open_control
+    with pytest.raises(ConfigError, match="leave one"):
+        parse_front_options(["--allow-unauthenticated-control", "--admin-api-key", "a"])
+
+
+@pytest.mark.parametrize("flag", ["--enable-custom-logit-processor", "--enable-custom-logit", "--enable-c"])
+def test_programs_in_requests_need_a_key_or_a_word(flag, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("enable-custom-logit-processor: true\n")
+    for argv in ([flag], ["--config", str(file)]):
+        with pytest.raises(ConfigError, match="a program, which the engine runs"):
+            parse_front_options([*argv, "--admin-api-key", "a"])
+        for word in (["--api-key", "k"], ["--allow-unauthenticated-control"]):
+            assert parse_front_options([*argv, *word]).engine_argv == tuple(argv)
+    assert parse_front_options(["--enable-metrics"]).engine_argv == ("--enable-metrics",)

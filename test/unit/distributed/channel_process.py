@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import msgspec
 
@@ -18,7 +20,10 @@ class Number(msgspec.Struct, tag="number"):
 
 
 def _live_until_killed(link: Connection) -> None:
-    with ZmqChannel[Number](rank=1, messages=Number, run_id="run") as channel:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        ZmqChannel[Number](rank=1, messages=Number, run_id="run", path=Path(place) / "1") as channel,
+    ):
         link.send(channel.endpoint)
         channel.connect({0: link.recv()})
         channel.send(0, Number(value=1))

@@ -1,13 +1,15 @@
-"""Channels between ranks that are threads of one process: in memory, or over TCP as between processes."""
+"""Channels between ranks that are threads of one process: in memory, or over sockets as between processes."""
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -81,11 +83,13 @@ def in_memory(num_ranks: int) -> Iterator[list[MemoryChannel]]:
 
 
 @contextmanager
-def over_tcp(num_ranks: int) -> Iterator[list[ZmqChannel[Message]]]:
+def over_sockets(num_ranks: int) -> Iterator[list[ZmqChannel[Message]]]:
     """Channels of all ranks as the engine has them."""
     with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         channels: list[ZmqChannel[Message]] = [
-            stack.enter_context(ZmqChannel(rank=rank, messages=Message, run_id="run")) for rank in range(num_ranks)
+            stack.enter_context(ZmqChannel(rank=rank, messages=Message, run_id="run", path=place / str(rank)))
+            for rank in range(num_ranks)
         ]
         endpoints = {channel.rank: channel.endpoint for channel in channels}
         for channel in channels:

@@ -253,3 +253,8 @@ def test_ranks_that_share_a_gpu_are_told_how_much_of_it_each_has(gpus, tokens, r
             sglang_arguments(two, from_mapping({}))
     else:
         assert sglang_arguments(two, from_mapping({}))["tp_size"] == 1
+
+
+def test_several_machines_are_refused_at_once():
+    with pytest.raises(ConfigError, match="nnodes is 2; the ranks of an engine share one machine"):
+        sglang_arguments({"model_path": "m", "device": "cpu", "nnodes": 2}, BatchConfig())

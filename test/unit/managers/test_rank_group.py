@@ -9,7 +9,7 @@ import sgl_batch_kernel
 import torch
 from rank_builders import PLAN, movable
 from rank_builders import rank as a_rank
-from rank_wires import MemoryChannel, all_at_once, in_memory, over_tcp
+from rank_wires import MemoryChannel, all_at_once, in_memory, over_sockets
 from sequence_builders import choices, sequence
 
 from sgl_batch.core.order.fifo import FifoOrder
@@ -68,7 +68,7 @@ def decided(channels, states: list[RankState], migration: Migration = Migration.
 
 
 @pytest.mark.parametrize("with_board", [False, True], ids=["channel", "board"])
-@pytest.mark.parametrize("open_channels", [in_memory, over_tcp])
+@pytest.mark.parametrize("open_channels", [in_memory, over_sockets])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_all_ranks_get_the_same_step(open_channels, num_ranks, with_board):
     boards = boards_of(num_ranks) if with_board else [None] * num_ranks
@@ -169,7 +169,7 @@ def test_an_answer_of_another_kind_is_an_error_on_the_other_side():
             group_of(second, 2).decide(message_of(a_rank()), PLAN, FifoOrder())
 
 
-@pytest.mark.parametrize("open_channels", [in_memory, over_tcp])
+@pytest.mark.parametrize("open_channels", [in_memory, over_sockets])
 def test_a_dead_rank_is_named_by_the_one_that_decides(open_channels):
     with open_channels(3) as (first, second, third):
         second.send(0, HeaderMessage(0, 0, 0, False, 0))
@@ -181,7 +181,7 @@ def test_a_dead_rank_is_named_by_the_one_that_decides(open_channels):
         assert lost.value.rank == 2
 
 
-@pytest.mark.parametrize("open_channels", [in_memory, over_tcp])
+@pytest.mark.parametrize("open_channels", [in_memory, over_sockets])
 def test_the_deciding_rank_s_death_ends_the_others_wait(open_channels):
     with open_channels(2) as (first, second):
 

@@ -114,7 +114,7 @@ def run_all(ranks: list[RankProcess], boundary: int, moves: list[Move]) -> list[
 
 def _serve(rank: int, num_ranks: int, plan: RankPlan, store_path: str, link: Connection) -> None:
     torch.set_num_threads(1)
-    with ZmqChannel[Message](rank=rank, messages=Message, run_id="test") as channel:
+    with ZmqChannel[Message](rank=rank, messages=Message, run_id="test", path=Path(f"{store_path}.{rank}")) as channel:
         link.send(channel.endpoint)
         channel.connect(link.recv())
         group = dist.ProcessGroupGloo(dist.FileStore(store_path, num_ranks), rank, num_ranks, timedelta(seconds=120))

@@ -1,0 +1,44 @@
+"""What of a program other machines and other users of this one can reach."""
+
+from __future__ import annotations
+
+import ipaddress
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def tree_of(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def listening(process: psutil.Process) -> Iterator[tuple[str, int]]:
+    """The addresses on which a process takes connections, or packets."""
+    for socket in process.net_connections(kind="inet"):
+        if socket.laddr and not socket.raddr:
+            yield socket.laddr.ip, socket.laddr.port
+
+
+def open_to_strangers(pid: int) -> list[str]:
+    """What processes from `pid` on have open to other machines, and to other users of this one."""
+    found = []
+    for process in tree_of(pid):
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
+            addresses = [f"{ip}:{port}" for ip, port in listening(process) if not ipaddress.ip_address(ip).is_loopback]
+            unix = {Path(socket.laddr) for socket in process.net_connections(kind="unix") if socket.laddr}
+            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            shared = {Path(line.split(maxsplit=5)[5]) for line in maps if " /dev/shm/" in line}
+            exposed = [str(path) for path in unix | shared if path.exists() and not _is_private(path)]
+            found += [f"{process.pid} {process.name()}: {what}" for what in (*addresses, *exposed)]
+    return found
+
+
+def _is_private(path: Path) -> bool:
+    """Whether nobody but its owner can open a file, by its own mode or that of a directory above it."""
+    return any(place.stat().st_mode & _OTHERS == 0 for place in (path, *path.parents))
