@@ -277,7 +277,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             )
 
     def on_idle(self) -> None:
-        with self.context.counters.clock.part("waiting"):
+        with self.context.counters.clock.part("idle"):
             if self.rank_steps is None and not self.executor.paused:
                 super().on_idle()
             elif self._group_idles or self.executor.paused:
