@@ -50,7 +50,7 @@ def output_name(job: JobRow, file_id: str) -> str:
 def batch_object(
     row: JobRow, active: ActiveJob | None, *, now: float, engine_ready: bool, storage: StorageState
 ) -> BatchObject:
-    """A job; `active` where it has not ended."""
+    """A job; `active` where it has not ended. Its files are named from the first line on that is committed to them."""
     if active is not None:
         row = active.row
     completed = active.totals.completed if active else row.completed
@@ -73,8 +73,8 @@ def batch_object(
         completion_window=row.completion_window,
         status=row.status,
         errors=json.loads(row.errors) if row.errors else None,
-        output_file_id=row.output_file_id if row.has_output else None,
-        error_file_id=row.error_file_id if row.has_errors else None,
+        output_file_id=row.output_file_id if row.has_output or completed else None,
+        error_file_id=row.error_file_id if row.has_errors or failed else None,
         request_counts={"total": row.total, "completed": completed, "failed": failed},
         usage=_usage(active or row),
         metadata=json.loads(row.metadata) if row.metadata else None,

@@ -246,6 +246,31 @@ def test_while_a_job_runs_its_content_is_the_lines_before_the_first_that_is_not_
     asyncio.run(scenario())
 
 
+def test_a_running_job_names_its_files_from_the_first_line_on_that_is_committed_to_each(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path, ScriptedSource(hold_marked)) as service:
+            waits = await create(service, [line("a", "hold")])
+            answers = await create(service, [line("a"), line("b", "hold")])
+            refuses = await create(service, [line("a", "refuse"), line("b", "hold")])
+            while not (shown := await service.get_batch(answers.id)).request_counts["completed"]:
+                assert shown.output_file_id is None
+                await asyncio.sleep(0.001)
+            while not (await service.get_batch(refuses.id)).request_counts["failed"]:
+                await asyncio.sleep(0.001)
+            shown = [await service.get_batch(one.id) for one in (waits, answers, refuses)]
+            assert {one.status for one in shown} == {"in_progress"}
+            named = [(one.output_file_id is not None, one.error_file_id is not None) for one in shown]
+            assert named == [(False, False), (True, False), (False, True)]
+            assert [one["custom_id"] for one in await records(service, shown[1].output_file_id)] == ["a"]
+            assert (await service.get_file(shown[2].error_file_id)).bytes > 0
+            for one in shown:
+                await service.cancel_batch(one.id)
+                done = await until(service, one.id)
+                assert (done.output_file_id or one.output_file_id) == one.output_file_id, "a name stays"
+
+    asyncio.run(scenario())
+
+
 def test_a_service_that_is_stopped_goes_on_where_it_was(tmp_path):
     async def scenario():
         given = [line(f"r{index}", "hold" if index % 3 == 0 else None) for index in range(2500)]
