@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.jobs.batch_service.active_job import ActiveJob
+from sgl_batch.jobs.batch_service.job_feeder import weight_of
 from sgl_batch.jobs.batch_service.lifecycle import ENDED, JobStatus
 from sgl_batch.jobs.batch_service.objects import BatchObject, FileObject, StorageState
 from sgl_batch.jobs.job_store.file_rows import FileRow
@@ -55,7 +56,10 @@ def batch_object(
         row = active.row
     completed = active.totals.completed if active else row.completed
     failed = active.totals.failed if active else row.failed
+    metadata = json.loads(row.metadata) if row.metadata else None
     extra: dict[str, Any] = {
+        "name": (metadata or {}).get("name") or row.input_filename,
+        "priority": weight_of(metadata),
         "output_file_id": row.output_file_id,
         "error_file_id": row.error_file_id,
         "seed": row.seed,
@@ -77,7 +81,7 @@ def batch_object(
         error_file_id=row.error_file_id if row.has_errors or failed else None,
         request_counts={"total": row.total, "completed": completed, "failed": failed},
         usage=_usage(active or row),
-        metadata=json.loads(row.metadata) if row.metadata else None,
+        metadata=metadata,
         x_sgl_batch=extra,
         **{name: getattr(row, name) for name in _TIMES},
     )

@@ -163,6 +163,21 @@ def test_a_cancelled_job_keeps_its_finished_lines_and_says_so_for_the_others(tmp
     asyncio.run(scenario())
 
 
+def test_a_job_says_its_priority_and_its_name_or_that_of_its_input(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path) as service:
+            plain = await create(service, lines(1))
+            named = await create(service, lines(1), metadata={"name": "nightly", "priority": "20"})
+            shown = [(one.x_sgl_batch["name"], one.x_sgl_batch["priority"]) for one in (plain, named)]
+            assert shown == [("in.jsonl", 1), ("nightly", 20)]
+            done = await until(service, plain.id)
+            await service.delete_file(done.input_file_id)
+            assert (await service.get_batch(plain.id)).x_sgl_batch["name"] is None
+            assert (await service.list_batches()).data[0].x_sgl_batch["name"] == "nightly"
+
+    asyncio.run(scenario())
+
+
 def test_a_job_can_be_cancelled_before_any_engine_is_there(tmp_path):
     async def scenario():
         async with service_in(tmp_path, ScriptedSource(is_up=False)) as service:
