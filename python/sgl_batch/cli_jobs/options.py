@@ -170,7 +170,13 @@ def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         window = "24h" if name == "submit" else None
         text = "when the job expires: minutes, hours or days as 30m, 24h, 7d"
         add("--window", default=window, metavar="TIME", text=f"{text} (default: {window or 'as the job had'})")
-        add("--metadata", action="append", default=[], metavar="KEY=VALUE", text="kept with the job, which is shown as name=NAME; may be repeated")
+        add(
+            "--metadata",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            text="kept with the job (name=NAME is shown); may be repeated",
+        )
         add("--priority", type=int, metavar="N", text="the job's share of the engine, 1 to 100 (default: 1)")
         add(
             "--idempotency-key", metavar="KEY", text="asking again with the same key gives the same job (default: none)"
