@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
+import psutil
 import pytest
 from scripted_host import COMMAND
 
@@ -105,6 +106,22 @@ def test_a_killed_engine_is_named_by_its_signal(tmp_path: Path) -> None:
         os.kill(int(str(pid)), signal.SIGKILL)
         with pytest.raises(EngineError, match="SIGKILL while it served"):
             await waiting
+
+    supervise(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("ends", ["is stopped", "dies"])
+def test_nothing_of_an_engine_runs_any_more_when_it_has_ended(tmp_path: Path, ends: str) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        engine = await supervisor.available()
+        answer = await engine.respond("/v1/completions", {"child": 1 << 29})
+        child = psutil.Process(int(str(answer.body["child"])))
+        if ends == "dies":
+            with pytest.raises(EngineError):
+                await engine.respond("/v1/completions", {"exit": 3})
+        else:
+            await supervisor.stop()
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
     supervise(tmp_path, scenario)
 
