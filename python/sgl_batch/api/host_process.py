@@ -43,13 +43,13 @@ class EngineHttp:
 class HostProcess:
     """One process with one engine: `command`, with where its HTTP endpoints are to be.
 
-    Its temporary files lie in a directory of its own in `directory`.
+    Its temporary files lie in a directory of its own in `directory`, logs of requests in `request_logs`.
 
     `client` stands for the engine once it is ready.
     """
 
-    def __init__(self, command: Sequence[str], directory: Path, number: int) -> None:
-        self._command = command
+    def __init__(self, command: Sequence[str], directory: Path, number: int, request_logs: Path) -> None:
+        self._command, self._request_logs = command, request_logs
         self._front_directory = directory
         self._directory = directory / f"engine-{number}"
         self._socket = str(self._directory / "lines.sock")
@@ -98,6 +98,7 @@ class HostProcess:
             directory=str(self._front_directory),
             api_key=self.http.api_key,
             front_pid=os.getpid(),
+            request_logs=str(self._request_logs),
         )
         assert self._process.stdin is not None, "standard input is a pipe"
         # It stays open: its end is how the other side learns of ours.

@@ -23,6 +23,7 @@ from sgl_batch.distributed.line_channel import serve_lines
 from sgl_batch.distributed.line_frames import Failed, Frames, FromFront, Ready
 from sgl_batch.errors import EngineError
 from sgl_batch.managers import launch
+from sgl_batch.managers.control_routes import control_routes
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.front_link import FrontLink
 from sgl_batch.managers.line_answers import LineAnswers
@@ -58,7 +59,8 @@ class EngineHost:
             self._server_args.log_level_http = self._server_args.log_level_http or "warning"
             launched.tokenizer_manager.server_drains = True
             launched.tokenizer_manager.outlives_children = True
-            processes.serve_http(self._server_args, launched, self._lines)
+            routes = control_routes(launched.tokenizer_manager)
+            processes.serve_http(self._server_args, launched, self._lines, routes)
         finally:
             self._run.end()
 
