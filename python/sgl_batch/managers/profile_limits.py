@@ -1,6 +1,6 @@
 """Decides which profiles of the engine may be asked for, and when one ends. It starts and stops none.
 
-A profiler keeps every event in memory until it stops, and needs several times as much to write them down.
+A profiler keeps every event in memory until it stops, and takes several times as much to write them down.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sgl_batch.errors import RequestError
 from sgl_batch.mem_cache.process_memory import resident_bytes
 
 DEFAULT_STEPS = 20
-MOST_STEPS = 500
+MOST_STEPS = 100
 MOST_S = 60.0
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 28
 _ON_GPU = ("MEM", "CUDA_PROFILER", "RPD")
 
 

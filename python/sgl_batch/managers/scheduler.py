@@ -38,6 +38,7 @@ from sgl_batch.managers.tiered_executor import TieredExecutor
 from sgl_batch.managers.tiered_rank_steps import TieredRankSteps
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
+from sgl_batch.mem_cache.free_memory import give_back_heap
 from sgl_batch.mem_cache.process_memory import peak_resident_bytes
 from sgl_batch.sglang_adapter.profiling import LimitedProfiler
 from sgl_batch.sglang_adapter.resuming import begin_anew, go_on_from
@@ -139,7 +140,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         super().init_profiler()
         watch = ProfileWatch()
         self.profiler_manager: Any = LimitedProfiler(
-            self.profiler_manager, watch.must_end, alone=self.context.place is not None
+            self.profiler_manager, watch.must_end, give_back_heap, alone=self.context.place is not None
         )
 
     def init_request_dispatcher(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,14 @@ class LimitedProfiler:
     """Stands in the place of SGLang's SchedulerProfilerManager, for the two calls that its scheduler makes.
 
     `must_end` says why a profile that is under way has to end (None: it need not), and is asked after each step and
-    whenever the scheduler is idle; with False it hears that none is under way. `alone`: other ranks may stop at other
-    steps, and none waits for the others to write their traces.
+    whenever the scheduler is idle; with False it hears that none is under way. `give_back` returns freed memory to the
+    kernel. `alone`: other ranks may stop at other steps, and none waits for the others to write their traces.
     """
 
-    def __init__(self, profiler: Any, must_end: Callable[[bool], str | None], *, alone: bool) -> None:
-        self._profiler, self._must_end = profiler, must_end
+    def __init__(
+        self, profiler: Any, must_end: Callable[[bool], str | None], give_back: Callable[[], None], *, alone: bool
+    ) -> None:
+        self._profiler, self._must_end, self._give_back = profiler, must_end, give_back
         if alone:
             rank = torch.distributed.get_rank()
             own = torch.distributed.new_group([rank], backend="gloo", use_local_synchronization=True)
@@ -36,11 +39,16 @@ class LimitedProfiler:
         """Start or stop, as asked; SGLang would lose a profiler that is started while it runs."""
         if asked.req_type == ProfileReqType.START_PROFILE and self._profiler.profile_in_progress:
             return ProfileReqOutput(success=False, message="a profile is under way; end it with /stop_profile")
-        return self._guarded(lambda: self._profiler._profile(asked))
+        was_under_way = self._profiler.profile_in_progress
+        answer = self._guarded(lambda: self._profiler._profile(asked))
+        self._after(was_under_way)
+        return answer
 
     def _profile_batch_predicate(self, batch: Any) -> None:
         """Before a forward pass."""
+        was_under_way = self._profiler.profile_in_progress
         self._guarded(lambda: self._profiler._profile_batch_predicate(batch))
+        self._after(was_under_way)
         self.look()
 
     def look(self) -> None:
@@ -49,6 +57,13 @@ class LimitedProfiler:
         if why is not None:
             logger.warning("the profile is ended: %s", why)
             self._guarded(self._profiler._stop_profile)
+            self._after(was_under_way=True)
+
+    def _after(self, was_under_way: bool) -> None:
+        """Give the memory of a profile that has ended back: its events refer to each other, in many small pieces."""
+        if was_under_way and not self._profiler.profile_in_progress:
+            gc.collect()
+            self._give_back()
 
     def _guarded(self, do: Callable[[], Any]) -> Any:
         """A trace that cannot be written is lost, and not the engine with it."""

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
-import psutil
 import pytest
 from scripted_host import COMMAND
 

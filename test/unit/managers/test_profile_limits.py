@@ -25,7 +25,7 @@ from sgl_batch.sglang_adapter.profiling import LimitedProfiler, ProfileReq, Prof
 
 def test_a_profile_without_a_number_of_steps_has_one_and_more_than_the_most_are_refused() -> None:
     assert (steps_of(None), steps_of(1), steps_of(MOST_STEPS)) == (DEFAULT_STEPS, 1, MOST_STEPS)
-    assert limits_text(7) == "7 steps, 60 s or 1.00 GiB of memory"
+    assert limits_text(7) == "7 steps, 60 s or 256.00 MiB of memory"
     for number in (0, -1, MOST_STEPS + 1):
         with pytest.raises(RequestError, match=f"num_steps is {number}; give 1 to {MOST_STEPS}, the limit") as caught:
             steps_of(number)
@@ -53,7 +53,7 @@ def test_a_profile_ends_when_its_time_or_its_memory_is_over() -> None:
     held[0] += MOST_BYTES - 1
     assert watch.must_end(True) is None
     held[0] += 1
-    assert "grown by 1.00 GiB" in (watch.must_end(True) or "")
+    assert "grown by 256.00 MiB" in (watch.must_end(True) or "")
     assert watch.must_end(False) is None
     assert watch.must_end(True) is None, "another one begins"
     now[0] += MOST_S
@@ -84,7 +84,9 @@ class Profiler:
 
 def test_a_profile_is_ended_at_a_step_or_while_idle_and_one_at_a_time_runs() -> None:
     profiler, why = Profiler(), [None, "its time is over"]
-    limited = LimitedProfiler(profiler, lambda is_under_way: why[0] if is_under_way else None, alone=False)
+    limited = LimitedProfiler(
+        profiler, lambda is_under_way: why[0] if is_under_way else None, lambda: None, alone=False
+    )
     start = ProfileReq(req_type=ProfileReqType.START_PROFILE)
     for end in (limited.look, lambda: limited._profile_batch_predicate(None)):
         why.sort(key=lambda one: one is not None)
@@ -95,12 +97,12 @@ def test_a_profile_is_ended_at_a_step_or_while_idle_and_one_at_a_time_runs() -> 
         why.reverse()
         end()
         assert not profiler.profile_in_progress
-    assert profiler.stops == 2
+    assert (profiler.stops, len(given_back)) == (2, 2)
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_engine() -> None:
     profiler = Profiler()
-    limited = LimitedProfiler(profiler, lambda _: None, alone=False)
+    limited = LimitedProfiler(profiler, lambda _: None, lambda: None, alone=False)
     limited._profile(ProfileReq(req_type=ProfileReqType.START_PROFILE))
     profiler.fault = OSError("no space left on device")
     limited._profile_batch_predicate(None)
