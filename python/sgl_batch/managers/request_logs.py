@@ -41,7 +41,10 @@ def _private(path: str, flags: int) -> int:
 
 
 def bound_targets(targets: Iterable[logging.Logger]) -> list[str]:
-    """Have loggers that write to files write to few of bounded size; returns their paths. Streams are left alone."""
+    """Have loggers that write to files write to few of bounded size; returns their paths. Streams are left alone.
+
+    SGLang makes an empty file, which others may read, whenever it looks for a logger that may be there already.
+    """
     paths = []
     for target in targets:
         for handler in list(target.handlers):
@@ -50,18 +53,17 @@ def bound_targets(targets: Iterable[logging.Logger]) -> list[str]:
                 bounded.setFormatter(handler.formatter)
                 target.removeHandler(handler)
                 handler.close()
-                _make_private(Path(handler.baseFilename))
                 target.addHandler(bounded)
-        paths += [one.baseFilename for one in target.handlers if isinstance(one, RotatingFileHandler)]
+        for handler in target.handlers:
+            if isinstance(handler, PrivateRotatingFile):
+                _make_private(Path(handler.baseFilename))
+                paths.append(handler.baseFilename)
     return paths
 
 
 def _make_private(log: Path) -> None:
-    """SGLang makes the file when it makes the logger, whether anything is logged or not."""
-    if log.stat().st_size:
+    with suppress(FileNotFoundError):
         log.chmod(0o600)
-    else:
-        log.unlink()
 
 
 def logs_text(paths: Sequence[str]) -> str:

@@ -84,8 +84,9 @@ class Profiler:
 
 def test_a_profile_is_ended_at_a_step_or_while_idle_and_one_at_a_time_runs() -> None:
     profiler, why = Profiler(), [None, "its time is over"]
+    given_back: list[int] = []
     limited = LimitedProfiler(
-        profiler, lambda is_under_way: why[0] if is_under_way else None, lambda: None, alone=False
+        profiler, lambda is_under_way: why[0] if is_under_way else None, lambda: given_back.append(1), alone=False
     )
     start = ProfileReq(req_type=ProfileReqType.START_PROFILE)
     for end in (limited.look, lambda: limited._profile_batch_predicate(None)):
