@@ -98,7 +98,7 @@ def _steps(
     for _ in range(rounds):
         whole_s, parts, counters = _answer(engine, _prompts(draw, batch, context, vocabulary), 1 + steps)
         if engine.server_args.device == "cpu":
-            decode_s = sum(parts.values()) - parts["waiting"] - counters["prefill_us"] / 1e6
+            decode_s = sum(parts.values()) - parts["idle"] - counters["prefill_us"] / 1e6
         else:
             decode_s = whole_s - _answer(engine, _prompts(draw, batch, context, vocabulary), 1)[0]
         step_s.append(decode_s / counters["decode_steps"])

@@ -56,7 +56,7 @@ def boundary_share(ranks: Sequence[EngineStats]) -> float:
     prefill_s = max(rank.counters.get("prefill_us", 0) for rank in ranks) / 1e6
     shares = []
     for rank in ranks:
-        decode_s = sum(rank.part_s.values()) - rank.part_s.get("waiting", 0.0) - prefill_s
+        decode_s = sum(rank.part_s.values()) - rank.part_s.get("idle", 0.0) - prefill_s
         shares.append(sum(rank.part_s.get(part, 0.0) for part in _BOUNDARY) / max(decode_s, 1e-9))
     return max(shares)
 

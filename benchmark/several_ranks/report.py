@@ -72,7 +72,7 @@ def _main_table(cases: Sequence[Case], rounds: list[dict[str, Run]], bounds: lis
                 case.name,
                 _spread([run.seconds for run in runs], "{:.1f}"),
                 _spread(ratios, "{:.2f}"),
-                _by_rank(runs, lambda ranks: [rank.idle_share for rank in ranks]),
+                _by_rank(runs, lambda ranks: [rank.waiting_share for rank in ranks]),
                 least + _by_rank(runs, stall_shares),
                 _spread([100 * boundary_share(run.ranks) for run in runs], "{:.2f} %"),
                 _spread([num_moved(run.ranks) for run in runs], "{:.0f}"),
@@ -80,7 +80,7 @@ def _main_table(cases: Sequence[Case], rounds: list[dict[str, Run]], bounds: lis
                 _by_rank(runs, routed_shares),
             ]
         )
-    headings = ["", "seconds", "x bound", "idle by rank", "stall by rank", "boundary", "moves", "imbalance", "routed"]
+    headings = ["", "seconds", "x bound", "waits by rank", "stall by rank", "boundary", "moves", "imbalance", "routed"]
     return table(headings, rows)
 
 

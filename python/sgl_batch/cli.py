@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "serve":
         from sgl_batch.launch_server import main as serve
 
-        return int(serve(rest) or 0)
+        return int(serve(rest, "sgl-batch serve") or 0)
     if command == "jobs":
         from sgl_batch.cli_jobs.command import jobs_command
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgl_batch.byte_sizes import HOW_TO_WRITE, parse_bytes
@@ -309,7 +309,14 @@ def add_cli_flags(parser: argparse.ArgumentParser) -> None:
             _add_flag(group, field)
 
 
-def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
+def add_some_flags(group: Any, names: Sequence[str], *, briefly: bool = False) -> None:
+    """Add the flags of these names to a group of help; `briefly`: how sizes are written stands elsewhere."""
+    fields = {field.name: field for section in _SECTIONS.values() for field in dataclasses.fields(section)}
+    for name in names:
+        _add_flag(group, fields[name], briefly=briefly)
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any], *, briefly: bool = False) -> None:
     name = "--" + field.name.replace("_", "-")
     text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
     if isinstance(field.default, bool):
@@ -317,7 +324,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
         group.add_argument(name, dest=field.name, action=action, default=field.default, help=text)
     elif field.metadata["in_bytes"]:
         # Read with the others, so that a mistake is told in the same words.
-        text = f"{text}; it takes {HOW_TO_WRITE}"
+        text = text if briefly else f"{text}; it takes {HOW_TO_WRITE}"
         group.add_argument(name, dest=field.name, metavar="BYTES", default=field.default, help=text)
     else:
         kind = str if field.default is None else type(field.default)

@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from sgl_batch.engine_arguments import EngineArguments, build_arguments
 from sgl_batch.errors import ConfigError, SglBatchError
@@ -22,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = build_arguments(list(sys.argv[1:] if argv is None else argv))
         _check(parsed)
+        _log_requests_in(parsed.server_args, link.request_logs)
     except ConfigError as error:
         return _complain(link, str(error), 1, BAD_USAGE)
     level = str(parsed.server_args.log_level).upper()
@@ -44,6 +47,13 @@ def _check(parsed: EngineArguments) -> None:
         raise ConfigError("enable_http2 is given; this server speaks HTTP/1.1: leave it out")
     # The server has these itself, where a --config file names them.
     parsed.server_args.ssl_certfile = parsed.server_args.ssl_keyfile = None
+
+
+def _log_requests_in(server_args: Any, directory: str) -> None:
+    """Have requests logged to files of bounded size, unless the user says where; standard output would not be."""
+    if not server_args.log_requests_target:
+        Path(directory).mkdir(parents=True, exist_ok=True, mode=0o700)
+        server_args.log_requests_target = [directory]
 
 
 def _complain(link: FrontLink, message: str, exit_code: int, code: str | None) -> int:

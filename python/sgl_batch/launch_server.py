@@ -1,6 +1,6 @@
 """`python -m sgl_batch.launch_server`: the server. It reads its own flags and hands the others to the engine's process.
 
-It never imports the engine's libraries, but for its help.
+It never imports the engine's libraries, but for the list of all their flags.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ import sys
 from collections.abc import Sequence
 
 from sgl_batch.api.front_options import add_own_flags, parse_front_options
+from sgl_batch.api.server_help import HELP_ALL, PROGRAM, short_help
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.program_end import end_with
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Serve until stopped; returns the exit code: 1 for bad usage, 3 when it cannot serve."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if HELP_ALL in arguments:
+        return _print_all_help(arguments, program)
     if {"-h", "--help"} & set(arguments):
-        return _print_help(arguments)
+        sys.stdout.write(short_help(program))
+        return 0
     try:
         options = parse_front_options(arguments)
         from sgl_batch.api.front import serve
@@ -28,12 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, ConfigError) else 3
 
 
-def _print_help(arguments: Sequence[str]) -> int:
+def _print_all_help(arguments: Sequence[str], program: str) -> int:
     from sgl_batch.engine_arguments import build_parser
     from sgl_batch.sglang_adapter.child_processes import template
 
     with template("cpu"):
-        build_parser(arguments, add_own_flags).print_help()
+        parser = build_parser(arguments, add_own_flags)
+        parser.prog = program
+        parser.print_help()
     return 0
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from sgl_batch.api.server_help import short_help
+
 pytestmark = pytest.mark.engine
 
 
-def test_help_groups_our_flags_before_sglangs() -> None:
-    argv = [sys.executable, "-m", "sgl_batch.launch_server", "--help"]
+def test_the_long_help_groups_our_flags_before_sglangs_and_has_all_of_the_short_one() -> None:
+    argv = [sys.executable, "-m", "sgl_batch.launch_server", "--help-all"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"})
     assert done.returncode == 0
     own, ours, sglangs = (
@@ -21,6 +24,8 @@ def test_help_groups_our_flags_before_sglangs() -> None:
     )
     assert own < ours < sglangs
     assert "sgl_batch: coroutine forward" in done.stdout
+    named = set(re.findall(r"--[\w-]+", done.stdout))
+    assert set(re.findall(r"^  (--[\w-]+)", short_help(), re.MULTILINE)) - {"--help-all"} <= named
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,8 @@ def test_four_commands_bring_the_answers(server: Running, capsys: pytest.Capture
     assert "3 of 3 done (100.0%), 1 failed" in card
     assert "run=7, priority=3" in card
     assert jobs_command(["list"]) == 0
-    assert f"{job}  completed" in capsys.readouterr().out
+    assert f"{job}  in.jsonl  completed" in (table := capsys.readouterr().out)
+    assert table.split()[-3:-1] == ["3", "24h"], "priority and window"
     assert sorted(path.name for path in Path().iterdir() if path.is_file()) == [
         "in.jsonl",
         "out.errors.jsonl",

@@ -64,6 +64,7 @@ async def _serve(options: FrontOptions, listener: socket.socket) -> int:
             Path(directory),
             stall_s=options.stall_s,
             restart_stalled=options.restart_stalled,
+            request_logs=options.service.jobs_dir.resolve() / "request_logs",
         )
         service = BatchService(options.service, supervisor)
         engine = PassThrough(lambda: supervisor.http, lambda: supervisor.state)

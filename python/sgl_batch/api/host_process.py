@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_batch.api.process_groups import group_ended
 from sgl_batch.distributed.line_channel import LineClient
 from sgl_batch.distributed.line_frames import Failed, FrameError, Frames, FromHost, Ready
 from sgl_batch.errors import EngineError
@@ -42,13 +43,13 @@ class EngineHttp:
 class HostProcess:
     """One process with one engine: `command`, with where its HTTP endpoints are to be.
 
-    Its temporary files lie in a directory of its own in `directory`.
+    Its temporary files lie in a directory of its own in `directory`, logs of requests in `request_logs`.
 
     `client` stands for the engine once it is ready.
     """
 
-    def __init__(self, command: Sequence[str], directory: Path, number: int) -> None:
-        self._command = command
+    def __init__(self, command: Sequence[str], directory: Path, number: int, request_logs: Path) -> None:
+        self._command, self._request_logs = command, request_logs
         self._front_directory = directory
         self._directory = directory / f"engine-{number}"
         self._socket = str(self._directory / "lines.sock")
@@ -69,7 +70,7 @@ class HostProcess:
         except OSError as error:  # no process, no memory or no room on the disk is left for it
             words = Failed(message=f"the engine's process cannot be started: {error}", code=None)
         finally:
-            self.kill()
+            await self._end_all()
             if server is not None:
                 server.close()
             if self._frames.done():
@@ -97,6 +98,7 @@ class HostProcess:
             directory=str(self._front_directory),
             api_key=self.http.api_key,
             front_pid=os.getpid(),
+            request_logs=str(self._request_logs),
         )
         assert self._process.stdin is not None, "standard input is a pipe"
         # It stays open: its end is how the other side learns of ours.
@@ -154,6 +156,12 @@ class HostProcess:
         except TimeoutError:
             logger.warning("the engine's process did not end within %g s and is killed", grace_s)
             self.kill()
+
+    async def _end_all(self) -> None:
+        """Kill what is left of the process's session, and wait for its end: then its memory is free."""
+        self.kill()
+        if self._process is not None and (left := await group_ended(self._process.pid, _LAST_BREATH_S)):
+            logger.error("processes %s of the engine still run %g s after they were killed", left, _LAST_BREATH_S)
 
     def kill(self) -> None:
         """End the process and all that it started, which are one session."""

@@ -21,6 +21,7 @@ from sgl_batch.jobs.batch_service.objects import ServiceSnapshot
 
 _PREFIX = "sgl_batch:"
 _ENGINE_WITHIN_S = 2.0
+_PARTS_TEXT = "Where the engine's time went; idle is the time without work"
 # The service's counters, by their names there.
 _COUNTERS = {
     "lines_completed": ("lines_completed", "Request lines of jobs that have their output"),
@@ -76,7 +77,7 @@ def _engine_metrics(stats: EngineStats) -> Iterable[Metric]:
     for state, number in stats.sequences.items():
         sequences.add_metric([state.lower()], number)
     yield sequences
-    parts = CounterMetricFamily(_PREFIX + "part_seconds", "Where the engine's time went", labels=["part"])
+    parts = CounterMetricFamily(_PREFIX + "part_seconds", _PARTS_TEXT, labels=["part"])
     for part, seconds in stats.part_s.items():
         parts.add_metric([part], seconds)
     yield parts

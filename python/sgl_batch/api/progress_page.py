@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.resources import files
 from typing import Any
 
@@ -43,6 +44,7 @@ async def _progress(service: BatchService, supervisor: EngineSupervisor) -> dict
     _, health = health_of(supervisor.state, snapshot)
     latest = await service.list_batches(limit=_MOST_JOBS)
     return {
+        "now": time.time(),
         "health": health,
         "in_flight": snapshot.in_flight,
         "jobs_by_status": dict(snapshot.jobs_by_status),

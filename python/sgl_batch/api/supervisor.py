@@ -39,11 +39,21 @@ class EngineState:
 class EngineSupervisor:
     """Keeps an engine alive; an `EngineSource` for jobs.
 
-    `is_refused`: the engine's own parser does not take the command line, and no start can help.
+    `is_refused`: the engine's own parser does not take the command line, and no start can help. `request_logs`: the
+    directory of logs of requests (None: in `directory`, which goes with the server).
     """
 
-    def __init__(self, command: Sequence[str], directory: Path, *, stall_s: float, restart_stalled: bool) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: Path,
+        *,
+        stall_s: float,
+        restart_stalled: bool,
+        request_logs: Path | None = None,
+    ) -> None:
         self._command, self._directory = command, directory
+        self._request_logs = request_logs or directory / "request_logs"
         self._stall_s, self._restart_stalled = stall_s, restart_stalled
         self._host: HostProcess | None = None
         self._ready: LineClient | None = None
@@ -115,7 +125,7 @@ class EngineSupervisor:
 
     async def _one_life(self) -> tuple[EngineError, LifeEnd]:
         """One engine, from its start to its end."""
-        self._host = host = HostProcess(self._command, self._directory, self._state.restarts)
+        self._host = host = HostProcess(self._command, self._directory, self._state.restarts, self._request_logs)
         ready_at: list[float] = []
         arrived = asyncio.Event()
 

@@ -10,8 +10,9 @@ from sgl_batch.jobs.progress_display import duration
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 SHOWN_FAULTS = 10
-_HEAD = ("id", "status", "done/total", "failed", "lines/s", "ETA", "age")
-_LEFT = 2  # columns of words; the others are numbers
+_HEAD = ("id", "name", "status", "done/total", "failed", "lines/s", "ETA", "priority", "window", "age")
+_LEFT = 3  # columns of words; the others are numbers
+_NAME_CHARACTERS = 24
 
 
 def counts(job: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -24,6 +25,16 @@ def extra(job: Mapping[str, Any]) -> Mapping[str, Any]:
     """What our server says beyond the contract; empty for another's."""
     found = job.get("x_sgl_batch")
     return found if isinstance(found, Mapping) else {}
+
+
+def name_of(job: Mapping[str, Any]) -> str:
+    """How its owner calls a job: metadata.name, else the name of its input; on one line, whatever it has in it."""
+    found = (job.get("metadata") or {}).get("name") or extra(job).get("name") or "-"
+    return "".join(letter if letter.isprintable() else "?" for letter in str(found))
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _NAME_CHARACTERS else name[: _NAME_CHARACTERS - 3] + "..."
 
 
 def exit_code(job: Mapping[str, Any]) -> int:
@@ -53,11 +64,14 @@ def _row(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
     rate, eta_s = more.get("lines_per_s"), more.get("eta_s")
     return (
         str(job["id"]),
+        _cut(name_of(job)),
         str(job.get("status")),
         f"{completed + failed:,}/{total:,}",
         f"{failed:,}",
         "-" if rate is None else f"{rate:,.1f}",
         "-" if eta_s is None else duration(eta_s),
+        str(more.get("priority", "-")),
+        str(job.get("completion_window") or "-"),
         duration(max(now - float(job.get("created_at") or now), 0.0)),
     )
 
@@ -69,12 +83,14 @@ def card(job: Mapping[str, Any], now: float) -> str:
     percent = f" ({100 * (completed + failed) / total:.1f}%)" if total else ""
     rows: list[tuple[str, str]] = [
         ("job", f"{job['id']}"),
+        ("name", name_of(job)),
         ("status", f"{job.get('status')}{_since(job, now)}"),
         ("lines", f"{completed + failed:,} of {total:,} done{percent}, {failed:,} failed"),
         *_speed(more),
         ("endpoint", f"{job.get('endpoint')}"),
         ("model", f"{job.get('model') or '-'}"),
         ("window", f"{job.get('completion_window')}, until {_time(job.get('expires_at'))}"),
+        ("priority", str(more.get("priority") or "")),
         ("input", f"{job.get('input_file_id')}"),
         ("output", f"{job.get('output_file_id') or '-'}"),
         ("errors", f"{job.get('error_file_id') or '-'}"),

@@ -41,7 +41,7 @@ _EXAMPLES = {
     "submit": """\
 examples:
   sgl-batch jobs submit in.jsonl
-  sgl-batch jobs submit in.jsonl --window 30m --priority 5 --metadata run=7 --metadata owner=ann
+  sgl-batch jobs submit in.jsonl --window 30m --priority 5 --metadata name=nightly --metadata owner=ann
   make_requests | sgl-batch jobs submit - --watch -o out.jsonl
   sgl-batch jobs submit questions.parquet --chat-column question --watch -o answers.parquet
   sgl-batch jobs submit in.jsonl --idempotency-key nightly-7     twice: the same job
@@ -170,7 +170,13 @@ def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         window = "24h" if name == "submit" else None
         text = "when the job expires: minutes, hours or days as 30m, 24h, 7d"
         add("--window", default=window, metavar="TIME", text=f"{text} (default: {window or 'as the job had'})")
-        add("--metadata", action="append", default=[], metavar="KEY=VALUE", text="kept with the job; may be repeated")
+        add(
+            "--metadata",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            text="kept with the job (name=NAME is shown); may be repeated",
+        )
         add("--priority", type=int, metavar="N", text="the job's share of the engine, 1 to 100 (default: 1)")
         add(
             "--idempotency-key", metavar="KEY", text="asking again with the same key gives the same job (default: none)"

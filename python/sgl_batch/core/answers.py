@@ -21,10 +21,10 @@ class EngineStats:
 
     `counters` holds expert_calls, expert_rows, expert_gemms and whatever else the engine counts; where it also
     holds prompt_tokens and output_tokens, the progress takes its rates from them while long lines still run.
-    `part_s` holds seconds by part (attention, experts, router, copies, sampling, waiting, other; of several ranks also
-    exchange, agreement, stall, boundary). `tokens_per_expert` holds the tokens routed to each expert, summed over the
-    layers. `sequences` holds how many sequences are in each state (QUEUED, RUNNING, ...) now. `ranks` holds each
-    rank's own where there are several; the rest is then of all of them.
+    `part_s` holds seconds by part (attention, experts, router, copies, sampling, idle, other; of several ranks also
+    exchange, agreement, stall, boundary): idle is the time without work. `tokens_per_expert` holds the tokens routed to
+    each expert, summed over the layers. `sequences` holds how many sequences are in each state (QUEUED, RUNNING, ...)
+    now. `ranks` holds each rank's own where there are several; the rest is then of all of them.
     `paused`: whether somebody has paused it; then it counts nothing.
     `peak_memory_bytes` is the most that a rank's process had in memory since the model was loaded (0: not known), and
     `memory_budget_bytes` what it may have (0: no budget is set); of several ranks, those of the one with the most.
@@ -40,12 +40,12 @@ class EngineStats:
     paused: bool = False
 
     @property
-    def idle_share(self) -> float:
+    def waiting_share(self) -> float:
         """Which share of the time was waited: for requests, or for other ranks in exchanges and agreements.
 
         Where waits for other ranks are not told apart (`stall` is 0), exchanges count whole.
         """
-        waits = ("waiting", "agreement", "stall" if self.part_s.get("stall") else "exchange")
+        waits = ("idle", "agreement", "stall" if self.part_s.get("stall") else "exchange")
         return sum(self.part_s.get(part, 0.0) for part in waits) / max(sum(self.part_s.values()), 1e-9)
 
     def since(self, earlier: EngineStats) -> EngineStats:

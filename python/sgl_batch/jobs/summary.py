@@ -126,13 +126,13 @@ def _rank_table(stats: EngineStats) -> list[str]:
     if not stats.ranks:
         return []
     names = ("sequences_finished", "output_tokens", "sequences_arrived", "sequences_departed")
-    rows: list[tuple[str, ...]] = [("finished", "tokens out", "moved in", "moved out", "routed tokens", "idle")]
+    rows: list[tuple[str, ...]] = [("finished", "tokens out", "moved in", "moved out", "routed tokens", "waits")]
     for rank in stats.ranks:
         counts = [f"{rank.counters.get(name, 0):,.0f}" for name in names]
-        rows.append((*counts, f"{sum(rank.tokens_per_expert):,}", f"{rank.idle_share:.1%}"))
+        rows.append((*counts, f"{sum(rank.tokens_per_expert):,}", f"{rank.waiting_share:.1%}"))
     labels = ["", *(f"rank {number}" for number in range(len(stats.ranks)))]
     table = [f"  {label:<8}" + "".join(f"{cell:>15}" for cell in row) for label, row in zip(labels, rows, strict=True)]
-    return ["By rank (idle: waiting for requests or for other ranks):", *table]
+    return ["By rank (waits: the time without requests, and for other ranks):", *table]
 
 
 def _experts(stats: EngineStats) -> list[str]:

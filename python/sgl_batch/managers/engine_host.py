@@ -24,6 +24,7 @@ from sgl_batch.distributed.line_channel import serve_lines
 from sgl_batch.distributed.line_frames import Failed, Frames, FromFront, Ready
 from sgl_batch.errors import EngineError
 from sgl_batch.managers import launch
+from sgl_batch.managers.control_routes import control_routes
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.front_link import FrontLink
 from sgl_batch.managers.line_answers import LineAnswers
@@ -62,7 +63,9 @@ class EngineHost:
             self._server_args.log_level_http = self._server_args.log_level_http or "warning"
             launched.tokenizer_manager.server_drains = True
             launched.tokenizer_manager.outlives_children = True
-            processes.serve_http(self._server_args, launched, launched.tokenizer_manager.check_openai, self._lines)
+            manager = launched.tokenizer_manager
+            routes = control_routes(manager)
+            processes.serve_http(self._server_args, launched, manager.check_openai, self._lines, routes)
         finally:
             if self._launched is not None:
                 self._launched.tokenizer_manager.grammar_process.close()

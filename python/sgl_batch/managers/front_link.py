@@ -28,13 +28,15 @@ class FrontLink(msgspec.Struct, frozen=True, kw_only=True):
     """One line of JSON on the standard input of the engine's process, which stays open as long as the front lives.
 
     `socket`: where the front listens for this engine, in `directory`, which is the front's own. `api_key` opens
-    SGLang's HTTP endpoints. `front_pid`: the process to die with.
+    SGLang's HTTP endpoints. `front_pid`: the process to die with. `request_logs`: where requests are logged, where the
+    command line names no place.
     """
 
     socket: str
     directory: str
     api_key: str
     front_pid: int
+    request_logs: str
 
     def encode(self) -> bytes:
         """As it goes to standard input."""

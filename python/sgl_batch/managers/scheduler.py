@@ -24,6 +24,7 @@ from sgl_batch.managers import recorded_tokens
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.exclusive_executor import ExclusiveExecutor
 from sgl_batch.managers.kv_tiers import KVTiers
+from sgl_batch.managers.profile_limits import ProfileWatch
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
@@ -37,8 +38,10 @@ from sgl_batch.managers.tiered_executor import TieredExecutor
 from sgl_batch.managers.tiered_rank_steps import TieredRankSteps
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
+from sgl_batch.mem_cache.free_memory import give_back_heap
 from sgl_batch.mem_cache.process_memory import peak_resident_bytes
 from sgl_batch.sglang_adapter.grammars import limit_grammars, say_why_grammars_end
+from sgl_batch.sglang_adapter.profiling import LimitedProfiler
 from sgl_batch.sglang_adapter.resuming import begin_anew, go_on_from
 from sgl_batch.sglang_adapter.scheduling import (
     GetInternalStateReqOutput,
@@ -136,6 +139,13 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             gpu_id=self.ps.gpu_id,
             ps=self.ps,
             nccl_port=self.nccl_port,
+        )
+
+    def init_profiler(self) -> None:
+        super().init_profiler()
+        watch = ProfileWatch()
+        self.profiler_manager: Any = LimitedProfiler(
+            self.profiler_manager, watch.must_end, give_back_heap, alone=self.context.place is not None
         )
 
     def init_request_dispatcher(self) -> None:
@@ -282,7 +292,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             )
 
     def on_idle(self) -> None:
-        with self.context.counters.clock.part("waiting"):
+        self.profiler_manager.look()
+        with self.context.counters.clock.part("idle"):
             if self.rank_steps is None and not self.executor.paused:
                 super().on_idle()
             elif self._group_idles or self.executor.paused:

@@ -11,12 +11,14 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sgl_batch.managers.asked_aborts import AskedAborts
 from sgl_batch.managers.field_checks import check_generation_fields, check_openai_fields
 from sgl_batch.managers.grammar_check import CompileProcess, GrammarCheck
 from sgl_batch.managers.line_recordings import LineRecordings
+from sgl_batch.managers.profile_limits import check_activities, check_directory, steps_of
 from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.request_checks import (
     check_log_probabilities,
@@ -25,10 +27,12 @@ from sgl_batch.managers.request_checks import (
     check_shape,
     check_tokens,
 )
+from sgl_batch.managers.request_logs import WaitingDumps, bound_targets, check_logging, remove_oldest_dumps
 from sgl_batch.managers.seeds import choice_seed
 from sgl_batch.sglang_adapter.grammars import compiles_with_xgrammar, tokenizer_info
 from sgl_batch.sglang_adapter.names import SAFETENSORS
 from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
+from sgl_batch.sglang_adapter.profiling import ProfileReq
 from sgl_batch.sglang_adapter.refusals import json_of
 from sgl_batch.sglang_adapter.tokenizing import (
     FlushCacheReqInput,
@@ -112,6 +116,10 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         whitespace = not self.server_args.constrained_json_disable_any_whitespace
         self._grammars = GrammarCheck(self.grammar_process.fault, any_whitespace=whitespace)
         self._next_rank = 0
+        self._waiting_dumps, self._kept_for_crash = WaitingDumps(), WaitingDumps()
+        bound_targets(self.request_logger.targets)
+        if self.crash_dump_folder:
+            remove_oldest_dumps(Path(self.crash_dump_folder))
         # Of an engine that does not start, nobody ends the processes, and the manager is collected as garbage.
         weakref.finalize(self, close_sockets, sockets_of(self)).atexit = False
 
@@ -176,6 +184,48 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if parameters is not None and hasattr(parameters, "sampling_seed"):
             key = self.recordings.key_for(tokenized)
             prepare_request(tokenized, extra_key=key, seed=choice_seed(parameters.sampling_seed, 0))
+
+    # Profiles, logs and dumps of requests: all of them end, or are bounded.
+
+    async def start_profile(self, req: Any = None) -> Any:
+        """A profile that ends by itself. Raises RequestError for one that would be too long, or cannot be made."""
+        req = req or ProfileReq()
+        req.num_steps = steps_of(req.num_steps)
+        check_activities(req.activities, on_cpu=self.server_args.device == "cpu")
+        check_directory(req.output_dir)
+        return await super().start_profile(req)
+
+    @property
+    def request_log_paths(self) -> list[str]:
+        """The files that requests are logged to, where they are; few, of bounded size."""
+        return bound_targets(self.request_logger.targets)
+
+    def configure_logging(self, obj: Any) -> None:
+        """Raises RequestError for what cannot be carried out."""
+        check_logging(obj)
+        super().configure_logging(obj)
+        bound_targets(self.request_logger.targets)
+
+    def dump_requests(self, state: Any, out_dict: Any) -> None:
+        self._waiting_dumps.add(state.obj, out_dict)
+        threshold: int = self.dump_requests_threshold
+        self.dump_requests_threshold: int = 1 if self._waiting_dumps.are_too_large else threshold
+        super().dump_requests(state, out_dict)
+        self.dump_requests_threshold = threshold
+        self._waiting_dumps.keep(len(self.dump_request_list))
+
+    def _dump_data_to_file(self, data_list: Any, filename: str, log_message: str) -> None:
+        remove_oldest_dumps(Path(filename).parent)
+        super()._dump_data_to_file(data_list, filename, log_message)
+
+    def record_request_for_crash_dump(self, state: Any, out_dict: Any) -> None:
+        kept = self.crash_dump_request_list
+        super().record_request_for_crash_dump(state, out_dict)
+        self._kept_for_crash.add(state.obj, out_dict)
+        self._kept_for_crash.keep(len(kept))
+        while self._kept_for_crash.are_too_large:
+            kept.popleft()
+            self._kept_for_crash.keep(len(kept))
 
     # Controls of the whole engine.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -170,17 +170,20 @@ def serve_http(
     launched: Launched,
     check: Check,
     beside: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    routes: Sequence[Any] = (),
 ) -> None:
     """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped; all of it needs the `api_key`.
 
     `check` raises RefusalError for a request of the OpenAI endpoints that is not computed.
 
     `beside` is entered in the server's event loop when it starts, and left when it stops. From then on a child that
-    ends has not crashed.
+    ends has not crashed. `routes` (Starlette's) take the place of SGLang's of the same paths.
     """
     from sglang.srt.entrypoints.http_server import _execute_server_warmup, _setup_and_run_http_server, app
 
-    own = app.router.lifespan_context
+    own, own_routes = app.router.lifespan_context, list(app.router.routes)
+    paths = {route.path for route in routes}
+    app.router.routes[:] = [*routes, *(one for one in own_routes if getattr(one, "path", None) not in paths)]
 
     @asynccontextmanager
     async def both(served: Any) -> AsyncIterator[Any]:
@@ -203,6 +206,7 @@ def serve_http(
         )
     finally:
         app.router.lifespan_context = own
+        app.router.routes[:] = own_routes
         launched.watchdog.stop()
 
 

@@ -1,7 +1,7 @@
 """A process that stands where the engine's would, without an engine: it does what lines tell it to do.
 
-A line's body may say {"exit": code}, {"hang": true}, {"pause": true} or {"die": "words"}; else it is answered with
-itself. As a program:
+A line's body may say {"exit": code}, {"hang": true}, {"pause": true}, {"die": "words"} or {"child": bytes}, for a child
+that holds so much memory; else it is answered with itself. As a program:
 `python scripted_host.py [--refuse WORDS | --fail WORDS | --exit CODE] --host H --port P`.
 """
 
@@ -38,14 +38,24 @@ class ScriptedEngine:
         self.paused = bool(body.get("pause", self.paused))
         if body.get("hang"):
             await asyncio.Event().wait()
+        child = await start_child(int(str(body["child"]))) if "child" in body else None
         self.num_answered += 1
-        return LineResponse(status_code=200, request_id="id", body={**body, "pid": os.getpid()})
+        return LineResponse(status_code=200, request_id="id", body={**body, "pid": os.getpid(), "child": child})
 
     def note_tokens(self) -> None:
         """It generates none."""
 
     async def stats(self) -> EngineStats:
         return EngineStats(counters={"answered": self.num_answered}, paused=self.paused)
+
+
+async def start_child(num_bytes: int) -> int:
+    """A child with so much memory; returns its process's number."""
+    code = f"import time; held = bytearray(b'x') * {num_bytes}; print(flush=True); time.sleep(600)"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    assert child.stdout is not None
+    await child.stdout.readline()
+    return child.pid
 
 
 async def serve(link: FrontLink) -> int:

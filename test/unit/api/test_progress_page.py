@@ -54,3 +54,16 @@ def test_every_element_that_the_script_asks_for_is_there():
     asked = set(re.findall(r'\bat\("([\w-]+)"\)', PAGE))
     assert asked <= {attributes.get("id") for _, attributes in TAGS}
     assert asked
+
+
+def test_charts_and_tables_without_data_say_so():
+    empties = [attributes for _, attributes in TAGS if (attributes.get("id") or "").endswith("-empty")]
+    assert {one["id"] for one in empties} == {"chart-empty", "calls-empty", "parts-empty"}
+    assert PAGE.count("No data yet.") == len(empties)
+
+
+def test_a_job_shows_its_priority_window_age_and_name():
+    panel = PAGE[PAGE.index("function jobPanel") : PAGE.index("function chart")]
+    for shown in ('["priority", count(x.priority)]', '["window", job.completion_window]', '["age", '):
+        assert shown in panel
+    assert ".name || x.name" in panel

@@ -109,6 +109,22 @@ def test_a_killed_engine_is_named_by_its_signal(tmp_path: Path) -> None:
     supervise(tmp_path, scenario)
 
 
+@pytest.mark.parametrize("ends", ["is stopped", "dies"])
+def test_nothing_of_an_engine_runs_any_more_when_it_has_ended(tmp_path: Path, ends: str) -> None:
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        engine = await supervisor.available()
+        answer = await engine.respond("/v1/completions", {"child": 1 << 29})
+        child = psutil.Process(int(str(answer.body["child"])))
+        if ends == "dies":
+            with pytest.raises(EngineError):
+                await engine.respond("/v1/completions", {"exit": 3})
+        else:
+            await supervisor.stop()
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+    supervise(tmp_path, scenario)
+
+
 def test_an_engine_that_cannot_start_is_given_up_with_its_words(tmp_path: Path) -> None:
     async def scenario(supervisor: EngineSupervisor) -> None:
         await phase_is(supervisor, "failed")

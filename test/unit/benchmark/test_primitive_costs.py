@@ -125,7 +125,7 @@ class Engine:
     server_args = SimpleNamespace(device="cpu")
 
     def __init__(self) -> None:
-        self._parts = {"attention": 0.0, "other": 0.0, "sampling": 0.0, "waiting": 0.0}
+        self._parts = {"attention": 0.0, "other": 0.0, "sampling": 0.0, "idle": 0.0}
         self._counters = {"decode_steps": 0, "prefill_us": 0}
 
     def batch_stats(self) -> dict[str, dict[str, float]]:
@@ -135,7 +135,7 @@ class Engine:
         assert {len(prompt) for prompt in input_ids} == {64}
         assert len({tuple(prompt[:-4]) for prompt in input_ids}) == 1, "their beginning is computed once"
         steps = sampling_params["max_new_tokens"] - 1
-        for part, seconds in (("attention", 3 + 0.15 * steps), ("other", 0.05 * steps), ("waiting", 100.0)):
+        for part, seconds in (("attention", 3 + 0.15 * steps), ("other", 0.05 * steps), ("idle", 100.0)):
             self._parts[part] += seconds
         self._counters["decode_steps"] += steps
         self._counters["prefill_us"] += 3_000_000

@@ -54,8 +54,8 @@ def test_without_a_count_a_rank_waited_what_its_exchanges_took_more_than_the_qui
 def test_boundaries_are_a_share_of_the_time_outside_prefill_and_waits_for_requests():
     counters = {"prefill_us": 2_000_000}
     ranks = [
-        rank(counters=counters, experts=16.5, waiting=3.0, boundary=0.3, copies=0.2),
-        rank(experts=16.9, waiting=3.0, boundary=0.1, copies=0.0),
+        rank(counters=counters, experts=16.5, idle=3.0, boundary=0.3, copies=0.2),
+        rank(experts=16.9, idle=3.0, boundary=0.1, copies=0.0),
     ]
     assert boundary_share(ranks) == pytest.approx(0.5 / 15)
 

@@ -17,7 +17,7 @@ def test_what_ranks_counted_since_an_earlier_reading_is_counted_by_rank():
 @pytest.mark.parametrize(
     ("part_s", "share"),
     [
-        ({"experts": 3.0, "waiting": 1.0}, 0.25),
+        ({"experts": 3.0, "idle": 1.0}, 0.25),
         ({"experts": 5.0, "exchange": 2.0, "stall": 2.0, "agreement": 1.0}, 0.3),
         ({"experts": 5.0, "exchange": 4.0, "stall": 0.0, "agreement": 1.0}, 0.5),
         ({"experts": 1.0, "boundary": 1.0}, 0.0),
@@ -25,5 +25,5 @@ def test_what_ranks_counted_since_an_earlier_reading_is_counted_by_rank():
     ],
     ids=["a lone rank", "waits told apart", "waits not told apart", "boundaries are work", "nothing yet"],
 )
-def test_idle_is_what_was_waited_for_requests_and_other_ranks(part_s, share):
-    assert EngineStats(part_s=part_s).idle_share == pytest.approx(share)
+def test_the_waiting_share_is_idle_time_and_waits_for_other_ranks(part_s, share):
+    assert EngineStats(part_s=part_s).waiting_share == pytest.approx(share)

@@ -116,8 +116,8 @@ def test_it_says_what_each_rank_did():
     ]
     stats = EngineStats(part_s={"experts": 6.0}, tokens_per_expert=[700, 50, 200, 50], ranks=ranks)
     lines = format_summary(result(stats=stats)).splitlines()
-    start = lines.index("By rank (idle: waiting for requests or for other ranks):")
-    titles = ["finished", "tokens out", "moved in", "moved out", "routed tokens", "idle"]
+    start = lines.index("By rank (waits: the time without requests, and for other ranks):")
+    titles = ["finished", "tokens out", "moved in", "moved out", "routed tokens", "waits"]
     assert lines[start + 1].strip().split("  ")[0] == titles[0]
     assert [title for title in titles if title in lines[start + 1]] == titles
     assert lines[start + 2].split() == ["rank", "0", "1,200", "9,000", "0", "3", "750", "25.0%"]

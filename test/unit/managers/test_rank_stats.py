@@ -13,7 +13,7 @@ def stats_of(
     return {
         "rank": rank,
         "counters": counters,
-        "part_s": part_s or {"experts": 1.0, "waiting": 0.0},
+        "part_s": part_s or {"experts": 1.0, "idle": 0.0},
         "tokens_per_expert": [10 * rank, 10 * rank + 1],
         "sequences": {"RUNNING": 1 + rank},
         "plan": {"page_size": 64},
@@ -52,10 +52,10 @@ def test_a_rank_that_was_asked_a_step_later_or_counts_nothing_yet_changes_nothin
 
 def test_seconds_are_means_so_that_parts_still_add_up_to_the_time_that_passed():
     ranks = [
-        stats_of(0, part_s={"experts": 3.0, "waiting": 1.0}),
-        stats_of(1, part_s={"experts": 1.0, "waiting": 3.0}),
+        stats_of(0, part_s={"experts": 3.0, "idle": 1.0}),
+        stats_of(1, part_s={"experts": 1.0, "idle": 3.0}),
     ]
-    assert merged_stats(ranks)["part_s"] == {"experts": 2.0, "waiting": 2.0}
+    assert merged_stats(ranks)["part_s"] == {"experts": 2.0, "idle": 2.0}
 
 
 def test_experts_come_in_the_order_of_ranks_which_share_them_out():

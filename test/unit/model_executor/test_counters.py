@@ -82,3 +82,8 @@ def test_new_counters_can_be_read_and_sent():
     assert read["counters"] == {}
     assert read["tokens_per_expert"] == []
     assert set(read["part_s"]) == set(PARTS)
+
+
+def test_the_time_without_work_is_named_idle_and_no_part_is_named_waiting():
+    assert "idle" in PARTS
+    assert "waiting" not in PARTS

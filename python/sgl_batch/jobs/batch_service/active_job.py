@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from sgl_batch.jobs.batch_service.job_feeder import FeedShare, is_urgent, weight_of
+from sgl_batch.jobs.batch_service.job_feeder import FeedShare, weight_of
 from sgl_batch.jobs.batch_service.lifecycle import JobStatus
 from sgl_batch.jobs.batch_service.line_feed import LineFeed
 from sgl_batch.jobs.batch_service.line_states import LineStates
@@ -35,7 +35,6 @@ class ActiveJob:
             order=row.seq,
             weight=weight_of(json.loads(row.metadata) if row.metadata else None),
             deadline=row.expires_at,
-            is_urgent=is_urgent(row.completion_window),
         )
         self.tracker = ProgressTracker(0, clock)
         self.accepts_results = True
@@ -52,6 +51,11 @@ class ActiveJob:
     def status(self) -> JobStatus:
         """The job's status."""
         return JobStatus(self.row.status)
+
+    @property
+    def num_to_start(self) -> int:
+        """How many of its lines are neither in flight nor done."""
+        return self.lines.total - self.lines.num_done - self.num_in_flight
 
     @property
     def runs(self) -> bool:

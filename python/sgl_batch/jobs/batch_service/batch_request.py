@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from hashlib import sha256
 
 from sgl_batch.jobs.batch_service.job_feeder import weight_of, window_s
@@ -13,7 +14,25 @@ from sgl_batch.jobs.request_line import SUPPORTED_URLS
 
 MAX_METADATA_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
-_FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after", "continue_from"}
+_FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after", "continue_from")
+# What is asked for under another name, or in another place.
+_PLACES = {
+    "priority": 'metadata.priority, as in {"metadata": {"priority": "5"}}',
+    "weight": 'metadata.priority, as in {"metadata": {"priority": "5"}}',
+    "name": 'metadata.name, as in {"metadata": {"name": "nightly"}}',
+    "title": 'metadata.name, as in {"metadata": {"name": "nightly"}}',
+    "idempotency_key": "the header Idempotency-Key",
+    "file_id": "input_file_id",
+    "file": "input_file_id",
+    "url": "endpoint",
+    "window": "completion_window",
+    "timeout": "completion_window",
+    "expires_after": "output_expires_after",
+    "continue": "continue_from",
+    "batch_id": "continue_from",
+    "model": '"model" in the body of each request line',
+    "seed": '"seed" in the body of each request line',
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +49,9 @@ class BatchRequest:
 
 def parse_batch_request(body: Mapping[str, object]) -> BatchRequest:
     """Raises RequestError naming the field at fault."""
-    unknown = sorted(set(body) - _FIELDS)
+    unknown = sorted(set(body) - set(_FIELDS))
     if unknown:
-        refuse("unknown_parameter", f"there is no field {show(unknown[0])}; there are {', '.join(_FIELDS)}", unknown[0])
+        refuse("unknown_parameter", _unknown_field(unknown[0]), unknown[0])
     continue_from = _text(body, "continue_from", required=False)
     is_new = continue_from is None
     endpoint = _text(body, "endpoint", required=is_new)
@@ -75,6 +94,14 @@ def parse_expiry(value: object, param: str) -> int | None:
 def body_digest(body: Mapping[str, object]) -> bytes:
     """Equal for equal JSON objects, in whatever order their fields come."""
     return sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode("utf-8")).digest()
+
+
+def _unknown_field(name: str) -> str:
+    plain = name.lower().replace("-", "_")
+    close = get_close_matches(plain, [*_FIELDS, *_PLACES], n=1, cutoff=0.8)
+    meant = _PLACES.get(close[0], close[0]) if close else None
+    hint = f"use {meant}" if meant else f"there are {', '.join(_FIELDS)}"
+    return f"there is no field {show(name)}; {hint}"
 
 
 def _text(body: Mapping[str, object], field: str, *, required: bool) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.jobs.batch_service.active_job import ActiveJob
+from sgl_batch.jobs.batch_service.job_feeder import weight_of
 from sgl_batch.jobs.batch_service.lifecycle import ENDED, JobStatus
 from sgl_batch.jobs.batch_service.objects import BatchObject, FileObject, StorageState
 from sgl_batch.jobs.job_store.file_rows import FileRow
@@ -50,12 +51,15 @@ def output_name(job: JobRow, file_id: str) -> str:
 def batch_object(
     row: JobRow, active: ActiveJob | None, *, now: float, engine_ready: bool, storage: StorageState
 ) -> BatchObject:
-    """A job; `active` where it has not ended."""
+    """A job; `active` where it has not ended. Its files are named from the first line on that is committed to them."""
     if active is not None:
         row = active.row
     completed = active.totals.completed if active else row.completed
     failed = active.totals.failed if active else row.failed
+    metadata = json.loads(row.metadata) if row.metadata else None
     extra: dict[str, Any] = {
+        "name": (metadata or {}).get("name") or row.input_filename,
+        "priority": weight_of(metadata),
         "output_file_id": row.output_file_id,
         "error_file_id": row.error_file_id,
         "seed": row.seed,
@@ -73,11 +77,11 @@ def batch_object(
         completion_window=row.completion_window,
         status=row.status,
         errors=json.loads(row.errors) if row.errors else None,
-        output_file_id=row.output_file_id if row.has_output else None,
-        error_file_id=row.error_file_id if row.has_errors else None,
+        output_file_id=row.output_file_id if row.has_output or completed else None,
+        error_file_id=row.error_file_id if row.has_errors or failed else None,
         request_counts={"total": row.total, "completed": completed, "failed": failed},
         usage=_usage(active or row),
-        metadata=json.loads(row.metadata) if row.metadata else None,
+        metadata=metadata,
         x_sgl_batch=extra,
         **{name: getattr(row, name) for name in _TIMES},
     )

@@ -20,7 +20,7 @@ from sgl_batch.jobs.job_store.result_rows import ResultRow, result_rows
 from sgl_batch.jobs.line_reader import RawLine, read_lines
 from sgl_batch.jobs.records import record_token, unanswered_record
 from sgl_batch.jobs.request_line import custom_id_of
-from sgl_batch.jobs.scratch import storage_errors
+from sgl_batch.jobs.scratch import private_opener, storage_errors
 
 _BUFFER_BYTES = 1 << 20
 
@@ -74,7 +74,7 @@ class Finalizer:
     def _write(self, output: Path, errors: Path, max_line_bytes: int) -> None:
         with ExitStack() as opened:
             database = opened.enter_context(closing(connect(self._directory.database)))
-            files = [opened.enter_context(path.open("wb", buffering=_BUFFER_BYTES)) for path in (output, errors)]
+            files = [opened.enter_context(_new_file(path)) for path in (output, errors)]
             segment = opened.enter_context(_opened_segment(self._directory.segment(self._job.id)))
             for failed, record in self._records(database, segment, max_line_bytes):
                 if self._stop.is_set():
@@ -104,6 +104,10 @@ class Finalizer:
     def _record_without_answer(self, unanswered: Unanswered, raw: RawLine) -> bytes:
         token = record_token(self._job.id, raw.index)
         return unanswered_record(token, custom_id_of(raw), unanswered.code, unanswered.message)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    return open(path, "wb", buffering=_BUFFER_BYTES, opener=private_opener)
 
 
 def _opened_segment(path: Path) -> BinaryIO:

@@ -1,51 +1,150 @@
-"""Whose line is next: urgent jobs by deadline, the others in fair shares by weight. Pure: no clock, no files."""
+"""Decides whose line is next, so that completion windows are met, priorities hold and no job starves.
+
+It is pure: the time and the pace of the service come in as arguments. The rule:
+
+1. A job needs the rate at which its lines that are not handed out yet all are in time: their number over the time that
+   is left to hand them out (to the end of its window, less what a line takes that is handed out now), with a safety
+   factor of 1.25. As a share of the service, this is over the measured rate at which lines are answered.
+2. Needs are granted by the end of the window, the earliest first, up to 90 % of the service together. Where this does
+   not suffice for all windows, jobs of the lowest priority, and of these the latest, are granted nothing: they have
+   their priority's part alone. So has a job that cannot meet its window any more with all of the 90 %, and so has every
+   job while the pace is not known yet.
+3. Above that, shares are in proportion to priorities: each job has the larger of its need and of its priority's
+   part, and jobs of the same priority without need of more have equal parts. At least a tenth of the service is
+   shared out in this way.
+4. No job starves: one that has had no line for a minute is next, with one line. Where so many jobs run that this would
+   be more than a tenth of the service, it waits longer: ten times as long as the service takes for a line of each.
+
+Lines are given out so that, at each moment, each job has had its share to within a burst of lines (16).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from sgl_batch.errors import RequestError
 
 DEFAULT_PRIORITY = 1
 MAX_PRIORITY = 100
+SAFETY = 1.25
+MOST_RESERVED = 0.9
+STARVES_AFTER_S = 60.0
+MOST_FOR_STARVING = 0.1
+BURST_LINES = 16  # of one job, before the choice is made again
 _WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])", re.ASCII)
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(slots=True, kw_only=True)
 class FeedShare:
-    """What the feeder knows of one job. `served`: lines it was given, divided by its weight."""
+    """What the feeder knows of one job.
+
+    `num_left`: lines that are not handed out yet. `fed_at`: when it had its last line, or began to run (as `deadline`,
+    in seconds of the caller's clock). `credit`: lines that it should have had and has not.
+    """
 
     order: int  # of creation
     weight: int
     deadline: float
-    is_urgent: bool
-    served: float = 0.0
+    num_left: int = 0
+    fed_at: float = 0.0
+    credit: float = 0.0
 
 
-def next_share(shares: Iterable[FeedShare], now: float) -> FeedShare | None:
-    """The job whose line is next, of those that have one ready.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast lines are answered, of all jobs together (None: not known), and how long one takes by now."""
 
-    Jobs with a window of minutes go first, the earliest deadline before the others; jobs past their deadline get
-    nothing. Of the rest, the one that had the least for its weight; of equals, the oldest.
-    """
-    best: FeedShare | None = None
-    for one in shares:
-        if one.deadline > now and (best is None or _rank(one) < _rank(best)):
-            best = one
-    return best
+    lines_per_s: float | None = None
+    delay_s: float = 0.0
 
 
-def charge(share: FeedShare, num_lines: int) -> None:
-    """These lines were given to the job."""
-    share.served += num_lines / share.weight
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The job whose lines are next, and the part of the service that each job has at this moment (their sum is 1)."""
+
+    share: FeedShare
+    most_lines: int
+    parts: Sequence[tuple[FeedShare, float]]
 
 
-def join(share: FeedShare, others: Iterable[FeedShare]) -> None:
-    """A job that comes later does not get what the others had before it."""
-    share.served = max(share.served, min((one.served for one in others), default=0.0))
+def next_turn(shares: Iterable[FeedShare], now: float, pace: Pace) -> Turn | None:
+    """The turn of one of `shares`, which have a line ready each; those past their window get nothing."""
+    running = [one for one in shares if one.deadline > now]
+    if not running:
+        return None
+    parts = list(zip(running, _parts(running, now, pace), strict=True))
+    longest = min(running, key=lambda one: (one.fed_at, one.order))
+    if now - longest.fed_at >= _starves_after_s(len(running), pace):
+        return Turn(share=longest, most_lines=1, parts=parts)
+    best, _ = max(parts, key=lambda one: (one[0].credit + one[1], -one[0].order))
+    return Turn(share=best, most_lines=BURST_LINES, parts=parts)
+
+
+def charge(turn: Turn, num_lines: int, now: float) -> None:
+    """The job whose turn it was has been given these lines."""
+    for share, part in turn.parts:
+        share.credit += num_lines * part
+    turn.share.credit -= num_lines
+    turn.share.fed_at = now
+
+
+def join(share: FeedShare, others: Iterable[FeedShare], now: float) -> None:
+    """A job begins to run: it does not get what the others had before it."""
+    credits = [one.credit for one in others]
+    share.credit = sum(credits) / len(credits) if credits else 0.0
+    share.fed_at = now
+
+
+def _starves_after_s(num_jobs: int, pace: Pace) -> float:
+    if not pace.lines_per_s:
+        return STARVES_AFTER_S
+    return max(STARVES_AFTER_S, num_jobs / (MOST_FOR_STARVING * pace.lines_per_s))
+
+
+def _parts(shares: Sequence[FeedShare], now: float, pace: Pace) -> list[float]:
+    """The part of each job: the larger of its need and of a common level times its weight; their sum is 1."""
+    needs = _needs(shares, now, pace)
+    weights = [one.weight for one in shares]
+    free_part, free_weight = 1.0, sum(weights)
+    for index in sorted(range(len(shares)), key=lambda index: -needs[index] / weights[index]):
+        if needs[index] * free_weight <= free_part * weights[index]:
+            break
+        free_part, free_weight = free_part - needs[index], free_weight - weights[index]
+    level = free_part / free_weight
+    return [max(need, level * weight) for need, weight in zip(needs, weights, strict=True)]
+
+
+def _needs(shares: Sequence[FeedShare], now: float, pace: Pace) -> list[float]:
+    """The part of the service that each job is granted for its window's sake."""
+    needs = [0.0] * len(shares)
+    if not pace.lines_per_s:
+        return needs
+    free = MOST_RESERVED
+    for index in _meetable(shares, now + pace.delay_s, MOST_RESERVED * pace.lines_per_s):
+        left_s = shares[index].deadline - now - pace.delay_s
+        needs[index] = min(SAFETY * shares[index].num_left / (left_s * pace.lines_per_s), free)
+        free -= needs[index]
+    return needs
+
+
+def _meetable(shares: Sequence[FeedShare], start: float, lines_per_s: float) -> list[int]:
+    """Jobs whose windows can all be met at this pace, by the ends of their windows (after Moore and Hodgson)."""
+    order = sorted(range(len(shares)), key=lambda index: (shares[index].deadline, shares[index].order))
+    num_lines, accepted = 0, list[tuple[int, int]]()  # a heap by weight; of equals the latest comes first
+    for place, index in enumerate(order):
+        most_lines = lines_per_s * (shares[index].deadline - start)
+        if not 0 < shares[index].num_left <= most_lines:
+            continue
+        heappush(accepted, (shares[index].weight, -place))
+        num_lines += shares[index].num_left
+        while num_lines > most_lines:
+            _, dropped = heappop(accepted)
+            num_lines -= shares[order[-dropped]].num_left
+    return [order[place] for place in sorted(-negative for _, negative in accepted)]
 
 
 def window_s(window: str) -> int:
@@ -60,11 +159,6 @@ def window_s(window: str) -> int:
     return int(match[1]) * _UNIT_S[match[2]]
 
 
-def is_urgent(window: str) -> bool:
-    """Whether the window is given in minutes."""
-    return window.endswith("m")
-
-
 def weight_of(metadata: Mapping[str, str] | None) -> int:
     """The job's weight: metadata["priority"], 1 to 100. Raises RequestError."""
     text = (metadata or {}).get("priority", str(DEFAULT_PRIORITY))
@@ -76,7 +170,3 @@ def weight_of(metadata: Mapping[str, str] | None) -> int:
             param="metadata",
         )
     return int(text)
-
-
-def _rank(share: FeedShare) -> tuple[bool, float, int]:
-    return (not share.is_urgent, share.deadline if share.is_urgent else share.served, share.order)

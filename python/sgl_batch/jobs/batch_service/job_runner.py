@@ -17,9 +17,10 @@ from sgl_batch.jobs.batch_service.committer import Committer
 from sgl_batch.jobs.batch_service.counters import ServiceCounters
 from sgl_batch.jobs.batch_service.engine_life import EngineLife, LineInFlight
 from sgl_batch.jobs.batch_service.finished_line import FinishedLine, answered, refused
-from sgl_batch.jobs.batch_service.job_feeder import charge, join, next_share
+from sgl_batch.jobs.batch_service.job_feeder import Turn, charge, join, next_turn
 from sgl_batch.jobs.batch_service.line_feed import Line
 from sgl_batch.jobs.batch_service.line_records import LineRecords
+from sgl_batch.jobs.batch_service.service_pace import ServicePace
 from sgl_batch.jobs.batch_service.settings import ServiceSettings
 from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
 from sgl_batch.jobs.batch_service.suspect_queue import Lot, SuspectQueue
@@ -29,7 +30,6 @@ from sgl_batch.jobs.request_line import RefusedLine, RequestLine
 
 REPLACED_WAIT_S = 0.02  # an engine that went away in peace: whoever keeps it may not have told all of us yet
 DEATHS_ALONE = 2  # of engines under one line; then it is failed
-BURST_LINES = 16  # of one job, before the choice is made again and the event loop has a turn
 
 
 class JobRunner:
@@ -55,6 +55,7 @@ class JobRunner:
         self._guard = guard
         self._counters = counters
         self._clock = clock
+        self._pace = ServicePace(clock())
         self._jobs: dict[int, ActiveJob] = {}
         self._life: EngineLife | None = None
         self._fills: dict[ActiveJob, asyncio.Task[None]] = {}
@@ -64,7 +65,7 @@ class JobRunner:
 
     def add(self, job: ActiveJob) -> None:
         """Run a job's lines from now on."""
-        join(job.share, (one.share for one in self._jobs.values()))
+        join(job.share, (one.share for one in self._jobs.values()), self._clock())
         self._jobs[job.row.seq] = job
         self._wake.set()
 
@@ -118,15 +119,15 @@ class JobRunner:
         """Start some lines of the job whose turn it is, or wait until something changes."""
         self._wake.clear()
         self._read_ahead()
-        job = self._next_job() if self._may_start(life) else None
-        if job is None:
+        turn = self._next_turn() if self._may_start(life) else None
+        if turn is None:
             await self._wake.wait()
             return
-        num_started = 0
-        while num_started < BURST_LINES and job.feed.num_ready and self._may_start(life):
+        job, num_started = self._jobs[turn.share.order], 0
+        while num_started < turn.most_lines and job.feed.num_ready and self._may_start(life):
             self._start(life, job, job.feed.take())
             num_started += 1
-        charge(job.share, num_started)
+        charge(turn, num_started, self._clock())
         await asyncio.sleep(0)
 
     def _may_start(self, life: EngineLife) -> bool:
@@ -138,10 +139,15 @@ class JobRunner:
             and self._engines.current() is life.engine
         )
 
-    def _next_job(self) -> ActiveJob | None:
-        ready = [job.share for job in self._jobs.values() if job.feed.num_ready]
-        share = next_share(ready, self._clock())
-        return None if share is None else self._jobs[share.order]
+    def _next_turn(self) -> Turn | None:
+        ready = [job for job in self._jobs.values() if job.feed.num_ready]
+        for job in ready:
+            job.share.num_left = job.num_to_start
+        self._see_time()
+        return next_turn((job.share for job in ready), self._clock(), self._pace.pace(self.num_in_flight))
+
+    def _see_time(self) -> None:
+        self._pace.see(self._clock(), was_busy=self.num_in_flight > 0)
 
     def _read_ahead(self) -> None:
         for job in self._jobs.values():
@@ -161,6 +167,7 @@ class JobRunner:
         await self._wake.wait()
 
     def _start(self, life: EngineLife, job: ActiveJob, line: Line) -> None:
+        self._see_time()
         self.num_in_flight += 1
         job.num_in_flight += 1
         if isinstance(line, RefusedLine):
@@ -176,6 +183,7 @@ class JobRunner:
         return LineInFlight(job=job, line=line, record=self.records.of((job.row.seq, line.index)))
 
     def _answered(self, one: LineInFlight, response: LineResponse) -> None:
+        self._pace.line_answered()
         release = partial(self._release, one.job, one.line.num_bytes)
         self.records.forget((one.job.row.seq, one.line.index))
         encode = answered(one.job.id, one.line, response)
@@ -186,6 +194,7 @@ class JobRunner:
         self._release(one.job, one.line.num_bytes)
 
     def _release(self, job: ActiveJob, num_bytes: int) -> None:
+        self._see_time()
         self.num_in_flight -= 1
         self.in_flight_bytes -= num_bytes
         job.num_in_flight -= 1

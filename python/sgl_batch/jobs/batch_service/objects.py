@@ -32,10 +32,13 @@ class FileObject:
 class BatchObject:
     """A job as it is now. Times are Unix seconds.
 
-    `errors` has {object: "list", data: [{code, line, message, param}]} or is None. `x_sgl_batch` holds, where known:
-    percent, lines_per_s, tokens_in_per_s, tokens_out_per_s, eta_s, expected_completion_at, window_at_risk (bool),
-    window_text, contiguous_lines (of the input, from its first line), output_file_id and error_file_id (readable while
-    the job runs), in_flight, seed, continue_from, engine ("ready" | "absent"), storage ({ok, message, since}).
+    `output_file_id` and `error_file_id` are there from the first committed line of each on; while the job runs the
+    content is the lines before the first that is not finished. `errors` has {object: "list", data: [{code, line,
+    message, param}]} or is None. `x_sgl_batch` holds, where known: name
+    (metadata.name, else the input's filename), priority, percent, lines_per_s, tokens_in_per_s,
+    tokens_out_per_s, eta_s, expected_completion_at, window_at_risk (bool), window_text, contiguous_lines (of the input,
+    from its first line), output_file_id and error_file_id (from the start), in_flight, seed, continue_from,
+    engine ("ready" | "absent"), storage ({ok, message, since}).
     """
 
     id: str

@@ -13,7 +13,7 @@ from sgl_batch.errors import RequestError
 from sgl_batch.jobs.batch_service.batch_request import parse_expiry
 from sgl_batch.jobs.batch_service.objects import FileObject
 from sgl_batch.jobs.body_rules import refuse, show
-from sgl_batch.jobs.scratch import StorageError, storage_errors
+from sgl_batch.jobs.scratch import StorageError, private_opener, storage_errors
 
 WRITE_BYTES = 1 << 20
 MAX_FILENAME_CHARACTERS = 255
@@ -82,7 +82,7 @@ class FileUpload:
     def _write_buffer(self) -> None:
         with storage_errors("writing the uploaded file"):
             if self._file is None:
-                self._file = FileIO(self._partial, "xb")
+                self._file = FileIO(self._partial, "xb", opener=private_opener)
             data, self._buffer = memoryview(bytes(self._buffer)), bytearray()
             written = 0
             while written < len(data):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.job_store.ids import is_batch_id, is_file_id
-from sgl_batch.jobs.scratch import storage_errors
+from sgl_batch.jobs.scratch import PRIVATE_MODE, make_private, storage_errors
 
 _FOLDERS = ("files", "segments", "partial", "scratch")
 
@@ -27,11 +28,9 @@ class JobsDirectory:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             for folder in _FOLDERS:
                 (self.path / folder).mkdir(exist_ok=True, mode=0o700)
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
         except OSError as error:
-            raise ConfigError(
-                f"the jobs directory {self.path} cannot be used: {error}; name another with --jobs-dir"
-            ) from error
+            raise self._unusable(error) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -41,6 +40,27 @@ class JobsDirectory:
                 "--jobs-dir"
             ) from error
         self._lock = lock
+        try:
+            self._tighten()
+        except OSError as error:
+            self.release()
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"the jobs directory {self.path} cannot be used: {error}; name another with --jobs-dir")
+
+    def _tighten(self) -> None:
+        """Take from others what an earlier program or a copy of the directory lets them read: prompts and answers.
+
+        SQLite gives the files beside the database the mode of the database.
+        """
+        make_private(self.database)
+        own = [self.path / "lock", *(self.path / f"{self.database.name}{end}" for end in ("-wal", "-shm"))]
+        for folder in _FOLDERS:
+            (self.path / folder).chmod(0o700)
+            own += (self.path / folder).iterdir()
+        for path in own:
+            _take_from_others(path)
 
     def release(self) -> None:
         """Let another process hold the directory. Idempotent."""
@@ -83,6 +103,15 @@ class JobsDirectory:
         target = self.file(file_id)
         os.replace(partial, target)
         sync_directory(target.parent)
+
+
+def _take_from_others(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(mode) and stat.S_IMODE(mode) & 0o077:
+        path.chmod(PRIVATE_MODE)
 
 
 def sync_directory(path: Path) -> None:

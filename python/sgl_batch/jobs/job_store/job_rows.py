@@ -49,6 +49,7 @@ class JobRow:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
+    input_filename: str | None = None  # of the file's row, as long as there is one
 
     @property
     def ended_at(self) -> int | None:
@@ -56,9 +57,10 @@ class JobRow:
         return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at
 
 
-_NAMES = tuple(one.name for one in fields(JobRow))
+_NAMES = tuple(one.name for one in fields(JobRow) if one.name != "input_filename")
 # A million lines have 16 KB of offsets: only who reads lines asks for them.
 _COLUMNS = ", ".join("NULL" if name == "line_offsets" else name for name in _NAMES)
+_FILENAME = "(SELECT filename FROM files WHERE files.id = jobs.input_file_id)"
 
 
 def insert_job(connection: sqlite3.Connection, row: JobRow) -> None:
@@ -135,5 +137,6 @@ def insert_idempotency_key(connection: sqlite3.Connection, key: str, body_digest
 
 
 def _select(connection: sqlite3.Connection, rest: str, *values: object) -> Iterator[JobRow]:
-    for row in connection.execute(f"SELECT {_COLUMNS} FROM jobs {rest}", values):
-        yield JobRow(**dict(zip(_NAMES, row, strict=True)))
+    names = (*_NAMES, "input_filename")
+    for row in connection.execute(f"SELECT {_COLUMNS}, {_FILENAME} FROM jobs {rest}", values):
+        yield JobRow(**dict(zip(names, row, strict=True)))

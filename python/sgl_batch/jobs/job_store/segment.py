@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sgl_batch.jobs.failpoints import failpoint
 from sgl_batch.jobs.job_store.directory import sync_directory
+from sgl_batch.jobs.scratch import PRIVATE_MODE
 
 _MAX_OPEN = 64
 _WRITE_BYTES = 1 << 30  # Linux writes less than 2 GiB at a time
@@ -54,7 +55,7 @@ class Segments:
         while len(self._open) >= _MAX_OPEN:
             self.close(next(iter(self._open)))
         is_new = not path.exists()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
         self._open[path] = descriptor
         if is_new:
             sync_directory(path.parent)

@@ -1,21 +1,11 @@
-"""The pure decisions of the batch service: whose line is next, how suspects are split, which moves are allowed."""
+"""The pure decisions of the batch service: windows and priorities, how suspects are split, which moves are allowed."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 
 from sgl_batch.errors import RequestError
-from sgl_batch.jobs.batch_service.job_feeder import (
-    FeedShare,
-    charge,
-    is_urgent,
-    join,
-    next_share,
-    weight_of,
-    window_s,
-)
+from sgl_batch.jobs.batch_service.job_feeder import weight_of, window_s
 from sgl_batch.jobs.batch_service.lifecycle import (
     ENDED,
     TRANSITIONS,
@@ -29,48 +19,9 @@ from sgl_batch.jobs.batch_service.suspect_lots import split_suspects
 from sgl_batch.jobs.job_store.job_rows import JobRow
 
 
-def share(order, weight=1, deadline=1e9, is_urgent=False):
-    return FeedShare(order=order, weight=weight, deadline=deadline, is_urgent=is_urgent)
-
-
-def feed(shares, turns, now=0.0):
-    """Which jobs get the turns."""
-    given = Counter()
-    for _ in range(turns):
-        one = next_share(shares, now)
-        charge(one, 1)
-        given[one.order] += 1
-    return given
-
-
-def test_jobs_get_lines_in_shares_of_their_weights():
-    assert feed([share(1), share(2, weight=3), share(3)], 500) == {1: 100, 2: 300, 3: 100}
-
-
-def test_a_job_that_comes_later_does_not_get_what_the_others_had_before_it():
-    old, new = share(1), share(2)
-    feed([old], 1000)
-    join(new, [old])
-    assert feed([old, new], 100) == {1: 50, 2: 50}
-
-
-def test_jobs_with_a_window_of_minutes_go_first_by_deadline():
-    shares = [share(1), share(2, deadline=90, is_urgent=True), share(3, deadline=60, is_urgent=True)]
-    assert next_share(shares, 0).order == 3
-    assert next_share(shares[:2], 0).order == 2
-    assert next_share(shares, 60).order == 2
-    assert next_share(shares, 90).order == 1
-
-
-def test_without_a_job_nobody_is_next():
-    assert next_share([], 0) is None
-    assert next_share([share(1, deadline=5)], 5) is None
-
-
 @pytest.mark.parametrize(("window", "seconds"), [("24h", 86_400), ("30m", 1800), ("7d", 604_800)])
 def test_windows_are_minutes_hours_and_days(window, seconds):
     assert window_s(window) == seconds
-    assert is_urgent(window) == (window == "30m")
 
 
 @pytest.mark.parametrize("window", ["", "24", "h", "0h", "-1h", "1s", "1.5h", "24h ", "24h\n", "٣h", "9999999d"])

@@ -201,3 +201,25 @@ def test_a_request_with_a_wrong_field_is_refused_and_the_field_is_named(fields, 
     with pytest.raises(RequestError, match=param) as error:
         parse_batch_request({**request("file-1"), **fields})
     assert (error.value.code, error.value.param, error.value.status_code) == (code, param, 400)
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("priority", "use metadata.priority, as in"),
+        ("Priority", "use metadata.priority, as in"),
+        ("name", "use metadata.name, as in"),
+        ("idempotency-key", "use the header Idempotency-Key"),
+        ("completion-window", "use completion_window"),
+        ("completion_windows", "use completion_window"),
+        ("window", "use completion_window"),
+        ("input_file", "use input_file_id"),
+        ("model", 'use "model" in the body of each request line'),
+        ("xyz", "there are input_file_id, endpoint, completion_window, metadata, output_expires_after, continue_from"),
+    ],
+)
+def test_a_field_that_is_not_there_is_answered_with_the_one_that_was_meant(field: str, hint: str) -> None:
+    with pytest.raises(RequestError, match=f'there is no field "{field}"; ') as caught:
+        parse_batch_request({**request("file-1"), field: "5"})
+    assert hint in caught.value.message
+    assert (caught.value.status_code, caught.value.param) == (400, field)

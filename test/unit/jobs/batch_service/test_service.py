@@ -163,6 +163,21 @@ def test_a_cancelled_job_keeps_its_finished_lines_and_says_so_for_the_others(tmp
     asyncio.run(scenario())
 
 
+def test_a_job_says_its_priority_and_its_name_or_that_of_its_input(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path) as service:
+            plain = await create(service, lines(1))
+            named = await create(service, lines(1), metadata={"name": "nightly", "priority": "20"})
+            shown = [(one.x_sgl_batch["name"], one.x_sgl_batch["priority"]) for one in (plain, named)]
+            assert shown == [("in.jsonl", 1), ("nightly", 20)]
+            done = await until(service, plain.id)
+            await service.delete_file(done.input_file_id)
+            assert (await service.get_batch(plain.id)).x_sgl_batch["name"] is None
+            assert (await service.list_batches()).data[0].x_sgl_batch["name"] == "nightly"
+
+    asyncio.run(scenario())
+
+
 def test_a_job_can_be_cancelled_before_any_engine_is_there(tmp_path):
     async def scenario():
         async with service_in(tmp_path, ScriptedSource(is_up=False)) as service:
@@ -242,6 +257,31 @@ def test_while_a_job_runs_its_content_is_the_lines_before_the_first_that_is_not_
             assert done.output_file_id == running["output_file_id"]
             assert (await content(service, done.output_file_id)).startswith(prefix)
             assert (await service.get_file(done.output_file_id)).status == "processed"
+
+    asyncio.run(scenario())
+
+
+def test_a_running_job_names_its_files_from_the_first_line_on_that_is_committed_to_each(tmp_path):
+    async def scenario():
+        async with service_in(tmp_path, ScriptedSource(hold_marked)) as service:
+            waits = await create(service, [line("a", "hold")])
+            answers = await create(service, [line("a"), line("b", "hold")])
+            refuses = await create(service, [line("a", "refuse"), line("b", "hold")])
+            while not (shown := await service.get_batch(answers.id)).request_counts["completed"]:
+                assert shown.output_file_id is None
+                await asyncio.sleep(0.001)
+            while not (await service.get_batch(refuses.id)).request_counts["failed"]:
+                await asyncio.sleep(0.001)
+            shown = [await service.get_batch(one.id) for one in (waits, answers, refuses)]
+            assert {one.status for one in shown} == {"in_progress"}
+            named = [(one.output_file_id is not None, one.error_file_id is not None) for one in shown]
+            assert named == [(False, False), (True, False), (False, True)]
+            assert [one["custom_id"] for one in await records(service, shown[1].output_file_id)] == ["a"]
+            assert (await service.get_file(shown[2].error_file_id)).bytes > 0
+            for one in shown:
+                await service.cancel_batch(one.id)
+                done = await until(service, one.id)
+                assert (done.output_file_id or one.output_file_id) == one.output_file_id, "a name stays"
 
     asyncio.run(scenario())
 
@@ -388,36 +428,41 @@ def test_a_running_job_says_how_far_and_how_fast_it_is(tmp_path):
     asyncio.run(scenario())
 
 
-def test_jobs_share_the_engine_by_priority_and_a_window_of_minutes_goes_first(tmp_path):
+def test_a_window_is_met_beside_jobs_of_high_priority_and_takes_no_more_of_the_engine_than_it_needs(tmp_path):
     async def scenario():
-        order = []
-        all_here = asyncio.Event()
+        clock, order, one_at_a_time = Clock(), [], asyncio.Lock()
+        all_here, has_measured = asyncio.Event(), asyncio.Event()
 
-        async def note(engine, body):
+        async def take_a_tenth_of_a_second(engine, body):
             await all_here.wait()
-            order.append(body["prompt"][0])
-            await asyncio.sleep(0.005)
+            async with one_at_a_time:
+                clock.now += 0.1
+                order.append((clock.now, body["prompt"][0]))
+                if len(order) == 300:
+                    has_measured.set()
+                    all_here.clear()
 
-        async with service_in(tmp_path, ScriptedSource(note), max_in_flight=16) as service:
-            await create(service, [line("first")])
-            while not service.snapshot().in_flight:
-                await asyncio.sleep(0.001)
-            for name, fields in (
-                ("a", {}),
-                ("b", {"metadata": {"priority": "3"}}),
-                ("u", {"completion_window": "30m"}),
-            ):
-                batch = await create(
-                    service, [line(f"{name}{index}", f"{name}{index}") for index in range(300)], **fields
-                )
-                await until(service, batch.id, "in_progress")
+        async def run(name, number, **fields):
+            given = [line(f"{name}{index}", f"{name}{index}") for index in range(number)]
+            batch = await create(service, given, **fields)
+            await until(service, batch.id, "in_progress")
+            return batch
+
+        source = ScriptedSource(take_a_tenth_of_a_second)
+        async with service_in(tmp_path, source, clock=clock, max_in_flight=16) as service:
+            for name, priority in (("a", "20"), ("b", "5")):
+                await run(name, 1200, metadata={"priority": priority})
             all_here.set()
-            for job in service.snapshot().jobs:
-                await until(service, job.id)
-        last_urgent = len(order) - 1 - order[::-1].index("u")
-        assert sum(order[:last_urgent].count(other) for other in "ab") <= 60
-        in_turns = [one for one in order if one in "ab"][20:300]
-        assert 2 < in_turns.count("b") / in_turns.count("a") < 4.5  # 3, but for moments in which lines are being read
+            await has_measured.wait()
+            before = [name for _, name in order]
+            short = await run("w", 250, completion_window="1m")
+            all_here.set()
+            done = await until(service, short.id)
+            assert (done.status, done.request_counts["completed"]) == ("completed", 250)
+        beside = [name for now, name in order[300:] if now < done.completed_at]
+        assert beside.count("a") + beside.count("b") > 0.25 * len(beside), "the others go on"
+        for part in (before[20:], beside):  # 4, but for moments in which lines are being read
+            assert 2.5 < part.count("a") / part.count("b") < 6
 
     asyncio.run(scenario())
 

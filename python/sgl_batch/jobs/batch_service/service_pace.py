@@ -1,0 +1,42 @@
+"""Measures how fast the service answers lines, over the time in which it has any; the clock is the caller's."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sgl_batch.jobs.batch_service.job_feeder import Pace
+
+WINDOW_S = 30.0
+_SAMPLE_EVERY_S = 1.0
+
+
+class ServicePace:
+    """Lines answered by seconds in which lines were in flight: times without work say nothing of the pace."""
+
+    def __init__(self, now: float) -> None:
+        self._seen_at = now
+        self._busy_s = 0.0
+        self._num_answered = 0
+        self._samples: deque[tuple[float, int]] = deque([(0.0, 0)])
+
+    def see(self, now: float, *, was_busy: bool) -> None:
+        """Time has gone by, in which lines were in flight or not. Call it before their number changes from or to 0."""
+        if was_busy:
+            self._busy_s += max(now - self._seen_at, 0.0)
+        self._seen_at = now
+        if self._busy_s - self._samples[-1][0] >= _SAMPLE_EVERY_S:
+            self._samples.append((self._busy_s, self._num_answered))
+        while len(self._samples) > 1 and self._samples[1][0] <= self._busy_s - WINDOW_S:
+            self._samples.popleft()
+
+    def line_answered(self) -> None:
+        """Count a line that the engine has answered."""
+        self._num_answered += 1
+
+    def pace(self, num_in_flight: int) -> Pace:
+        """The pace of the last busy half minute. It is not known before a busy second, nor before an answer."""
+        busy_s, num_answered = self._busy_s - self._samples[0][0], self._num_answered - self._samples[0][1]
+        if busy_s < _SAMPLE_EVERY_S or not num_answered:
+            return Pace()
+        lines_per_s = num_answered / busy_s
+        return Pace(lines_per_s=lines_per_s, delay_s=num_in_flight / lines_per_s)
