@@ -243,7 +243,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add_count("--max-in-flight", DEFAULT_MAX_IN_FLIGHT, "lines handed to the engine ahead (default: %(default)s)")
     text = f"a longer line fails; {HOW_TO_WRITE} (default: %(default)s)"
     add("--max-line-bytes", default=DEFAULT_MAX_LINE_BYTES, metavar="BYTES", text=text)
-    add("--spool-dir", metavar="DIR", text="where finished lines wait for earlier ones (default: with OUTPUT)")
+    add("--spool-dir", metavar="DIR", text="where temporary files of the run lie (default: with OUTPUT)")
 
 
 def add_table_flags(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,8 @@ class Engine(processes.RankedEngine):
             server_args = make_server_args(rest, self.batch_config)
         self._run = self.run_scheduler_process_func = EngineRun.begin(self.batch_config, start_method)
         self.run_detokenizer_process_func = self._run.detokenizer
-        with processes.platform(launch.child_platform(server_args)), launch.start_errors(self._run):
+        platform = processes.platform(launch.child_platform(server_args))
+        with platform, launch.start_errors(self._run), self._run.temporary_files():
             super().__init__(server_args=server_args)
         self.own_processes = processes.processes_of(self.get_all_child_pids())
         infos = self._run.infos(self._scheduler_init_result.scheduler_infos)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.cuda_graphs import CudaGraphs, Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
+from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
@@ -45,7 +46,7 @@ def _is_on_cpu() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What the processes of one engine are started with. `directory`: where its ranks find each other.
+    """What the processes of one engine are started with. `owned`: where its ranks find each other, and its sockets lie.
 
     It is SGLang's scheduler process function, and has its controller's and the detokenizer's beside it.
     `start_method`: multiprocessing's, for those that SGLang starts from this process. `graphs`: what gives a scheduler
@@ -53,18 +54,38 @@ class EngineRun:
     """
 
     config: BatchConfig
-    directory: Path
+    owned: OwnedDirectory
     start_method: str
     graphs: Callable[[], Graphs | None] = device_graphs
 
     @classmethod
     def begin(cls, config: BatchConfig, start_method: str) -> EngineRun:
-        """A run with a new directory."""
-        return cls(config=config, directory=Path(tempfile.mkdtemp(prefix="sgl-batch-")), start_method=start_method)
+        """A run with a new directory; those of runs that were killed are removed."""
+        remove_abandoned(_PREFIX)
+        return cls(config=config, owned=OwnedDirectory.make(_PREFIX), start_method=start_method)
 
     def end(self) -> None:
         """The processes have ended."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self.owned.remove()
+
+    @property
+    def directory(self) -> Path:
+        """Where its ranks find each other."""
+        return self.owned.path
+
+    @contextmanager
+    def temporary_files(self) -> Iterator[None]:
+        """Have this process's temporary files inside the block, SGLang's sockets, in the directory.
+
+        Where its name is too long for a socket they lie where temporary files always lie.
+        """
+        before = tempfile.tempdir
+        if len(str(self.directory)) <= _LONGEST_DIRECTORY:
+            tempfile.tempdir = str(self.directory)
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
 
     @property
     def failure(self) -> str | None:
@@ -98,6 +119,7 @@ class EngineRun:
 def run_scheduler_process(run: EngineRun, *args: Any, **kwargs: Any) -> None:
     """Body of a scheduler process: ours, in SGLang's process function."""
     _begin_as_child()
+    belongs_to(run.directory, processes.load_file(args[_PORT_ARGS]))
     config, place = run.config, _place(run.directory, args)
     counters, operators, gpu_experts = Counters(), None, None
     if _is_on_cpu():
@@ -124,7 +146,10 @@ def _scheduler(context: RunContext, *args: Any, **kwargs: Any) -> BatchScheduler
 
 
 # SGLang's positional arguments of a scheduler process.
-_SERVER_ARGS, _DP_RANK = 0, 8
+_SERVER_ARGS, _PORT_ARGS, _DP_RANK = 0, 1, 8
+# The kernel takes 107 characters for the name of a socket.
+_LONGEST_DIRECTORY = 90
+_PREFIX = "sgl-batch-"
 
 
 def _place(directory: Path, args: tuple[Any, ...]) -> RankPlace | None:

@@ -254,7 +254,7 @@ def start_errors(run: EngineRun) -> Iterator[None]:
 
 def start_tree(server_args: Any, run: EngineRun) -> processes.Launched:
     """Start the process tree and verify it. Raises EngineError; the run's directory is left to the caller then too."""
-    with processes.platform(child_platform(server_args)), start_errors(run):
+    with processes.platform(child_platform(server_args)), start_errors(run), run.temporary_files():
         launched = processes.launch_subprocesses(
             server_args,
             init_tokenizer_manager_func=start_tokenizer_manager,

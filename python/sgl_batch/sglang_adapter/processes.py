@@ -13,6 +13,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
@@ -28,6 +29,7 @@ with bootstrap.importing():
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.managers.load_snapshot import shm_path_for
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import (
         MultiprocessingSerializer,
@@ -48,6 +50,7 @@ __all__ = [
     "end_with_parent",
     "kill_process_tree",
     "launch_subprocesses",
+    "load_file",
     "merge_config_file",
     "platform",
     "processes_of",
@@ -75,6 +78,11 @@ def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[]
     server_args = args[0]
     register_sampler_backend(server_args.sampling_backend, sampler)
     scheduler_module.run_scheduler_process(*args)
+
+
+def load_file(port_args: Any) -> Path:
+    """The file of shared memory in which SGLang's schedulers tell their load; a killed engine leaves it."""
+    return Path(shm_path_for(port_args.instance_id))
 
 
 def end_with_parent() -> None:
