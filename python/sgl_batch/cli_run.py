@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Protocol
 
-from sgl_batch.cli_run_options import STDIN, RunOptions, check_paths, parse_run_options
+from sgl_batch.cli_run_options import STDIN, RunOptions, check_paths, parse_run_options, run_flags
 from sgl_batch.cli_stop import StopSignals, signals_restored
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.jobs.file_run import FileRun, RunSettings
@@ -69,7 +69,7 @@ def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
     """Check the engine's flags (ConfigError) and return what starts it."""
     from sgl_batch.engine_arguments import build_arguments
 
-    arguments = build_arguments(engine_argv)
+    arguments = build_arguments(engine_argv, near=run_flags())
 
     def start() -> BatchEngine:
         from sgl_batch.engine import Engine
@@ -153,9 +153,14 @@ class _Run:
         """A directory for temporary files. Raises ConfigError where another run writes the same output now."""
         options, purpose = self._options, str(self._options.output.resolve())
         prefix = f".{options.output.name}.spool-"
-        with storage_errors(f"making a spool in {options.spool_dir}"):
+        try:
             spool = OwnedDirectory.make(prefix, options.spool_dir, purpose)
-            others = [one for one in remove_abandoned(prefix, options.spool_dir) if one.purpose == purpose]
+        except OSError as error:
+            raise ConfigError(
+                f"no temporary files can be made in {options.spool_dir}: {error}; name another directory with "
+                "--spool-dir, or another -o"
+            ) from error
+        others = [one for one in remove_abandoned(prefix, options.spool_dir) if one.purpose == purpose]
         if others:
             spool.remove()
             raise ConfigError(

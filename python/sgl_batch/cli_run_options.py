@@ -142,6 +142,11 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
     )
 
 
+def run_flags() -> tuple[str, ...]:
+    """Every flag of the command that is not the engine's alone."""
+    return tuple(_build_parser()._option_string_actions)
+
+
 def row_rules(args: argparse.Namespace, model: str) -> RowRules:
     """What the flags say of tables. Raises ConfigError."""
     if args.chat_column and args.prompt_column:

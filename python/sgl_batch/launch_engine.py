@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from sgl_batch.engine_arguments import EngineArguments, build_arguments
-from sgl_batch.errors import ConfigError, SglBatchError
-from sgl_batch.managers.front_link import BAD_USAGE, FrontLink, read_link
+from sgl_batch.errors import BAD_USAGE, ConfigError, SglBatchError
+from sgl_batch.managers.front_link import FrontLink, read_link
 from sgl_batch.program_end import end_with
 
 
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         EngineHost(parsed.server_args, parsed.config, parsed.start_method, link).serve()
+    except ConfigError as error:
+        return _complain(link, str(error), 1, BAD_USAGE)
     except SglBatchError as error:
         return _complain(link, str(error), 3, None)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,8 +19,10 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.distributed.rank_cores import read_cpus, share_of
+from sgl_batch.distributed.rank_errors import RankError
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.rendezvous import Rendezvous
+from sgl_batch.errors import SglBatchError
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.managers.rank_controller import run_rank_controller
 from sgl_batch.managers.run_context import RunContext
@@ -33,6 +36,8 @@ from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
+
+logger = logging.getLogger(__name__)
 
 
 def device_graphs() -> Graphs | None:
@@ -141,8 +146,18 @@ def run_scheduler_process(run: EngineRun, *args: Any, **kwargs: Any) -> None:
 
 
 def _scheduler(context: RunContext, *args: Any, **kwargs: Any) -> BatchScheduler:
-    with context.telling():
-        return BatchScheduler(*args, context=context, **kwargs)
+    try:
+        with context.telling():
+            return BatchScheduler(*args, context=context, **kwargs)
+    except RankError:
+        raise
+    except SglBatchError:
+        # It is told, and the engine's process says it. SGLang would print a traceback that helps with no such mistake.
+        logger.debug("this scheduler does not start", exc_info=True)
+        os._exit(1)
+    except Exception as error:
+        context.rendezvous.report_failure(f"{type(error).__name__}: {processes.words_of(error)}")
+        raise
 
 
 # SGLang's positional arguments of a scheduler process.

@@ -20,8 +20,6 @@ import msgspec
 from sgl_batch.distributed.line_frames import Failed, write_frame
 from sgl_batch.owned_directory import remove_tree
 
-# The code of a failure that the command line is to blame for: trying again is no use.
-BAD_USAGE = "bad_usage"
 _PR_SET_PDEATHSIG = 1
 
 
