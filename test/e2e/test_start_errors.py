@@ -41,7 +41,6 @@ def ended(argv: list[str]) -> list[str]:
     ("flags", "words"),
     [
         (("--model", "no/such/model"), "the model no/such/model does not exist"),
-        (("--max-in-fligth", "5"), "unrecognized arguments: --max-in-fligth 5; did you mean --max-in-flight?"),
         (TOO_LITTLE, NEEDS),
     ],
 )
