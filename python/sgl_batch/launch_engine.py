@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from sgl_batch.api.front_options import front_flags
 from sgl_batch.engine_arguments import EngineArguments, build_arguments
 from sgl_batch.errors import BAD_USAGE, ConfigError, SglBatchError
 from sgl_batch.managers.front_link import FrontLink, read_link
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answer until stopped; returns the exit code: 1 for bad usage, 3 when the engine cannot start."""
     link = read_link()
     try:
-        parsed = build_arguments(list(sys.argv[1:] if argv is None else argv))
+        parsed = build_arguments(list(sys.argv[1:] if argv is None else argv), near=front_flags())
         _check(parsed)
     except ConfigError as error:
         return _complain(link, str(error), 1, BAD_USAGE)

@@ -18,10 +18,10 @@ from .conftest import MODEL, chat_line, collect, read_lines, run_argv
 pytestmark = pytest.mark.engine
 
 WITHIN_S = 120
-SLOW_TOKENS = 900
+SLOW_TOKENS = 500
 # The first line is slow; all others wait for it.
 LINES = [chat_line("slow", "Return the", max_tokens=SLOW_TOKENS, ignore_eos=True, temperature=0)]
-LINES += [chat_line(f"line {n}", f"Say {n}.", max_tokens=4 + n % 5, temperature=0.8) for n in range(120)]
+LINES += [chat_line(f"line {n}", f"Say {n}.", max_tokens=4 + n % 5, temperature=0.8) for n in range(90)]
 
 
 def answers(records: list[dict[str, Any]]) -> list[Any]:
