@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import shutil
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Protocol
 
-from sgl_batch.cli_run_options import STDIN, RunOptions, check_paths, parse_run_options
+from sgl_batch.cli_run_options import STDIN, RunOptions, check_paths, parse_run_options, run_flags
 from sgl_batch.cli_stop import StopSignals, signals_restored
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.jobs.file_run import FileRun, RunSettings
@@ -28,14 +28,15 @@ from sgl_batch.jobs.manifest import Manifest, RunFacts, differences, read_manife
 from sgl_batch.jobs.ordered_output import OrderedOutput
 from sgl_batch.jobs.progress_display import ProgressDisplay, choose_display
 from sgl_batch.jobs.request_line import LineRules
-from sgl_batch.jobs.resume import EarlierRun, RunFiles, forget_kept, kept_records, read_earlier
+from sgl_batch.jobs.resume import EarlierRun, RunFiles, read_earlier
 from sgl_batch.jobs.run_result import RunResult, RunStatus
 from sgl_batch.jobs.scratch import storage_errors
 from sgl_batch.jobs.seen_ids import SeenIds
-from sgl_batch.jobs.spool import Spool
 from sgl_batch.jobs.summary import format_summary
 from sgl_batch.jobs.tables.row_lines import write_lines
 from sgl_batch.jobs.tables.sources import Table, is_table
+from sgl_batch.jobs.waiting_records import WaitingRecords, forget_kept
+from sgl_batch.owned_directory import OwnedDirectory, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class BatchEngine(Protocol):
         ...
 
 
+_LONGEST_COMMAND = 240
+
 StartEngine = Callable[[], BatchEngine]
 PrepareEngine = Callable[[Sequence[str]], StartEngine]
 
@@ -66,7 +69,7 @@ def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
     """Check the engine's flags (ConfigError) and return what starts it."""
     from sgl_batch.engine_arguments import build_arguments
 
-    arguments = build_arguments(engine_argv)
+    arguments = build_arguments(engine_argv, near=run_flags())
 
     def start() -> BatchEngine:
         from sgl_batch.engine import Engine
@@ -97,6 +100,16 @@ def run_command(argv: Sequence[str], prepare_engine: PrepareEngine = prepare_sgl
         return 3
 
 
+def resume_command(argv: Sequence[str], options: RunOptions) -> str:
+    """What to type to go on with a run: its own command with --resume, cut short where it is long."""
+    kept = [one for one in redacted(argv) if one not in ("--overwrite", "--resume")]
+    whole = shlex.join(["sgl-batch", "run", *kept, "--resume"])
+    if len(whole) <= _LONGEST_COMMAND:
+        return whole
+    files = ["-i", options.input, "-o", str(options.output if options.table is None else options.table.table)]
+    return f"{shlex.join(['sgl-batch', 'run', *files, '--model', options.model])} ... --resume (all flags as before)"
+
+
 def _complain(message: str, exit_code: int) -> int:
     sys.stderr.write(f"sgl-batch run: error: {message}\n")
     return exit_code
@@ -110,17 +123,16 @@ class _Run:
         self._earlier: EarlierRun | None = None
         self._was_completed = False
         self._resumed: tuple[object, ...] = ()
+        self._waiting = WaitingRecords(options.output)
         self._display: ProgressDisplay = choose_display(options.progress, sys.stderr)
 
     def run(self, prepare_engine: PrepareEngine) -> int:
         options = self._options
         self._display.note(f"{options.input} -> {self._shown_output}, model {options.model}")
         start_engine = prepare_engine(options.engine_argv)
-        prefix = f".{options.output.name}.spool-"
-        with storage_errors(f"making a spool in {options.spool_dir}"):
-            spool = tempfile.TemporaryDirectory(prefix=prefix, dir=options.spool_dir)
-        with spool as directory:
-            input_path = self._local_input(Path(directory))
+        spool = self._begin_spool()
+        try:
+            input_path = self._local_input(spool.path)
             scan = scan_input(input_path)
             total = min(scan.num_lines, options.limit or scan.num_lines)
             if total == 0:
@@ -131,9 +143,31 @@ class _Run:
             self._display.note(f"{total:,} request lines; starting the engine")
             engine = start_engine()
             try:
-                return self._run_on(engine, input_path, scan, total, Path(directory))
+                return self._run_on(engine, input_path, scan, total, spool.path)
             finally:
                 engine.shutdown()
+        finally:
+            spool.remove()
+
+    def _begin_spool(self) -> OwnedDirectory:
+        """A directory for temporary files. Raises ConfigError where another run writes the same output now."""
+        options, purpose = self._options, str(self._options.output.resolve())
+        prefix = f".{options.output.name}.spool-"
+        try:
+            spool = OwnedDirectory.make(prefix, options.spool_dir, purpose)
+        except OSError as error:
+            raise ConfigError(
+                f"no temporary files can be made in {options.spool_dir}: {error}; name another directory with "
+                "--spool-dir, or another -o"
+            ) from error
+        others = [one for one in remove_abandoned(prefix, options.spool_dir) if one.purpose == purpose]
+        if others:
+            spool.remove()
+            raise ConfigError(
+                f"the output {options.output} is being written by another run, process {others[0].pid}; wait for its "
+                "end, or name another -o"
+            )
+        return spool
 
     def _local_input(self, directory: Path) -> Path:
         """The input as a file that can be read twice: a pipe is copied to the spool first."""
@@ -162,7 +196,7 @@ class _Run:
         options, line_engine = self._options, engine.line_engine()
         manifest = Manifest(options.manifest, self._facts(engine, line_engine, scan))
         with ExitStack() as files:
-            output = files.enter_context(closing(self._open_output(directory)))
+            output = files.enter_context(closing(self._open_output()))
             seen = files.enter_context(closing(SeenIds(directory / "seen.db")))
             manifest.write()
             job = FileRun(
@@ -188,9 +222,6 @@ class _Run:
             except BaseException as error:
                 manifest.abort(f"{type(error).__name__}: {error}")
                 raise
-        # Where lines are missing, a failing disk may have taken what was kept on its way to the files.
-        if self._earlier is not None and result.missing == 0:
-            forget_kept(self._files)
         if options.table is not None and result.missing == 0:
             options.table.finish(self._run_id, total)
         manifest.finish(result)
@@ -215,10 +246,10 @@ class _Run:
             keeper.cancel()
             signals.ignore()
 
-    def _open_output(self, directory: Path) -> OrderedOutput:
+    def _open_output(self) -> OrderedOutput:
         options = self._options
         if self._earlier is not None:
-            return self._reopen_output(self._earlier, directory)
+            return self._reopen_output(self._earlier)
         # To resume a run that left nothing is to begin.
         replace = options.overwrite or options.resume
         if replace and options.table is not None:
@@ -227,18 +258,15 @@ class _Run:
         output.create()
         if replace:
             options.errors.unlink(missing_ok=True)
-        forget_kept(self._files)
+        forget_kept(options.output)
         errors = LineFile(options.errors, overwrite=replace)
-        return OrderedOutput(output, errors, Spool(directory / "spool.db"))
+        return OrderedOutput(output, errors, self._waiting)
 
-    def _reopen_output(self, earlier: EarlierRun, directory: Path) -> OrderedOutput:
+    def _reopen_output(self, earlier: EarlierRun) -> OrderedOutput:
         output, errors = LineFile(self._options.output), LineFile(self._options.errors)
         output.go_on(earlier.num_output)
         errors.go_on(earlier.num_errors)
-        ordered = OrderedOutput(output, errors, Spool(directory / "spool.db"), next_index=earlier.prefix)
-        for finished in kept_records(self._files, earlier):
-            ordered.add(finished)
-        return ordered
+        return OrderedOutput(output, errors, self._waiting, next_index=earlier.prefix)
 
     @property
     def _files(self) -> RunFiles:
@@ -266,7 +294,7 @@ class _Run:
         self._run_id = str(before["run_id"])
         if options.table is not None:
             options.table.restore(self._run_id)
-        self._earlier = read_earlier(self._files, self._run_id, total, retry_failed=options.retry_failed)
+        self._earlier = read_earlier(self._files, self._run_id, total, self._waiting, retry_failed=options.retry_failed)
         self._was_completed = before["status"] == RunStatus.COMPLETED.value
         step = {"started_at": before["started_at"], "status": before["status"], "kept": self._earlier.num_done}
         self._resumed = (*before.get("resumed", ()), {**step, "differences": found})
@@ -280,7 +308,7 @@ class _Run:
 
     def _nothing_left(self, total: int) -> int:
         assert self._earlier is not None, "an earlier run has done all"
-        forget_kept(self._files)
+        self._waiting.remove()
         if self._options.table is not None:
             self._options.table.finish(self._run_id, total)
         failed = self._earlier.failed
@@ -320,7 +348,8 @@ class _Run:
         if result.status is not RunStatus.COMPLETED:
             lines.append(
                 f"sgl-batch run: {result.status.value}: {result.message}. {result.missing:,} of "
-                f"{result.total:,} lines have neither an output nor an error; what was finished is written."
+                f"{result.total:,} lines have neither an output nor an error; what was finished is written. "
+                f"Go on with: {resume_command(self._argv, options)}"
             )
         for line in lines:
             self._display.note(line)

@@ -142,6 +142,11 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
     )
 
 
+def run_flags() -> tuple[str, ...]:
+    """Every flag of the command that is not the engine's alone."""
+    return tuple(_build_parser()._option_string_actions)
+
+
 def row_rules(args: argparse.Namespace, model: str) -> RowRules:
     """What the flags say of tables. Raises ConfigError."""
     if args.chat_column and args.prompt_column:
@@ -243,7 +248,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add_count("--max-in-flight", DEFAULT_MAX_IN_FLIGHT, "lines handed to the engine ahead (default: %(default)s)")
     text = f"a longer line fails; {HOW_TO_WRITE} (default: %(default)s)"
     add("--max-line-bytes", default=DEFAULT_MAX_LINE_BYTES, metavar="BYTES", text=text)
-    add("--spool-dir", metavar="DIR", text="where finished lines wait for earlier ones (default: with OUTPUT)")
+    add("--spool-dir", metavar="DIR", text="where temporary files of the run lie (default: with OUTPUT)")
 
 
 def add_table_flags(parser: argparse.ArgumentParser) -> None:

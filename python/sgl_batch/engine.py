@@ -5,16 +5,19 @@ It knows sequences and requests, never jobs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.config import BatchConfig, from_mapping, split_kwargs
-from sgl_batch.errors import EngineError
+from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.managers import launch
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.line_answers import LineAnswers
 from sgl_batch.managers.rank_stats import merged_stats
+from sgl_batch.model_directory import ModelPlace, check_model
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
+from sgl_batch.sglang_adapter.known_models import is_known_architecture
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
 
@@ -33,6 +36,7 @@ class Engine(processes.RankedEngine):
         self.batch_config: BatchConfig = kwargs.pop("batch_config", None) or BatchConfig()
         if server_args is None:
             self.batch_config, rest = split_kwargs(kwargs)
+            check_model(model_place(rest), is_known_architecture)
             rest.setdefault("log_level", "error")
             server_args = make_server_args(rest, self.batch_config)
         self._run = self.run_scheduler_process_func = EngineRun.begin(self.batch_config, start_method)
@@ -99,8 +103,27 @@ class Engine(processes.RankedEngine):
         return merged_stats([state["sgl_batch"] for state in states])
 
 
+def model_place(kwargs: Mapping[str, Any]) -> ModelPlace:
+    """Where SGLang's arguments say that the model is."""
+    if not kwargs.get("model_path"):
+        raise ConfigError("model_path is not given; name the model's directory, or its name on the hub")
+    return ModelPlace(
+        model=str(kwargs["model_path"]),
+        tokenizer=kwargs.get("tokenizer_path"),
+        load_format=kwargs.get("load_format"),
+        revision=kwargs.get("revision"),
+        needs_tokenizer=not kwargs.get("skip_tokenizer_init"),
+    )
+
+
 def make_server_args(kwargs: dict[str, Any], config: BatchConfig) -> Any:
     """SGLang's ServerArgs from keyword arguments, with our defaults. Raises ConfigError."""
     arguments = launch.sglang_arguments(kwargs, config)
     with processes.platform(CPU_PLATFORM if launch.on_cpu(kwargs) else None):
-        return processes.ServerArgs(**arguments)
+        try:
+            return processes.ServerArgs(**arguments)
+        # It checks what it is given, and has no class of errors for that.
+        except (ArithmeticError, AssertionError, ImportError, LookupError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"SGLang refuses these arguments: {processes.words_of(error)}") from error
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(f"SGLang cannot read these arguments: {processes.words_of(error)}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -10,8 +11,12 @@ from typing import Any, NoReturn
 from sgl_batch import config as batch_config
 from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError
+from sgl_batch.model_directory import ModelPlace, check_model
 from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
+from sgl_batch.sglang_adapter.known_models import is_known_architecture
 
+_CONFIG_FILE = "--config"
+_UNRECOGNIZED = "unrecognized arguments: "
 _DESCRIPTION = """\
 Serve a mixture-of-experts model over HTTP: OpenAI's Files and Batch API, and SGLang's endpoints, scheduled in groups
 for whole batches. The flags of sgl_batch come first; all other flags are SGLang's own and mean what they mean there.
@@ -28,13 +33,20 @@ class EngineArguments:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Its mistakes are ConfigErrors. `near`: flags of the program that are not this parser's, for suggestions."""
+
+    near: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
+        unknown, _, _ = message.removeprefix(_UNRECOGNIZED).partition(" ")
+        if message.startswith(_UNRECOGNIZED):
+            flag = unknown.partition("=")[0]
+            close = difflib.get_close_matches(flag, [*self._option_string_actions, *self.near], n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{message} (see --help)")
 
 
-def build_parser(
-    argv: Sequence[str], add_more: Callable[[argparse.ArgumentParser], None] = lambda _: None
-) -> argparse.ArgumentParser:
+def build_parser(argv: Sequence[str], add_more: Callable[[argparse.ArgumentParser], None] = lambda _: None) -> _Parser:
     """The parser of all flags. Our defaults for SGLang's flags depend on --device, so it looks at `argv`.
 
     `add_more` adds flags before them.
@@ -54,6 +66,30 @@ def build_parser(
     return parser
 
 
+def _check_early(argv: Sequence[str]) -> None:
+    """Find mistakes of ours and in the model's files before SGLang's slow import. Raises ConfigError."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    batch_config.add_cli_flags(parser)
+    for flag in ("--tokenizer-path", "--load-format", "--revision"):
+        parser.add_argument(flag)
+    parser.add_argument("--model-path", "--model", dest="model")
+    parser.add_argument("--skip-tokenizer-init", action="store_true")
+    args = parser.parse_known_args(list(argv))[0]
+    batch_config.from_args(args)
+    if _CONFIG_FILE in argv or {"-h", "--help"} & set(argv):
+        return
+    if args.model is None:
+        raise ConfigError("no model is given; name its directory, or its name on the hub, with --model-path")
+    place = ModelPlace(
+        model=args.model,
+        tokenizer=args.tokenizer_path,
+        load_format=args.load_format,
+        revision=args.revision,
+        needs_tokenizer=not args.skip_tokenizer_init,
+    )
+    check_model(place, is_known_architecture)
+
+
 def _what_defaults_depend_on(argv: Sequence[str]) -> argparse.Namespace:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--device")
@@ -68,20 +104,22 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     ServerArgs.add_cli_args(parser)
 
 
-def build_arguments(argv: Sequence[str]) -> EngineArguments:
-    """Parse and check all flags, in a program of ours. Raises ConfigError for a bad one; --help exits."""
-    ours = _Parser(add_help=False, allow_abbrev=False)
-    batch_config.add_cli_flags(ours)
-    batch_config.from_args(
-        ours.parse_known_args(list(argv))[0]
-    )  # our mistakes are answered before SGLang's slow import
+def build_arguments(argv: Sequence[str], near: Sequence[str] = ()) -> EngineArguments:
+    """Parse and check all flags, in a program of ours. Raises ConfigError for a bad one; --help exits.
+
+    `near`: flags that the program has besides, which may be meant by one that is unknown.
+    """
+    _check_early(argv)
     with template(_what_defaults_depend_on(argv).device) as can_fork:
-        from sgl_batch.engine import make_server_args
+        from sgl_batch.engine import make_server_args, model_place
         from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file
 
         parser = build_parser(argv)
+        parser.near = near
         args = parser.parse_args(merge_config_file(parser, list(argv)))
         config = batch_config.from_args(args)
         kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
+        if _CONFIG_FILE in argv:
+            check_model(model_place(kwargs), is_known_architecture)
         server_args = make_server_args(kwargs, config)
     return EngineArguments(server_args=server_args, config=config, start_method=FORK if can_fork else SPAWN)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# The code of a failure that the command line is to blame for: trying again is no use.
+BAD_USAGE = "bad_usage"
+
 
 class SglBatchError(Exception):
     """Base of every error that sgl_batch raises on purpose."""

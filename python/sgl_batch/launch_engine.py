@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sgl_batch.api.front_options import front_flags
 from sgl_batch.engine_arguments import EngineArguments, build_arguments
-from sgl_batch.errors import ConfigError, SglBatchError
-from sgl_batch.managers.front_link import BAD_USAGE, FrontLink, read_link
+from sgl_batch.errors import BAD_USAGE, ConfigError, SglBatchError
+from sgl_batch.managers.front_link import FrontLink, read_link
 from sgl_batch.program_end import end_with
 
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answer until stopped; returns the exit code: 1 for bad usage, 3 when the engine cannot start."""
     link = read_link()
     try:
-        parsed = build_arguments(list(sys.argv[1:] if argv is None else argv))
+        parsed = build_arguments(list(sys.argv[1:] if argv is None else argv), near=front_flags())
         _check(parsed)
         _log_requests_in(parsed.server_args, link.request_logs)
     except ConfigError as error:
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         EngineHost(parsed.server_args, parsed.config, parsed.start_method, link).serve()
+    except ConfigError as error:
+        return _complain(link, str(error), 1, BAD_USAGE)
     except SglBatchError as error:
         return _complain(link, str(error), 3, None)
     finally:

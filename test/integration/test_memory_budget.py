@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from sgl_batch import Engine
-from sgl_batch.errors import EngineError
+from sgl_batch.errors import ConfigError
 
 from .conftest import FAMILIES
 
@@ -44,8 +44,8 @@ def test_a_budget_sizes_the_device_is_kept_and_refuses_prompts_beyond_its_workin
 
 def test_a_budget_that_cannot_hold_the_model_is_refused_with_what_is_needed(model_path: Callable[[str], str]) -> None:
     with pytest.raises(
-        EngineError,
-        match=r"did not start: device_memory is 200.00 MiB, and .* are needed: the program has .*, weights take "
+        ConfigError,
+        match=r"^device_memory is 200.00 MiB, and .* are needed: the program has .*, weights take "
         r"13.* MiB, groups of 512 prompt tokens .* 2 pages of KV for each of 16 running sequences .*; "
         r"raise --device-memory",
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -212,6 +213,8 @@ def test_a_signal_writes_what_is_finished_and_exits_130(job, signal_number):
     assert job.ids() == ["id-0", "id-1", "id-3", "id-4"]
     assert "1 of 5 lines have neither an output nor an error" in err
     assert "Interrupted: 4 of 5 lines ok, 0 failed, 1 missing" in err
+    command = shlex.join(job.argv("--progress", "plain", "--max-in-flight", "5", "--resume"))
+    assert err.splitlines()[-1].endswith(f"Go on with: sgl-batch run {command}")
     assert (job.manifest()["status"], job.manifest()["exit_code"]) == ("interrupted", 130)
     assert job.names == ["in.jsonl", "out.jsonl", "out.manifest.json"]
 
@@ -229,6 +232,35 @@ def test_a_signal_after_the_last_line_changes_nothing(job):
     assert job.manifest()["status"] == "completed"
     assert engine.is_shut_down
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_command_to_go_on_with_is_cut_short_and_replaces_nothing(job, capsys):
+    job.write("a", "die")
+    body = json.dumps({"stop": ["x" * 300]})
+    assert job.run("--overwrite", "--body", body) == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    files = shlex.join(job.argv())
+    assert last.endswith(f"Go on with: sgl-batch run {files} ... --resume (all flags as before)")
+    assert job.run("--overwrite") == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"Go on with: sgl-batch run {shlex.join(job.argv('--progress', 'plain', '--resume'))}")
+
+
+def test_one_output_has_one_run_and_a_killed_one_leaves_no_folder(job, capsys):
+    job.write("a", "hold")
+    process = job.start()
+    assert process.stdout.readline() == "holding\n"
+    kept = set(job.names)
+    assert job.run("--resume") == 1
+    assert f"is being written by another run, process {process.pid}; wait for its end" in capsys.readouterr().err
+    assert set(job.names) == kept
+    job.write("a", "b")
+    assert job.run(output="other.jsonl") == 0, "another output is nobody's"
+    process.kill()
+    process.communicate()
+    assert [name for name in job.names if "spool" in name]
+    assert job.run("--overwrite") == 0
+    assert not [name for name in job.names if name.startswith(".")]
 
 
 def test_a_second_signal_quits_at_once(job):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -166,6 +167,60 @@ def test_kills_at_random_moments_lose_and_double_nothing(job: Job) -> None:
     assert num_killed >= 2
     assert job.run("--resume") == 2
     assert same_as_unstopped(job)
+
+
+def killed_behind_a_slow_line(job: Job, *prompts: str) -> Path:
+    """A run whose first line never ends, killed when all lines before "kill" have; returns what it kept."""
+    job.write("hold", *prompts)
+    argv = [sys.executable, str(PROGRAM), "run", *job.argv("--progress", "off")]
+    done = subprocess.run(argv, capture_output=True, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert job.records("out.jsonl") == []
+    [kept] = job.directory.glob(".out.jsonl.kept-*")
+    return kept
+
+
+def same_as_undisturbed(job: Job) -> bool:
+    job.run("--release", output="whole.jsonl")
+    return all(job.records(f"out{end}") == job.records(f"whole{end}") for end in (".jsonl", ".errors.jsonl"))
+
+
+def test_lines_behind_a_slow_one_outlive_a_kill(job: Job) -> None:
+    killed_behind_a_slow_line(job, *["x", "refuse", "y"] * 310, "kill", *["z"] * 568)
+    assert job.run("--resume", "--release") == 2
+    assert job.manifest["resumed"][-1]["kept"] == 930
+    assert job.manifest["usage"]["completion_tokens"] == 5 * (1500 - 930), "of the lines of the second run"
+    assert same_as_undisturbed(job)
+    assert not [path for path in job.directory.iterdir() if path.name.startswith(".")]
+
+
+def test_a_torn_record_behind_a_slow_line_is_run_again(job: Job) -> None:
+    kept = killed_behind_a_slow_line(job, "x", "y", "kill")
+    kept.write_bytes(kept.read_bytes()[:-20])
+    assert job.run("--resume", "--release") == 0
+    assert job.manifest["resumed"][-1]["kept"] == 1
+    assert same_as_undisturbed(job)
+
+
+def test_failed_lines_behind_a_slow_one_are_run_again_where_asked_for(job: Job) -> None:
+    kept = killed_behind_a_slow_line(job, "x", "refuse", "kill")
+    kept.write_bytes(kept.read_bytes().replace(b"the prompt is too long", b"a fault of yesterday"))
+    assert job.run("--resume", "--release", "--retry-failed") == 2
+    assert job.manifest["resumed"][-1]["kept"] == 1
+    assert same_as_undisturbed(job)
+
+
+@pytest.mark.parametrize("spoiled", [b"no record\n", b'1 0 {"id": "batch_req_other"}\n', b"9 0 {}\n"])
+def test_a_kept_line_of_another_run_is_refused(job: Job, spoiled: bytes, capsys: Any) -> None:
+    kept = killed_behind_a_slow_line(job, "x", "kill")
+    kept.write_bytes(spoiled)
+    assert job.run("--resume", "--release") == 1
+    told = capsys.readouterr().err
+    assert f"{kept} was not written by the run" in told
+    assert "--overwrite" in told
+    assert kept.read_bytes() == spoiled
+    assert job.run("--overwrite", "--release") == 0
+    assert not kept.exists()
 
 
 def test_where_nothing_is_left_no_engine_is_started_and_nothing_is_written(job: Job, capsys: Any) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -26,6 +25,7 @@ from sgl_batch.api.pass_through import PassThrough
 from sgl_batch.api.supervisor import EngineSupervisor
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.batch_service.service import BatchService
+from sgl_batch.owned_directory import OwnedDirectory, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 async def _serve(options: FrontOptions, listener: socket.socket) -> int:
     async with AsyncExitStack() as ending:
-        directory = ending.enter_context(
-            tempfile.TemporaryDirectory(prefix="sgl-batch-server-", ignore_cleanup_errors=True)
-        )
+        remove_abandoned("sgl-batch-")
+        owned = OwnedDirectory.make("sgl-batch-server-")
+        ending.callback(owned.remove)
+        directory = str(owned.path)
         _check_socket_length(directory)
         supervisor = EngineSupervisor(
             (*ENGINE_PROGRAM, *options.engine_argv),

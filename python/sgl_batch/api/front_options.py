@@ -134,6 +134,14 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag)
 
 
+def front_flags() -> tuple[str, ...]:
+    """Every flag that this server reads itself."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_own_flags(parser)
+    _add_shared_flags(parser)
+    return tuple(parser._option_string_actions)
+
+
 def parse_front_options(argv: Sequence[str]) -> FrontOptions:
     """Read the command line. Raises ConfigError for bad values."""
     parser = _Parser(add_help=False, allow_abbrev=False)

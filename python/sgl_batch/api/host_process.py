@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from sgl_batch.distributed.line_channel import LineClient
 from sgl_batch.distributed.line_frames import Failed, FrameError, Frames, FromHost, Ready
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.front_link import FrontLink
+from sgl_batch.owned_directory import remove_tree
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class HostProcess:
                 server.close()
             if self._frames.done():
                 self._frames.result().close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_tree(self._directory)
         if self.client is not None:
             self.client.fail(EngineError(words.message, code=words.code))
         return words

@@ -17,8 +17,7 @@ from sgl_batch.api.host_process import EngineHttp, HostProcess
 from sgl_batch.api.progress_watch import ProgressWatch
 from sgl_batch.api.restart_policy import LifeEnd, RestartPolicy
 from sgl_batch.distributed.line_channel import LineClient
-from sgl_batch.errors import EngineError
-from sgl_batch.managers.front_link import BAD_USAGE
+from sgl_batch.errors import BAD_USAGE, EngineError
 
 logger = logging.getLogger(__name__)
 

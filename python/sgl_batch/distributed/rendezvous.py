@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sgl_batch.distributed.rank_errors import PeerTimeout, RankError
-from sgl_batch.errors import SglBatchError, StoreError
+from sgl_batch.errors import BAD_USAGE, ConfigError, SglBatchError, StoreError
 
 _POLL_S = 0.01
 
@@ -78,7 +78,8 @@ class Rendezvous:
             raise
         except SglBatchError as error:
             who = "" if rank is None else f"rank {rank} of the engine failed: "
-            self.report_failure(f"{who}{error}", code=error.code if isinstance(error, StoreError) else "")
+            code = error.code if isinstance(error, StoreError) else BAD_USAGE if isinstance(error, ConfigError) else ""
+            self.report_failure(f"{who}{error}", code=code)
             raise
 
     @property

@@ -69,3 +69,11 @@ class LineFile:
             finally:
                 self._file.close()
                 self._file = None
+
+    def discard(self) -> None:
+        """Close without syncing, and remove the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        with storage_errors(f"removing {self.path}"):
+            self.path.unlink(missing_ok=True)

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 from sgl_batch.jobs.line_file import LineFile
-from sgl_batch.jobs.spool import Finished, Spool
-
-DEFAULT_MEMORY_BYTES = 8 << 20
-_OBJECT_BYTES = 300  # of Python's own objects around one waiting record
+from sgl_batch.jobs.waiting_records import Finished, WaitingRecords
 
 
 class OrderedOutput:
     """Takes finished lines in any order and writes those whose earlier lines are all written.
 
-    At most `memory_bytes` of records wait in memory; beyond that they wait in the spool. Lines that are never
-    added (a run was stopped) are skipped by `write_rest` alone.
+    The others are on disk at once too, in `waiting`. Lines that are never added (a run was stopped) are skipped by
+    `write_rest` alone.
     """
 
-    def __init__(
-        self,
-        output: LineFile,
-        errors: LineFile,
-        spool: Spool,
-        *,
-        memory_bytes: int = DEFAULT_MEMORY_BYTES,
-        next_index: int = 0,
-    ) -> None:
+    def __init__(self, output: LineFile, errors: LineFile, waiting: WaitingRecords, *, next_index: int = 0) -> None:
         self.next_index = next_index  # the lines before it are in the files
         self._output = output
         self._errors = errors
-        self._spool = spool
-        self._memory_bytes = memory_bytes
-        self._waiting: dict[int, Finished] = {}
-        self._waiting_bytes = 0
+        self._waiting = waiting
+        self._next: Finished | None = None  # the line at `next_index`
 
     @property
     def num_ok(self) -> int:
@@ -45,28 +32,32 @@ class OrderedOutput:
 
     @property
     def num_waiting(self) -> int:
-        """Finished lines that wait for an earlier one."""
-        return len(self._waiting) + self._spool.num_records
+        """Finished lines that are not written yet."""
+        return self._waiting.num_records + (self._next is not None)
 
     def add(self, finished: Finished) -> None:
-        """Take a finished line. Raises StorageError when the spool cannot take it."""
+        """Take a finished line. Raises StorageError when it has to wait and the disk cannot take it."""
         assert finished.index >= self.next_index, f"line {finished.index} was already written"
         assert finished.index not in self._waiting, f"line {finished.index} was already added"
-        size = _size(finished)
-        # The line that all others wait for never goes to the disk first.
-        if finished.index != self.next_index and self._waiting_bytes + size > self._memory_bytes:
-            self._spool.put(finished)
-            return
-        self._waiting[finished.index] = finished
-        self._waiting_bytes += size
+        # The line that all others wait for takes no room on the disk but its own.
+        if finished.index == self.next_index:
+            assert self._next is None, f"line {finished.index} was already added"
+            self._next = finished
+        else:
+            self._waiting.put(finished)
 
     def write_ready(self, limit: int) -> bool:
         """Write up to `limit` lines that wait for no other; return whether more may be ready."""
-        batch: list[Finished] = []
-        while len(batch) < limit and (finished := self._take_next()) is not None:
+        batch = [] if self._next is None else [self._next]
+        while len(batch) < limit and (finished := self._waiting.get(self.next_index + len(batch))) is not None:
             batch.append(finished)
-            self.next_index += 1
         self._write(batch)
+        # What waits is given up when it is written, so that a disk that fails takes nothing.
+        for finished in batch:
+            if finished is not self._next:
+                self._waiting.release(finished.index)
+        self._next = None
+        self._advance(self.next_index + len(batch))
         return len(batch) == limit
 
     def write_rest(self, limit: int) -> bool:
@@ -75,37 +66,33 @@ class OrderedOutput:
         Returns whether more is left.
         """
         if not self.write_ready(limit) and self.num_waiting:
-            in_spool = self._spool.take_first()
-            if in_spool is not None:
-                self._waiting[in_spool.index] = in_spool
-                self._waiting_bytes += _size(in_spool)
-            self.next_index = min(self._waiting)
+            self._advance(self._waiting.first_from(self.next_index))
         return self.num_waiting > 0
 
     def sync(self) -> None:
-        """Wait until both files are on the disk."""
+        """Wait until all that was added is on the disk. It may be called from another thread."""
+        written_out = self._waiting.written_out()
         self._output.sync()
         self._errors.sync()
+        self._waiting.sync(written_out)
 
     def close(self) -> None:
-        """Close both files and remove the spool."""
+        """Close both files; what waits beside them stays only where it is not all in them."""
         try:
             self._output.close()
             self._errors.close()
-        finally:
-            self._spool.close()
+        except BaseException:
+            self._waiting.close()
+            raise
+        if self.num_waiting:
+            self._waiting.close()
+        else:
+            self._waiting.remove()
 
-    def _take_next(self) -> Finished | None:
-        finished = self._waiting.pop(self.next_index, None)
-        if finished is None:
-            return self._spool.take(self.next_index)
-        self._waiting_bytes -= _size(finished)
-        return finished
+    def _advance(self, index: int) -> None:
+        self.next_index = index
+        self._waiting.forget_before(index)
 
     def _write(self, batch: list[Finished]) -> None:
         self._output.append([one.record for one in batch if not one.failed])
         self._errors.append([one.record for one in batch if one.failed])
-
-
-def _size(finished: Finished) -> int:
-    return len(finished.record) + _OBJECT_BYTES

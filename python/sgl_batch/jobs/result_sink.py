@@ -21,7 +21,7 @@ from sgl_batch.jobs.records import (
 from sgl_batch.jobs.request_line import RefusedLine, RequestLine
 from sgl_batch.jobs.run_result import Failures
 from sgl_batch.jobs.scratch import StorageError
-from sgl_batch.jobs.spool import Finished
+from sgl_batch.jobs.waiting_records import Finished
 
 WRITE_AT_ONCE = 512  # lines; keeps the event loop, which the engine shares, responsive
 

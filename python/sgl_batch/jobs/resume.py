@@ -3,30 +3,30 @@
 It does not decide whether the earlier run fits (the manifest's comparison) nor run anything.
 
 A record names its line: its id is made of the run's id and the line's index. Lines behind the first unfinished one
-are kept in files beside (`.NAME.kept`), written whole before anything is cut off, so that no kill loses any.
+wait beside the output, as those do that a running run has finished early, and are on the disk there before anything is
+cut off, so that no kill loses any.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.jobs.job_store.directory import sync_directory
 from sgl_batch.jobs.records import record_token
 from sgl_batch.jobs.run_result import Failures
 from sgl_batch.jobs.scratch import storage_errors
-from sgl_batch.jobs.spool import Finished
+from sgl_batch.jobs.waiting_records import Finished, WaitingRecords
 
 
 @dataclass(slots=True, kw_only=True)
 class EarlierRun:
-    """What is done. `prefix`: so many lines from the first are in the files in order; the others are kept beside."""
+    """What is done. `prefix`: so many lines from the first are in the files in order; the others wait beside."""
 
     run_id: str
     done: bytearray  # 1 for each line that has its record
@@ -94,110 +94,86 @@ class _Records:
         self.record, self.fields = line, found if isinstance(found, dict) else {"id": ""}
 
 
-def kept_path(path: Path) -> Path:
-    """Where the later records of a file are kept while it is gone on with."""
-    return path.with_name(f".{path.name}.kept")
-
-
-def _draft_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.kept-draft")
-
-
-def _discard_drafts(files: RunFiles) -> None:
-    for path, _ in files.both:
-        _draft_path(path).unlink(missing_ok=True)
-
-
-def read_earlier(files: RunFiles, run_id: str, total: int, *, retry_failed: bool) -> EarlierRun:
+def read_earlier(
+    files: RunFiles, run_id: str, total: int, waiting: WaitingRecords, *, retry_failed: bool
+) -> EarlierRun:
     """Find what is done, and bring the files into a state that can be gone on with. Idempotent, crash-safe.
 
-    Raises ConfigError where a file has a line that the run with this id did not write.
+    `waiting` has the records behind the prefix then, and no others. Raises ConfigError where a file has a line that the
+    run with this id did not write.
     """
     earlier = EarlierRun(run_id=run_id, done=bytearray(total))
-    settled = False
-    with storage_errors(f"reading what is in {files.output}"), ExitStack() as opened:
-        mains = [_open(opened, path, path, failed) for path, failed in files.both]
-        kept = [_open(opened, path, kept_path(path), failed) for path, failed in files.both]
-        # Where the files turn out to be another run's, no draft stays behind.
-        opened.callback(lambda: None if settled else _discard_drafts(files))
-        drafts = [opened.enter_context(_draft_path(path).open("wb")) for path, _ in files.both]
-        ends = _merge(earlier, mains, kept, drafts, retry_failed=retry_failed)
-        for one in (*mains, *kept):
-            if one.token is not None:
-                raise ConfigError(
-                    f"line {one.number} of {one.path} was not written by the run that is to be resumed, or not for "
-                    f"the first {total:,} lines of this input; remove it, or start anew with --overwrite"
-                )
-        for draft in drafts:
-            draft.flush()
-            os.fsync(draft.fileno())
-        settled = True
-    _settle(files, ends)
+    try:
+        waiting.read_kept(total)
+        with storage_errors(f"reading what is in {files.output}"), ExitStack() as opened:
+            mains = [_open(opened, path, failed) for path, failed in files.both]
+            ends = _merge(earlier, mains, waiting, retry_failed=retry_failed)
+            for one in mains:
+                if one.token is not None:
+                    raise ConfigError(
+                        f"line {one.number} of {one.path} was not written by the run that is to be resumed, or not for "
+                        f"the first {total:,} lines of this input; remove it, or start anew with --overwrite"
+                    )
+    except ConfigError:
+        waiting.remove_new()
+        raise
+    waiting.forget_before(earlier.prefix)
+    waiting.sync([])
+    _cut(files, ends)
     return earlier
 
 
-def kept_records(files: RunFiles, earlier: EarlierRun) -> Iterator[Finished]:
-    """The records behind the prefix."""
-    with ExitStack() as opened:
-        kept = [_open(opened, path, kept_path(path), failed) for path, failed in files.both]
-        for index in range(earlier.prefix, len(earlier.done)):
-            if not earlier.done[index]:
-                continue
-            token = _token(earlier.run_id, index)
-            one = next(one for one in kept if one.token == token)
-            yield Finished(index=index, record=one.record, failed=one.failed)
-            one.step()
+def _open(opened: ExitStack, path: Path, failed: bool) -> _Records:
+    file = opened.enter_context(path.open("rb")) if path.exists() else None
+    return _Records(path, file, failed=failed)
 
 
-def forget_kept(files: RunFiles) -> None:
-    """Remove what was kept beside; all of it is in the files."""
-    for path, _ in files.both:
-        kept_path(path).unlink(missing_ok=True)
-
-
-def _open(opened: ExitStack, path: Path, actual: Path, failed: bool) -> _Records:
-    file = opened.enter_context(actual.open("rb")) if actual.exists() else None
-    return _Records(actual, file, failed=failed)
-
-
-def _merge(
-    earlier: EarlierRun,
-    mains: Sequence[_Records],
-    kept: Sequence[_Records],
-    drafts: Sequence[BinaryIO],
-    *,
-    retry_failed: bool,
-) -> list[int]:
+def _merge(earlier: EarlierRun, mains: Sequence[_Records], waiting: WaitingRecords, *, retry_failed: bool) -> list[int]:
     """Go through all lines; returns where the prefix ends in each of the two files."""
     ends, in_prefix = [0, 0], True
     for index in range(len(earlier.done)):
         token = _token(earlier.run_id, index)
-        found: _Records | None = None
-        record, fields = b"", {}
-        for one in (*kept, *mains):  # the files' own records come last: they count
-            if one.token == token:
-                if not (one.failed and retry_failed):
-                    found, record, fields = one, one.record, one.fields
-                one_end = one.end
-                one.step()
-                if found is one:
-                    end = one_end
+        kept = waiting.get(index)
+        fields = {} if kept is None else _fields_of(kept, token, waiting)
+        in_main: Finished | None = None
+        for one in mains:
+            if one.token != token:
+                continue
+            if not (one.failed and retry_failed):
+                in_main, fields = Finished(index=index, record=one.record, failed=one.failed), one.fields
+                end = one.end
+            one.step()
+        if kept is not None and (in_main is not None or (kept.failed and retry_failed)):
+            waiting.release(index)  # the files' own record counts
+            kept = None
+        found = in_main or kept
+        in_prefix = in_prefix and in_main is not None
         if found is None:
-            in_prefix = False
             continue
         earlier.done[index] = 1
         _count(earlier, found.failed, fields)
-        if in_prefix and found in mains:
+        if in_prefix:
             earlier.prefix = index + 1
             ends[found.failed] = end
-            if found.failed:
-                earlier.num_errors += 1
-            else:
-                earlier.num_output += 1
-        else:
-            in_prefix = False
-            drafts[found.failed].write(record)
+            earlier.num_errors += found.failed
+            earlier.num_output += not found.failed
+        elif in_main is not None:
+            waiting.put(in_main)
     return ends
+
+
+def _fields_of(kept: Finished, token: str, waiting: WaitingRecords) -> dict[str, object]:
+    """What a record says that waits. Raises ConfigError for one of another run."""
+    try:
+        fields = json.loads(kept.record)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict) or fields.get("id") != token:
+        raise ConfigError(
+            f"the record of line {kept.index + 1} in {waiting.path_of(kept.index)} was not written by the run that is "
+            "to be resumed; remove that file, or start anew with --overwrite"
+        )
+    return fields
 
 
 def _count(earlier: EarlierRun, failed: bool, fields: dict[str, object]) -> None:
@@ -217,13 +193,9 @@ def _count(earlier: EarlierRun, failed: bool, fields: dict[str, object]) -> None
         earlier.tokens_out += int(usage.get("completion_tokens") or 0)
 
 
-def _settle(files: RunFiles, ends: Sequence[int]) -> None:
-    """Name what is kept, then cut the files back to the prefix."""
+def _cut(files: RunFiles, ends: Sequence[int]) -> None:
+    """Cut the files back to the prefix."""
     with storage_errors(f"preparing {files.output} to be gone on with"):
-        for path, _ in files.both:
-            _draft_path(path).replace(kept_path(path))
-        for directory in {path.parent for path, _ in files.both}:
-            sync_directory(directory)
         for (path, _), end in zip(files.both, ends, strict=True):
             if path.exists():
                 with path.open("rb+") as file:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -28,6 +27,7 @@ from sgl_batch.managers.control_routes import control_routes
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.front_link import FrontLink
 from sgl_batch.managers.line_answers import LineAnswers
+from sgl_batch.owned_directory import remove_tree
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
 
@@ -139,7 +139,7 @@ class EngineHost:
         processes.kill_process_tree(os.getpid(), include_parent=False)
         self._run.end()
         if code == 1:
-            shutil.rmtree(self._link.directory, ignore_errors=True)
+            remove_tree(Path(self._link.directory))
         os._exit(code)
 
 
@@ -148,5 +148,5 @@ def _end_all_after_front(directory: str) -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
     time.sleep(_END_WITHIN_S)
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_tree(Path(directory))
     os.killpg(0, signal.SIGKILL)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +17,10 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.distributed.rank_cores import read_cpus, share_of
+from sgl_batch.distributed.rank_errors import RankError
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.rendezvous import Rendezvous
-from sgl_batch.errors import ConfigError
+from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.managers.rank_controller import run_rank_controller
 from sgl_batch.managers.run_context import RunContext
@@ -29,12 +29,15 @@ from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.cuda_graphs import CudaGraphs, Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
+from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned, remove_tree
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.private_ports import LONGEST_NAME
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
+
+logger = logging.getLogger(__name__)
 
 # What the kernel takes.
 _LONGEST_SOCKET = 107
@@ -55,25 +58,28 @@ class EngineRun:
 
     It is SGLang's scheduler process function, and has its controller's and the detokenizer's beside it.
     `start_method`: multiprocessing's, for those that SGLang starts from this process. `graphs`: what gives a scheduler
-    process its way to capture graphs, or None.
+    process its way to capture graphs, or None. `owned`: the directory, where it was made for this run.
     """
 
     config: BatchConfig
     directory: Path
     start_method: str
     graphs: Callable[[], Graphs | None] = device_graphs
+    owned: OwnedDirectory | None = None
 
     @classmethod
     def begin(cls, config: BatchConfig, start_method: str, directory: Path | None = None) -> EngineRun:
         """A run in `directory`, which is this run's and closed to other users, or in a new one.
 
-        Raises ConfigError where the directory's name leaves no room for those of sockets.
+        Directories of runs that were killed are removed. Raises ConfigError where the directory's name leaves no room
+        for those of sockets.
         """
-        run = cls(
-            config=config,
-            directory=directory or Path(tempfile.mkdtemp(prefix="sgl-batch-")),
-            start_method=start_method,
-        )
+        remove_abandoned(_PREFIX)
+        if directory is None:
+            owned = OwnedDirectory.make(_PREFIX)
+            run = cls(config=config, directory=owned.path, owned=owned, start_method=start_method)
+        else:
+            run = cls(config=config, directory=directory, start_method=start_method)
         longest = _LONGEST_SOCKET - LONGEST_NAME - 1
         if len(str(run.directory)) > longest:
             run.end()
@@ -85,7 +91,10 @@ class EngineRun:
 
     def end(self) -> None:
         """The processes have ended."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self.owned is not None:
+            self.owned.remove()
+        else:
+            remove_tree(self.directory)
 
     @property
     def failure(self) -> str | None:
@@ -119,6 +128,7 @@ class EngineRun:
 def run_scheduler_process(run: EngineRun, *args: Any, **kwargs: Any) -> None:
     """Body of a scheduler process: ours, in SGLang's process function."""
     _begin_as_child()
+    belongs_to(run.directory, processes.load_file(args[_PORT_ARGS]))
     config, place = run.config, _place(run.directory, args)
     counters, operators, gpu_experts = Counters(), None, None
     if _is_on_cpu():
@@ -140,12 +150,24 @@ def run_scheduler_process(run: EngineRun, *args: Any, **kwargs: Any) -> None:
 
 
 def _scheduler(context: RunContext, *args: Any, **kwargs: Any) -> BatchScheduler:
-    with context.telling():
-        return BatchScheduler(*args, context=context, **kwargs)
+    try:
+        with context.telling():
+            return BatchScheduler(*args, context=context, **kwargs)
+    except RankError:
+        raise
+    except SglBatchError:
+        # It is told, and the engine's process says it. SGLang would print a traceback that helps with no such mistake.
+        logger.debug("this scheduler does not start", exc_info=True)
+        os._exit(1)
+    except Exception as error:
+        context.rendezvous.report_failure(f"{type(error).__name__}: {processes.words_of(error)}")
+        raise
 
 
 # SGLang's positional arguments of a scheduler process.
-_SERVER_ARGS, _DP_RANK = 0, 8
+_SERVER_ARGS, _PORT_ARGS, _DP_RANK = 0, 1, 8
+# The kernel takes 107 characters for the name of a socket.
+_PREFIX = "sgl-batch-"
 
 
 def _place(directory: Path, args: tuple[Any, ...]) -> RankPlace | None:

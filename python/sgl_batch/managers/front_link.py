@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import sys
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from sgl_batch.distributed.line_frames import Failed, write_frame
+from sgl_batch.owned_directory import remove_tree
 
-# The code of a failure that the command line is to blame for: trying again is no use.
-BAD_USAGE = "bad_usage"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -70,5 +69,5 @@ def read_link() -> FrontLink:
 
 
 def _end_after_front(link: FrontLink, *_: object) -> NoReturn:
-    shutil.rmtree(link.directory, ignore_errors=True)
+    remove_tree(Path(link.directory))
     os._exit(1)

@@ -14,12 +14,14 @@ import torch
 
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
-from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe.expert_runner import check_runner
+from sgl_batch.managers.argument_ranges import check_ranges
 from sgl_batch.managers.budget_checks import check_budgets
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
+from sgl_batch.model_directory import num_experts
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
@@ -93,6 +95,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
             "attention_backend is 'triton', which needs a GPU: leave it out; to test a GPU's attention on a CPU, very "
             "slowly, set TRITON_INTERPRET=1 in the environment"
         )
+    check_ranges(merged)
     if merged["page_size"] < 2:
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
     if merged.get("pp_size", 1) != 1:
@@ -202,6 +205,13 @@ def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
             f"{given}, enable_dp_attention={bool(merged.get('enable_dp_attention'))}: several ranks have data-parallel "
             f"attention and expert-parallel experts; give --tp {ranks} --dp {ranks} --ep {ranks} --enable-dp-attention"
         )
+    experts = num_experts(str(merged.get("model_path")))
+    if experts is not None and experts % ranks:
+        fitting = ", ".join(str(number) for number in range(1, experts + 1) if experts % number == 0)
+        raise ConfigError(
+            f"tp_size, dp_size and ep_size are {ranks}, and {ranks} ranks cannot share {experts} experts evenly; "
+            f"choose one of {fitting}"
+        )
     gpus = 0 if on_cpu(merged) else torch.cuda.device_count()
     if 0 < gpus < ranks and merged.get("max_total_tokens") is None:
         raise ConfigError(
@@ -233,6 +243,8 @@ def start_tokenizer_manager(server_args: Any, port_args: Any) -> Any:
 def start_errors(run: EngineRun) -> Iterator[None]:
     """Turn SGLang's errors of starting its process tree into EngineError; whatever ends the start ends its children.
 
+    What a process of `run` says is the user's mistake is ConfigError.
+
     Another engine of this process keeps its own, and the handler by which it learns of their death. A process of `run`
     that has said itself why it ended is believed.
     """
@@ -247,8 +259,10 @@ def start_errors(run: EngineRun) -> Iterator[None]:
             child.join()
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGQUIT, handler)
-        failure = run.failure
+        failure, code = run.failure, run.failure_code
         run.end()
+        if failure is not None and code == BAD_USAGE:
+            raise ConfigError(failure) from error
         if isinstance(error, RuntimeError):
             raise EngineError(f"the engine did not start: {failure or error}") from error
         raise

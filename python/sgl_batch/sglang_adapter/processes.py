@@ -8,11 +8,14 @@ put in SGLang's place, while it is started.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import multiprocessing
 import os
+import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
@@ -31,6 +34,7 @@ with bootstrap.importing():
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.managers.load_snapshot import shm_path_for
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import (
         MultiprocessingSerializer,
@@ -51,6 +55,7 @@ __all__ = [
     "end_with_parent",
     "kill_process_tree",
     "launch_subprocesses",
+    "load_file",
     "merge_config_file",
     "platform",
     "processes_of",
@@ -58,7 +63,19 @@ __all__ = [
     "run_scheduler_with",
     "serve_http",
     "sockets_of",
+    "words_of",
 ]
+
+_LONGEST_WORDS = 600
+
+
+def _is_no_dump(record: logging.LogRecord) -> bool:
+    """All arguments there are, some hundreds, on one line: nobody reads that who is not looking for a fault."""
+    is_dump = str(record.msg).startswith("server_args=")
+    return not is_dump or logging.getLogger().isEnabledFor(logging.DEBUG)
+
+
+engine_module.logger.addFilter(_is_no_dump)
 
 
 def _support_triton(backend: str) -> bool:
@@ -78,6 +95,20 @@ def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[]
     server_args = args[0]
     register_sampler_backend(server_args.sampling_backend, sampler)
     scheduler_module.run_scheduler_process(*args)
+
+
+def words_of(error: BaseException) -> str:
+    """What SGLang's error says, on one line; of an assertion without words, what it asserts and where."""
+    words = " ".join(str(error).split())
+    if not words:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        words = f"{last.line} ({Path(last.filename).name}:{last.lineno})"
+    return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]} ..."
+
+
+def load_file(port_args: Any) -> Path:
+    """The file of shared memory in which SGLang's schedulers tell their load; a killed engine leaves it."""
+    return Path(shm_path_for(port_args.instance_id))
 
 
 def end_with_parent() -> None:

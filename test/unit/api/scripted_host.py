@@ -17,8 +17,8 @@ from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.distributed.line_channel import serve_lines
 from sgl_batch.distributed.line_frames import Failed, Frames, FromFront, Ready
-from sgl_batch.errors import EngineError
-from sgl_batch.managers.front_link import BAD_USAGE, FrontLink, read_link
+from sgl_batch.errors import BAD_USAGE, EngineError
+from sgl_batch.managers.front_link import FrontLink, read_link
 
 COMMAND = (sys.executable, __file__)
 

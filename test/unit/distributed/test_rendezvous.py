@@ -9,7 +9,7 @@ import pytest
 
 from sgl_batch.distributed.rank_errors import PeerLost
 from sgl_batch.distributed.rendezvous import Rendezvous
-from sgl_batch.errors import ConfigError, EngineError, StoreError
+from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError, StoreError
 
 
 def failure(directory: Path, error: Exception, rank: int | None = None) -> tuple[str | None, str | None]:
@@ -24,7 +24,7 @@ def failure(directory: Path, error: Exception, rank: int | None = None) -> tuple
 def test_an_error_of_ours_is_told_word_for_word_with_its_code_and_by_rank(tmp_path: Path) -> None:
     assert failure(tmp_path / "one", EngineError("no file")) == ("no file", None)
     told = failure(tmp_path / "several", ConfigError("x is 3; say 4"), rank=2)
-    assert told == ("rank 2 of the engine failed: x is 3; say 4", None)
+    assert told == ("rank 2 of the engine failed: x is 3; say 4", BAD_USAGE)
     assert failure(tmp_path / "store", StoreError("disk full")) == ("disk full", StoreError.code)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
@@ -112,7 +114,9 @@ def prepare_in_memory(engine_argv: Sequence[str]) -> Callable[[], InMemoryBatchE
             return refusal()
         if prompt == "die":
             raise EngineError("the scheduler process ended with signal 9")
-        if prompt == "hold":
+        if prompt == "kill" and not args.release:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if prompt == "hold" and not args.release:
             sys.stdout.write("holding\n")
             sys.stdout.flush()
             while True:
@@ -132,6 +136,7 @@ def _parse_engine_argv(engine_argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--served-model-name")
     parser.add_argument("--log-level")
     parser.add_argument("--stubborn", action="store_true")
+    parser.add_argument("--release", action="store_true")
     args, unknown = parser.parse_known_args(engine_argv)
     if unknown:
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}")

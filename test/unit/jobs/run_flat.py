@@ -19,7 +19,7 @@ from sgl_batch.jobs.progress_display import PlainDisplay
 from sgl_batch.jobs.request_line import DEFAULT_MAX_LINE_BYTES, LineRules
 from sgl_batch.jobs.run_result import RunResult
 from sgl_batch.jobs.seen_ids import SeenIds
-from sgl_batch.jobs.spool import Spool
+from sgl_batch.jobs.waiting_records import WaitingRecords
 
 
 async def run(path: Path) -> RunResult:
@@ -38,7 +38,7 @@ async def run(path: Path) -> RunResult:
     output = OrderedOutput(
         LineFile(path.with_name("out.jsonl")),
         LineFile(path.with_name("out.errors.jsonl")),
-        Spool(path.with_name("spool.db")),
+        WaitingRecords(path.with_name("out.jsonl")),
     )
     settings = RunSettings(run_id="run", total=total, rules=LineRules(served_model_names=("tiny",)))
     lines = read_lines(path, DEFAULT_MAX_LINE_BYTES)

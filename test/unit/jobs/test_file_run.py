@@ -26,7 +26,7 @@ from sgl_batch.jobs.run_result import RunStatus
 from sgl_batch.jobs.scratch import StorageError
 from sgl_batch.jobs.seeds import line_seed
 from sgl_batch.jobs.seen_ids import SeenIds
-from sgl_batch.jobs.spool import Spool
+from sgl_batch.jobs.waiting_records import WaitingRecords
 
 # No deadline: a busy machine is no fault of the code.
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,7 +42,7 @@ class Job:
     lines: list
     engine: InMemoryEngine
     max_in_flight: int = 16
-    memory_bytes: int = 1 << 20
+    file_bytes: int = 1 << 20
     total: int | None = None
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     log: io.StringIO = field(default_factory=io.StringIO)
@@ -58,8 +58,7 @@ class Job:
         output = OrderedOutput(
             LineFile(self.directory / "out.jsonl"),
             LineFile(self.directory / "out.errors.jsonl"),
-            Spool(self.directory / "spool.db"),
-            memory_bytes=self.memory_bytes,
+            WaitingRecords(self.directory / "out.jsonl", file_bytes=self.file_bytes),
         )
         settings = RunSettings(
             run_id="run",
@@ -112,12 +111,12 @@ def waits(turns):
     turns=st.lists(st.integers(0, 30), min_size=1, max_size=60),
     bad=st.sets(st.integers(0, 59)),
     max_in_flight=st.integers(1, 20),
-    memory_bytes=st.sampled_from([0, 3000, 1 << 20]),
+    file_bytes=st.sampled_from([1, 3000, 1 << 20]),
 )
-def test_every_line_gives_exactly_one_record_in_input_order(tmp_path_factory, turns, bad, max_in_flight, memory_bytes):
+def test_every_line_gives_exactly_one_record_in_input_order(tmp_path_factory, turns, bad, max_in_flight, file_bytes):
     lines = [b"{" if i in bad else request(f"id-{i}", str(i)) for i in range(len(turns))]
     engine = waits(turns)
-    job = Job(tmp_path_factory.mktemp("job"), lines, engine, max_in_flight, memory_bytes)
+    job = Job(tmp_path_factory.mktemp("job"), lines, engine, max_in_flight, file_bytes)
     result = job.run()
     good = [i for i in range(len(turns)) if i not in bad]
     assert ids(job.outputs) == [f"id-{i}" for i in good]
@@ -317,15 +316,15 @@ def test_large_lines_are_not_all_taken_in_at_once(tmp_path, monkeypatch):
     assert engine.most_running == 3
 
 
-@pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
-def test_a_slow_first_line_lets_all_others_finish(tmp_path, memory_bytes):
+@pytest.mark.parametrize("file_bytes", [10_000, 1 << 20])
+def test_a_slow_first_line_lets_all_others_finish(tmp_path, file_bytes):
     async def before(body):
         if body["prompt"] == "slow":
             while job.engine.num_answered < 2000:
                 await asyncio.sleep(0)
 
     lines = [request("slow", "slow")] + [request(f"id-{i}") for i in range(2000)]
-    job = Job(tmp_path, lines, InMemoryEngine(before), memory_bytes=memory_bytes)
+    job = Job(tmp_path, lines, InMemoryEngine(before), file_bytes=file_bytes)
     assert job.run().ok == 2001
     assert ids(job.outputs) == [one["custom_id"] for one in lines]
 

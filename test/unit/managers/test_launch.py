@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -75,18 +76,25 @@ def test_the_error_says_that_the_engine_did_not_start_and_why(run):
         raise RuntimeError("no memory")
 
 
-def test_a_child_that_has_said_why_it_ended_is_believed_and_nothing_is_left_of_the_run(run):
+@pytest.mark.parametrize(
+    ("told", "becomes", "words"),
+    [
+        (ConfigError("device_memory is too small"), ConfigError, r"^device_memory is too small$"),
+        (EngineError("no memory is left"), EngineError, r"^the engine did not start: no memory is left$"),
+    ],
+)
+def test_a_child_that_has_said_why_it_ended_is_believed_and_nothing_is_left_of_the_run(run, told, becomes, words):
     def fail() -> None:
         with Rendezvous(run.directory).telling():
-            raise ConfigError("device_memory is too small")
+            raise told
 
     def start_engine() -> None:
         with start_errors(run):
-            with pytest.raises(ConfigError, match="too small"):
+            with pytest.raises(type(told)):
                 fail()
             raise RuntimeError("rank 0 died")
 
-    with pytest.raises(EngineError, match=r"^the engine did not start: device_memory is too small$"):
+    with pytest.raises(becomes, match=words):
         start_engine()
     assert not run.directory.exists()
 
@@ -258,3 +266,32 @@ def test_ranks_that_share_a_gpu_are_told_how_much_of_it_each_has(gpus, tokens, r
 def test_several_machines_are_refused_at_once():
     with pytest.raises(ConfigError, match="nnodes is 2; the ranks of an engine share one machine"):
         sglang_arguments({"model_path": "m", "device": "cpu", "nnodes": 2}, BatchConfig())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_total_tokens": -5}, "max_total_tokens is -5; it must be at least 1"),
+        ({"context_length": 0}, "context_length is 0; it must be at least 1"),
+        ({"max_running_requests": 0}, "max_running_requests is 0; it must be at least 1"),
+        ({"mem_fraction_static": 7.0}, "mem_fraction_static is 7.0; it is a share of memory"),
+        ({"log_level": "loud"}, "log_level is 'loud'; it must be one of critical, error, warning, info, debug"),
+        ({"device": "tpu"}, "device is 'tpu'; it must be one of cpu, cuda"),
+        ({"page_size": 0}, "page_size is 0; sgl_batch keeps KV in pages of at least 2 tokens"),
+    ],
+)
+def test_values_that_sglang_takes_and_fails_on_later_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        sglang_arguments({"model_path": "m", **arguments}, BatchConfig())
+
+
+@pytest.mark.parametrize(("num_ranks", "is_refused"), [(2, False), (3, True), (4, False)])
+def test_ranks_share_experts_evenly_or_are_refused(num_ranks, is_refused, tmp_path):
+    (tmp_path / "config.json").write_text('{"num_local_experts": 8}')
+    arguments = {"model_path": str(tmp_path), "enable_dp_attention": True, "device": "cpu"}
+    arguments |= dict.fromkeys(("tp_size", "dp_size", "ep_size"), num_ranks)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"3 ranks cannot share 8 experts evenly; choose one of 1, 2, 4, 8$"):
+            sglang_arguments(arguments, BatchConfig())
+    else:
+        assert sglang_arguments(arguments, BatchConfig())["dp_size"] == num_ranks

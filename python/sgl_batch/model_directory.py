@@ -1,0 +1,221 @@
+"""Looks at a model's files before anything slow is imported, and says in words what makes it unusable.
+
+It decides nothing about how a model is run. It reads names, config.json and the headers of safetensors files: some
+milliseconds. A name on the hub is looked up there, or in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from sgl_batch.errors import ConfigError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_TOKENIZER_PATTERNS = ("*.tiktoken", "tiktoken.model", "tokenization_*.py", "*.tok.json", "tokenizer*.model*")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_PLAIN_LOAD_FORMATS = (None, "auto", "safetensors")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LFS_POINTER = b"version https://git-lfs"
+_REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlace:
+    """Where a model and its tokenizer are said to be. `load_format`: SGLang's; `tokenizer`: None is the model's own."""
+
+    model: str
+    tokenizer: str | None = None
+    load_format: str | None = None
+    revision: str | None = None
+    needs_tokenizer: bool = True
+
+
+def check_model(place: ModelPlace, is_known: Callable[[str], bool]) -> None:
+    """Raise ConfigError for a model that cannot be loaded. `is_known`: whether an architecture can be run."""
+    if _REMOTE.match(place.model) or os.environ.get("SGLANG_USE_MODELSCOPE"):
+        return
+    path = Path(place.model)
+    if not path.exists():
+        path = _in_hub("model", place.model, "config.json", place.revision)
+        _check_config(path, is_known, place.model)
+        return
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return
+        raise ConfigError(f"the model {path} is a file; name the directory with its config.json and weights")
+    if not (path / "params.json").exists():  # Mistral's own format has that one
+        _check_config(path, is_known, place.model)
+    if place.load_format in _PLAIN_LOAD_FORMATS:
+        _check_weights(path)
+    if place.needs_tokenizer:
+        _check_tokenizer(place.tokenizer or place.model)
+
+
+def num_experts(model: str) -> int | None:
+    """How many routed experts a layer of a local model has; None where its config does not say."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        for name in _EXPERT_COUNTS:
+            if isinstance(part, dict) and isinstance(part.get(name), int):
+                return int(part[name])
+    return None
+
+
+def _check_config(directory: Path, is_known: Callable[[str], bool], name: str) -> None:
+    path = directory / "config.json"
+    if not path.exists():
+        raise ConfigError(
+            f"the model directory {name} has no config.json; name the directory that has it beside the weights, as "
+            "Hugging Face's save_pretrained makes it"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no JSON ({error}); restore it from where the model came from") from error
+    architectures: Any = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(architectures, list) or not architectures:
+        raise ConfigError(
+            f'{path} names no architecture; it needs "architectures": ["Qwen3MoeForCausalLM"], say, as the model\'s '
+            "maker gives it"
+        )
+    if "auto_map" not in config and not any(is_known(str(one)) for one in architectures):
+        raise ConfigError(
+            f"the model {name} has the architecture {', '.join(map(str, architectures))}, which this SGLang does not "
+            "know; choose a model of another family"
+        )
+
+
+def _check_weights(directory: Path) -> None:
+    if not any(next(directory.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
+        raise ConfigError(
+            f"the model directory {directory} has no weights (*.safetensors or *.bin); fetch them, or give "
+            "--load-format dummy for random ones"
+        )
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        _check_index(index)
+    for path in sorted(directory.glob("*.safetensors")):
+        _check_safetensors(path)
+
+
+def _check_index(index: Path) -> None:
+    try:
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is no index of weights ({error!r}); fetch it anew") from error
+    missing = [name for name in named if not (index.parent / name).exists()]
+    if missing:
+        raise ConfigError(
+            f"{index} names {len(named)} files of weights, of which {len(missing)} are not there ({missing[0]}, say); "
+            "fetch them"
+        )
+
+
+def _check_safetensors(path: Path) -> None:
+    """The format: 8 bytes with the length of a JSON header, the header, and the tensors it gives offsets of."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begin = file.read(max(8, len(_LFS_POINTER)))
+        if begin.startswith(_LFS_POINTER):
+            raise ConfigError(f"{path} is a pointer of Git LFS, not weights; fetch them with `git lfs pull`")
+        length = int.from_bytes(begin[:8], "little")
+        whole = 8 + length
+        header: Any = {}
+        if len(begin) >= 8 and whole <= size:
+            file.seek(8)
+            try:
+                header = json.loads(file.read(length))
+                whole += max(
+                    (one["data_offsets"][1] for key, one in header.items() if key != "__metadata__"), default=0
+                )
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{path} is no file of safetensors ({error!r}); fetch it anew") from error
+    if size < whole:
+        raise ConfigError(
+            f"the weights {path} have {size:,} bytes, and by their header {whole:,}: the file was cut short, by an "
+            "interrupted download or copy, say; fetch it anew"
+        )
+
+
+def _check_tokenizer(name: str) -> None:
+    directory = Path(name)
+    if not directory.exists():
+        _in_hub("tokenizer", name, "tokenizer_config.json", None)
+    if not directory.is_dir():
+        return
+    if any((directory / name).exists() for name in _TOKENIZER_FILES):
+        return
+    if any(next(directory.glob(pattern), None) for pattern in _TOKENIZER_PATTERNS):
+        return
+    raise ConfigError(
+        f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, ...); copy the model's own there, or name a "
+        "directory that has it with --tokenizer-path"
+    )
+
+
+def _in_hub(kind: str, name: str, file: str, revision: str | None) -> Path:
+    """The directory with `file` of a model on the hub, or of its tokenizer, in the cache by then."""
+    first = name.split("/", maxsplit=1)[0]
+    if not _HUB_NAME.fullmatch(name) or first in (".", "..") or ("/" in name and Path(first).is_dir()):
+        raise ConfigError(f"the {kind} {name} does not exist; name a directory, or a {kind} on the hub (ORG/NAME)")
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    cached = try_to_load_from_cache(name, file, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached).parent
+    try:
+        if not constants.HF_HUB_OFFLINE and not _has_address(constants.ENDPOINT):
+            raise LocalEntryNotFoundError(name)
+        return Path(hf_hub_download(name, file, revision=revision)).parent
+    except GatedRepoError as error:
+        why = "it is there for those alone who have asked for access: ask for it on its page, and set HF_TOKEN"
+        raise ConfigError(f"the {kind} {name} cannot be fetched from the hub: {why}") from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"the {kind} {name} has no revision {revision} on the hub; leave --revision out") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        why = f"nor is there a {kind} of that name on the hub (or it is private: set HF_TOKEN)"
+        raise ConfigError(f"there is no directory {name}, {why}") from error
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        raise ConfigError(
+            f"there is no directory {name}, and a {kind} of that name on the hub is not in the cache while {why}; name "
+            "a directory that has it, or fetch it where there is a network"
+        ) from error
+    except EntryNotFoundError as error:
+        raise ConfigError(f"the {kind} {name} has no {file} on the hub; name another") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"the {kind} {name} cannot be fetched from the hub: {error}") from error
+
+
+def _has_address(url: str) -> bool:
+    """Whether a host has an address here. Its library would try for half a minute to reach one that has none."""
+    host = urlsplit(url).hostname
+    if host is None or getproxies():
+        return True
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,32 @@
+"""Which architectures SGLang can run, read from its source: to import them all takes seconds. It decides nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+_MODELS = ("srt", "models")
+# The classes that a file of a model offers.
+_OFFERED = "EntryClass"
+# What transformers can run SGLang runs by way of it.
+_TRANSFORMERS_MODELS = ("models", "auto", "modeling_auto.py")
+
+
+def is_known_architecture(name: str) -> bool:
+    """Whether SGLang has a model of this name, or transformers has; True where nobody can say."""
+    sglang, transformers = _package("sglang"), _package("transformers")
+    if sglang is None or transformers is None or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
+        return True
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    for path in sglang.joinpath(*_MODELS).glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if name in text and word.search(text, max(text.rfind(_OFFERED), 0)):
+            return True
+    return f'"{name}"' in transformers.joinpath(*_TRANSFORMERS_MODELS).read_text(encoding="utf-8")
+
+
+def _package(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None

@@ -1,0 +1,89 @@
+"""A run that is killed at once leaves every finished line, and neither processes nor temporary files for good."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .conftest import MODEL, chat_line, collect, read_lines, run_argv
+
+pytestmark = pytest.mark.engine
+
+WITHIN_S = 120
+SLOW_TOKENS = 500
+# The first line is slow; all others wait for it.
+LINES = [chat_line("slow", "Return the", max_tokens=SLOW_TOKENS, ignore_eos=True, temperature=0)]
+LINES += [chat_line(f"line {n}", f"Say {n}.", max_tokens=4 + n % 5, temperature=0.8) for n in range(90)]
+
+
+def answers(records: list[dict[str, Any]]) -> list[Any]:
+    """Without what is made of the run's id and of the time."""
+    return [(one["custom_id"], one["response"]["body"]["choices"], one["response"]["body"]["usage"]) for one in records]
+
+
+def finished_behind(output: Path) -> int:
+    """Whole lines that wait for the first one."""
+    return sum(path.read_bytes().count(b"\n") for path in output.parent.glob(f".{output.name}.kept-*"))
+
+
+def wait_for(process: subprocess.Popen[str], output: Path, num_lines: int) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while finished_behind(output) < num_lines:
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < deadline, "no line was finished in time"
+        time.sleep(0.02)
+
+
+def test_a_killed_run_keeps_what_waits_for_a_slow_line_and_leaves_nothing_behind(
+    repo_root: Path, tmp_path: Path
+) -> None:
+    source, output, temporary = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "t"
+    temporary.mkdir()
+    source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    flags = ("--progress", "off", "--b-moe-decode", "32")
+    process = subprocess.Popen(
+        run_argv(repo_root, source, output, *flags), stderr=subprocess.PIPE, text=True, env=environment
+    )
+    wait_for(process, output, 40)
+    tree = psutil.Process(process.pid).children(recursive=True)
+    assert len(tree) >= 2
+    [noted] = temporary.glob("sgl-batch-*/outside")
+    shared = Path(noted.read_text().strip())
+    assert shared.exists()
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE], "the engine ends with its run"
+    kept = finished_behind(output)
+    assert 40 <= kept < len(LINES) - 1
+    assert read_lines(output) == []
+
+    def run(target: Path, *more: str) -> Any:
+        argv = run_argv(repo_root, source, target, *flags, *more)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=400, env=environment)
+        return collect(done.returncode, done.stderr, target)
+
+    resumed = run(output, "--resume")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert resumed.manifest["resumed"][-1]["kept"] == kept
+    usage = {one["custom_id"]: one["response"]["body"]["usage"]["completion_tokens"] for one in resumed.output}
+    computed = resumed.manifest["engine"]["counters"]["sequences_finished"]
+    assert computed == len(LINES) - kept, "nothing is computed twice"
+    whole = run(tmp_path / "whole.jsonl")
+    assert answers(resumed.output) == answers(whole.output)
+    assert len(usage) == len(LINES)
+    assert usage["slow"] == SLOW_TOKENS
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+    caches = {"torchinductor_" + getpass.getuser()}  # torch's own, for later runs
+    assert {path.name for path in temporary.iterdir()} <= caches
+    assert not shared.exists()
+    assert whole.output[0]["response"]["body"]["model"] == MODEL

@@ -1,0 +1,83 @@
+"""A command that cannot work ends with exit code 1 and one sentence; a server's engine is not started again for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_batch.engine import Engine
+from sgl_batch.errors import ConfigError
+
+from .conftest import chat_line, run_argv
+
+pytestmark = pytest.mark.engine
+
+# The engine's process finds out about memory, when the model is loaded; all else is found before.
+TOO_LITTLE = ("--device-memory", "100M")
+NEEDS = "device_memory is 100.00 MiB, and "
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("errors") / "in.jsonl"
+    path.write_text(json.dumps(chat_line("a", "x")) + "\n")
+    return path
+
+
+def ended(argv: list[str]) -> list[str]:
+    """What a command that ends with 1 says on standard error, without a traceback."""
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "server_args=" not in done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "no/such/model"), "the model no/such/model does not exist"),
+        (TOO_LITTLE, NEEDS),
+    ],
+)
+def test_a_run_that_cannot_start_says_so_in_one_sentence(
+    repo_root: Path, source: Path, flags: tuple[str, ...], words: str
+) -> None:
+    output = source.with_name("out.jsonl")
+    lines = ended(run_argv(repo_root, source, output, "--progress", "off", *flags))
+    assert lines[-1].startswith("sgl-batch run: error: ")
+    assert words in lines[-1]
+    assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "words"),
+    [("no/such/model", (), "the model no/such/model does not exist"), ("tiny-qwen3-moe", TOO_LITTLE, NEEDS)],
+)
+def test_a_server_whose_engine_cannot_start_ends_at_once(
+    repo_root: Path, tmp_path: Path, model: str, flags: tuple[str, ...], words: str
+) -> None:
+    own = repo_root / "test" / "models" / model
+    argv = [sys.executable, "-m", "sgl_batch.launch_server", "--port", "0", "--jobs-dir", str(tmp_path / "jobs")]
+    lines = ended([*argv, "--model-path", str(own) if own.exists() else model, *flags])
+    told = [line for line in lines if words in line]
+    assert len(told) == 1
+    assert told[0].startswith("launch_server: error: ")
+    assert not any("started again" in line for line in lines)
+
+
+def test_an_engine_in_python_raises_that_sentence(repo_root: Path) -> None:
+    with pytest.raises(ConfigError, match="the model no/such/model does not exist"):
+        Engine(model_path="no/such/model")
+    model = str(repo_root / "test" / "models" / "tiny-qwen3-moe")
+    ranks = {"tp_size": 3, "dp_size": 3, "ep_size": 3, "enable_dp_attention": True}
+    with pytest.raises(ConfigError, match=r"3 ranks cannot share 16 experts evenly; choose one of 1, 2, 4, 8, 16"):
+        Engine(model_path=model, **ranks)
+    with pytest.raises(ConfigError, match="max_total_tokens is -5; it must be at least 1"):
+        Engine(model_path=model, max_total_tokens=-5)
+    with pytest.raises(ConfigError, match=r"SGLang refuses these arguments: .*context_length \(100000\)"):
+        Engine(model_path=model, context_length=100000)

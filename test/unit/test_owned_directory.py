@@ -1,0 +1,69 @@
+"""Temporary directories end with their process, and never before it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned
+
+OTHER = """
+import sys
+from pathlib import Path
+from sgl_batch.owned_directory import OwnedDirectory
+print(OwnedDirectory.make("test-", Path(sys.argv[1]), "testing").path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Any:
+    """Another process that owns a directory in `tmp_path`, and lives; the path is in `path`."""
+    process: Any = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    process.path = Path(process.stdout.readline().strip())
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_directory_is_left_alone_while_its_process_lives_and_removed_when_it_was_killed(
+    other: Any, tmp_path: Path
+) -> None:
+    own = OwnedDirectory.make("test-", tmp_path)
+    (other.path / "some.db").write_text("x")
+    for _ in range(2):
+        [living] = remove_abandoned("test-", tmp_path)
+        assert (living.path, living.pid, living.purpose) == (other.path, other.pid, "testing")
+    assert (other.path / "some.db").exists()
+    other.kill()
+    other.wait()
+    assert remove_abandoned("test-", tmp_path) == []
+    assert not other.path.exists()
+    assert own.path.exists(), "its own process lives"
+    own.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_an_owner_is_nobodys_to_remove(tmp_path: Path) -> None:
+    (tmp_path / "test-1").mkdir()
+    (tmp_path / "test-1" / "owner-x").touch()
+    (tmp_path / "test-2").mkdir()
+    assert remove_abandoned("test-", tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test-1", "test-2"]
+
+
+def test_shared_memory_goes_with_the_directory_it_belongs_to(tmp_path: Path) -> None:
+    own = OwnedDirectory.make("test-", tmp_path)
+    shared, file = Path("/dev/shm") / own.path.name, tmp_path / "file"
+    for path in (shared, file):
+        path.write_text("x")
+        belongs_to(own.path, path)
+    own.remove()
+    assert not shared.exists()
+    assert file.exists(), "other files are never removed from afar"
