@@ -17,6 +17,7 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
+from sgl_batch.sglang_adapter.http_errors import refuse_unexpected_types
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION
 from sgl_batch.sglang_adapter.process_trees import end_trees, processes_of
 
@@ -171,6 +172,7 @@ def serve_http(
             yield state
 
     app.router.lifespan_context = both
+    undo = refuse_unexpected_types(app)
     try:
         _setup_and_run_http_server(
             server_args,
@@ -184,6 +186,7 @@ def serve_http(
     finally:
         app.router.lifespan_context = own
         app.router.routes[:] = own_routes
+        undo()
         launched.watchdog.stop()
 
 
