@@ -91,6 +91,14 @@ def test_a_job_is_shown_with_its_name_and_priority_and_a_wrong_field_says_where_
         create(client, [chat_line("a", "Say.")], extra_body={"priority": 20})
 
 
+@pytest.mark.parametrize("body", ["[]", "null", '{"messages": 3}', '{"messages": [], "response_format": 3}'])
+def test_a_body_on_which_the_validators_stumble_is_the_clients_fault(server: Server, body: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = requests.post(f"{server.url}/v1/chat/completions", data=body, headers=headers, timeout=WITHIN_S)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
 def test_a_profile_has_limits_says_them_and_ends_by_itself(server: Server, tmp_path: Path) -> None:
     def start(**body: Any) -> requests.Response:
         return requests.post(f"{server.url}/start_profile", json=body, timeout=WITHIN_S)

@@ -20,6 +20,7 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
+from sgl_batch.sglang_adapter.http_errors import refuse_unexpected_types
 from sgl_batch.sglang_adapter.internal_key import OnlyWithKey
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, SAFETENSORS
 from sgl_batch.sglang_adapter.private_ports import PrivatePorts, temporary_files_in
@@ -225,6 +226,7 @@ def serve_http(
     assert server_args.api_key, "the front has told its key"
     app.add_middleware(OnlyWithKey, key=server_args.api_key)
     app.router.lifespan_context = both
+    undo = refuse_unexpected_types(app)
     try:
         _setup_and_run_http_server(
             server_args,
@@ -238,6 +240,7 @@ def serve_http(
     finally:
         app.router.lifespan_context = own
         app.router.routes[:] = own_routes
+        undo()
         launched.watchdog.stop()
 
 
