@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from .conftest import MODEL, chat_line, collect, read_lines, run_argv
+from .conftest import chat_line, collect, read_lines, run_argv
 
 pytestmark = pytest.mark.engine
 
@@ -53,6 +53,7 @@ def test_a_killed_run_keeps_what_waits_for_a_slow_line_and_leaves_nothing_behind
     process = subprocess.Popen(
         run_argv(repo_root, source, output, *flags), stderr=subprocess.PIPE, text=True, env=environment
     )
+    undisturbed = subprocess.Popen(run_argv(repo_root, source, tmp_path / "whole.jsonl", *flags))
     wait_for(process, output, 40)
     tree = psutil.Process(process.pid).children(recursive=True)
     assert len(tree) >= 2
@@ -67,23 +68,19 @@ def test_a_killed_run_keeps_what_waits_for_a_slow_line_and_leaves_nothing_behind
     assert 40 <= kept < len(LINES) - 1
     assert read_lines(output) == []
 
-    def run(target: Path, *more: str) -> Any:
-        argv = run_argv(repo_root, source, target, *flags, *more)
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=400, env=environment)
-        return collect(done.returncode, done.stderr, target)
-
-    resumed = run(output, "--resume")
+    argv = run_argv(repo_root, source, output, *flags, "--resume")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=400, env=environment)
+    resumed = collect(done.returncode, done.stderr, output)
     assert resumed.exit_code == 0, resumed.stderr
     assert resumed.manifest["resumed"][-1]["kept"] == kept
     usage = {one["custom_id"]: one["response"]["body"]["usage"]["completion_tokens"] for one in resumed.output}
     computed = resumed.manifest["engine"]["counters"]["sequences_finished"]
     assert computed == len(LINES) - kept, "nothing is computed twice"
-    whole = run(tmp_path / "whole.jsonl")
-    assert answers(resumed.output) == answers(whole.output)
+    assert undisturbed.wait(timeout=400) == 0
+    assert answers(resumed.output) == answers(read_lines(tmp_path / "whole.jsonl"))
     assert len(usage) == len(LINES)
     assert usage["slow"] == SLOW_TOKENS
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
     caches = {"torchinductor_" + getpass.getuser()}  # torch's own, for later runs
     assert {path.name for path in temporary.iterdir()} <= caches
     assert not shared.exists()
-    assert whole.output[0]["response"]["body"]["model"] == MODEL

@@ -21,13 +21,6 @@ TOO_LITTLE = ("--device-memory", "100M")
 NEEDS = "device_memory is 100.00 MiB, and "
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("errors") / "in.jsonl"
-    path.write_text(json.dumps(chat_line("a", "x")) + "\n")
-    return path
-
-
 def ended(argv: list[str]) -> list[str]:
     """What a command that ends with 1 says on standard error, without a traceback."""
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
@@ -37,21 +30,12 @@ def ended(argv: list[str]) -> list[str]:
     return done.stderr.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--model", "no/such/model"), "the model no/such/model does not exist"),
-        (TOO_LITTLE, NEEDS),
-    ],
-)
-def test_a_run_that_cannot_start_says_so_in_one_sentence(
-    repo_root: Path, source: Path, flags: tuple[str, ...], words: str
-) -> None:
-    output = source.with_name("out.jsonl")
-    lines = ended(run_argv(repo_root, source, output, "--progress", "off", *flags))
-    assert lines[-1].startswith("sgl-batch run: error: ")
-    assert words in lines[-1]
-    assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
+def test_a_run_that_cannot_start_says_so_in_one_sentence(repo_root: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(chat_line("a", "x")) + "\n")
+    argv = run_argv(repo_root, source, tmp_path / "out.jsonl", "--progress", "off", "--model", "no/such/model")
+    assert ended(argv)[-1].startswith("sgl-batch run: error: the model no/such/model does not exist")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 from in_memory_engine import InMemoryBatchEngine, InMemoryEngine, prepare_in_memory, request
 
 from sgl_batch.cli_run import run_command
-from sgl_batch.errors import EngineError
+from sgl_batch.errors import ConfigError, EngineError
 
 PROGRAM = Path(__file__).parent / "jobs" / "in_memory_engine.py"
 
@@ -130,6 +130,20 @@ def test_an_engine_that_does_not_start_exits_3_and_keeps_the_old_output(job, cap
     assert run_command(job.argv("--overwrite"), prepare) == 3
     assert "no memory for the KV pool" in capsys.readouterr().err
     assert (job.directory / "out.jsonl").read_text() == "old\n"
+
+
+def test_an_engine_that_finds_a_flag_at_fault_as_it_starts_exits_1_in_its_words_alone(job, capsys):
+    def prepare(argv):
+        def start():
+            raise ConfigError("device_memory is 100.00 MiB, and 600.00 MiB are needed")
+
+        return start
+
+    job.write("a")
+    assert run_command(job.argv(), prepare) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "sgl-batch run: error: device_memory is 100.00 MiB, and 600.00 MiB are needed"
+    assert job.names == ["in.jsonl"]
 
 
 def test_a_fault_of_the_program_exits_3_with_its_traceback(job, caplog):
