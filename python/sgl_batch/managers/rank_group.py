@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from sgl_batch.core.order import OrderPolicy
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import Migration, RankHeader, Step, decide_group, next_step
 from sgl_batch.distributed.channel import Channel
@@ -77,13 +76,13 @@ class RankGroup:
         """Seconds waited for other ranks' words before a step since this was last asked, where there is a board."""
         return 0.0 if self._board is None else self._board.take_waited_s()
 
-    def decide(self, state: StateMessage, plan: Plan, order: OrderPolicy) -> OrdersMessage:
+    def decide(self, state: StateMessage, plan: Plan) -> OrdersMessage:
         """This rank's orders at a boundary, decided from the states of all."""
         if self.rank != _DECIDES:
             self._channel.send(_DECIDES, state)
             return self._receive([_DECIDES], OrdersMessage, "its orders at a boundary")[1]
         states = self._gather(state, StateMessage, "its state at a boundary")
-        decision = decide_group([state_of(message) for message in states], plan, order, self._migration)
+        decision = decide_group([state_of(message) for message in states], plan, self._migration)
         for peer in self._others:
             self._channel.send(peer, orders_for(decision, peer))
         return orders_for(decision, self.rank)

@@ -13,7 +13,6 @@ from typing import Any
 
 from sgl_batch import config
 from sgl_batch.config import BatchConfig
-from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
@@ -22,7 +21,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use, native_kernels
 from sgl_batch.managers import recorded_tokens
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
-from sgl_batch.managers.exclusive_executor import ExclusiveExecutor
+from sgl_batch.managers.kv_choice import kv_form
 from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
@@ -32,9 +31,6 @@ from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.step_overlap import StepOverlap, is_wanted
 from sgl_batch.managers.stored_migration import StoredSequences
-from sgl_batch.managers.streaming_executor import StreamingExecutor
-from sgl_batch.managers.tiered_executor import TieredExecutor
-from sgl_batch.managers.tiered_rank_steps import TieredRankSteps
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.process_memory import peak_resident_bytes
@@ -71,6 +67,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.context = context
         self._group_idles = True
         self._wanted_config = context.config
+        self._tiers: KVTiers | None = None
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
@@ -85,20 +82,14 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def _make_executor(self, context: RunContext) -> BoundaryExecutor:
         runner, trace = self.tp_worker.model_runner, TraceWriter(context.config.trace.trace_file)
-        memory = context.config.memory
-        if memory.kv_store_bytes == 0:
-            return BoundaryExecutor(self, runner.plan, context.counters, trace)
-        if runner.layer_runner is None:
-            raise ConfigError("this model runs through SGLang's own forward, which has no host KV store: leave it out")
-        tiers = KVTiers(self, runner.layer_runner, memory, context.counters, context.place)
-        arguments = (self, runner.plan, context.counters, trace, tiers)
-        if tiers.stored.exclusive:
-            return ExclusiveExecutor(*arguments)
-        if memory.decode_kv == "streamed":
-            return StreamingExecutor(*arguments)
-        if memory.decode_kv == "auto" and context.place is None and self.device == "cpu":
-            return StreamingExecutor(*arguments, choice=StreamingChoice())
-        return TieredExecutor(*arguments)
+        if context.config.memory.kv_store_bytes:
+            if runner.layer_runner is None:
+                raise ConfigError(
+                    "this model runs through SGLang's own forward, which has no host KV store: leave it out"
+                )
+            self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
+        kv, policy = kv_form(self, context, self._tiers)
+        return BoundaryExecutor(self, runner.plan, context.counters, trace, kv, policy)
 
     def _join(self, place: RankPlace) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""
@@ -112,9 +103,9 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         )
         migrates = partial(RankMigration, place, backend=place.backend(self.device), step_timeout_s=_STEP_TIMEOUT_S)
         RankHeartbeat(place, ranks.rank_timeout_s).start()
-        if isinstance(self.executor, TieredExecutor):
-            return TieredRankSteps(self.executor, group, migrates(StoredSequences(self, self.executor)))
-        return RankSteps(self.executor, group, migrates(RankSequences(self, self.executor)))
+        if self._tiers is None:
+            return RankSteps(self.executor, group, migrates(RankSequences(self, self.executor)))
+        return RankSteps(self.executor, group, migrates(StoredSequences(self, self.executor, self._tiers.stored)))
 
     def _board(self, place: RankPlace) -> SharedBoard | None:
         """The ranks' board, unless they are to share no memory or cannot."""

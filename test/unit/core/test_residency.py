@@ -10,7 +10,8 @@ from virtual_memory_pressure import VirtualPressure
 from virtual_two_tiers import VirtualTwoTiers
 
 from sgl_batch.core.page_ledger import PageLedger
-from sgl_batch.core.residency import ResidentPrompts, decide_residency, pages_to_run
+from sgl_batch.core.residency import decide_residency, pages_to_run
+from sgl_batch.core.resident_prompts import ResidentPrompts
 
 PLAN = plan(b_moe=4, boundary_tokens=8, page_size=8)
 
@@ -59,7 +60,7 @@ def test_a_runner_holds_two_free_pages_or_what_it_can_reach_before_the_next_boun
 
 def test_where_all_fit_nobody_is_suspended_and_those_that_wait_longest_come():
     runs, late, early = runner(0), runner(9), runner(3)
-    turn = decided([runs], [late, early], holding(20, (runs, 3)), PLAN)
+    turn = decided([runs], [early, late], holding(20, (runs, 3)), PLAN)
     assert turn.suspend == ()
     assert turn.extend == ((runs, 3),)
     assert [s for s, _ in turn.restore] == [early, late]
@@ -74,7 +75,7 @@ def test_the_most_decoded_are_suspended_until_the_others_can_be_extended():
 
 def test_one_that_does_not_fit_blocks_those_behind_it():
     large, small = runner(1, prompt=80), runner(2)
-    turn = decided([], [small, large], holding(11), PLAN)
+    turn = decided([], [large, small], holding(11), PLAN)
     assert turn.restore == ()
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.residency import Residency, ResidentPrompts, decide_residency
+from sgl_batch.core.residency import Residency, decide_residency
+from sgl_batch.core.resident_prompts import ResidentPrompts
 from sgl_batch.core.sequence import Sequence, Status
 
 

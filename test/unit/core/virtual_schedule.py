@@ -5,14 +5,18 @@ It does to plain lists what the boundary executor does to requests, and checks e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from virtual_sequences import prompt_of
 
-from sgl_batch.core.admission import Admission, group_by_prompt, refusal, reserve
+from sgl_batch.core.actions import Actions, BeginInterval, Idle, Prefill, Refill, Step
+from sgl_batch.core.admission import Admission, refusal, reserve
 from sgl_batch.core.coroutine import Event, advance
-from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import Action, DecodeStep, Idle, PrefillGroup, Refill, State, decide
+from sgl_batch.core.decide import decide
+from sgl_batch.core.kv_policy import DeviceOnly
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.prefixes import PrefixTree, foresee
@@ -95,7 +99,7 @@ class VirtualSchedule:
                 self._left[sequence.sequence_id] = request.output
                 self._queued.append(sequence)
 
-    def _decide(self) -> Action:
+    def _decide(self) -> Actions:
         state = State(
             queued=tuple(self._queued),
             ready=tuple(self._ready),
@@ -106,32 +110,34 @@ class VirtualSchedule:
             filling=self._filling,
             changed=self._changed,
         )
-        units = group_by_prompt(state.queued, FifoOrder(), most_members=self.slots)
-        leaders = ((unit.leader, prompt_of(unit.leader)) for unit in units)
-        foresee(leaders, self._tree, rows=self.plan.prefill.b_moe)
+        kv = KVState(device=self.ledger, admission=self.ledger, runners=lambda: self._running, foresee=self._foresee)
         free_before = self.ledger.free_pages
-        action = decide(state, self.plan, self.ledger, FifoOrder())
-        assert action == decide(state, self.plan, self.ledger, FifoOrder()), "the same state, the same action"
+        actions = decide(state, kv, self.plan, DeviceOnly())
+        assert actions == decide(state, kv, self.plan, DeviceOnly()), "the same state, the same actions"
         assert self.ledger.free_pages == free_before, "a decision reserves nothing"
-        return action
+        return actions
 
-    def _do(self, action: Action) -> None:
-        self._filling = isinstance(action, PrefillGroup)
-        if isinstance(action, PrefillGroup):
-            self._prefill(action.units)
-            self._changed = True
-        elif isinstance(action, Refill):
-            self._refill(action.sequences)
-            self._decode()
-        elif isinstance(action, DecodeStep):
-            if action.at_boundary:
-                self._steps = 0
-                self._changed = False
-            self._decode()
-        else:
-            assert isinstance(action, Idle)
-            waiting = [*self._queued, *self._ready, *self._running]
-            assert waiting == [], "idle while there is work"
+    def _foresee(self, leaders: Iterable[Sequence]) -> None:
+        foresee(((one, prompt_of(one)) for one in leaders), self._tree, rows=self.plan.prefill.b_moe)
+
+    def _do(self, actions: Actions) -> None:
+        self._filling = isinstance(actions[0], Prefill)
+        for action in actions:
+            match action:
+                case Prefill(units=units):
+                    self._prefill(units)
+                    self._changed = True
+                case Refill(sequences=sequences):
+                    self._refill(sequences)
+                case BeginInterval():
+                    self._steps = 0
+                    self._changed = False
+                case Step():
+                    self._decode()
+                case _:
+                    assert isinstance(action, Idle)
+                    waiting = [*self._queued, *self._ready, *self._running]
+                    assert waiting == [], "idle while there is work"
 
     def _prefill(self, units: tuple[Admission, ...]) -> None:
         assert units, "a prefill group has somebody in it"
@@ -163,8 +169,6 @@ class VirtualSchedule:
         self._ready = [sequence for sequence in self._ready if sequence.status is Status.READY]
         self._running += sequences
         self.log.refilled += [sequence.arrival for sequence in sequences]
-        self._steps = 0
-        self._changed = False
 
     def _decode(self) -> None:
         assert 0 < len(self._running) <= self.plan.decode.b_moe
