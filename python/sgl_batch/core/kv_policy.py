@@ -16,9 +16,11 @@ from sgl_batch.core.rank_agreement import Movable
 class KVPolicy(Protocol):
     """What differs between the forms of KV, as far as it is decided.
 
+    `name` stands for it in records of decisions.
     `is_local`: of several ranks, each decides for itself what happens at a boundary once nothing is prefilled.
     """
 
+    name: str
     is_local: bool
 
     def rooms(self, state: State, kv: KVState, plan: Plan) -> Rooms | None:
@@ -42,6 +44,7 @@ class KVPolicy(Protocol):
 class DeviceOnly:
     """KV lies on the device alone: a sequence holds from its admission on all pages that it can need."""
 
+    name = "device"
     is_local = False
 
     def rooms(self, state: State, kv: KVState, plan: Plan) -> None:

@@ -94,6 +94,10 @@ class PageLedger:
     def holds(self, owner: str) -> bool:
         return owner in self._reserved
 
+    def reservations(self) -> dict[str, int]:
+        """Pages by owner; a copy."""
+        return dict(self._reserved)
+
     def whole_pages(self, sequence: Sequence) -> int:
         """Pages for a sequence that shares nothing, up to its last possible token."""
         return pages_for(sequence.total_tokens, self.page_size)

@@ -63,9 +63,9 @@ def decide_residency(
     hold now, and what those waiting ones hold: they keep it where nobody that runs needs the pages. `prompts` are the
     pages of their prompts that can be shared, which `pages_of` says of any sequence: each takes room once. Where
     runners cannot all be extended, those that have generated most are suspended first: they would soon ask again.
-    Waiting sequences come back in their order; one that does not fit blocks those behind it, so that nobody starves. Each runs
-    at least until the next boundary then, so that outputs grow whatever happens. The last runner is never suspended:
-    alone, any sequence fits, or it would have been refused.
+    Waiting sequences come back in their order; one that does not fit blocks those behind it, so that nobody starves.
+    Each runs at least until the next boundary then, so that outputs grow whatever happens. The last runner is never
+    suspended: alone, any sequence fits, or it would have been refused.
     """
     prompts = prompts.copy()
     need = {s.sequence_id: _own_pages(s, ledger, plan, pages_of) for s in running}

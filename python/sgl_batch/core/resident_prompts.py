@@ -20,6 +20,10 @@ class ResidentPrompts(Generic[Page]):
     def __len__(self) -> int:
         return len(self._holders)
 
+    def holdings(self) -> dict[str, Seq[Page]]:
+        """Pages by sequence; a copy."""
+        return dict(self._pages)
+
     def copy(self) -> ResidentPrompts[Page]:
         """The same, to try what would be."""
         other = ResidentPrompts[Page]()

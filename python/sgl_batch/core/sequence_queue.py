@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 from itertools import islice
-from typing import overload
+from typing import Protocol, overload, runtime_checkable
 
 from sgl_batch.core.sequence import Sequence
 
@@ -55,9 +55,17 @@ class SequencesView(Seq[Sequence]):
         return list(self)[index]
 
 
+@runtime_checkable
+class KnowsPrompts(Protocol):
+    """A view that finds the sequences of a prompt group without a look at the others."""
+
+    def of_prompt(self, group: str) -> list[Sequence]:
+        """The sequences of a prompt group, in order."""
+
+
 def of_prompt(queued: Seq[Sequence], group: str) -> list[Sequence]:
     """The queued sequences of a prompt group, in order."""
-    if isinstance(queued, SequencesView):
+    if isinstance(queued, KnowsPrompts):
         return queued.of_prompt(group)
     return [sequence for sequence in queued if sequence.prompt_group == group]
 

@@ -62,6 +62,7 @@ def _leaving(turn: Residency) -> list[Action]:
 class Inclusive:
     """All KV is written to the store, as soon as a page is full: suspending a sequence copies no more than its last."""
 
+    name = "inclusive"
     is_local = True
 
     def rooms(self, state: State, kv: KVState, plan: Plan) -> None:
@@ -92,6 +93,7 @@ class Inclusive:
 class Exclusive:
     """A page of KV lies on the device or in the store, and all pages of a sequence move together."""
 
+    name = "exclusive"
     is_local = True
 
     def rooms(self, state: State, kv: KVState, plan: Plan) -> Rooms:
@@ -146,6 +148,7 @@ class Streamed:
     is_local = True
 
     def __init__(self, choice: StreamingChoice | None = None) -> None:
+        self.name = "streamed" if choice is None else "streamed by choice"
         self._choice, self._resident = choice, Inclusive()
         self._noted = -1
 

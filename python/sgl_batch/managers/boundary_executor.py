@@ -15,6 +15,7 @@ from typing import Any
 from sgl_batch.core import decide
 from sgl_batch.core.actions import (
     Action,
+    Actions,
     BeginInterval,
     Evict,
     Extend,
@@ -30,6 +31,7 @@ from sgl_batch.core.actions import (
     Sync,
 )
 from sgl_batch.core.coroutine import Event, Transition
+from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.exclusive import Rooms
 from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import Interval, KVState
@@ -71,6 +73,7 @@ class BoundaryExecutor:
     ) -> None:
         self._scheduler, self.plan, self._counters, self.kv, self._policy = scheduler, plan, counters, kv, policy
         store = None if kv.admission is kv.device else kv.admission
+        self._trace = trace
         self.table = SequenceTable(kv.device, kv.sharing, counters, trace, store_ledger=store)
         self._queued = SequenceQueue()
         self._forks: dict[str, list[Any]] = {}
@@ -173,8 +176,7 @@ class BoundaryExecutor:
         """The batch to run next and the decode batch after this decision."""
         began = time.perf_counter()
         while True:
-            state = self.state(running)
-            for action in decide.decide(state, self.kv_state(running), self.plan, self._policy):
+            for action in self._decide(running):
                 match action:
                     case Step():
                         return self.decode_step(running), running
@@ -192,13 +194,27 @@ class BoundaryExecutor:
         """Do what a rank decides for itself at a boundary at which none of several prefills; the decode batch then."""
         began, boundaries = time.perf_counter(), self._boundaries
         while self._boundaries == boundaries and not self._forked:
-            state, kv = self.state(running), self.kv_state(running)
-            actions = self._policy.at_boundary(state, kv, self.plan, others_run=others_run)
-            for action in actions:
-                if isinstance(action, Idle):
-                    action = BeginInterval()
-                running = self._do(action, running, began)
+            for action in self._decide_boundary(running, others_run=others_run):
+                running = self._do(BeginInterval() if isinstance(action, Idle) else action, running, began)
         return running
+
+    def _decide(self, running: Any) -> Actions:
+        state, kv, plan = self.state(running), self.kv_state(running), self.plan
+        if not self._trace.is_open:
+            return decide.decide(state, kv, plan, self._policy)
+        observed = Observed(state, kv)
+        actions = decide.decide(observed.state, observed.kv, plan, self._policy)
+        self._trace.write_decision(observed.record(plan, self._policy.name, actions))
+        return actions
+
+    def _decide_boundary(self, running: Any, *, others_run: bool) -> Actions:
+        observed = Observed(self.state(running), self.kv_state(running))
+        actions = self._policy.at_boundary(observed.state, observed.kv, self.plan, others_run=others_run)
+        if self._trace.is_open:
+            self._trace.write_decision(
+                observed.record(self.plan, self._policy.name, actions, at_boundary=True, others_run=others_run)
+            )
+        return actions
 
     def _do(self, action: Action, running: Any, boundary_began: float) -> Any:
         """Carry out an action that is not for the device; returns the decode batch."""

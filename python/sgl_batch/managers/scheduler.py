@@ -68,6 +68,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._group_idles = True
         self._wanted_config = context.config
         self._tiers: KVTiers | None = None
+        self._trace = TraceWriter(context.config.trace.trace_file, context.place.rank if context.place else 0)
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
@@ -81,7 +82,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._check_overlap()
 
     def _make_executor(self, context: RunContext) -> BoundaryExecutor:
-        runner, trace = self.tp_worker.model_runner, TraceWriter(context.config.trace.trace_file)
+        runner = self.tp_worker.model_runner
         if context.config.memory.kv_store_bytes:
             if runner.layer_runner is None:
                 raise ConfigError(
@@ -89,7 +90,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
                 )
             self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
         kv, policy = kv_form(self, context, self._tiers)
-        return BoundaryExecutor(self, runner.plan, context.counters, trace, kv, policy)
+        return BoundaryExecutor(self, runner.plan, context.counters, self._trace, kv, policy)
 
     def _join(self, place: RankPlace) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""
@@ -100,6 +101,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             migration=Migration(ranks.migration),
             timeout_s=_STEP_TIMEOUT_S,
             board=self._board(place),
+            trace=self._trace,
         )
         migrates = partial(RankMigration, place, backend=place.backend(self.device), step_timeout_s=_STEP_TIMEOUT_S)
         RankHeartbeat(place, ranks.rank_timeout_s).start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from virtual_sequences import prompt_of
 
@@ -14,6 +15,7 @@ from sgl_batch.core.actions import Actions, BeginInterval, Idle, Prefill, Refill
 from sgl_batch.core.admission import Admission, refusal, reserve
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.decide import decide
+from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.kv_policy import DeviceOnly
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
@@ -54,6 +56,7 @@ class VirtualSchedule:
         self.plan, self.slots = plan, slots
         self.ledger = PageLedger(pages, plan.page_size)
         self.log = Log()
+        self.records: list[dict[str, Any]] = []
         self._arriving = sorted(requests, key=lambda request: request.at)
         self._num_arrived = 0
         self._left: dict[str, int] = {}  # tokens that a sequence still generates
@@ -112,7 +115,9 @@ class VirtualSchedule:
         )
         kv = KVState(device=self.ledger, admission=self.ledger, runners=lambda: self._running, foresee=self._foresee)
         free_before = self.ledger.free_pages
-        actions = decide(state, kv, self.plan, DeviceOnly())
+        observed = Observed(state, kv)
+        actions = decide(observed.state, observed.kv, self.plan, DeviceOnly())
+        self.records.append(observed.record(self.plan, DeviceOnly.name, actions))
         assert actions == decide(state, kv, self.plan, DeviceOnly()), "the same state, the same actions"
         assert self.ledger.free_pages == free_before, "a decision reserves nothing"
         return actions
