@@ -20,7 +20,6 @@ from sgl_batch.core.sequence_queue import of_prompt
 
 VERSION = 1
 COUNTS = ("running", "steps", "slots", "free_slots", "filling", "changed", "returning", "forked")
-_LOOK_AT_COUNTS = (Step, Join, PrefillChoices)
 
 Plain = dict[str, Any]
 
@@ -71,7 +70,7 @@ class Observed:
         self, plan: Plan, policy: str, actions: Actions, *, at_boundary: bool = False, others_run: bool = False
     ) -> Plain:
         """The decision as plain data. `at_boundary`: one that a rank makes for itself, once none prefills."""
-        counts_alone = not at_boundary and isinstance(actions[0], _LOOK_AT_COUNTS) and len(actions) == 1
+        counts_alone = not at_boundary and _from_counts_alone(actions)
         return {
             "version": VERSION,
             "decision": "boundary" if at_boundary else "next",
@@ -114,6 +113,11 @@ class Observed:
             "streams": kv.streams,
             "interval": asdict(kv.interval),
         }
+
+
+def _from_counts_alone(actions: Actions) -> bool:
+    """Whether a decision looked at no more than the counts of a state: it was made between boundaries."""
+    return actions in ((Step(),), (Join(),)) or isinstance(actions[0], PrefillChoices)
 
 
 def rows_of(sequences: Iterable[Sequence]) -> list[Plain]:

@@ -65,6 +65,20 @@ class _Told(Seq[Sequence]):
     def __getitem__(self, index: Any) -> Any:
         raise AssertionError("decisions read a view in its order")
 
+    def of_prompt(self, group: str) -> list[Sequence]:
+        """All of a group, of which the decision has read the first."""
+        return [sequence for sequence in self._rows if sequence.prompt_group == group]
+
+
+def replay_trace(events: Iterable[Record]) -> tuple[int, list[Difference]]:
+    """How many decisions a trace holds, of all ranks and engines, and those that come out otherwise."""
+    of_process: dict[tuple[Any, Any], list[Record]] = {}
+    for event in events:
+        if "decision" in event:
+            of_process.setdefault((event["engine"], event["rank"]), []).append(event)
+    differences = [one for records in of_process.values() for one in replay(records)]
+    return sum(map(len, of_process.values())), differences
+
 
 def replay(records: Iterable[Record]) -> Iterator[Difference]:
     """The decisions of one rank that differ from their records. Raises ReplayError."""

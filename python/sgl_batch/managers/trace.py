@@ -15,12 +15,13 @@ from sgl_batch.errors import ConfigError
 class TraceWriter:
     """Writes JSON lines: changes of state {"t", "sequence", "from", "to", "why"}, and decisions as core records them.
 
-    `t` is Unix time in seconds. Ranks append to the same file; a decision has its `rank`.
+    `t` is Unix time in seconds. Ranks, and engines after each other, append to the same file: a decision has the `rank`
+    of its engine, and the time at which that process began as `engine`.
     """
 
     def __init__(self, path: str | None, rank: int = 0) -> None:
         self._file: BinaryIO | None = None
-        self._rank = rank
+        self._engine = {"engine": round(time.time(), 3), "rank": rank}
         if path is not None:
             try:
                 # Unbuffered: what a rank writes at once stays together.
@@ -54,7 +55,7 @@ class TraceWriter:
 
     def write_decision(self, record: dict[str, Any]) -> None:
         """Write a decision with its actions."""
-        self._append([{"t": round(time.time(), 6), "rank": self._rank, **record}])
+        self._append([{"t": round(time.time(), 6), **self._engine, **record}])
 
     def _append(self, events: Iterable[dict[str, Any]]) -> None:
         assert self._file is not None, "there is no file"
