@@ -35,6 +35,7 @@ from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.exclusive import Rooms
 from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import Interval, KVState
+from sgl_batch.core.order.interface import Budgets, OrderPolicy
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
@@ -69,13 +70,20 @@ class BoundaryExecutor:
     """
 
     def __init__(
-        self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter, kv: KVForm, policy: KVPolicy
+        self,
+        scheduler: Any,
+        plan: Plan,
+        counters: Counters,
+        trace: TraceWriter,
+        kv: KVForm,
+        policy: KVPolicy,
+        order: OrderPolicy | None = None,
     ) -> None:
         self._scheduler, self.plan, self._counters, self.kv, self._policy = scheduler, plan, counters, kv, policy
         store = None if kv.admission is kv.device else kv.admission
         self._trace = trace
         self.table = SequenceTable(kv.device, kv.sharing, counters, trace, store_ledger=store)
-        self._queued = SequenceQueue()
+        self._queued = SequenceQueue(order)
         self._forks: dict[str, list[Any]] = {}
         self._forked: list[Any] = []
         self._steps = 0
@@ -97,7 +105,7 @@ class BoundaryExecutor:
         if len(queue) == len(self._queued):
             return
         present = {request.rid for request in queue}
-        for sequence in [s for s in self._queued.view() if s.sequence_id not in present]:
+        for sequence in [s for s in self._queued if s.sequence_id not in present]:
             self._queued.remove(sequence.sequence_id)
             self.table.abort_queued(sequence)
 
@@ -138,9 +146,7 @@ class BoundaryExecutor:
             if request.rid in self.table:
                 queue.append(request)
         queue.sort(key=lambda request: self.table[request.rid].arrival)
-        self._queued = SequenceQueue()
-        for request in queue:
-            self._queued.add(self.table[request.rid])
+        self._queued.replace(self.table[request.rid] for request in queue)
 
     def _take_out(self, running: Any) -> list[Any]:
         """All requests that have KV, or have found it; the decode batch is empty then."""
@@ -294,7 +300,10 @@ class BoundaryExecutor:
         pool = self._scheduler.req_to_token_pool
         promised = sum(len(forks) for forks in self._forks.values()) + len(self._forked)
         return State(
-            queued=self._queued.view(without=self._groups_awaiting_grammar()),
+            queued=self._queued.view(
+                without=self._groups_awaiting_grammar(),
+                budgets=Budgets(tokens=self.plan.prefill.b_moe, pages=self.admission_ledger.free_pages),
+            ),
             ready=self.table.ready,
             running=len(running.reqs),
             steps=self._steps,
@@ -505,6 +514,7 @@ class BoundaryExecutor:
                 if prefilled:
                     changes.append(self.table.prefilled(request.rid))
             elif request.rid in self.table:
+                self._queued.order.finished(self.table[request.rid], len(request.output_ids))
                 changes.append(self.table.finish(request))
         return changes
 

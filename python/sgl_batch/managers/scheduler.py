@@ -13,6 +13,7 @@ from typing import Any
 
 from sgl_batch import config
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.order import make_order
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
@@ -90,7 +91,9 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
                 )
             self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
         kv, policy = kv_form(self, context, self._tiers)
-        return BoundaryExecutor(self, runner.plan, context.counters, self._trace, kv, policy)
+        return BoundaryExecutor(
+            self, runner.plan, context.counters, self._trace, kv, policy, make_order(context.config.schedule.order)
+        )
 
     def _join(self, place: RankPlace) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""

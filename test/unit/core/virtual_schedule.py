@@ -18,12 +18,14 @@ from sgl_batch.core.decide import decide
 from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.kv_policy import DeviceOnly
 from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.order.interface import OrderPolicy
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.prefixes import PrefixTree, foresee
 from sgl_batch.core.primitives import combine, yield_
 from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence_queue import SequenceQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,9 @@ class Log:
 class VirtualSchedule:
     """Runs requests to their ends. A fault of the decisions shows as an AssertionError or as `Log` unlike the rule."""
 
-    def __init__(self, requests: list[Request], plan: Plan, *, pages: int, slots: int) -> None:
+    def __init__(
+        self, requests: list[Request], plan: Plan, *, pages: int, slots: int, order: OrderPolicy | None = None
+    ) -> None:
         self.plan, self.slots = plan, slots
         self.ledger = PageLedger(pages, plan.page_size)
         self.log = Log()
@@ -60,7 +64,8 @@ class VirtualSchedule:
         self._arriving = sorted(requests, key=lambda request: request.at)
         self._num_arrived = 0
         self._left: dict[str, int] = {}  # tokens that a sequence still generates
-        self._queued: list[Sequence] = []
+        self._generated: dict[str, int] = {}  # tokens that it generates in all
+        self._queued = SequenceQueue(order)
         self._ready: list[Sequence] = []
         self._running: list[Sequence] = []
         self._tree = PrefixTree(plan.page_size)
@@ -70,7 +75,7 @@ class VirtualSchedule:
 
     def run(self, most_decisions: int) -> Log:
         """Decide and do until every request has finished; more decisions than allowed mean starvation."""
-        while self._arriving or self._queued or self._ready or self._running:
+        while self._arriving or len(self._queued) or self._ready or self._running:
             assert self.log.decisions < most_decisions, f"no end after {most_decisions} decisions"
             self._arrive()
             self._do(self._decide())
@@ -99,12 +104,12 @@ class VirtualSchedule:
                 if refusal(sequence, self.ledger) is not None:
                     self.log.refused.append(sequence.arrival)
                     continue
-                self._left[sequence.sequence_id] = request.output
-                self._queued.append(sequence)
+                self._left[sequence.sequence_id] = self._generated[sequence.sequence_id] = request.output
+                self._queued.add(sequence)
 
     def _decide(self) -> Actions:
         state = State(
-            queued=tuple(self._queued),
+            queued=self._queued.view(),
             ready=tuple(self._ready),
             running=len(self._running),
             steps=self._steps,
@@ -156,7 +161,8 @@ class VirtualSchedule:
             for follower in unit.followers:
                 self._tree.hold_with(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
         taken = [member for unit in units for member in unit.members]
-        self._queued = [sequence for sequence in self._queued if sequence not in taken]
+        for member in taken:
+            self._queued.remove(member.sequence_id)
         leaders = [unit.leader for unit in units]
         followers = [follower for unit in units for follower in unit.followers]
         for part in (leaders, followers):  # followers begin behind their leader's KV, in a batch of their own
@@ -189,6 +195,7 @@ class VirtualSchedule:
 
     def _leave(self, sequence: Sequence) -> None:
         self.log.finished.append(sequence.arrival)
+        self._queued.order.finished(sequence, self._generated.pop(sequence.sequence_id))
         self._changed = True
         self.ledger.release(sequence.sequence_id)
         self.ledger.add_prompt_pages(-len(self._tree.release(sequence.sequence_id)))
