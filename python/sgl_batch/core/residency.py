@@ -16,7 +16,9 @@ from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.resident_prompts import Page, ResidentPrompts
 from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.victims import MostDecoded, VictimPolicy
 
+MOST_DECODED = MostDecoded()
 FREE_PAGES = 2  # that a running sequence holds at a boundary beside those with KV in them
 
 
@@ -55,6 +57,7 @@ def decide_residency(
     prompts: ResidentPrompts[Page],
     pages_of: Callable[[str], Seq[Page]],
     restoring: int = 0,
+    victims: VictimPolicy = MOST_DECODED,
 ) -> Residency:
     """Who holds which number of pages until the next boundary. Pure.
 
@@ -62,27 +65,30 @@ def decide_residency(
     with KV on the device are the first. `ledger` has what runners and `restoring` sequences, whose KV is on its way,
     hold now, and what those waiting ones hold: they keep it where nobody that runs needs the pages. `prompts` are the
     pages of their prompts that can be shared, which `pages_of` says of any sequence: each takes room once. Where
-    runners cannot all be extended, those that have generated most are suspended first: they would soon ask again.
-    Waiting sequences come back in their order; one that does not fit blocks those behind it, so that nobody starves.
-    Each runs at least until the next boundary then, so that outputs grow whatever happens. The last runner is never
-    suspended: alone, any sequence fits, or it would have been refused.
+    runners cannot all be extended, or are more than the plan lets run by now, `victims` are suspended. Waiting
+    sequences come back in their order; one that does not fit blocks those behind it, so that nothing starves. Each runs
+    at least until the next boundary then, so that outputs grow whatever happens. The last runner is never suspended:
+    alone, any sequence fits, or it would have been refused.
     """
     prompts = prompts.copy()
     need = {s.sequence_id: _own_pages(s, ledger, plan, pages_of) for s in running}
     resident = list(takewhile(lambda s: ledger.holds(s.sequence_id), waiting))
     others = ledger.reserved_pages - len(prompts) - sum(ledger.held(s.sequence_id) for s in (*running, *resident))
     room = ledger.total_pages - others - len(prompts) - sum(need.values())
-    kept = sorted(running, key=lambda s: (s.generated_tokens, s.arrival))
+    num_kept = len(running)
     suspend: list[Sequence] = []
-    while room < 0 and len(kept) > (0 if others else 1):
-        victim = kept.pop()
+    for victim in victims.victims(running, max(0, -room)):
+        too_many = num_kept + restoring > plan.decode.b_moe
+        if not (room < 0 or too_many) or num_kept <= (0 if others else 1):
+            break
         suspend.append(victim)
+        num_kept -= 1
         room += need[victim.sequence_id] + len(prompts.leave(victim.sequence_id))
-    assert room >= 0, f"{kept[0].sequence_id} alone lacks {-room} pages of {ledger.total_pages}"
+    assert room >= 0, f"one sequence alone lacks {-room} pages of {ledger.total_pages}"
     gone = {s.sequence_id for s in suspend}
     restore: dict[str, tuple[Sequence, int]] = {}
     for sequence in waiting:
-        if len(kept) + restoring + len(restore) >= plan.decode.b_moe:
+        if num_kept + restoring + len(restore) >= plan.decode.b_moe:
             break
         own, prompt = _own_pages(sequence, ledger, plan, pages_of), pages_of(sequence.sequence_id)
         takes = own + len(prompts.lacking(prompt))
