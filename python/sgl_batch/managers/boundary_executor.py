@@ -7,7 +7,7 @@ how it moves, is the affair of a `KVForm`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -49,15 +49,12 @@ from sgl_batch.managers.interval_clock import IntervalClock
 from sgl_batch.managers.kv_form import KVForm
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
+from sgl_batch.managers.withdrawal import Unbatched, Withdrawal
 from sgl_batch.model_executor.counters import Counters, PartClock
 from sgl_batch.sglang_adapter.moving import without
 from sgl_batch.sglang_adapter.scheduling import (
     decode_batches,
-    empty,
-    end_aborted,
-    end_detached,
     end_retraction,
-    mark_aborted,
     merge_into,
     prefill_batch,
 )
@@ -83,9 +80,8 @@ class BoundaryExecutor:
         store = None if kv.admission is kv.device else kv.admission
         self._trace = trace
         self.table = SequenceTable(kv.device, kv.sharing, counters, trace, store_ledger=store)
-        self._queued = SequenceQueue(order)
-        self._forks: dict[str, list[Any]] = {}
-        self._forked: list[Any] = []
+        self._unbatched = Unbatched(queued=SequenceQueue(order))
+        self.withdrawal = Withdrawal(scheduler, self.table, self._unbatched, kv, self.join_arrived)
         self._steps = 0
         self._filling = False
         self._changes_at_boundary = -1
@@ -97,75 +93,7 @@ class BoundaryExecutor:
 
     def enqueue(self, request: Any) -> None:
         """Take in a request that waits in the scheduler's queue; one that can never fit is marked with its error."""
-        self._queued.add(self.table.enter(request))
-
-    def forget_removed(self) -> None:
-        """Drop queued sequences whose requests SGLang took out of the queue (aborted, or timed out)."""
-        queue = self._scheduler.waiting_queue
-        if len(queue) == len(self._queued):
-            return
-        present = {request.rid for request in queue}
-        for sequence in [s for s in self._queued if s.sequence_id not in present]:
-            self._queued.remove(sequence.sequence_id)
-            self.table.abort_queued(sequence)
-
-    def abort_outside_batches(self, is_meant: Callable[[str], bool]) -> None:
-        """Abort the sequences in question that hold or await KV outside the running batch.
-
-        Waiting ones end here: until the decode group has room for them, they would keep their pages and their answer.
-        Those whose KV is on its way, and choices that wait for their prompt, end with the next step that has them.
-        """
-        for name in [s.sequence_id for s in self.table.ready if is_meant(s.sequence_id)]:
-            request = self.table.take_ready(name)
-            end = end_aborted if self.ledger.holds(name) else end_detached
-            end(self._scheduler, request)
-            self.table.record([self.table.finish(request)])
-            self.kv.forget(name)
-        followers = [request for forks in self._forks.values() for request in forks]
-        for request in [*self.kv.returning, *self._forked, *followers]:
-            if is_meant(request.rid):
-                mark_aborted(request)
-
-    def abort_retracted(self, is_meant: Callable[[str], bool]) -> None:
-        """Answer retracted sequences in question with what they had generated, which SGLang does not of queued ones."""
-        queue = self._scheduler.waiting_queue
-        ended = [request for request in queue if request.output_ids and is_meant(request.rid)]
-        for request in ended:
-            queue.remove(request)
-            end_detached(self._scheduler, request)
-        self.forget_removed()
-
-    # Between two steps.
-
-    def retract_all(self, running: Any) -> None:
-        """Every sequence that has KV loses it, and is queued again in its old place, to compute it anew."""
-        self.forget_removed()
-        queue = self._scheduler.waiting_queue
-        for request in self._take_out(running):
-            self._give_up_kv(request)
-            if request.rid in self.table:
-                queue.append(request)
-        queue.sort(key=lambda request: self.table[request.rid].arrival)
-        self._queued.replace(self.table[request.rid] for request in queue)
-
-    def _take_out(self, running: Any) -> list[Any]:
-        """All requests that have KV, or have found it; the decode batch is empty then."""
-        joined = self.join_arrived(running, wait=True)
-        forked, self._forked = self._forked, []
-        ready = [self.table.request_named(sequence.sequence_id) for sequence in self.table.ready]
-        found = [*(request for request in joined.reqs if not request.finished()), *ready, *forked]
-        empty(joined)
-        empty(running)  # where it was empty, those that came back are another batch
-        return found
-
-    def _give_up_kv(self, request: Any) -> None:
-        """One that is to be aborted needs no other step for that."""
-        self.kv.give_up(request)
-        if request.to_finish is None:
-            self.table.retracted(request)
-        else:
-            end_detached(self._scheduler, request)
-            self.table.record([self.table.finish(request)])
+        self._unbatched.queued.add(self.table.enter(request))
 
     def unlist_prompts(self) -> None:
         """The KV of prompts that is there now is of other weights than that of prompts to come."""
@@ -174,7 +102,7 @@ class BoundaryExecutor:
     @property
     def has_kv(self) -> bool:
         """Whether any sequence has KV: those in the queue have none."""
-        return self.table.num_sequences > len(self._queued)
+        return self.table.num_sequences > len(self._unbatched.queued)
 
     # Decide, then do.
 
@@ -199,7 +127,7 @@ class BoundaryExecutor:
     def cross_boundary(self, running: Any, *, others_run: bool) -> Any:
         """Do what a rank decides for itself at a boundary at which none of several prefills; the decode batch then."""
         began, boundaries = time.perf_counter(), self._boundaries
-        while self._boundaries == boundaries and not self._forked:
+        while self._boundaries == boundaries and not self._unbatched.forked:
             for action in self._decide_boundary(running, others_run=others_run):
                 running = self._do(BeginInterval() if isinstance(action, Idle) else action, running, began)
         return running
@@ -298,9 +226,8 @@ class BoundaryExecutor:
     def state(self, running: Any) -> State:
         """Views, so that a step between boundaries costs the same under any queue."""
         pool = self._scheduler.req_to_token_pool
-        promised = sum(len(forks) for forks in self._forks.values()) + len(self._forked)
         return State(
-            queued=self._queued.view(
+            queued=self._unbatched.queued.view(
                 without=self._groups_awaiting_grammar(),
                 budgets=Budgets(tokens=self.plan.prefill.b_moe, pages=self.admission_ledger.free_pages),
             ),
@@ -308,11 +235,11 @@ class BoundaryExecutor:
             running=len(running.reqs),
             steps=self._steps,
             slots=pool.size,
-            free_slots=pool.available_size() - promised,
+            free_slots=pool.available_size() - self._unbatched.num_choices,
             filling=self._filling,
             changed=self.table.changes != self._changes_at_boundary,
             returning=len(self.kv.returning),
-            forked=len(self._forked),
+            forked=len(self._unbatched.forked),
         )
 
     @property
@@ -337,7 +264,7 @@ class BoundaryExecutor:
 
     def queued_named(self, names: list[str]) -> list[Sequence]:
         """Queued sequences by id."""
-        return [self._queued[name] for name in names]
+        return [self._unbatched.queued[name] for name in names]
 
     def ready_named(self, names: list[str]) -> tuple[Sequence, ...]:
         """READY sequences by id; those that were to come and did not are left out."""
@@ -351,7 +278,7 @@ class BoundaryExecutor:
     @property
     def num_forked(self) -> int:
         """Choices whose prompt has just been computed by their leader."""
-        return len(self._forked)
+        return len(self._unbatched.forked)
 
     # Steps of which the results of the one before are not known.
 
@@ -371,7 +298,7 @@ class BoundaryExecutor:
 
     def prefill_choices(self, most: int) -> Any:
         """The batch that computes the last prompt tokens of choices whose leader has computed the rest."""
-        taken, self._forked = self._forked[:most], self._forked[most:]
+        taken, self._unbatched.forked = self._unbatched.forked[:most], self._unbatched.forked[most:]
         return self._prefill(taken, "its prompt was computed by its leader")
 
     def prefill(self, action: Prefill) -> Any:
@@ -381,12 +308,12 @@ class BoundaryExecutor:
             self.kv.claim(unit, self.table.request_named(unit.leader.sequence_id), self.plan)
             if unit.followers:
                 group = unit.leader.prompt_group or ""
-                self._forks[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]
+                self._unbatched.followers[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]
         taken = {member.sequence_id for unit in action.units for member in unit.members}
         queue = self._scheduler.waiting_queue
         queue[:] = [request for request in queue if request.rid not in taken]
         for name in taken:
-            self._queued.remove(name)
+            self._unbatched.queued.remove(name)
         leaders = [self.table.request_named(unit.leader.sequence_id) for unit in action.units]
         why = f"prefill group of {len(leaders)}"
         return self.kv.prefill(leaders, action.on_device, lambda: self._prefill(leaders, why))
@@ -419,7 +346,7 @@ class BoundaryExecutor:
         arrived = self.kv.arrived(wait=wait)
         for request in arrived.ready:
             self.table.take_ready(request.rid)
-        self._forked += arrived.choices
+        self._unbatched.forked += arrived.choices
         requests = [*arrived.ready, *arrived.runners]
         if requests:
             running = self._combine(requests, running, "its KV is back on the device")
@@ -475,8 +402,8 @@ class BoundaryExecutor:
         for request in batch.reqs:
             sequence = self.table[request.rid]
             group = sequence.prompt_group
-            if group is not None and sequence.is_leader and group in self._forks:
-                followers = self._forks.pop(group)
+            if group is not None and sequence.is_leader and group in self._unbatched.followers:
+                followers = self._unbatched.followers.pop(group)
                 with self._counters.clock.part("copies"):
                     self._fork(request, followers)
                 self._counters.add("prompts_shared", len(followers))
@@ -484,7 +411,7 @@ class BoundaryExecutor:
     def _fork(self, leader: Any, followers: list[Any]) -> None:
         for follower in followers:
             if self.kv.fork(leader, follower):
-                self._forked.append(follower)
+                self._unbatched.forked.append(follower)
             else:
                 self.table.forked(follower.rid)
 
@@ -514,7 +441,7 @@ class BoundaryExecutor:
                 if prefilled:
                     changes.append(self.table.prefilled(request.rid))
             elif request.rid in self.table:
-                self._queued.order.finished(self.table[request.rid], len(request.output_ids))
+                self._unbatched.queued.order.finished(self.table[request.rid], len(request.output_ids))
                 changes.append(self.table.finish(request))
         return changes
 

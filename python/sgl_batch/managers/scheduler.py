@@ -197,10 +197,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         def is_meant(rid: str) -> bool:
             return bool(recv_req.abort_all or rid.startswith(recv_req.rid))
 
-        self.executor.abort_retracted(is_meant)
+        self.executor.withdrawal.abort_retracted(is_meant)
         super().abort_request(recv_req)
-        self.executor.forget_removed()
-        self.executor.abort_outside_batches(is_meant)
+        self.executor.withdrawal.forget_removed()
+        self.executor.withdrawal.abort_outside_batches(is_meant)
 
     # One step.
 
@@ -214,7 +214,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
                 self._add_request_to_queue(request)
         self._abort_on_waiting_timeout()
         self._abort_on_running_timeout(running_batch)
-        self.executor.forget_removed()
+        self.executor.withdrawal.forget_removed()
         if self.overlap.under_way:
             leave_out_last_steps(running_batch)
             if self.executor.goes_on(running_batch):
@@ -301,7 +301,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         """New weights make the KV that is there one of old weights: it goes, or serves only who has it."""
         if updates_weights(asked):
             if asked.flush_cache:
-                self.executor.retract_all(self.running_batch)
+                self.executor.withdrawal.retract_all(self.running_batch)
             else:
                 self.executor.unlist_prompts()
         return handle(asked)
@@ -309,7 +309,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def pause_generation(self, recv_req: Any) -> None:
         """Begin no step until `continue_generation`; with mode `retract`, all KV is computed anew then."""
         if recv_req.mode == "retract":
-            self.executor.retract_all(self.running_batch)
+            self.executor.withdrawal.retract_all(self.running_batch)
         self.executor.paused = True
 
     def continue_generation(self, recv_req: Any) -> None:

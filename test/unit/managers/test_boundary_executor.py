@@ -61,7 +61,7 @@ def test_steps_do_not_go_on_where_nobody_runs_or_choices_wait_for_their_prefill(
     executor.next_batch(running)
     assert executor.goes_on(running)
     assert not executor.goes_on(SimpleNamespace(reqs=[]))
-    executor._forked.append(request(1))
+    executor._unbatched.forked.append(request(1))
     assert not executor.goes_on(running)
 
 
