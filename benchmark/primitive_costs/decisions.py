@@ -8,13 +8,16 @@ from typing import Any
 from primitive_costs.timing import Cost, sample
 from sgl_batch.config import BatchConfig, ForwardConfig
 from sgl_batch.core.coroutine import Event
-from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import State, decide
+from sgl_batch.core.decide import decide
+from sgl_batch.core.kv_policy import DeviceOnly
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.core.primitives import combine
 from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group, plan_moves
-from sgl_batch.core.residency import ResidentPrompts, decide_residency, pages_to_run
+from sgl_batch.core.residency import decide_residency, pages_to_run
+from sgl_batch.core.resident_prompts import ResidentPrompts
 from sgl_batch.core.sequence import Sequence, Status
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
@@ -99,7 +102,7 @@ def _request(name: str, context: int) -> Any:
 
 
 def _boundary(batch: int, context: int, rounds: int) -> list[Cost]:
-    plan, order = plan_for(batch), FifoOrder()
+    plan = plan_for(batch)
     running = sequences_of(batch, context, status=Status.RUNNING)
     waiting = sequences_of(batch, context, status=Status.SUSPENDED, first=batch)
     size = PageLedger(1, _PAGE_SIZE)
@@ -110,11 +113,13 @@ def _boundary(batch: int, context: int, rounds: int) -> list[Cost]:
     prompts = ResidentPrompts[str]()
     state = _state(batch // 2, ready=sequences_of(batch, context, status=Status.READY, first=batch), plan=plan)
 
+    kv = KVState(device=tight, admission=tight, runners=lambda: running, foresee=lambda _: None)
+
     def residency() -> None:
         decide_residency(running, waiting, tight, plan, prompts=prompts, pages_of=lambda _: _NO_PROMPT)
 
     def step() -> None:
-        decide(state, plan, tight, order)
+        decide(state, kv, plan, DeviceOnly())
 
     every = 1 / plan.boundary_tokens
     return [
@@ -176,7 +181,7 @@ def _ranks(batch: int, context: int, rounds: int) -> list[Cost]:
             category="scheduling at a boundary",
             operation=f"one decision for {_NUM_RANKS} ranks that are even",
             unit=f"{batch} running in all",
-            samples_s=sample(lambda: decide_group(even, plan, FifoOrder(), Migration.EVEN), rounds=rounds),
+            samples_s=sample(lambda: decide_group(even, plan, Migration.EVEN), rounds=rounds),
             per_step=1 / plan.boundary_tokens,
         ),
     ]

@@ -7,12 +7,18 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from sgl_batch.core.replay import ReplayError, replay_trace
+
+_MOST_SHOWN = 10
 
 _DESCRIPTION = """\
 Print the events of one sequence: when it changed its state, from what to what, and why.
 
   sgl-batch run -i in.jsonl -o out.jsonl --model PATH --trace-file trace.jsonl
   sgl-batch trace trace.jsonl ID
+  sgl-batch trace trace.jsonl --replay     # make every scheduling decision again, and compare its actions
 
 ID is the "id" of an answer's body in out.jsonl (of the first choice, where n > 1), or the beginning of one. Without ID,
 every sequence is listed with its path.
@@ -26,6 +32,9 @@ def trace_command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a file written with --trace-file")
     parser.add_argument("sequence", nargs="?", default="", metavar="ID", help="a sequence's id, or its beginning")
+    parser.add_argument(
+        "--replay", action="store_true", help="make the recorded decisions again; exit code 2 if one differs"
+    )
     args = parser.parse_args(argv)
     if not args.file.is_file():
         sys.stderr.write(
@@ -33,6 +42,9 @@ def trace_command(argv: Sequence[str]) -> int:
         )
         return 1
     events = [json.loads(line) for line in args.file.read_text(encoding="utf-8").splitlines()]
+    if args.replay:
+        return _replay(events)
+    events = [event for event in events if "sequence" in event]
     chosen = [event for event in events if event["sequence"].startswith(args.sequence)]
     if not chosen:
         sys.stderr.write(
@@ -42,6 +54,19 @@ def trace_command(argv: Sequence[str]) -> int:
         return 1
     sys.stdout.write(_paths(chosen) if not args.sequence else _events(chosen))
     return 0
+
+
+def _replay(events: list[dict[str, Any]]) -> int:
+    """Make the decisions again: 2 if one differs, 1 if they cannot be made."""
+    try:
+        number, differences = replay_trace(events)
+    except ReplayError as error:
+        sys.stderr.write(f"sgl-batch trace: error: {error}\n")
+        return 1
+    for one in differences[:_MOST_SHOWN]:
+        sys.stdout.write(f"decision {one.number}\n  recorded {one.recorded}\n  replayed {one.replayed}\n")
+    sys.stdout.write(f"{number:,} decisions, {len(differences):,} come out otherwise\n")
+    return 2 if differences else 0
 
 
 def _paths(events: list[dict[str, str]]) -> str:

@@ -35,6 +35,7 @@ CPU_WEIGHT_DTYPES = ("auto", "int8")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")
 DECODE_KV_PLACES = ("auto", "resident", "streamed")
 EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
+ORDERS = ("fifo", "longest-first")
 OVERLAPS = ("auto", "on", "off")
 
 
@@ -94,6 +95,13 @@ class ScheduleConfig:
     )
     ready_ahead: float = _flag(
         0.5, "sequences prefilled ahead of need, as a share of b_moe_decode", minimum=0.0, maximum=16.0
+    )
+    order: str = _flag(
+        "fifo",
+        "which queued sequences are prefilled first: fifo, those that came first; longest-first, those of which prompt "
+        "and most output are longest, so that the last to end are short ones (of one that came 8,192 arrivals ago, "
+        "itself)",
+        choices=ORDERS,
     )
     share_prefixes: bool = _flag(
         True,

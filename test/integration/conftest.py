@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sgl_batch import Engine
 from sgl_batch.config import ForwardConfig
+from sgl_batch.core.replay import replay_trace
 from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
 FAMILIES = ("tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3")
@@ -51,8 +52,9 @@ def prompts(repo_root: Path, model_path: Callable[[str], str]) -> Prompts:
 class EngineShelf:
     """Keeps the two engines asked for last: starting one takes many seconds, and an idle one costs only memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, traces: Traces) -> None:
         self._engines: dict[str, Any] = {}
+        self._traces = traces
 
     def get(self, kind: type[Any], **kwargs: Any) -> Any:
         key = f"{kind.__name__} {sorted(kwargs.items())}"
@@ -60,7 +62,7 @@ class EngineShelf:
         if engine is None:
             for oldest in list(self._engines)[:-1]:
                 self._engines.pop(oldest).shutdown()
-            engine = kind(**kwargs)
+            engine = kind(**{**(self._traces.new() if kind is Engine else {}), **kwargs})
         self._engines[key] = engine
         return engine
 
@@ -70,11 +72,43 @@ class EngineShelf:
         self._engines.clear()
 
 
+class Traces:
+    """Trace files of engines, of which every decision is to replay to the same actions."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._files = directory, list[Path]()
+
+    def new(self) -> dict[str, str]:
+        """The argument of an engine that writes a trace."""
+        self._files.append(self._directory / f"trace-{len(self._files)}.jsonl")
+        return {"trace_file": str(self._files[-1])}
+
+    def check(self) -> None:
+        """Replay what the engines have decided; they have ended."""
+        for path in self._files:
+            if not path.exists():  # the engine was refused before it began, or writes another file
+                continue
+            with path.open() as lines:
+                number, differences = replay_trace(json.loads(line) for line in lines)
+            assert number > 0, f"{path} holds no decision"
+            assert differences == []
+
+
 @pytest.fixture(scope="session")
-def shelf() -> Iterator[EngineShelf]:
-    shelf = EngineShelf()
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
+    traces = Traces(tmp_path_factory.mktemp("shelf-traces"))
+    shelf = EngineShelf(traces)
     yield shelf
     shelf.close()
+    traces.check()
+
+
+@pytest.fixture
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traces]:
+    """For engines that end before this fixture does."""
+    made = Traces(tmp_path_factory.mktemp("traces"))
+    yield made
+    made.check()
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ def run(engine: Any, scenario: Callable[[], Awaitable[None]]) -> None:
 def last_events(trace: Path, rids: set[str]) -> dict[str, tuple[str, str]]:
     """The last change of each sequence: from where to where."""
     events = [json.loads(line) for line in trace.read_text().splitlines()]
-    return {e["sequence"]: (e["from"], e["to"]) for e in events if e["sequence"] in rids}
+    return {e["sequence"]: (e["from"], e["to"]) for e in events if e.get("sequence") in rids}
 
 
 def assert_as_good_as_new(engine: Any, prompts: Prompts) -> None:

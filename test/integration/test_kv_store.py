@@ -15,7 +15,7 @@ import pytest
 
 from sgl_batch import Engine
 
-from .conftest import FAMILIES
+from .conftest import FAMILIES, Traces
 from .shared_prompts import PAGE, Requests, answers, counted, prompts_that_begin_alike
 
 pytestmark = pytest.mark.engine
@@ -60,12 +60,12 @@ def store_in(directory: Path | None) -> dict[str, Any]:
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., Any]]:
+def started(traces: Traces) -> Iterator[Callable[..., Any]]:
     """Starts engines that end with the test."""
     engines: list[Any] = []
 
     def start(**kwargs: Any) -> Any:
-        engines.append(Engine(**kwargs))
+        engines.append(Engine(**traces.new(), **kwargs))
         return engines[-1]
 
     yield start

@@ -11,7 +11,7 @@ import pytest
 
 from sgl_batch import Engine
 
-from .conftest import FAMILIES
+from .conftest import FAMILIES, Traces
 from .shared_prompts import PAGE, Requests, answers, counted, prompts_that_begin_alike
 
 pytestmark = pytest.mark.engine
@@ -36,7 +36,9 @@ def skewed() -> Requests:
 
 
 @pytest.fixture(params=["resident", "streamed"])
-def two_ranks(request: pytest.FixtureRequest, tmp_path: Path, model_path: Callable[[str], str]) -> Iterator[Any]:
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path: Path, model_path: Callable[[str], str], traces: Traces
+) -> Iterator[Any]:
     engine = Engine(
         model_path=model_path(FAMILIES[0]),
         dtype="float32",
@@ -45,6 +47,7 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path: Path, model_path: Callab
         kv_store_dir=str(tmp_path),
         kv_store_checksums=True,
         decode_kv=request.param,
+        **traces.new(),
         **TWO_RANKS,
         **SMALL,
     )

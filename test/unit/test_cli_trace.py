@@ -41,6 +41,38 @@ def test_without_an_id_every_sequence_is_listed_with_its_path(
     assert "bbb2  QUEUED > PREFILLING > READY > RUNNING > FINISHED" in capsys.readouterr().out
 
 
+def test_decisions_are_passed_over_and_replayed_when_asked_for(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"running": 3, "steps": 1, "slots": 9, "free_slots": 5, "filling": False, "changed": False}
+    nothing = {"rows": [], "count": 0}
+    plan = {"prefill": {"b_attn": 8, "b_moe": 8}, "decode": {"b_attn": 8, "b_moe": 8}, "page_size": 16}
+    more = {"boundary_tokens": 16, "refill_watermark": 0.5, "ready_target": 8, "accumulate": True}
+    record = {
+        "t": 1.0,
+        "engine": 1.0,
+        "rank": 0,
+        "version": 1,
+        "decision": "next",
+        "policy": "device",
+        "others_run": False,
+        "plan": {**plan, **more},
+        "state": {**state, "returning": 0, "forked": 0, "queued": nothing, "ready": nothing},
+        "kv": {"arrived": False},
+        "actions": [{"action": "Step"}],
+    }
+    with trace_file.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    assert main(["trace", str(trace_file), "aaa"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main(["trace", str(trace_file), "--replay"]) == 0
+    assert capsys.readouterr().out == "1 decisions, 0 come out otherwise\n"
+    with trace_file.open("a") as file:
+        file.write(json.dumps({**record, "actions": [{"action": "Idle"}]}) + "\n")
+    assert main(["trace", str(trace_file), "--replay"]) == 2
+    assert capsys.readouterr().out.endswith("2 decisions, 1 come out otherwise\n")
+
+
 def test_an_unknown_sequence_or_file_is_named(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(trace_file), "zzz"]) == 1
     assert "'zzz'; it holds 2 sequences" in capsys.readouterr().err

@@ -49,6 +49,7 @@ OTHER = {
     "ready_ahead": 2.0,
     "share_prefixes": False,
     "overlap": "on",
+    "order": "longest-first",
     "trace_file": "trace.jsonl",
     "migration": "never",
     "token_dispatcher": "gloo",
@@ -114,7 +115,12 @@ def test_every_option_reaches_its_owner():
             host_memory=2 << 30,
         ),
         schedule=ScheduleConfig(
-            boundary_tokens=7, refill_watermark=0.5, ready_ahead=2.0, share_prefixes=False, overlap="on"
+            boundary_tokens=7,
+            refill_watermark=0.5,
+            ready_ahead=2.0,
+            order="longest-first",
+            share_prefixes=False,
+            overlap="on",
         ),
         ranks=RankConfig(migration="never", token_dispatcher="gloo", rank_timeout_s=30.0),
         trace=TraceConfig(trace_file="trace.jsonl"),

@@ -10,7 +10,7 @@ from typing import Protocol, TextIO
 from sgl_batch.cli_jobs.cards import ENDED, counts, extra
 from sgl_batch.cli_jobs.client import Job, ServerGoneError
 from sgl_batch.jobs.progress import ProgressTracker, Snapshot
-from sgl_batch.jobs.progress_display import BarDisplay, NoDisplay, details
+from sgl_batch.jobs.progress_display import BarDisplay, ProgressDisplay, details, write_line
 
 EVERY_S = 1.0
 GONE_AFTER_S = 60.0  # a server that is started again answers long before
@@ -24,11 +24,11 @@ class GetJob(Protocol):
         ...
 
 
-class ChangesDisplay(NoDisplay):
+class ChangesDisplay:
     """One line for each change, for a log."""
 
     def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
+        self._stream = stream
         self._last: tuple[int, int] | None = None
 
     def update(self, snapshot: Snapshot) -> None:
@@ -42,8 +42,15 @@ class ChangesDisplay(NoDisplay):
                 f"{snapshot.lines_per_s:,.1f} lines/s, {details(snapshot)}"
             )
 
+    def note(self, message: str) -> None:
+        """Write the message on a line of its own."""
+        write_line(self._stream, message)
 
-def choose_watch_display(stream: TextIO) -> NoDisplay:
+    def close(self, snapshot: Snapshot) -> None:
+        """The last change stands as it is."""
+
+
+def choose_watch_display(stream: TextIO) -> ProgressDisplay:
     """A bar on a terminal, lines elsewhere."""
     return BarDisplay(stream) if stream.isatty() else ChangesDisplay(stream)
 
@@ -58,7 +65,7 @@ class Waiting:
     gone_after_s: float = GONE_AFTER_S
 
 
-def watch(get_job: GetJob, display: NoDisplay | None, waiting: Waiting | None = None) -> Job:
+def watch(get_job: GetJob, display: ProgressDisplay | None, waiting: Waiting | None = None) -> Job:
     """The job when it has ended. Without a display, in silence.
 
     Raises ServerGoneError once the server has not answered for a minute; shorter absences are waited out.
@@ -67,7 +74,7 @@ def watch(get_job: GetJob, display: NoDisplay | None, waiting: Waiting | None = 
 
 
 class _Watch:
-    def __init__(self, get_job: GetJob, display: NoDisplay | None, waiting: Waiting) -> None:
+    def __init__(self, get_job: GetJob, display: ProgressDisplay | None, waiting: Waiting) -> None:
         self._get_job = get_job
         self._display = display
         self._waiting = waiting

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sgl_batch.core.order import OrderPolicy
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence_queue import of_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +50,25 @@ def refusal(
     )
 
 
-def group_by_prompt(queued: Seq[Sequence], order: OrderPolicy, *, most_members: int) -> Iterator[Admission]:
-    """Units of the queue in the chosen order: the choices of one request go together, leader first.
+def group_by_prompt(queued: Seq[Sequence], *, most_members: int) -> Iterator[Admission]:
+    """Units of the queue in its order: the choices of one request go together, leader first.
 
     A follower whose leader is not queued, or that is past `most_members`, computes its prompt itself.
     """
-    by_group: dict[str, list[Sequence]] = {}
+    led: dict[str, Sequence | None] = {}
     for sequence in queued:
-        if sequence.prompt_group is not None:
-            by_group.setdefault(sequence.prompt_group, []).append(sequence)
-    for sequence in sorted(queued, key=order.key):
-        group = by_group.get(sequence.prompt_group or "", [])
-        leader = next((s for s in group if s.is_leader), None)
-        if leader is None:
+        group = sequence.prompt_group
+        if group is None:
             yield Admission(leader=sequence)
-        elif sequence is leader:
-            followers = tuple(s for s in sorted(group, key=order.key) if s is not leader)
-            yield Admission(leader=leader, followers=followers[: most_members - 1])
+            continue
+        if group not in led:
+            members = of_prompt(queued, group)
+            leader = led[group] = next((s for s in members if s.is_leader), None)
+            if leader is not None:
+                followers = tuple(s for s in members if s is not leader)
+                yield Admission(leader=leader, followers=followers[: most_members - 1])
+        if led[group] is None:
+            yield Admission(leader=sequence)
 
 
 def unit_pages(unit: Admission, ledger: PageLedger) -> int:

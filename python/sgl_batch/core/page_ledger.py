@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from sgl_batch.core.sequence import Sequence
 
 
@@ -23,15 +25,17 @@ class PageLedger:
         self.page_size = page_size
         self.prompt_pages = 0
         self._reserved: dict[str, int] = {}
+        self._sum = 0
+        self._num_of_size: Counter[int] = Counter()
 
     @property
     def reserved_pages(self) -> int:
-        return self.prompt_pages + sum(self._reserved.values())
+        return self.prompt_pages + self._sum
 
     @property
     def largest(self) -> int:
         """The largest reservation."""
-        return max(self._reserved.values(), default=0)
+        return max(self._num_of_size, default=0)
 
     def limit(self, largest: int) -> int:
         """The most pages that can be reserved where the largest reservation is this."""
@@ -49,7 +53,7 @@ class PageLedger:
     def reserve(self, owner: str, pages: int) -> None:
         assert owner not in self._reserved, f"{owner} holds a reservation already"
         assert self.fits(pages), f"{owner} wants {pages} pages, {self.free_pages} are free"
-        self._reserved[owner] = pages
+        self._set(owner, pages)
 
     def add_prompt_pages(self, pages: int) -> None:
         """Pages of prompts that can be shared are held from now on, or, where negative, no longer by anybody."""
@@ -61,12 +65,26 @@ class PageLedger:
         """Let an owner hold more pages than it does, or fewer."""
         more = pages - self.held(owner)
         assert more <= self.free_pages, f"{owner} wants {more} pages more, {self.free_pages} are free"
-        self._reserved[owner] = pages
+        self._unset(owner)
+        self._set(owner, pages)
 
     def release(self, owner: str) -> int:
         """Give back what `owner` holds; returns the pages. Releasing twice is a fault."""
         assert owner in self._reserved, f"{owner} holds no reservation"
-        return self._reserved.pop(owner)
+        return self._unset(owner)
+
+    def _set(self, owner: str, pages: int) -> None:
+        self._reserved[owner] = pages
+        self._sum += pages
+        self._num_of_size[pages] += 1
+
+    def _unset(self, owner: str) -> int:
+        pages = self._reserved.pop(owner)
+        self._sum -= pages
+        self._num_of_size[pages] -= 1
+        if not self._num_of_size[pages]:
+            del self._num_of_size[pages]
+        return pages
 
     def held(self, owner: str) -> int:
         """Pages that an owner holds. One without a reservation is a fault."""
@@ -75,6 +93,10 @@ class PageLedger:
 
     def holds(self, owner: str) -> bool:
         return owner in self._reserved
+
+    def reservations(self) -> dict[str, int]:
+        """Pages by owner; a copy."""
+        return dict(self._reserved)
 
     def whole_pages(self, sequence: Sequence) -> int:
         """Pages for a sequence that shares nothing, up to its last possible token."""

@@ -10,17 +10,9 @@ import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from sgl_batch.core.actions import Idle, Prefill, Refill
 from sgl_batch.core.exclusive import Rooms
-from sgl_batch.core.order import OrderPolicy
-from sgl_batch.core.page_boundary import (
-    Action,
-    Idle,
-    PrefillGroup,
-    Refill,
-    State,
-    decide_at_boundary,
-    prefill_units,
-)
+from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan, num_expert_calls
 from sgl_batch.core.sequence import Sequence
@@ -151,21 +143,21 @@ class Move:
 class GroupDecision:
     """The moves come first; then each rank carries out its action. `busy`: whether any rank has rows."""
 
-    actions: tuple[Action, ...]
+    actions: tuple[BoundaryAction, ...]
     moves: tuple[Move, ...]
     busy: bool
     prefill: bool
     expert_calls: int
 
 
-def decide_group(ranks: Seq[RankState], plan: Plan, order: OrderPolicy, migration: Migration) -> GroupDecision:
+def decide_group(ranks: Seq[RankState], plan: Plan, migration: Migration) -> GroupDecision:
     """What every rank does at a boundary. All prefill or all decode: a rank without a part takes part with no rows."""
-    actions = [_at_boundary(rank, plan, order) for rank in ranks]
-    if any(isinstance(action, PrefillGroup) for action in actions):
-        return _prefill_phase(ranks, actions, plan, order)
+    actions: list[BoundaryAction] = [_at_boundary(rank, plan) for rank in ranks]
+    if any(isinstance(action, Prefill) for action in actions):
+        return _prefill_phase(ranks, actions, plan)
     moves = plan_moves(ranks, plan, migration)
     decoding = _decoding(ranks, moves)
-    actions = [_at_boundary(rank, plan, order) for rank in decoding]
+    actions = [_at_boundary(rank, plan) for rank in decoding]
     rows = max(_decode_rows(rank, action) for rank, action in zip(decoding, actions, strict=True))
     # A move may fail, and its source then has more rows than is planned here, up to a whole group.
     most = max(rows, plan.decode.b_moe, *(rank.state.running for rank in ranks)) if moves else rows
@@ -173,30 +165,30 @@ def decide_group(ranks: Seq[RankState], plan: Plan, order: OrderPolicy, migratio
     return GroupDecision(actions=tuple(actions), moves=moves, busy=rows > 0, prefill=False, expert_calls=calls)
 
 
-def _at_boundary(rank: RankState, plan: Plan, order: OrderPolicy) -> Action:
-    return decide_at_boundary(rank.state, plan, rank.ledger(plan.page_size), order, rank.rooms)
+def _at_boundary(rank: RankState, plan: Plan) -> BoundaryAction:
+    return decide_at_boundary(rank.state, plan, rank.ledger(plan.page_size), rank.rooms)
 
 
-def _decode_rows(rank: RankState, action: Action) -> int:
+def _decode_rows(rank: RankState, action: BoundaryAction) -> int:
     return rank.state.running + (len(action.sequences) if isinstance(action, Refill) else 0)
 
 
-def _prefill_phase(ranks: Seq[RankState], actions: list[Action], plan: Plan, order: OrderPolicy) -> GroupDecision:
+def _prefill_phase(ranks: Seq[RankState], actions: list[BoundaryAction], plan: Plan) -> GroupDecision:
     """Ranks that could decode on prefill along where they have room, rather than wait for those that must."""
-    parts: list[Action] = []
+    parts: list[BoundaryAction] = []
     for rank, action in zip(ranks, actions, strict=True):
-        units = action.units if isinstance(action, PrefillGroup) else ()
+        units = action.units if isinstance(action, Prefill) else ()
         if not units:
             filling = replace(rank.state, filling=True)
-            units = tuple(prefill_units(filling, plan, rank.ledger(plan.page_size), order, rank.rooms))
-        parts.append(PrefillGroup(units=units) if units else Idle())
+            units = tuple(prefill_units(filling, plan, rank.ledger(plan.page_size), rank.rooms))
+        parts.append(Prefill(units=units) if units else Idle())
     rows = max(_prefill_rows(part) for part in parts)
     calls = num_expert_calls(rows, plan.prefill, plan)
     return GroupDecision(actions=tuple(parts), moves=(), busy=True, prefill=True, expert_calls=calls)
 
 
-def _prefill_rows(action: Action) -> int:
-    return sum(unit.leader.prefill_rows for unit in action.units) if isinstance(action, PrefillGroup) else 0
+def _prefill_rows(action: BoundaryAction) -> int:
+    return sum(unit.leader.prefill_rows for unit in action.units) if isinstance(action, Prefill) else 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,61 +1,25 @@
-"""Decides at a boundary who keeps, loses and gets pages of the device, where KV can wait in the store (BatchGen 5.3).
+"""Decides at a boundary which sequences keep, lose and get pages of the device, where KV can wait in the store
+(BatchGen 5.3).
 
-A sequence that runs holds what the next page of steps can need and no more. Which pages these are, and their copies,
-are the affair of others.
+A sequence that runs holds what the coming interval can need and no more. Which pages these are, and their copies, are
+the executor's.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import takewhile
 
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.resident_prompts import Page, ResidentPrompts
 from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.victims import MostDecoded, VictimPolicy
 
-Page = TypeVar("Page", bound=Hashable)
-
+MOST_DECODED = MostDecoded()
 FREE_PAGES = 2  # that a running sequence holds at a boundary beside those with KV in them
-
-
-class ResidentPrompts(Generic[Page]):
-    """Pages of prompts on the device, each once, however many sequences have it that run or come back."""
-
-    def __init__(self) -> None:
-        self._pages: dict[str, Seq[Page]] = {}
-        self._holders: Counter[Page] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._holders)
-
-    def copy(self) -> ResidentPrompts[Page]:
-        """The same, to try what would be."""
-        other = ResidentPrompts[Page]()
-        other._pages, other._holders = dict(self._pages), Counter(self._holders)
-        return other
-
-    def lacking(self, pages: Seq[Page]) -> list[Page]:
-        """Those of a prompt's pages that nobody has on the device."""
-        return [page for page in pages if page not in self._holders]
-
-    def enter(self, name: str, pages: Seq[Page]) -> None:
-        """A sequence has its prompt's pages on the device from now on."""
-        assert name not in self._pages, f"{name} is on the device already"
-        self._pages[name] = pages
-        self._holders.update(pages)
-
-    def leave(self, name: str) -> list[Page]:
-        """A sequence leaves the device; returns the pages that nobody has there any more."""
-        dropped = []
-        for page in self._pages.pop(name, ()):
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                del self._holders[page]
-                dropped.append(page)
-        return dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,43 +50,49 @@ def _own_pages(sequence: Sequence, ledger: PageLedger, plan: Plan, pages_of: Cal
 
 def decide_residency(
     running: Seq[Sequence],
-    waiting: Iterable[Sequence],
+    waiting: Seq[Sequence],
     ledger: PageLedger,
     plan: Plan,
     *,
     prompts: ResidentPrompts[Page],
     pages_of: Callable[[str], Seq[Page]],
     restoring: int = 0,
+    victims: VictimPolicy = MOST_DECODED,
 ) -> Residency:
     """Who holds which number of pages until the next boundary. Pure.
 
-    `ledger` has what runners and `restoring` sequences, whose KV is on its way, hold now, and what those of `waiting`
-    hold that have KV on the device: they keep it where nobody that runs needs the pages. `prompts` are the pages of
-    their prompts that can be shared, which `pages_of` says of any sequence: each takes room once. Where runners cannot
-    all be extended, those that have generated most are suspended first: they would soon ask again. Waiting sequences
-    come back in the order in which they began to wait; one that does not fit blocks those behind it, so that nobody
-    starves. Each runs at least until the next boundary then, so that outputs grow whatever happens. The last runner is
-    never suspended: alone, any sequence fits, or it would have been refused.
+    `waiting` is in the order in which the sequences began to wait, of which no more are looked at than come back; those
+    with KV on the device are the first. `ledger` has what runners and `restoring` sequences, whose KV is on its way,
+    hold now, and what those waiting ones hold: they keep it where nobody that runs needs the pages. `prompts` are the
+    pages of their prompts that can be shared, which `pages_of` says of any sequence: each takes room once. Where
+    runners cannot all be extended, or are more than the plan lets run by now, `victims` are suspended. Waiting
+    sequences come back in their order; one that does not fit blocks those behind it, so that nothing starves. Each runs
+    at least until the next boundary then, so that outputs grow whatever happens. The last runner is never suspended:
+    alone, any sequence fits, or it would have been refused.
     """
     prompts = prompts.copy()
     need = {s.sequence_id: _own_pages(s, ledger, plan, pages_of) for s in running}
-    waiting = sorted(waiting, key=lambda s: s.waits_since)
-    resident = [s for s in waiting if ledger.holds(s.sequence_id)]
+    resident = list(takewhile(lambda s: ledger.holds(s.sequence_id), waiting))
     others = ledger.reserved_pages - len(prompts) - sum(ledger.held(s.sequence_id) for s in (*running, *resident))
     room = ledger.total_pages - others - len(prompts) - sum(need.values())
-    kept = sorted(running, key=lambda s: (s.generated_tokens, s.arrival))
+    num_kept = len(running)
     suspend: list[Sequence] = []
-    while room < 0 and len(kept) > (0 if others else 1):
-        victim = kept.pop()
+    for victim in victims.victims(running, max(0, -room)):
+        too_many = num_kept + restoring > plan.decode.b_moe
+        if not (room < 0 or too_many) or num_kept <= (0 if others else 1):
+            break
         suspend.append(victim)
+        num_kept -= 1
         room += need[victim.sequence_id] + len(prompts.leave(victim.sequence_id))
-    assert room >= 0, f"{kept[0].sequence_id} alone lacks {-room} pages of {ledger.total_pages}"
+    assert room >= 0, f"one sequence alone lacks {-room} pages of {ledger.total_pages}"
     gone = {s.sequence_id for s in suspend}
     restore: dict[str, tuple[Sequence, int]] = {}
     for sequence in waiting:
+        if num_kept + restoring + len(restore) >= plan.decode.b_moe:
+            break
         own, prompt = _own_pages(sequence, ledger, plan, pages_of), pages_of(sequence.sequence_id)
         takes = own + len(prompts.lacking(prompt))
-        if len(kept) + restoring + len(restore) >= plan.decode.b_moe or takes > room:
+        if takes > room:
             break
         room -= takes
         prompts.enter(sequence.sequence_id, prompt)

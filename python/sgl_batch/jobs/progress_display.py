@@ -39,12 +39,19 @@ def choose_display(mode: str, stream: TextIO) -> ProgressDisplay:
     return NoDisplay(stream) if mode == "off" else PlainDisplay(stream)
 
 
-class NoDisplay:
-    """Shows notes only.
+def write_line(stream: TextIO, message: str) -> None:
+    """Write a line on a stream.
 
     A stream that is gone (a closed terminal, a reader that ended) is no reason to end a run of ten hours, so
     what cannot be shown is not shown.
     """
+    with suppress(OSError):
+        stream.write(f"{message}\n")
+        stream.flush()
+
+
+class NoDisplay:
+    """Shows notes only."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -54,19 +61,17 @@ class NoDisplay:
 
     def note(self, message: str) -> None:
         """Write the message on a line of its own."""
-        with suppress(OSError):
-            self._stream.write(f"{message}\n")
-            self._stream.flush()
+        write_line(self._stream, message)
 
     def close(self, snapshot: Snapshot) -> None:
         """Show nothing."""
 
 
-class PlainDisplay(NoDisplay):
+class PlainDisplay:
     """One line every few seconds, and fewer once a run is long, so that a log of ten hours can be read."""
 
     def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
+        self._stream = stream
         self._last: Snapshot | None = None
 
     def update(self, snapshot: Snapshot) -> None:
@@ -76,16 +81,20 @@ class PlainDisplay(NoDisplay):
             self.note(plain_line(snapshot))
             self._last = snapshot
 
+    def note(self, message: str) -> None:
+        """Write the message on a line of its own."""
+        write_line(self._stream, message)
+
     def close(self, snapshot: Snapshot) -> None:
         """Always write the last line."""
         self.note(plain_line(snapshot))
 
 
-class BarDisplay(NoDisplay):
+class BarDisplay:
     """A tqdm bar."""
 
     def __init__(self, stream: TextIO, make_bar: Callable[..., Any] | None = None) -> None:
-        super().__init__(stream)
+        self._stream = stream
         self._make_bar = make_bar or importlib.import_module("tqdm").tqdm
         self._bar: Any = None
 
@@ -106,7 +115,7 @@ class BarDisplay(NoDisplay):
     def note(self, message: str) -> None:
         """Write the message above the bar."""
         if self._bar is None:
-            super().note(message)
+            write_line(self._stream, message)
             return
         with suppress(OSError):
             self._bar.write(message, file=self._stream)

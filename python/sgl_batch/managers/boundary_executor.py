@@ -1,184 +1,185 @@
-"""Owns what core/ decided over a rank's sequences, carried out: prefill, refill, decode, and what follows a pass.
+"""Owns what core/ decided over a rank's sequences, carried out: actions, batches, and what follows a forward pass.
 
-It decides nothing itself, and runs no forward pass; it hands batches to the scheduler, which does.
+It decides nothing itself, and runs no forward pass; it hands batches to the scheduler, which does. Where KV lies, and
+how it moves, is the affair of a `KVForm`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from sgl_batch.core.admission import Admission, group_by_prompt, reserve
+from sgl_batch.core import decide
+from sgl_batch.core.actions import (
+    Action,
+    Actions,
+    BeginInterval,
+    Evict,
+    Extend,
+    Idle,
+    Join,
+    Prefill,
+    PrefillChoices,
+    Refill,
+    Restore,
+    Step,
+    StreamDecode,
+    Suspend,
+    Sync,
+)
 from sgl_batch.core.coroutine import Event, Transition
+from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.exclusive import Rooms
-from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import Idle, PrefillGroup, Refill, State, boundary_due, decide, prefill_wanted
+from sgl_batch.core.kv_policy import KVPolicy
+from sgl_batch.core.kv_state import Interval, KVState
+from sgl_batch.core.order.interface import Budgets, OrderPolicy
+from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine
 from sgl_batch.core.rank_agreement import Movable
 from sgl_batch.core.recomputation import prefilled
 from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence_queue import SequenceQueue
 from sgl_batch.managers import prompt_groups
-from sgl_batch.managers.prompt_sharing import PromptSharing
-from sgl_batch.managers.sequence_queue import SequenceQueue
+from sgl_batch.managers.interval_clock import IntervalClock
+from sgl_batch.managers.kv_form import KVForm
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
+from sgl_batch.managers.withdrawal import Unbatched, Withdrawal
 from sgl_batch.model_executor.counters import Counters, PartClock
+from sgl_batch.sglang_adapter.moving import without
 from sgl_batch.sglang_adapter.scheduling import (
     decode_batches,
-    empty,
-    end_aborted,
-    end_detached,
     end_retraction,
-    mark_aborted,
     merge_into,
     prefill_batch,
-    retract,
 )
 
 
 class BoundaryExecutor:
     """The queue's order, choices that wait for their leader's prompt, and where the rank stands between boundaries.
 
-    `table` has the sequences themselves. `paused`: no step is begun; what comes is queued.
+    `table` has the sequences themselves, `kv` their KV. `paused`: no step is begun; what comes is queued.
     """
 
-    def __init__(self, scheduler: Any, plan: Plan, counters: Counters, trace: TraceWriter) -> None:
-        self._scheduler, self.plan, self._counters = scheduler, plan, counters
-        self._sharing = PromptSharing(scheduler, counters, self._free_places)
-        self.table = self._make_table(trace)
-        self._order = FifoOrder()
-        self._queued = SequenceQueue()
-        self._forks: dict[str, list[Any]] = {}
-        self._forked: list[Any] = []
+    def __init__(
+        self,
+        scheduler: Any,
+        plan: Plan,
+        counters: Counters,
+        trace: TraceWriter,
+        kv: KVForm,
+        policy: KVPolicy,
+        order: OrderPolicy | None = None,
+    ) -> None:
+        self._scheduler, self.plan, self._counters, self.kv, self._policy = scheduler, plan, counters, kv, policy
+        store = None if kv.admission is kv.device else kv.admission
+        self._trace = trace
+        self.table = SequenceTable(kv.device, kv.sharing, counters, trace, store_ledger=store)
+        self._unbatched = Unbatched(queued=SequenceQueue(order))
+        self.withdrawal = Withdrawal(scheduler, self.table, self._unbatched, kv, self.join_arrived)
         self._steps = 0
         self._filling = False
         self._changes_at_boundary = -1
+        self._interval = IntervalClock()
+        self._boundaries = 0
         self.paused = False
-
-    def _make_table(self, trace: TraceWriter) -> SequenceTable:
-        return SequenceTable(self._device_ledger(), self._sharing, self._counters, trace)
-
-    def _device_ledger(self) -> PageLedger:
-        size = self.plan.page_size
-        return PageLedger(self._scheduler.token_to_kv_pool_allocator.size // size, size)
-
-    def _free_places(self, pages: list[int]) -> None:
-        """Nobody holds these pages of prompts any more."""
-        slots = torch.tensor(pages, device=self._scheduler.device) * self.plan.page_size
-        self._scheduler.token_to_kv_pool_allocator.free(slots)
 
     # Intake.
 
     def enqueue(self, request: Any) -> None:
         """Take in a request that waits in the scheduler's queue; one that can never fit is marked with its error."""
-        self._queued.add(self.table.enter(request))
-
-    def forget_removed(self) -> None:
-        """Drop queued sequences whose requests SGLang took out of the queue (aborted, or timed out)."""
-        queue = self._scheduler.waiting_queue
-        if len(queue) == len(self._queued):
-            return
-        present = {request.rid for request in queue}
-        for sequence in [s for s in self._queued.view() if s.sequence_id not in present]:
-            self._queued.remove(sequence.sequence_id)
-            self.table.abort_queued(sequence)
-
-    def abort_outside_batches(self, is_meant: Callable[[str], bool]) -> None:
-        """Abort the sequences in question that hold or await KV outside the running batch.
-
-        READY ones end here: until the decode group has room for them, they would keep their pages and their answer.
-        Choices that wait for their leader's prompt end with the next step, which is their prefill.
-        """
-        for name in [s.sequence_id for s in self.table.ready if is_meant(s.sequence_id)]:
-            request = self.table.take_ready(name)
-            end_aborted(self._scheduler, request)
-            self.table.record([self.table.finish(request)])
-        for request in [r for forks in self._forks.values() for r in forks] + self._forked:
-            if is_meant(request.rid):
-                mark_aborted(request)
-
-    def abort_retracted(self, is_meant: Callable[[str], bool]) -> None:
-        """Answer retracted sequences in question with what they had generated, which SGLang does not of queued ones."""
-        queue = self._scheduler.waiting_queue
-        ended = [request for request in queue if request.output_ids and is_meant(request.rid)]
-        for request in ended:
-            queue.remove(request)
-            end_detached(self._scheduler, request)
-        self.forget_removed()
-
-    # Between two steps.
-
-    def retract_all(self, running: Any) -> None:
-        """Every sequence that has KV loses it, and is queued again in its old place, to compute it anew."""
-        self.forget_removed()
-        queue = self._scheduler.waiting_queue
-        for request in self._take_out(running):
-            self._give_up_kv(request)
-            if request.rid in self.table:
-                queue.append(request)
-        queue.sort(key=lambda request: self.table[request.rid].arrival)
-        self._queued = SequenceQueue()
-        for request in queue:
-            self._queued.add(self.table[request.rid])
-
-    def _take_out(self, running: Any) -> list[Any]:
-        """All requests that have KV, or have found it; the decode batch is empty then."""
-        forked, self._forked = self._forked, []
-        ready = [self.table.request_named(sequence.sequence_id) for sequence in self.table.ready]
-        found = [*(request for request in running.reqs if not request.finished()), *ready, *forked]
-        empty(running)
-        return found
-
-    def _give_up_kv(self, request: Any) -> None:
-        """One that is to be aborted needs no other step for that."""
-        retract(self._scheduler, request)
-        if request.to_finish is None:
-            self.table.retracted(request)
-        else:
-            end_detached(self._scheduler, request)
-            self.table.record([self.table.finish(request)])
+        self._unbatched.queued.add(self.table.enter(request))
 
     def unlist_prompts(self) -> None:
         """The KV of prompts that is there now is of other weights than that of prompts to come."""
-        self._sharing.unlist()
+        self.kv.sharing.unlist()
 
     @property
     def has_kv(self) -> bool:
         """Whether any sequence has KV: those in the queue have none."""
-        return self.table.num_sequences > len(self._queued)
+        return self.table.num_sequences > len(self._unbatched.queued)
 
     # Decide, then do.
 
     def next_batch(self, running: Any) -> tuple[Any | None, Any]:
         """The batch to run next and the decode batch after this decision."""
-        if self.num_forked:
-            return self.fork_batch(), running
-        state = self.state(running)
-        if boundary_due(state, self.plan) and prefill_wanted(state, self.plan):
-            self.foresee(state)
-        action = decide(state, self.plan, self.ledger, self._order)
-        if isinstance(action, Idle):
-            self._filling = False
-            return None, running
-        if isinstance(action, PrefillGroup):
-            return self.prefill(action), running
-        if isinstance(action, Refill):
-            running = self.refill(action.sequences, running)
-        if isinstance(action, Refill) or action.at_boundary:
-            self.begin_page()
-        return self.decode_step(running), running
+        began = time.perf_counter()
+        while True:
+            for action in self._decide(running):
+                match action:
+                    case Step():
+                        return self.decode_step(running), running
+                    case Prefill():
+                        return self.prefill(action), running
+                    case PrefillChoices(most=most):
+                        return self.prefill_choices(most), running
+                    case Idle():
+                        self._filling = False
+                        return None, running
+                    case _:
+                        running = self._do(action, running, began)
+
+    def cross_boundary(self, running: Any, *, others_run: bool) -> Any:
+        """Do what a rank decides for itself at a boundary at which none of several prefills; the decode batch then."""
+        began, boundaries = time.perf_counter(), self._boundaries
+        while self._boundaries == boundaries and not self._unbatched.forked:
+            for action in self._decide_boundary(running, others_run=others_run):
+                running = self._do(BeginInterval() if isinstance(action, Idle) else action, running, began)
+        return running
+
+    def _decide(self, running: Any) -> Actions:
+        state, kv, plan = self.state(running), self.kv_state(running), self.plan
+        if not self._trace.is_open:
+            return decide.decide(state, kv, plan, self._policy)
+        observed = Observed(state, kv)
+        actions = decide.decide(observed.state, observed.kv, plan, self._policy)
+        self._trace.write_decision(observed.record(plan, self._policy.name, actions))
+        return actions
+
+    def _decide_boundary(self, running: Any, *, others_run: bool) -> Actions:
+        observed = Observed(self.state(running), self.kv_state(running))
+        actions = self._policy.at_boundary(observed.state, observed.kv, self.plan, others_run=others_run)
+        if self._trace.is_open:
+            self._trace.write_decision(
+                observed.record(self.plan, self._policy.name, actions, at_boundary=True, others_run=others_run)
+            )
+        return actions
+
+    def _do(self, action: Action, running: Any, boundary_began: float) -> Any:
+        """Carry out an action that is not for the device; returns the decode batch."""
+        match action:
+            case Sync(wait=wait):
+                self.kv.sync(wait=wait)
+            case Join(wait=wait):
+                running = self.join_arrived(running, wait=wait)
+            case Suspend(sequences=sequences, why=why):
+                self.suspend(sequences, running, why)
+            case Evict(sequences=sequences):
+                self.kv.to_store([self.table.request_named(s.sequence_id) for s in sequences])
+                self._counters.add("evictions", len(sequences))
+            case Extend(pages=pages):
+                for sequence, number in pages:
+                    self.ledger.resize(sequence.sequence_id, number)
+            case Restore(pages=pages):
+                for sequence, number in pages:
+                    self.ledger.reserve(sequence.sequence_id, number)
+                    self.kv.restore(self.table.take_ready(sequence.sequence_id))
+            case Refill(sequences=sequences):
+                running = self.refill(sequences, running)
+            case StreamDecode(on=on):
+                self.kv.stream(on=on)
+            case BeginInterval():
+                self.begin_interval(running, boundary_began)
+            case _:
+                raise AssertionError(f"{action} is for the device")
+        return running
 
     # What decisions are made from.
-
-    def foresee(self, state: State) -> None:
-        """Note of the first queued sequences what their prompts share, from which groups are made."""
-        units = group_by_prompt(state.queued, self._order, most_members=state.slots)
-        leaders = (unit.leader for unit in units)
-        self._sharing.foresee(((s, self.table.request_named(s.sequence_id)) for s in leaders), self.plan)
 
     @property
     def is_empty(self) -> bool:
@@ -187,43 +188,74 @@ class BoundaryExecutor:
     @property
     def ledger(self) -> PageLedger:
         """The account of pages."""
-        return self.table.ledger
-
-    def store_state(self) -> dict[str, int]:
-        """What the host KV store has; nothing where there is none."""
-        return {}
-
-    def rooms(self, running: Any) -> Rooms | None:
-        """What each tier has for prompts, where a page lies in one of them alone."""
-        return None
+        return self.kv.device
 
     @property
     def admission_ledger(self) -> PageLedger:
         """The account in which a sequence's pages are reserved when it is admitted."""
-        return self.table.ledger
-
-    def sync(self) -> None:
-        """Nobody runs and nobody waits: complete what goes on in the background."""
+        return self.kv.admission
 
     @property
     def clock(self) -> PartClock:
         """Where this rank's time goes."""
         return self._counters.clock
 
+    @property
+    def decides_alone(self) -> bool:
+        """Whether this rank decides for itself what happens at a boundary at which none of several prefills."""
+        return self._policy.is_local
+
+    def store_state(self) -> dict[str, int]:
+        """What the host KV store has; nothing where there is none."""
+        if self.is_empty:  # a client that has all its answers finds all pages free
+            self.sync()
+        return self.kv.counts()
+
+    def sync(self) -> None:
+        """Nothing runs and nothing waits: complete what goes on in the background."""
+        self.kv.sync(wait=True)
+
+    def rooms(self, running: Any) -> Rooms | None:
+        """What each tier has for prompts, where a page lies in one of them alone."""
+        return self._policy.rooms(self.state(running), self.kv_state(running), self.plan)
+
+    def foresee(self, state: State) -> None:
+        """Note of the first queued sequences what their prompts share, from which groups are made."""
+        decide.foresee(state, self.kv_state(None))
+
     def state(self, running: Any) -> State:
         """Views, so that a step between boundaries costs the same under any queue."""
         pool = self._scheduler.req_to_token_pool
-        promised = sum(len(forks) for forks in self._forks.values()) + len(self._forked)
         return State(
-            queued=self._queued.view(without=self._groups_awaiting_grammar()),
+            queued=self._unbatched.queued.view(
+                without=self._groups_awaiting_grammar(),
+                budgets=Budgets(tokens=self.plan.prefill.b_moe, pages=self.admission_ledger.free_pages),
+            ),
             ready=self.table.ready,
             running=len(running.reqs),
             steps=self._steps,
             slots=pool.size,
-            free_slots=pool.available_size() - promised,
+            free_slots=pool.available_size() - self._unbatched.num_choices,
             filling=self._filling,
             changed=self.table.changes != self._changes_at_boundary,
+            returning=len(self.kv.returning),
+            forked=len(self._unbatched.forked),
         )
+
+    @property
+    def interval(self) -> Interval:
+        """What was measured since the last boundary."""
+        return self._interval.interval
+
+    def kv_state(self, running: Any) -> KVState:
+        """Where KV lies."""
+        return self.kv.state(_View(self, running))
+
+    def grown(self, request: Any) -> Sequence:
+        """A running request's sequence, with its tokens up to date."""
+        sequence = self.table[request.rid]
+        sequence.generated_tokens = len(request.output_ids)
+        return sequence
 
     def _groups_awaiting_grammar(self) -> set[str]:
         """Prompts of which some choice still waits for its grammar: the others wait for it, to share the prompt."""
@@ -232,7 +264,7 @@ class BoundaryExecutor:
 
     def queued_named(self, names: list[str]) -> list[Sequence]:
         """Queued sequences by id."""
-        return [self._queued[name] for name in names]
+        return [self._unbatched.queued[name] for name in names]
 
     def ready_named(self, names: list[str]) -> tuple[Sequence, ...]:
         """READY sequences by id; those that were to come and did not are left out."""
@@ -240,63 +272,55 @@ class BoundaryExecutor:
 
     def movable(self, running: Any) -> tuple[list[Movable], list[Movable]]:
         """READY and RUNNING sequences that can change their rank."""
-        return self.table.movable(running)
+        ready, run = self.table.movable(running)
+        return self._policy.movable(ready, run, self.kv_state(running), self.plan)
 
     @property
     def num_forked(self) -> int:
         """Choices whose prompt has just been computed by their leader."""
-        return len(self._forked)
+        return len(self._unbatched.forked)
 
     # Steps of which the results of the one before are not known.
 
     @property
     def overlaps(self) -> bool:
-        """Whether the next decode step can begin before the results of the last one are processed."""
-        return True
+        """Whether the next decode step can begin before the results of the last one are processed.
+
+        A streamed step ends with its KV in the store, before the next one reads it.
+        """
+        return not self.kv_state(None).streams
 
     def goes_on(self, running: Any) -> bool:
-        """Whether a step of this decode batch comes next, whatever the results under way are: no boundary is due.
-
-        A page of steps counts those that a sequence computes behind its end, so that its pages are enough for these.
-        """
-        return bool(running.reqs) and not self.num_forked and not boundary_due(self.state(running), self.plan)
+        """Whether a step of this decode batch comes next, whatever the results under way are: no boundary is due."""
+        return decide.goes_on(self.state(running), self.kv_state(running), self.plan)
 
     # What was decided.
 
-    def fork_batch(self) -> Any:
-        """The prefill of forked choices: their prompts' last tokens."""
-        limit = self.plan.prefill.b_moe
-        taken, self._forked = self._forked[:limit], self._forked[limit:]
+    def prefill_choices(self, most: int) -> Any:
+        """The batch that computes the last prompt tokens of choices whose leader has computed the rest."""
+        taken, self._unbatched.forked = self._unbatched.forked[:most], self._unbatched.forked[most:]
         return self._prefill(taken, "its prompt was computed by its leader")
 
-    def prefill(self, action: PrefillGroup) -> Any:
+    def prefill(self, action: Prefill) -> Any:
         """The batch of a prefill group; from now on prefill goes on until enough are ready."""
         self._filling = True
-        return self._prefill_units(action.units)
-
-    def _prefill_units(self, units: tuple[Admission, ...]) -> Any:
-        for unit in units:
-            self._admit(unit)
+        for unit in action.units:
+            self.kv.claim(unit, self.table.request_named(unit.leader.sequence_id), self.plan)
             if unit.followers:
                 group = unit.leader.prompt_group or ""
-                self._forks[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]
-        taken = {member.sequence_id for unit in units for member in unit.members}
+                self._unbatched.followers[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]
+        taken = {member.sequence_id for unit in action.units for member in unit.members}
         queue = self._scheduler.waiting_queue
         queue[:] = [request for request in queue if request.rid not in taken]
         for name in taken:
-            self._queued.remove(name)
-        leaders = [self.table.request_named(unit.leader.sequence_id) for unit in units]
-        return self._prefill_group(leaders, f"prefill group of {len(leaders)}")
+            self._unbatched.queued.remove(name)
+        leaders = [self.table.request_named(unit.leader.sequence_id) for unit in action.units]
+        why = f"prefill group of {len(leaders)}"
+        return self.kv.prefill(leaders, action.on_device, lambda: self._prefill(leaders, why))
 
-    def _admit(self, unit: Admission) -> None:
-        """Keep all pages that a unit can need, beside those that it shares with who was admitted before."""
-        hold = self._sharing.claim(unit, self.table.request_named(unit.leader.sequence_id), self.plan)
-        reserve(unit, self.admission_ledger, held=len(hold.pages), new=len(hold.own))
-
-    def _prefill_group(self, requests: list[Any], why: str) -> Any:
-        batch = self._prefill(requests, why)
-        self._sharing.settle(requests)
-        return batch
+    def placed(self, units: tuple[Any, ...], running: Any) -> Prefill:
+        """A prefill of these units, with where their KV is to lie."""
+        return self._policy.prefill(units, self.state(running), self.kv_state(running), self.plan)
 
     def _prefill(self, requests: list[Any], why: str) -> Any:
         sequences = [self.table[request.rid] for request in requests]
@@ -312,24 +336,55 @@ class BoundaryExecutor:
             self._counters.add("recomputed_tokens_unplanned", again.unplanned)
 
     def refill(self, sequences: tuple[Sequence, ...], running: Any) -> Any:
-        """The decode batch with these READY sequences combined into it."""
-        self.table.record(combine(sequences, Event.COMBINE_DECODE, f"refill at a boundary after {self._steps} steps"))
+        """The decode batch with these waiting sequences combined into it."""
         requests = [self.table.take_ready(sequence.sequence_id) for sequence in sequences]
+        self.kv.prepare_to_run(requests)
+        return self._combine(requests, running, f"refill at a boundary after {self._steps} steps")
+
+    def join_arrived(self, running: Any, *, wait: bool = False) -> Any:
+        """The decode batch with the sequences whose KV has come to the device; with all on their way, if `wait`."""
+        arrived = self.kv.arrived(wait=wait)
+        for request in arrived.ready:
+            self.table.take_ready(request.rid)
+        self._unbatched.forked += arrived.choices
+        requests = [*arrived.ready, *arrived.runners]
+        if requests:
+            running = self._combine(requests, running, "its KV is back on the device")
+        if requests or arrived.choices:
+            self._changes_at_boundary = self.table.changes
+        return running
+
+    def _combine(self, requests: list[Any], running: Any, why: str) -> Any:
+        self.table.record(combine([self.table[request.rid] for request in requests], Event.COMBINE_DECODE, why))
         with self._counters.clock.part("copies"):
             for joining in decode_batches(self._scheduler, requests):
                 running = merge_into(running, joining)
-            return running
+        return running
 
-    def begin_page(self) -> None:
+    def suspend(self, sequences: Seq[Sequence], running: Any, why: str) -> None:
+        """Move these running sequences to the store, where they wait: all their KV is there when this returns."""
+        requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
+        for request in requests:
+            self.grown(request)
+            without(running, request)
+        self.kv.to_store(requests)
+        self.table.record([self.table.suspended(request.rid, why) for request in requests])
+        self._counters.add("suspensions", len(requests))
+
+    def begin_interval(self, running: Any, boundary_began: float) -> None:
         """A boundary is past: count steps from here."""
         self._counters.add("boundaries")
         self._filling = False
         self._steps = 0
+        self._boundaries += 1
         self._changes_at_boundary = self.table.changes
+        alive = len(running.reqs) + len(self.kv.returning) + len(self.table.ready)
+        self._interval.begin(alive, boundary_began=boundary_began)
 
     def decode_step(self, running: Any) -> Any:
         """The decode batch, made ready for its next step."""
-        running.prepare_for_decode()
+        self._interval.begin_step(len(running.reqs))
+        self.kv.step(running, self.plan)
         self.count_step()
         return running
 
@@ -343,34 +398,73 @@ class BoundaryExecutor:
 
     def before_prefill_results(self, batch: Any) -> None:
         """Fork the choices of leaders in this batch, while the leaders still hold all their pages."""
+        self.kv.end_pass(batch)
         for request in batch.reqs:
             sequence = self.table[request.rid]
             group = sequence.prompt_group
-            if group is not None and sequence.is_leader and group in self._forks:
-                followers = self._forks.pop(group)
+            if group is not None and sequence.is_leader and group in self._unbatched.followers:
+                followers = self._unbatched.followers.pop(group)
                 with self._counters.clock.part("copies"):
                     self._fork(request, followers)
                 self._counters.add("prompts_shared", len(followers))
 
     def _fork(self, leader: Any, followers: list[Any]) -> None:
-        self._sharing.fork(leader, followers)
-        self._forked.extend(followers)
+        for follower in followers:
+            if self.kv.fork(leader, follower):
+                self._unbatched.forked.append(follower)
+            else:
+                self.table.forked(follower.rid)
 
     def after_results(self, batch: Any, requests: list[Any]) -> None:
         """Yield what was prefilled, and let go of what has finished.
 
         `requests`: those of the batch that have a result of it; others ended while it was under way.
         """
-        changes: list[Transition] = []
         prefilled = batch.forward_mode.is_extend()
+        if not prefilled:
+            self.kv.end_pass(batch)
+            self._interval.end_step()
         again, rows_again = end_retraction(batch) if prefilled else (0, 0)
         self._counters.add("output_tokens", len(requests) - again)
         if prefilled:
             self._counters.add("prompt_tokens", batch.extend_num_tokens - rows_again)
+        self.table.record(self._changes_of(requests, prefilled=prefilled))
+        for request in requests:
+            if request.rid not in self.table:
+                self.kv.forget(request.rid)
+        self.kv.settle(batch, [request for request in requests if not request.finished()])
+
+    def _changes_of(self, requests: list[Any], *, prefilled: bool) -> list[Transition]:
+        changes = []
         for request in requests:
             if not request.finished():
                 if prefilled:
                     changes.append(self.table.prefilled(request.rid))
             elif request.rid in self.table:
+                self._unbatched.queued.order.finished(self.table[request.rid], len(request.output_ids))
                 changes.append(self.table.finish(request))
-        self.table.record(changes)
+        return changes
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A rank as its form of KV shows it to decisions."""
+
+    executor: BoundaryExecutor
+    running: Any
+
+    @property
+    def interval(self) -> Interval:
+        return self.executor.interval
+
+    @property
+    def choices(self) -> Seq[Sequence]:
+        return self.executor.table.choices
+
+    def runners(self) -> Seq[Sequence]:
+        return [self.executor.grown(request) for request in self.running.reqs]
+
+    def foresee(self, sequences: Iterable[Sequence]) -> None:
+        executor = self.executor
+        prompts = ((s, executor.table.request_named(s.sequence_id)) for s in sequences)
+        executor.kv.sharing.foresee(prompts, executor.plan)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from sgl_batch.core.order import OrderPolicy
+from sgl_batch.core.decision_record import group_record
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import Migration, RankHeader, Step, decide_group, next_step
 from sgl_batch.distributed.channel import Channel
@@ -26,6 +26,7 @@ from sgl_batch.managers.rank_messages import (
     step_of,
     told_of,
 )
+from sgl_batch.managers.trace import TraceWriter
 
 _DECIDES = 0
 M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, OrdersMessage)
@@ -52,8 +53,10 @@ class RankGroup:
         migration: Migration,
         timeout_s: float,
         board: Board | None = None,
+        trace: TraceWriter | None = None,
     ) -> None:
         self._board = board
+        self._trace = trace if trace is not None and trace.is_open else None
         self._channel, self.rank, self.world_size = channel, channel.rank, world_size
         self._migration, self._timeout_s = migration, timeout_s
         self._others = [rank for rank in range(world_size) if rank != _DECIDES]
@@ -77,13 +80,16 @@ class RankGroup:
         """Seconds waited for other ranks' words before a step since this was last asked, where there is a board."""
         return 0.0 if self._board is None else self._board.take_waited_s()
 
-    def decide(self, state: StateMessage, plan: Plan, order: OrderPolicy) -> OrdersMessage:
+    def decide(self, state: StateMessage, plan: Plan) -> OrdersMessage:
         """This rank's orders at a boundary, decided from the states of all."""
         if self.rank != _DECIDES:
             self._channel.send(_DECIDES, state)
             return self._receive([_DECIDES], OrdersMessage, "its orders at a boundary")[1]
         states = self._gather(state, StateMessage, "its state at a boundary")
-        decision = decide_group([state_of(message) for message in states], plan, order, self._migration)
+        told = [state_of(message) for message in states]
+        decision = decide_group(told, plan, self._migration)
+        if self._trace is not None:
+            self._trace.write_decision(group_record(told, plan, self._migration, decision))
         for peer in self._others:
             self._channel.send(peer, orders_for(decision, peer))
         return orders_for(decision, self.rank)

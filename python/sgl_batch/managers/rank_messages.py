@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from sgl_batch.core.actions import Prefill, Refill
 from sgl_batch.core.exclusive import Rooms
-from sgl_batch.core.page_boundary import Action, PrefillGroup, Refill, State
+from sgl_batch.core.page_boundary import BoundaryAction, State
 from sgl_batch.core.rank_agreement import GroupDecision, Movable, RankState, Step, StepKind
 from sgl_batch.core.sequence import Sequence, Status
 
@@ -194,8 +195,8 @@ def state_of(message: StateMessage) -> RankState:
 
 def orders_for(decision: GroupDecision, rank: int) -> OrdersMessage:
     """The part of `rank` in a decision."""
-    action: Action = decision.actions[rank]
-    units = action.units if isinstance(action, PrefillGroup) else ()
+    action: BoundaryAction = decision.actions[rank]
+    units = action.units if isinstance(action, Prefill) else ()
     return OrdersMessage(
         prefill=decision.prefill,
         busy=decision.busy,

@@ -5,14 +5,13 @@ It decides nothing: `rank_group` has the agreement, core/ the decisions.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_batch.core.admission import Admission
-from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import PrefillGroup
 from sgl_batch.core.rank_agreement import Move, RankHeader, RankState, Step, StepKind, rank_is_due
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
@@ -40,7 +39,6 @@ class RankSteps:
 
     def __init__(self, executor: BoundaryExecutor, group: RankGroup, migration: RankMigration) -> None:
         self._executor, self._group, self._migration = executor, group, migration
-        self._order = FifoOrder()
         self._changes: deque[Callable[[], None]] = deque()
         self._changes_known = self._changes_due = self._changes_made = 0
 
@@ -58,7 +56,7 @@ class RankSteps:
     def next_part(self, running: Any) -> Part:
         """Agree with the other ranks and make this rank's batch of the step. What is due between steps is done."""
         executor = self._executor
-        running = self._arrived(running)
+        running = executor.join_arrived(running)
         state = executor.state(running)
         header = RankHeader(
             running=state.running,
@@ -78,14 +76,10 @@ class RankSteps:
             return self._boundary(running, step)
         batch = None
         if step.kind is StepKind.FORKS:
-            batch = executor.fork_batch() if executor.num_forked else None
+            batch = executor.prefill_choices(executor.plan.prefill.b_moe) if executor.num_forked else None
         else:
             batch = self._decode(running)
         return Part(batch=batch, running=running, takes_part=True, expert_calls=step.expert_calls)
-
-    def _arrived(self, running: Any) -> Any:
-        """The decode batch with those that have come since the last step without a word to other ranks."""
-        return running
 
     def _decode(self, running: Any) -> Any | None:
         if running.is_empty():
@@ -94,26 +88,30 @@ class RankSteps:
         return self._executor.decode_step(running)
 
     def _boundary(self, running: Any, step: Step) -> Part:
-        executor = self._executor
+        executor, began = self._executor, time.perf_counter()
         with executor.clock.part("boundary"):
-            orders = self._group.decide(self._told(running), executor.plan, self._order)
+            orders = self._group.decide(self._told(running), executor.plan)
         batch = None
         if orders.prefill:
             if orders.units:
-                batch = executor.prefill(PrefillGroup(units=self._units(orders)))
+                batch = executor.prefill(executor.placed(self._units(orders), running))
             return Part(batch=batch, running=running, takes_part=True, expert_calls=orders.expert_calls)
         if orders.moves:
             with executor.clock.part("boundary"):
                 moves = [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in orders.moves]
                 self._migration.run(moves, running)
-        return self._turn_page(orders, running, step)
+        if executor.decides_alone:
+            # Others learn of its rows before the next step, so that this boundary ends without a forward pass.
+            running = executor.cross_boundary(running, others_run=step.somebody_runs)
+            return Part(batch=None, running=running, takes_part=False)
+        return self._refill(orders, running, began)
 
-    def _turn_page(self, orders: OrdersMessage, running: Any, step: Step) -> Part:
-        """Nobody prefills, and the moves are made: refill, and the first step after it."""
+    def _refill(self, orders: OrdersMessage, running: Any, began: float) -> Part:
+        """None prefills, and the moves are made: refill, and the first step after it."""
         joining = self._joining(orders, running)
         if joining:
             running = self._executor.refill(joining, running)
-        self._executor.begin_page()
+        self._executor.begin_interval(running, began)
         batch = self._decode(running) if orders.busy else None
         return Part(
             batch=batch,

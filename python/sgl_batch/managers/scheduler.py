@@ -13,7 +13,7 @@ from typing import Any
 
 from sgl_batch import config
 from sgl_batch.config import BatchConfig
-from sgl_batch.core.decode_streaming import StreamingChoice
+from sgl_batch.core.order import make_order
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
@@ -22,7 +22,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use, native_kernels
 from sgl_batch.managers import recorded_tokens
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
-from sgl_batch.managers.exclusive_executor import ExclusiveExecutor
+from sgl_batch.managers.kv_choice import kv_form
 from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.profile_limits import ProfileWatch
 from sgl_batch.managers.rank_group import RankGroup
@@ -33,9 +33,6 @@ from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.step_overlap import StepOverlap, is_wanted
 from sgl_batch.managers.stored_migration import StoredSequences
-from sgl_batch.managers.streaming_executor import StreamingExecutor
-from sgl_batch.managers.tiered_executor import TieredExecutor
-from sgl_batch.managers.tiered_rank_steps import TieredRankSteps
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.free_memory import give_back_heap
@@ -76,6 +73,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.context = context
         self._group_idles = True
         self._wanted_config = context.config
+        self._tiers: KVTiers | None = None
+        self._trace = TraceWriter(context.config.trace.trace_file, context.place.rank if context.place else 0)
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
@@ -92,21 +91,17 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._check_overlap()
 
     def _make_executor(self, context: RunContext) -> BoundaryExecutor:
-        runner, trace = self.tp_worker.model_runner, TraceWriter(context.config.trace.trace_file)
-        memory = context.config.memory
-        if memory.kv_store_bytes == 0:
-            return BoundaryExecutor(self, runner.plan, context.counters, trace)
-        if runner.layer_runner is None:
-            raise ConfigError("this model runs through SGLang's own forward, which has no host KV store: leave it out")
-        tiers = KVTiers(self, runner.layer_runner, memory, context.counters, context.place)
-        arguments = (self, runner.plan, context.counters, trace, tiers)
-        if tiers.stored.exclusive:
-            return ExclusiveExecutor(*arguments)
-        if memory.decode_kv == "streamed":
-            return StreamingExecutor(*arguments)
-        if memory.decode_kv == "auto" and context.place is None and self.device == "cpu":
-            return StreamingExecutor(*arguments, choice=StreamingChoice())
-        return TieredExecutor(*arguments)
+        runner = self.tp_worker.model_runner
+        if context.config.memory.kv_store_bytes:
+            if runner.layer_runner is None:
+                raise ConfigError(
+                    "this model runs through SGLang's own forward, which has no host KV store: leave it out"
+                )
+            self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
+        kv, policy = kv_form(self, context, self._tiers)
+        return BoundaryExecutor(
+            self, runner.plan, context.counters, self._trace, kv, policy, make_order(context.config.schedule.order)
+        )
 
     def _join(self, place: RankPlace) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""
@@ -117,12 +112,13 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             migration=Migration(ranks.migration),
             timeout_s=_STEP_TIMEOUT_S,
             board=self._board(place),
+            trace=self._trace,
         )
         migrates = partial(RankMigration, place, backend=place.backend(self.device), step_timeout_s=_STEP_TIMEOUT_S)
         RankHeartbeat(place, ranks.rank_timeout_s).start()
-        if isinstance(self.executor, TieredExecutor):
-            return TieredRankSteps(self.executor, group, migrates(StoredSequences(self, self.executor)))
-        return RankSteps(self.executor, group, migrates(RankSequences(self, self.executor)))
+        if self._tiers is None:
+            return RankSteps(self.executor, group, migrates(RankSequences(self, self.executor)))
+        return RankSteps(self.executor, group, migrates(StoredSequences(self, self.executor, self._tiers.stored)))
 
     def _board(self, place: RankPlace) -> SharedBoard | None:
         """The ranks' board, unless they are to share no memory or cannot."""
@@ -216,10 +212,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         def is_meant(rid: str) -> bool:
             return bool(recv_req.abort_all or rid.startswith(recv_req.rid))
 
-        self.executor.abort_retracted(is_meant)
+        self.executor.withdrawal.abort_retracted(is_meant)
         super().abort_request(recv_req)
-        self.executor.forget_removed()
-        self.executor.abort_outside_batches(is_meant)
+        self.executor.withdrawal.forget_removed()
+        self.executor.withdrawal.abort_outside_batches(is_meant)
 
     # One step.
 
@@ -233,7 +229,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
                 self._add_request_to_queue(request)
         self._abort_on_waiting_timeout()
         self._abort_on_running_timeout(running_batch)
-        self.executor.forget_removed()
+        self.executor.withdrawal.forget_removed()
         if self.overlap.under_way:
             leave_out_last_steps(running_batch)
             if self.executor.goes_on(running_batch):
@@ -321,7 +317,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         """New weights make the KV that is there one of old weights: it goes, or serves only who has it."""
         if updates_weights(asked):
             if asked.flush_cache:
-                self.executor.retract_all(self.running_batch)
+                self.executor.withdrawal.retract_all(self.running_batch)
             else:
                 self.executor.unlist_prompts()
         return handle(asked)
@@ -329,7 +325,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def pause_generation(self, recv_req: Any) -> None:
         """Begin no step until `continue_generation`; with mode `retract`, all KV is computed anew then."""
         if recv_req.mode == "retract":
-            self.executor.retract_all(self.running_batch)
+            self.executor.withdrawal.retract_all(self.running_batch)
         self.executor.paused = True
 
     def continue_generation(self, recv_req: Any) -> None:

@@ -14,8 +14,8 @@ from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.primitives import migrate, yield_
 from sgl_batch.core.rank_agreement import Movable
 from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence_queue import SequencesView
 from sgl_batch.managers import prompt_groups
-from sgl_batch.managers.sequence_queue import SequencesView
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.moving import movable
@@ -53,6 +53,7 @@ class SequenceTable:
         self._sequences: dict[str, Sequence] = {}
         self._requests: dict[str, Any] = {}
         self._ready: dict[str, Sequence] = {}
+        self._choices: dict[str, Sequence] = {}
         self._arrivals = self._waits = 0
 
     @property
@@ -86,6 +87,11 @@ class SequenceTable:
     def ready(self) -> SequencesView:
         """The READY sequences, in order; a view, which costs nothing."""
         return SequencesView(self._ready)
+
+    @property
+    def choices(self) -> SequencesView:
+        """Those of them that are choices whose last prompt token is to be computed."""
+        return SequencesView(self._choices)
 
     def ready_named(self, names: list[str]) -> tuple[Sequence, ...]:
         """READY sequences by id; those that were to come and did not are left out."""
@@ -153,7 +159,7 @@ class SequenceTable:
         if sequence.status is not Status.QUEUED:
             self.record([advance(sequence, Event.RETRACT, "its KV is given up")])
             sequence.lost_tokens = sequence.kv_tokens
-        self._ready.pop(request.rid, None)
+        self._leave_ready(request.rid)
         self._give_back(sequence)
         sequence.prompt_group, sequence.choice = None, 0
         sequence.computed_tokens = sequence.shared_tokens = 0
@@ -163,7 +169,7 @@ class SequenceTable:
 
     def forked(self, name: str) -> None:
         """A choice waits in the store with all of its prompt but the last token, QUEUED until that is computed."""
-        self._wait(name)
+        self._choices[name] = self._wait(name)
 
     def _wait(self, name: str) -> Sequence:
         sequence = self._ready[name] = self._sequences[name]
@@ -174,7 +180,12 @@ class SequenceTable:
     def take_ready(self, name: str) -> Any:
         """Its request, of a sequence that is READY no longer."""
         del self._ready[name]
+        self._choices.pop(name, None)
         return self._requests[name]
+
+    def _leave_ready(self, name: str) -> None:
+        self._ready.pop(name, None)
+        self._choices.pop(name, None)
 
     def finish(self, request: Any) -> Transition:
         """A sequence has ended, as its request says."""
@@ -249,5 +260,5 @@ class SequenceTable:
         sequence = self._sequences[name]
         self.record([migrate(sequence, Event.DEPART, "moved away to even out the ranks")])
         self._counters.add("sequences_departed")
-        self._ready.pop(name, None)
+        self._leave_ready(name)
         self._drop(sequence)

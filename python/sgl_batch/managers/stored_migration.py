@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_migration import request_of, written_down
-from sgl_batch.managers.tiered_executor import TieredExecutor
+from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.store import Export, Refusal, Reservation
 
@@ -17,14 +18,15 @@ from sgl_batch.migration.store import Export, Refusal, Reservation
 class StoredSequences:
     """The `SequenceStore` of a scheduler process with a store."""
 
-    def __init__(self, scheduler: Any, executor: TieredExecutor) -> None:
-        self._scheduler, self._executor, self._stored = scheduler, executor, executor.stored
+    def __init__(self, scheduler: Any, executor: BoundaryExecutor, stored: StoredKV) -> None:
+        self._scheduler, self._executor, self._stored = scheduler, executor, stored
         self._table = executor.table
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._expected: dict[str, Any] = {}
 
     def begin(self, leaving: list[str], running: Any) -> None:
-        self._executor.leave_device(leaving, running)
+        runners = [self._table[name] for name in leaving if self._table.is_running(name)]
+        self._executor.suspend(runners, running, "it moves away")
 
     def export(self, sequence_id: str) -> Export:
         request = self._table.request_named(sequence_id)

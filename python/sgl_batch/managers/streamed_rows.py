@@ -41,10 +41,10 @@ class StreamedRows:
         self._rows: dict[str, _Row] = {}
         self._copies: dict[int, PartCopies] = {}
 
-    def prepare(self, requests: Seq[Any], plan: Plan, whole_pages: Callable[[str], int]) -> None:
+    def prepare(self, requests: Seq[Any], plan: Plan, whole_pages: Callable[[Any], int]) -> None:
         """Before a step: each request has a page of the device for its next token.
 
-        `whole_pages`: how many a sequence can need to its end.
+        `whole_pages`: how many a request can need to its end.
         """
         if all(self._has_room(request) for request in requests):
             return
@@ -54,7 +54,7 @@ class StreamedRows:
             full = request.kv_committed_len // size
             slots = tuple(self._stored.slots_of(request.rid)[:full])
             own = pages_for(request.kv_committed_len + plan.boundary_tokens, size) - full
-            rows.append(StreamedRow(slots=slots, own_pages=min(own, whole_pages(request.rid) - full)))
+            rows.append(StreamedRow(slots=slots, own_pages=min(own, whole_pages(request) - full)))
         self._parts = lay_out(rows, half_pages=self._half_pages, most_rows=plan.decode.b_attn)
         self._rows = {
             requests[number].rid: _Row(part=index, pages=part.pages[number - part.start])

@@ -1,4 +1,4 @@
-"""Owns the record of every sequence's changes of state, in the order in which they happened."""
+"""Owns the record of every sequence's changes of state and of every decision, in the order in which they happened."""
 
 from __future__ import annotations
 
@@ -6,37 +6,59 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from typing import TextIO
+from typing import Any, BinaryIO
 
 from sgl_batch.core.coroutine import Transition
 from sgl_batch.errors import ConfigError
 
 
 class TraceWriter:
-    """Writes one JSON line per transition: {"t", "sequence", "from", "to", "why"}; `t` is Unix time in seconds."""
+    """Writes JSON lines: changes of state {"t", "sequence", "from", "to", "why"}, and decisions as core records them.
 
-    def __init__(self, path: str | None) -> None:
-        self._file: TextIO | None = None
+    `t` is Unix time in seconds. Ranks, and engines after each other, append to the same file: a decision has the `rank`
+    of its engine, and the time at which that process began as `engine`.
+    """
+
+    def __init__(self, path: str | None, rank: int = 0) -> None:
+        self._file: BinaryIO | None = None
+        self._engine = {"engine": round(time.time(), 3), "rank": rank}
         if path is not None:
             try:
-                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+                # Unbuffered: what a rank writes at once stays together.
+                self._file = open(path, "ab", buffering=0)  # noqa: SIM115
             except OSError as error:
                 raise ConfigError(
                     f"trace_file {path!r} cannot be written ({os.strerror(error.errno or 0)}); "
                     "name a file in a directory that exists and is writable"
                 ) from error
 
+    @property
+    def is_open(self) -> bool:
+        """Whether anything is written."""
+        return self._file is not None
+
     def write(self, transitions: Iterable[Transition]) -> None:
+        """Write changes of state."""
         if self._file is None:
             return
         now = time.time()
-        for change in transitions:
-            event = {
+        self._append(
+            {
                 "t": round(now, 6),
                 "sequence": change.sequence_id,
                 "from": change.before.value,
                 "to": change.after.value,
                 "why": change.why,
             }
-            self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
+            for change in transitions
+        )
+
+    def write_decision(self, record: dict[str, Any]) -> None:
+        """Write a decision with its actions."""
+        self._append([{"t": round(time.time(), 6), **self._engine, **record}])
+
+    def _append(self, events: Iterable[dict[str, Any]]) -> None:
+        assert self._file is not None, "there is no file"
+        data = "".join(json.dumps(event) + "\n" for event in events)
+        if data:
+            self._file.write(data.encode("utf-8"))

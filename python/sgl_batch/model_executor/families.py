@@ -103,16 +103,22 @@ class MixtralFamily(Family):
         return ExpertBlock(gate=block.gate, topk=block.topk, experts=block.experts)
 
 
-class Qwen3MoeFamily(Family):
-    """Qwen3-MoE: SGLang's layer communicator holds the norms and what tensor parallelism adds around them."""
+class CommunicatingFamily(Family):
+    """Families of which SGLang's layer communicator holds the norms, and what tensor parallelism adds around them."""
 
-    architectures: tuple[str, ...] = ("Qwen3MoeForCausalLM",)
+    @abstractmethod
+    def attend(self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        """A layer's attention, between its norms."""
+
+    @abstractmethod
+    def block_of(self, moe: Any) -> ExpertBlock:
+        """SGLang's modules of a layer that has experts."""
 
     def attention_half(
         self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, residual = layer.layer_communicator.prepare_attn(hidden, residual, batch)
-        hidden = layer.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
+        hidden = self.attend(layer, positions, hidden, batch)
         normed: tuple[torch.Tensor, torch.Tensor] = layer.layer_communicator.prepare_mlp(hidden, residual, batch)
         return normed
 
@@ -121,10 +127,7 @@ class Qwen3MoeFamily(Family):
         return out
 
     def expert_block(self, layer: Any) -> ExpertBlock | None:
-        block = layer.mlp
-        if not hasattr(block, "experts"):
-            return None
-        return ExpertBlock(gate=block.gate, topk=block.topk, experts=block.experts)
+        return self.block_of(layer.mlp) if hasattr(layer.mlp, "experts") else None
 
     def finish_layer(
         self, layer: Any, hidden: torch.Tensor, residual: torch.Tensor, batch: Any
@@ -133,7 +136,20 @@ class Qwen3MoeFamily(Family):
         return done
 
 
-class DeepseekFamily(Qwen3MoeFamily):
+class Qwen3MoeFamily(CommunicatingFamily):
+    """Qwen3-MoE."""
+
+    architectures = ("Qwen3MoeForCausalLM",)
+
+    def attend(self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        attended: torch.Tensor = layer.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
+        return attended
+
+    def block_of(self, moe: Any) -> ExpertBlock:
+        return ExpertBlock(gate=moe.gate, topk=moe.topk, experts=moe.experts)
+
+
+class DeepseekFamily(CommunicatingFamily):
     """DeepSeek-V2 and V3: latent attention, dense first layers, and experts that every row goes to beside the chosen.
 
     Attention reads a batch through the layer communicator, or itself on a CPU.
@@ -141,22 +157,15 @@ class DeepseekFamily(Qwen3MoeFamily):
 
     architectures = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
-    def attention_half(
-        self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = layer.layer_communicator.prepare_attn(hidden, residual, batch)
-        hidden = layer.self_attn(
+    def attend(self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        attended: torch.Tensor = layer.self_attn(
             positions=positions,
             hidden_states=hidden,
             forward_batch=batch,
             zero_allocator=number_scratch(hidden.device),
         )
         forget_attention_inputs()
-        normed: tuple[torch.Tensor, torch.Tensor] = layer.layer_communicator.prepare_mlp(hidden, residual, batch)
-        return normed
-
-    def expert_block(self, layer: Any) -> ExpertBlock | None:
-        return self.block_of(layer.mlp) if hasattr(layer.mlp, "experts") else None
+        return attended
 
     def block_of(self, moe: Any) -> ExpertBlock:
         """SGLang's block of routed and shared experts. On a GPU its top-k or its runner scales the weights."""

@@ -15,7 +15,6 @@ from sgl_batch.core.admission import (
     select_prefill_group,
     unit_pages,
 )
-from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_ledger import PageLedger
 
 # No deadline: a busy machine is no fault of the code.
@@ -138,30 +137,30 @@ def test_the_group_is_a_prefix_of_the_queue_within_all_limits(prompts, new, b_mo
 
 def test_choices_of_a_request_make_one_unit_at_its_leaders_place():
     queue = [sequence(0), *choices(3, first=1), sequence(4)]
-    assert arrivals(group_by_prompt(queue, FifoOrder(), most_members=9)) == [[0], [1, 2, 3], [4]]
+    assert arrivals(group_by_prompt(queue, most_members=9)) == [[0], [1, 2, 3], [4]]
 
 
-def test_units_come_in_the_order_of_the_policy_not_of_the_list():
+def test_units_come_in_the_order_of_the_queue_with_a_leader_before_its_choices():
     queue = [sequence(4), *reversed(choices(3, first=1)), sequence(0)]
-    assert arrivals(group_by_prompt(queue, FifoOrder(), most_members=9)) == [[0], [1, 2, 3], [4]]
+    assert arrivals(group_by_prompt(queue, most_members=9)) == [[4], [1, 3, 2], [0]]
 
 
 def test_a_follower_without_its_leader_in_the_queue_computes_its_prompt_itself():
     _, *followers = choices(3)
-    assert arrivals(group_by_prompt(followers, FifoOrder(), most_members=9)) == [[1], [2]]
+    assert arrivals(group_by_prompt(followers, most_members=9)) == [[1], [2]]
 
 
 def test_followers_past_the_most_members_are_left_for_the_next_group():
     group = choices(5)
-    (unit,) = group_by_prompt(group, FifoOrder(), most_members=3)
+    (unit,) = group_by_prompt(group, most_members=3)
     assert arrivals([unit]) == [[0, 1, 2]]
     left = [member for member in group if member not in unit.members]
-    assert arrivals(group_by_prompt(left, FifoOrder(), most_members=3)) == [[3], [4]]
+    assert arrivals(group_by_prompt(left, most_members=3)) == [[3], [4]]
 
 
 def test_requests_with_equal_prompts_are_kept_apart_by_their_groups():
     queue = choices(2, group="g") + choices(2, first=2, group="h")
-    assert arrivals(group_by_prompt(queue, FifoOrder(), most_members=9)) == [[0, 1], [2, 3]]
+    assert arrivals(group_by_prompt(queue, most_members=9)) == [[0, 1], [2, 3]]
 
 
 # Pages of a unit.

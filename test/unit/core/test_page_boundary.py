@@ -10,17 +10,12 @@ from hypothesis import strategies as st
 from sequence_builders import choices, plan, sequence
 from virtual_schedule import Request, VirtualSchedule
 
+from sgl_batch.core.actions import BeginInterval, Idle, Prefill, Refill, Step
 from sgl_batch.core.admission import Admission
-from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import (
-    DecodeStep,
-    Idle,
-    PrefillGroup,
-    Refill,
-    State,
-    boundary_due,
-    decide,
-)
+from sgl_batch.core.decide import decide
+from sgl_batch.core.kv_policy import DeviceOnly
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_boundary import State, boundary_due
 from sgl_batch.core.page_ledger import PageLedger
 
 EMPTY = State(queued=(), ready=(), running=0, steps=0, slots=64, free_slots=64, filling=False)
@@ -35,8 +30,17 @@ def state(**fields) -> State:
     return dataclasses.replace(EMPTY, **fields)
 
 
-def action(pages: int = 1000, plan=PLAN, **fields):
-    return decide(state(**fields), plan, PageLedger(pages, 8), FifoOrder())
+def actions(pages: int = 1000, plan=PLAN, **fields):
+    ledger = PageLedger(pages, 8)
+    kv = KVState(device=ledger, admission=ledger, runners=tuple, foresee=lambda _: None)
+    return decide(state(**fields), kv, plan, DeviceOnly())
+
+
+def refilled(*sequences):
+    return (Refill(sequences=sequences), BeginInterval(), Step())
+
+
+GOES_ON = (BeginInterval(), Step())
 
 
 # When a boundary is due.
@@ -71,59 +75,59 @@ def test_a_small_group_under_which_nothing_has_changed_waits_for_its_boundary():
 
 
 def test_between_boundaries_the_group_decodes():
-    assert action(running=8, steps=1, queued=sequences(20)) == DecodeStep(at_boundary=False)
+    assert actions(running=8, steps=1, queued=sequences(20)) == (Step(),)
 
 
 def test_nothing_to_do_is_idle():
-    assert action() == Idle()
+    assert actions() == (Idle(),)
 
 
 def test_a_boundary_with_nothing_to_change_decodes_on():
-    assert action(running=8, steps=4) == DecodeStep(at_boundary=True)
+    assert actions(running=8, steps=4) == GOES_ON
 
 
 def test_a_full_group_takes_nobody_in():
-    assert action(running=8, steps=4, ready=sequences(3)) == DecodeStep(at_boundary=True)
+    assert actions(running=8, steps=4, ready=sequences(3)) == GOES_ON
 
 
 def test_a_refill_takes_the_first_that_arrived_up_to_the_room():
     ready = tuple(reversed(sequences(5)))
-    assert action(running=6, steps=4, ready=ready) == Refill(sequences=(ready[4], ready[3]))
+    assert actions(running=6, steps=4, ready=ready) == refilled(ready[4], ready[3])
 
 
 @pytest.mark.parametrize(("running", "ready", "prefills"), [(5, 0, True), (4, 1, True), (6, 0, False), (3, 3, False)])
 def test_prefill_begins_when_running_and_ready_fall_below_the_watermark(running, ready, prefills):
     queued = sequences(3, first=20)
-    done = action(running=running, steps=4, ready=sequences(ready), queued=queued)
-    assert isinstance(done, PrefillGroup) is prefills
+    done = actions(running=running, steps=4, ready=sequences(ready), queued=queued)[0]
+    assert isinstance(done, Prefill) is prefills
     if prefills:
         assert [unit.leader for unit in done.units] == list(queued)
 
 
 @pytest.mark.parametrize(("resident", "prefills"), [(6, True), (11, True), (12, False)])
 def test_prefill_once_begun_goes_on_until_enough_are_ready(resident, prefills):
-    done = action(ready=sequences(resident), queued=sequences(3, first=20), filling=True)
-    assert isinstance(done, PrefillGroup) is prefills
+    done = actions(ready=sequences(resident), queued=sequences(3, first=20), filling=True)[0]
+    assert isinstance(done, Prefill) is prefills
 
 
 def test_a_watermark_of_zero_prefills_when_nobody_is_left():
     never = plan(refill_watermark=0.0)
-    assert isinstance(action(plan=never, queued=sequences(1)), PrefillGroup)
-    assert action(plan=never, queued=sequences(1), running=1, steps=4) == DecodeStep(at_boundary=True)
+    assert isinstance(actions(plan=never, queued=sequences(1))[0], Prefill)
+    assert actions(plan=never, queued=sequences(1), running=1, steps=4) == GOES_ON
 
 
 def test_a_head_that_lacks_pages_leaves_the_boundary_to_the_ready():
-    done = action(pages=1, running=1, steps=4, ready=sequences(2), queued=sequences(3, first=20))
-    assert done == Refill(sequences=sequences(2))
+    done = actions(pages=1, running=1, steps=4, ready=sequences(2), queued=sequences(3, first=20))
+    assert done == refilled(*sequences(2))
 
 
 def test_choices_of_a_request_are_prefilled_as_one_unit():
     group = choices(3)
-    assert action(queued=group) == PrefillGroup(units=(Admission(leader=group[0], followers=tuple(group[1:])),))
+    assert actions(queued=group) == (Prefill(units=(Admission(leader=group[0], followers=tuple(group[1:])),)),)
 
 
 def test_a_request_with_more_choices_than_slots_is_cut_to_them():
-    done = action(queued=choices(5), slots=2, free_slots=2)
+    (done,) = actions(queued=choices(5), slots=2, free_slots=2)
     assert [unit.members for unit in done.units] == [tuple(choices(2))]
 
 

@@ -8,8 +8,9 @@ import pytest
 from rank_builders import PLAN, movable, rank, running
 from sequence_builders import choices, sequence
 
-from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import DecodeStep, Idle, PrefillGroup, Refill, boundary_due
+from sgl_batch.core.actions import Idle, Prefill, Refill
+from sgl_batch.core.actions import Step as DecodeStep
+from sgl_batch.core.page_boundary import boundary_due
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.rank_agreement import (
     GroupDecision,
@@ -35,7 +36,7 @@ def header(running: int = 0, waiting: int = 0, forked: int = 0, *, due: bool = F
 
 
 def decide(*ranks: RankState, plan: Plan = PLAN, migration: Migration = Migration.EVEN) -> GroupDecision:
-    return decide_group(ranks, plan, FifoOrder(), migration)
+    return decide_group(ranks, plan, migration)
 
 
 # The step that all take.
@@ -138,7 +139,7 @@ def test_the_rank_with_the_most_tokens_sets_the_expert_calls_of_a_prefill():
 def test_the_choices_of_a_prompt_are_prefilled_as_one_unit():
     group = choices(3)
     decision = decide(rank(), rank(queued=group))
-    assert isinstance(decision.actions[1], PrefillGroup)
+    assert isinstance(decision.actions[1], Prefill)
     assert [unit.members for unit in decision.actions[1].units] == [tuple(group)]
 
 
@@ -158,7 +159,7 @@ def test_each_rank_refills_from_its_own_ready():
 
 def test_a_rank_without_rows_takes_part_while_another_decodes():
     decision = decide(rank(), rank(unmovable_running=3))
-    assert decision.actions == (Idle(), DecodeStep(at_boundary=True))
+    assert decision.actions == (Idle(), DecodeStep())
     assert decision.busy
     assert not decision.prefill
 
@@ -182,7 +183,7 @@ def test_a_sequence_that_moves_is_refilled_at_the_same_boundary():
 
 def test_a_runner_that_moves_is_refilled_at_the_same_boundary():
     decision = decide(rank(runs=running(2)), rank())
-    assert decision.actions[0] == DecodeStep(at_boundary=True)
+    assert decision.actions[0] == DecodeStep()
     assert [s.sequence_id for s in decision.actions[1].sequences] == ["s0"]
 
 

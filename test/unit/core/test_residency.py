@@ -10,7 +10,8 @@ from virtual_memory_pressure import VirtualPressure
 from virtual_two_tiers import VirtualTwoTiers
 
 from sgl_batch.core.page_ledger import PageLedger
-from sgl_batch.core.residency import ResidentPrompts, decide_residency, pages_to_run
+from sgl_batch.core.residency import decide_residency, pages_to_run
+from sgl_batch.core.resident_prompts import ResidentPrompts
 
 PLAN = plan(b_moe=4, boundary_tokens=8, page_size=8)
 
@@ -59,7 +60,7 @@ def test_a_runner_holds_two_free_pages_or_what_it_can_reach_before_the_next_boun
 
 def test_where_all_fit_nobody_is_suspended_and_those_that_wait_longest_come():
     runs, late, early = runner(0), runner(9), runner(3)
-    turn = decided([runs], [late, early], holding(20, (runs, 3)), PLAN)
+    turn = decided([runs], [early, late], holding(20, (runs, 3)), PLAN)
     assert turn.suspend == ()
     assert turn.extend == ((runs, 3),)
     assert [s for s, _ in turn.restore] == [early, late]
@@ -72,9 +73,32 @@ def test_the_most_decoded_are_suspended_until_the_others_can_be_extended():
     assert turn.extend == ((young, 3), (middle, 6))
 
 
+def test_where_fewer_may_run_by_now_the_most_decoded_are_suspended():
+    young, old, middle = runner(0, generated=1), runner(1, generated=40), runner(2, generated=20)
+    ledger = holding(90, (young, 2), (old, 6), (middle, 4))
+    turn = decided([young, old, middle], [runner(3)], ledger, plan(b_moe=1, boundary_tokens=8, page_size=8))
+    assert turn.suspend == (old, middle)
+    assert turn.restore == ()
+
+
+def test_another_policy_names_other_victims():
+    class LeastDecoded:
+        def victims(self, running, need):
+            assert need > 0
+            return iter(sorted(running, key=lambda s: s.generated_tokens))
+
+    young, old = runner(0, generated=1), runner(1, generated=40)
+    ledger = holding(9, (young, 2), (old, 6))
+    resident = ResidentPrompts()
+    turn = decide_residency(
+        [young, old], [], ledger, PLAN, prompts=resident, pages_of=lambda _: (), victims=LeastDecoded()
+    )
+    assert turn.suspend == (young,)
+
+
 def test_one_that_does_not_fit_blocks_those_behind_it():
     large, small = runner(1, prompt=80), runner(2)
-    turn = decided([], [small, large], holding(11), PLAN)
+    turn = decided([], [large, small], holding(11), PLAN)
     assert turn.restore == ()
 
 
@@ -134,6 +158,21 @@ def test_ten_thousand_operations_under_pressure_lose_no_page_and_starve_nobody(s
     assert len(pressure.finished) == arrivals
     assert pressure.ledger.free_pages == pressure.ledger.total_pages
     assert pressure.suspensions > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_number_that_may_run_changes_and_boundaries_come_at_random_steps(seed):
+    rng = random.Random(seed)
+    pressure = VirtualPressure(rng.randint(20, 60), PLAN, restore_steps=2)
+    pressure.most_holders = 6  # what is on its way comes, though fewer may run by then
+    for arrival in range(40):
+        pressure.add(sequence(arrival, prompt=rng.randint(1, 40), new=rng.randint(2, 60)))
+    while pressure.waiting or pressure.running or pressure.restoring:
+        pressure.plan = plan(b_moe=rng.randint(1, 6), boundary_tokens=8, page_size=8)
+        pressure.preempt()
+        pressure.steps(rng.randint(0, 8))
+    assert len(pressure.finished) == 40
+    assert pressure.ledger.free_pages == pressure.ledger.total_pages
 
 
 @pytest.mark.parametrize("seed", range(12))

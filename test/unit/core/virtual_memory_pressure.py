@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.residency import Residency, ResidentPrompts, decide_residency
+from sgl_batch.core.residency import Residency, decide_residency
+from sgl_batch.core.resident_prompts import ResidentPrompts
 from sgl_batch.core.sequence import Sequence, Status
 
 
@@ -16,6 +17,7 @@ class VirtualPressure:
 
     def __init__(self, pages: int, plan: Plan, *, restore_steps: int) -> None:
         self.ledger, self.plan, self.restore_steps = PageLedger(pages, plan.page_size), plan, restore_steps
+        self.most_holders = plan.decode.b_moe
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.restoring: list[tuple[Sequence, int]] = []
@@ -55,6 +57,15 @@ class VirtualPressure:
         for _ in range(self.plan.boundary_tokens):
             self._step()
         assert self._progress() > before, "outputs grow, or KV comes nearer"
+
+    def preempt(self) -> None:
+        """A boundary before the interval is over."""
+        self._boundary()
+
+    def steps(self, count: int) -> None:
+        """So many decode steps."""
+        for _ in range(count):
+            self._step()
 
     def _progress(self) -> tuple[int, int, int]:
         everybody = [*self.running, *self.waiting, *(s for s, _ in self.restoring), *self.finished]
@@ -141,4 +152,4 @@ class VirtualPressure:
         own = sum(self.ledger.held(s.sequence_id) for s in holders)
         assert self.ledger.reserved_pages == own + len(prompts)
         assert 0 <= self.ledger.free_pages <= self.ledger.total_pages
-        assert len(holders) - len(resident) <= self.plan.decode.b_moe
+        assert len(holders) - len(resident) <= self.most_holders

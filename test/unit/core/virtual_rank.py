@@ -9,10 +9,10 @@ from collections.abc import Sequence as Seq
 
 from virtual_sequences import Batch, Fate, Request, Running, prompt_of
 
+from sgl_batch.core.actions import Prefill
 from sgl_batch.core.admission import Admission, group_by_prompt, refusal, reserve
 from sgl_batch.core.coroutine import Event, advance
-from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import PrefillGroup, State
+from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.prefixes import PrefixTree, foresee
@@ -84,8 +84,17 @@ class VirtualRank:
     def admission_ledger(self) -> PageLedger:
         return self.ledger
 
+    decides_alone = False
+
     def rooms(self, running: Running) -> None:
         """There is one tier."""
+
+    def placed(self, units: tuple[Admission, ...], running: Running) -> Prefill:
+        return Prefill(units=units)
+
+    def join_arrived(self, running: Running) -> Running:
+        """Nothing is on its way."""
+        return running
 
     def sync(self) -> None:
         """Nothing goes on in the background."""
@@ -122,7 +131,7 @@ class VirtualRank:
         return fate.rooted or fate.aborted
 
     def foresee(self, state: State) -> None:
-        units = group_by_prompt(state.queued, FifoOrder(), most_members=self.slots)
+        units = group_by_prompt(state.queued, most_members=self.slots)
         leaders = ((unit.leader, prompt_of(unit.leader)) for unit in units)
         foresee(leaders, self.tree, rows=self.plan.prefill.b_moe)
 
@@ -144,7 +153,7 @@ class VirtualRank:
     def ready_named(self, names: Seq[str]) -> tuple[Sequence, ...]:
         return tuple(self.ready[name] for name in names if name in self.ready)
 
-    def prefill(self, action: PrefillGroup) -> Batch:
+    def prefill(self, action: Prefill) -> Batch:
         assert action.units, "a prefill group has somebody in it"
         tokens = sum(unit.leader.prefill_rows for unit in action.units)
         assert tokens <= self.plan.prefill.b_moe or len(action.units) == 1
@@ -167,9 +176,8 @@ class VirtualRank:
         if unit.followers:
             self.forks[leader.prompt_group or ""] = unit.followers
 
-    def fork_batch(self) -> Batch:
-        limit = self.plan.prefill.b_moe
-        taken, self.forked = tuple(self.forked[:limit]), self.forked[limit:]
+    def prefill_choices(self, most: int) -> Batch:
+        taken, self.forked = tuple(self.forked[:most]), self.forked[most:]
         combine(taken, Event.COMBINE_PREFILL, "")
         return Batch(decode=False, sequences=taken, rows=len(taken))
 
@@ -181,7 +189,7 @@ class VirtualRank:
         running.reqs += joining
         return running
 
-    def begin_page(self) -> None:
+    def begin_interval(self, running: Running, boundary_began: float) -> None:
         self._filling = False
         self._steps = 0
         self._changes_at_boundary = self._changes

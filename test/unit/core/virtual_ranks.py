@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from virtual_rank import VirtualRank
 from virtual_sequences import Batch, Fate, Request
 
-from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import PrefillGroup, Refill
+from sgl_batch.core.actions import Prefill, Refill
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import (
     GroupDecision,
@@ -137,11 +136,13 @@ class VirtualRanks:
             return [Part(batch=None, enters=None) for _ in self.ranks]
         if step.kind is StepKind.BOUNDARY:
             told = [rank.told() for rank in self.ranks]
-            decision = decide_group(told, self.plan, FifoOrder(), self.migration)
-            assert decision == decide_group(told, self.plan, FifoOrder(), self.migration), "the same from the same"
+            decision = decide_group(told, self.plan, self.migration)
+            assert decision == decide_group(told, self.plan, self.migration), "the same from the same"
             return self._boundary(decision)
         if step.kind is StepKind.FORKS:
-            batches = [rank.fork_batch() if rank.num_forked else None for rank in self.ranks]
+            batches = [
+                rank.prefill_choices(self.plan.prefill.b_moe) if rank.num_forked else None for rank in self.ranks
+            ]
         else:
             batches = [self._decode(rank) for rank in self.ranks]
         return [Part(batch=batch, enters=(step.kind.value, step.expert_calls)) for batch in batches]
@@ -170,12 +171,12 @@ class VirtualRanks:
         for number, (rank, action) in enumerate(zip(self.ranks, decision.actions, strict=True)):
             batch = None
             if decision.prefill:
-                if isinstance(action, PrefillGroup):
+                if isinstance(action, Prefill):
                     batch = rank.prefill(action)
             else:
                 ordered = action.sequences if isinstance(action, Refill) else ()
                 self._refill(rank, number, [sequence.sequence_id for sequence in ordered], decision.moves)
-                rank.begin_page()
+                rank.begin_interval(rank.running, 0.0)
                 batch = self._decode(rank) if decision.busy else None
             kind = "prefill" if decision.prefill else "decode"
             enters = (kind, decision.expert_calls) if decision.busy else None

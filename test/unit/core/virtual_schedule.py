@@ -5,19 +5,27 @@ It does to plain lists what the boundary executor does to requests, and checks e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from virtual_sequences import prompt_of
 
-from sgl_batch.core.admission import Admission, group_by_prompt, refusal, reserve
+from sgl_batch.core.actions import Actions, BeginInterval, Idle, Prefill, Refill, Step
+from sgl_batch.core.admission import Admission, refusal, reserve
 from sgl_batch.core.coroutine import Event, advance
-from sgl_batch.core.order.fifo import FifoOrder
-from sgl_batch.core.page_boundary import Action, DecodeStep, Idle, PrefillGroup, Refill, State, decide
+from sgl_batch.core.decide import decide
+from sgl_batch.core.decision_record import Observed
+from sgl_batch.core.kv_policy import DeviceOnly
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.order.interface import OrderPolicy
+from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.prefixes import PrefixTree, foresee
 from sgl_batch.core.primitives import combine, yield_
 from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence_queue import SequenceQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +54,18 @@ class Log:
 class VirtualSchedule:
     """Runs requests to their ends. A fault of the decisions shows as an AssertionError or as `Log` unlike the rule."""
 
-    def __init__(self, requests: list[Request], plan: Plan, *, pages: int, slots: int) -> None:
+    def __init__(
+        self, requests: list[Request], plan: Plan, *, pages: int, slots: int, order: OrderPolicy | None = None
+    ) -> None:
         self.plan, self.slots = plan, slots
         self.ledger = PageLedger(pages, plan.page_size)
         self.log = Log()
+        self.records: list[dict[str, Any]] = []
         self._arriving = sorted(requests, key=lambda request: request.at)
         self._num_arrived = 0
         self._left: dict[str, int] = {}  # tokens that a sequence still generates
-        self._queued: list[Sequence] = []
+        self._generated: dict[str, int] = {}  # tokens that it generates in all
+        self._queued = SequenceQueue(order)
         self._ready: list[Sequence] = []
         self._running: list[Sequence] = []
         self._tree = PrefixTree(plan.page_size)
@@ -63,7 +75,7 @@ class VirtualSchedule:
 
     def run(self, most_decisions: int) -> Log:
         """Decide and do until every request has finished; more decisions than allowed mean starvation."""
-        while self._arriving or self._queued or self._ready or self._running:
+        while self._arriving or len(self._queued) or self._ready or self._running:
             assert self.log.decisions < most_decisions, f"no end after {most_decisions} decisions"
             self._arrive()
             self._do(self._decide())
@@ -92,12 +104,12 @@ class VirtualSchedule:
                 if refusal(sequence, self.ledger) is not None:
                     self.log.refused.append(sequence.arrival)
                     continue
-                self._left[sequence.sequence_id] = request.output
-                self._queued.append(sequence)
+                self._left[sequence.sequence_id] = self._generated[sequence.sequence_id] = request.output
+                self._queued.add(sequence)
 
-    def _decide(self) -> Action:
+    def _decide(self) -> Actions:
         state = State(
-            queued=tuple(self._queued),
+            queued=self._queued.view(),
             ready=tuple(self._ready),
             running=len(self._running),
             steps=self._steps,
@@ -106,32 +118,36 @@ class VirtualSchedule:
             filling=self._filling,
             changed=self._changed,
         )
-        units = group_by_prompt(state.queued, FifoOrder(), most_members=self.slots)
-        leaders = ((unit.leader, prompt_of(unit.leader)) for unit in units)
-        foresee(leaders, self._tree, rows=self.plan.prefill.b_moe)
+        kv = KVState(device=self.ledger, admission=self.ledger, runners=lambda: self._running, foresee=self._foresee)
         free_before = self.ledger.free_pages
-        action = decide(state, self.plan, self.ledger, FifoOrder())
-        assert action == decide(state, self.plan, self.ledger, FifoOrder()), "the same state, the same action"
+        observed = Observed(state, kv)
+        actions = decide(observed.state, observed.kv, self.plan, DeviceOnly())
+        self.records.append(observed.record(self.plan, DeviceOnly.name, actions))
+        assert actions == decide(state, kv, self.plan, DeviceOnly()), "the same state, the same actions"
         assert self.ledger.free_pages == free_before, "a decision reserves nothing"
-        return action
+        return actions
 
-    def _do(self, action: Action) -> None:
-        self._filling = isinstance(action, PrefillGroup)
-        if isinstance(action, PrefillGroup):
-            self._prefill(action.units)
-            self._changed = True
-        elif isinstance(action, Refill):
-            self._refill(action.sequences)
-            self._decode()
-        elif isinstance(action, DecodeStep):
-            if action.at_boundary:
-                self._steps = 0
-                self._changed = False
-            self._decode()
-        else:
-            assert isinstance(action, Idle)
-            waiting = [*self._queued, *self._ready, *self._running]
-            assert waiting == [], "idle while there is work"
+    def _foresee(self, leaders: Iterable[Sequence]) -> None:
+        foresee(((one, prompt_of(one)) for one in leaders), self._tree, rows=self.plan.prefill.b_moe)
+
+    def _do(self, actions: Actions) -> None:
+        self._filling = isinstance(actions[0], Prefill)
+        for action in actions:
+            match action:
+                case Prefill(units=units):
+                    self._prefill(units)
+                    self._changed = True
+                case Refill(sequences=sequences):
+                    self._refill(sequences)
+                case BeginInterval():
+                    self._steps = 0
+                    self._changed = False
+                case Step():
+                    self._decode()
+                case _:
+                    assert isinstance(action, Idle)
+                    waiting = [*self._queued, *self._ready, *self._running]
+                    assert waiting == [], "idle while there is work"
 
     def _prefill(self, units: tuple[Admission, ...]) -> None:
         assert units, "a prefill group has somebody in it"
@@ -145,7 +161,8 @@ class VirtualSchedule:
             for follower in unit.followers:
                 self._tree.hold_with(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
         taken = [member for unit in units for member in unit.members]
-        self._queued = [sequence for sequence in self._queued if sequence not in taken]
+        for member in taken:
+            self._queued.remove(member.sequence_id)
         leaders = [unit.leader for unit in units]
         followers = [follower for unit in units for follower in unit.followers]
         for part in (leaders, followers):  # followers begin behind their leader's KV, in a batch of their own
@@ -163,8 +180,6 @@ class VirtualSchedule:
         self._ready = [sequence for sequence in self._ready if sequence.status is Status.READY]
         self._running += sequences
         self.log.refilled += [sequence.arrival for sequence in sequences]
-        self._steps = 0
-        self._changed = False
 
     def _decode(self) -> None:
         assert 0 < len(self._running) <= self.plan.decode.b_moe
@@ -180,6 +195,7 @@ class VirtualSchedule:
 
     def _leave(self, sequence: Sequence) -> None:
         self.log.finished.append(sequence.arrival)
+        self._queued.order.finished(sequence, self._generated.pop(sequence.sequence_id))
         self._changed = True
         self.ledger.release(sequence.sequence_id)
         self.ledger.add_prompt_pages(-len(self._tree.release(sequence.sequence_id)))

@@ -9,7 +9,6 @@ from virtual_memory_pressure import VirtualPressure
 from sgl_batch.core.admission import reserve
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.exclusive import Rooms, stays_on_device
-from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import State, prefill_units
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
@@ -58,7 +57,7 @@ class VirtualTwoTiers(VirtualPressure):
             returning=len(self.restoring),
         )
         rooms = self._rooms()
-        units = prefill_units(state, self.plan, self.account, FifoOrder(), rooms)
+        units = prefill_units(state, self.plan, self.account, rooms)
         stays = bool(units) and stays_on_device(units, rooms, self.account, self.plan)
         assert [unit.leader for unit in units] == self.queue[: len(units)], "nobody passes the head of the queue"
         for unit in units:

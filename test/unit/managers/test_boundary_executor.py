@@ -8,16 +8,20 @@ from types import SimpleNamespace
 from scheduler_stand_ins import request, scheduler_stand_in
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.kv_policy import DeviceOnly
 from sgl_batch.core.plan import make_plan
 from sgl_batch.core.sequence import Status
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.device_kv import DeviceKV
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
 
 
 def executor_with_queue(length: int) -> BoundaryExecutor:
     plan = make_plan(BatchConfig(), page_size=64, max_running=512)
-    executor = BoundaryExecutor(scheduler_stand_in(), plan, Counters(), TraceWriter(None))
+    scheduler, counters = scheduler_stand_in(), Counters()
+    kv = DeviceKV(scheduler, counters)
+    executor = BoundaryExecutor(scheduler, plan, counters, TraceWriter(None), kv, DeviceOnly())
     for number in range(length):
         executor.enqueue(request(number))
     return executor
@@ -57,7 +61,7 @@ def test_steps_do_not_go_on_where_nobody_runs_or_choices_wait_for_their_prefill(
     executor.next_batch(running)
     assert executor.goes_on(running)
     assert not executor.goes_on(SimpleNamespace(reqs=[]))
-    executor._forked.append(request(1))
+    executor._unbatched.forked.append(request(1))
     assert not executor.goes_on(running)
 
 

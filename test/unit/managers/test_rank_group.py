@@ -12,7 +12,6 @@ from rank_builders import rank as a_rank
 from rank_wires import MemoryChannel, all_at_once, in_memory, over_sockets
 from sequence_builders import choices, sequence
 
-from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.rank_agreement import (
     Migration,
     RankHeader,
@@ -58,9 +57,7 @@ def header(running: int = 0, waiting: int = 0, forked: int = 0, *, due: bool = F
 
 def decided(channels, states: list[RankState], migration: Migration = Migration.EVEN) -> list[OrdersMessage]:
     groups = [group_of(channel, len(states), migration=migration) for channel in channels]
-    calls = [
-        partial(group.decide, message_of(state), PLAN, FifoOrder()) for group, state in zip(groups, states, strict=True)
-    ]
+    calls = [partial(group.decide, message_of(state), PLAN) for group, state in zip(groups, states, strict=True)]
     return all_at_once(calls)
 
 
@@ -94,7 +91,7 @@ def test_a_rank_may_be_a_step_ahead_in_what_it_says():
 
         def step_and_boundary(rank: int) -> tuple[Step, list[list[str]]]:
             step = groups[rank].agree(header(waiting=1), PLAN)
-            return step, groups[rank].decide(told[rank], PLAN, FifoOrder()).units
+            return step, groups[rank].decide(told[rank], PLAN).units
 
         done = all_at_once([partial(step_and_boundary, rank) for rank in range(3)])
         assert done == [(Step(kind=StepKind.BOUNDARY), [[f"s{rank}"]]) for rank in range(3)]
@@ -166,7 +163,7 @@ def test_an_answer_of_another_kind_is_an_error_on_the_other_side():
     with in_memory(2) as (first, second):
         first.send(1, StepMessage("decode", 1, 0, True))
         with pytest.raises(EngineError, match="rank 0 sent StepMessage where rank 1 awaited its orders at a boundary"):
-            group_of(second, 2).decide(message_of(a_rank()), PLAN, FifoOrder())
+            group_of(second, 2).decide(message_of(a_rank()), PLAN)
 
 
 @pytest.mark.parametrize("open_channels", [in_memory, over_sockets])
@@ -189,7 +186,7 @@ def test_the_deciding_rank_s_death_ends_the_others_wait(open_channels):
             first.recv([1], timeout_s=SOON_S, awaiting="a state")
             first.close()
 
-        waits = partial(group_of(second, 2).decide, message_of(a_rank()), PLAN, FifoOrder())
+        waits = partial(group_of(second, 2).decide, message_of(a_rank()), PLAN)
         with pytest.raises(PeerLost, match=r"rank 0 closed its connection .* waiting for its orders") as lost:
             all_at_once([hear_and_die, waits])
         assert lost.value.rank == 0
@@ -219,4 +216,4 @@ def test_a_lone_rank_waits_for_nobody():
     with in_memory(1) as (channel,):
         alone = group_of(Silent(0, channel._wires), 1)
         assert alone.agree(header(running=1), PLAN).kind is StepKind.DECODE
-        assert alone.decide(message_of(a_rank(unmovable_running=1)), PLAN, FifoOrder()).busy
+        assert alone.decide(message_of(a_rank(unmovable_running=1)), PLAN).busy

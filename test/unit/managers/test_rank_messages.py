@@ -12,7 +12,6 @@ from rank_builders import rank as a_rank
 from sequence_builders import sequence
 
 from sgl_batch.core.exclusive import Rooms
-from sgl_batch.core.order.fifo import FifoOrder
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
 from sgl_batch.core.sequence import Sequence, Status
@@ -99,7 +98,7 @@ def test_a_state_is_the_same_after_the_wire(state):
 @settings(deadline=None)
 @given(states=st.lists(rank_states(), min_size=2, max_size=4), migration=st.sampled_from(Migration))
 def test_orders_say_all_that_was_decided(states, migration):
-    decision = decide_group(states, PLAN, FifoOrder(), migration)
+    decision = decide_group(states, PLAN, migration)
     for rank, action in enumerate(decision.actions):
         own = over_the_wire(orders_for(decision, rank))
         assert isinstance(own, OrdersMessage)

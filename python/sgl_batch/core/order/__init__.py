@@ -1,12 +1,16 @@
-"""Order policies: one file each, all with the comparator interface of `OrderPolicy`."""
+"""Order policies by their names; one policy a file."""
 
-from typing import Protocol
+from __future__ import annotations
 
-from sgl_batch.core.sequence import Sequence
+from collections.abc import Callable
+
+from sgl_batch.core.order.fifo import Fifo
+from sgl_batch.core.order.interface import OrderPolicy
+from sgl_batch.core.order.longest_first import LongestFirst
+
+_POLICIES: dict[str, Callable[[], OrderPolicy]] = {"fifo": Fifo, "longest-first": LongestFirst}
 
 
-class OrderPolicy(Protocol):
-    """Chooses which waiting sequence goes first."""
-
-    def key(self, sequence: Sequence) -> tuple[int, ...]:
-        """Sort key; the smallest goes first. Must be total: two sequences never share a key."""
+def make_order(name: str) -> OrderPolicy:
+    """The policy of that name, one of config.ORDERS."""
+    return _POLICIES[name]()

@@ -1,10 +1,27 @@
-"""First in, first out: the fair default. It looks at nothing but the order of arrival."""
+"""First in, first out: sequences are prefilled in the order of their arrival."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from sgl_batch.core.order.interface import Budgets, Side
 from sgl_batch.core.sequence import Sequence
 
 
-class FifoOrder:
-    """Sequences go in order of arrival (BatchGen 5.3: refill candidates are taken first-in first-out)."""
+class Fifo:
+    """The order of arrival."""
 
-    def key(self, sequence: Sequence) -> tuple[int, ...]:
-        return (sequence.arrival,)
+    def __init__(self) -> None:
+        self._queued: dict[str, Sequence] = {}
+
+    def offer(self, sequences: Iterable[Sequence]) -> None:
+        self._queued.update({sequence.sequence_id: sequence for sequence in sequences})
+
+    def take(self, budgets: Budgets) -> Iterator[tuple[Sequence, Side]]:
+        return ((sequence, Side.HEAD) for sequence in self._queued.values())
+
+    def drop(self, sequence_id: str) -> None:
+        del self._queued[sequence_id]
+
+    def finished(self, sequence: Sequence, length: int) -> None:
+        """Nothing is learned from it."""

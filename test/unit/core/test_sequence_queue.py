@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_batch.core.sequence import Sequence
-from sgl_batch.managers.sequence_queue import SequenceQueue
+from sgl_batch.core.sequence_queue import SequenceQueue
 
 
 def sequence(arrival: int, group: str | None = None) -> Sequence:

@@ -1,0 +1,119 @@
+"""Owns the actions that `decide` returns and the executor carries out, in the order in which they stand.
+
+A list of actions ends with one that says what the device does next (Prefill, PrefillChoices, Step, Idle), or with one
+after which `decide` is asked again. An action names sequences and numbers of pages; it holds no request and no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_batch.core.admission import Admission
+from sgl_batch.core.sequence import Sequence
+
+PagesOf = tuple[tuple[Sequence, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """Complete the copies to the store that have ended; all of them, where `wait`."""
+
+    wait: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Combine into the decode group the sequences whose KV has come to the device; `wait`: for all on their way."""
+
+    wait: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspend:
+    """Move running sequences to the store, where they wait."""
+
+    sequences: tuple[Sequence, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evict:
+    """Move the KV of waiting sequences from the device to the store."""
+
+    sequences: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extend:
+    """Let each sequence hold so many pages of the device from now on."""
+
+    pages: PagesOf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """Begin to copy the KV of waiting sequences to the device, where each holds so many pages. Asynchronous: Join."""
+
+    pages: PagesOf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refill:
+    """Combine these waiting sequences into the decode group; their KV lies where the coming steps find it."""
+
+    sequences: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamDecode:
+    """Decode with KV that is streamed from the store from now on, or no longer. Nothing runs when this comes."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginInterval:
+    """The boundary is over; decode steps are counted from here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Prefill these units as one group. `on_device`: pages of the device that each leader keeps, where they stay."""
+
+    units: tuple[Admission, ...]
+    on_device: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChoices:
+    """Prefill the last prompt token of up to `most` choices whose leader has computed the rest of their prompt."""
+
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Run one decode step of the running group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """There is nothing to do."""
+
+
+Action = (
+    Sync
+    | Join
+    | Suspend
+    | Evict
+    | Extend
+    | Restore
+    | Refill
+    | StreamDecode
+    | BeginInterval
+    | Prefill
+    | PrefillChoices
+    | Step
+    | Idle
+)
+Actions = tuple[Action, ...]

@@ -1,0 +1,43 @@
+"""Decides what a rank does next, between boundaries and at one (BatchGen Algorithm 2).
+
+The same state, plan and policy give the same actions: the scheduler carries them out on a device, a simulator in
+modelled time.
+"""
+
+from __future__ import annotations
+
+from sgl_batch.core.actions import Actions, Join, PrefillChoices, Step
+from sgl_batch.core.admission import group_by_prompt
+from sgl_batch.core.kv_policy import KVPolicy
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_boundary import State, boundary_due, prefill_units, prefill_wanted
+from sgl_batch.core.plan import Plan
+
+
+def decide(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Actions:
+    """The next actions. Where none of them is for the device, `decide` is asked again when they are carried out."""
+    if kv.arrived:
+        return (Join(),)
+    if state.forked:
+        return (PrefillChoices(most=plan.prefill.b_moe),)
+    if not boundary_due(state, plan):
+        return (Step(),)
+    if prefill_wanted(state, plan):
+        foresee(state, kv)
+        units = prefill_units(state, plan, kv.admission, policy.rooms(state, kv, plan))
+        if units:
+            return (policy.prefill(tuple(units), state, kv, plan),)
+    return policy.at_boundary(state, kv, plan)
+
+
+def foresee(state: State, kv: KVState) -> None:
+    """Note of the first queued sequences what their prompts share, from which groups are made."""
+    kv.foresee(unit.leader for unit in group_by_prompt(state.queued, most_members=state.slots))
+
+
+def goes_on(state: State, kv: KVState, plan: Plan) -> bool:
+    """Whether a decode step of the running group comes next, whatever the results under way are.
+
+    An interval's steps count those that a sequence computes behind its end, so that its pages are enough for these.
+    """
+    return bool(state.running) and not (kv.arrived or state.forked or boundary_due(state, plan))

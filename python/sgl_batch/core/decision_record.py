@@ -1,0 +1,193 @@
+"""Owns decisions as plain data: what each was made from, and its actions. How one is made again is said in `replay`.
+
+Of the sequences that wait a record holds those that the decision looked at, in their order, and how many there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from sgl_batch.core.actions import Actions, Join, PrefillChoices, Step
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_boundary import State
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.rank_agreement import GroupDecision, Migration, Movable, RankState
+from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence_queue import of_prompt
+
+VERSION = 1
+COUNTS = ("running", "steps", "slots", "free_slots", "filling", "changed", "returning", "forked")
+
+Plain = dict[str, Any]
+
+
+class _Read(Seq[Sequence]):
+    """A view that keeps what is read of it."""
+
+    def __init__(self, view: Seq[Sequence]) -> None:
+        self._view = view
+        self._read: dict[str, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for sequence in self._view:
+            self._read[sequence.sequence_id] = sequence
+            yield sequence
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("decisions read a view in its order")
+
+    def of_prompt(self, group: str) -> list[Sequence]:
+        found = of_prompt(self._view, group)
+        self._read.update({sequence.sequence_id: sequence for sequence in found})
+        return found
+
+    def rows(self) -> Plain:
+        """What was read, and how many sequences there are."""
+        return {"rows": rows_of(self._read.values()), "count": len(self._view)}
+
+
+class Observed:
+    """The views of a decision; after it was made from `state` and `kv`, `record` says what it was made from."""
+
+    def __init__(self, state: State, kv: KVState) -> None:
+        self._queued, self._ready, self._choices = _Read(state.queued), _Read(state.ready), _Read(kv.choices)
+        self._runners: list[Sequence] = []
+        self._own_kv = kv
+        self.state = replace(state, queued=self._queued, ready=self._ready)
+        self.kv = replace(kv, choices=self._choices, runners=self._read_runners)
+
+    def _read_runners(self) -> list[Sequence]:
+        self._runners = list(self._own_kv.runners())
+        return self._runners
+
+    def record(
+        self, plan: Plan, policy: str, actions: Actions, *, at_boundary: bool = False, others_run: bool = False
+    ) -> Plain:
+        """The decision as plain data. `at_boundary`: one that a rank makes for itself, once none prefills."""
+        counts_alone = not at_boundary and _from_counts_alone(actions)
+        return {
+            "version": VERSION,
+            "decision": "boundary" if at_boundary else "next",
+            "policy": policy,
+            "others_run": others_run,
+            "plan": plan.as_dict(),
+            "state": {**counts_of(self.state), "queued": self._queued.rows(), "ready": self._ready.rows()},
+            "kv": {"arrived": self.kv.arrived} if counts_alone else self._plain_kv(),
+            "actions": plain_actions(actions),
+        }
+
+    def _plain_kv(self) -> Plain:
+        kv = self._own_kv
+        numbers: dict[Any, int] = {}
+
+        def numbered(pages: Iterable[Any]) -> list[int]:
+            return [numbers.setdefault(page, len(numbers)) for page in pages]
+
+        seen = [*self._runners, *self._ready._read.values(), *self._choices._read.values()]
+        admission = kv.admission
+        return {
+            "device": {
+                "total_pages": kv.device.total_pages,
+                "prompt_pages": kv.device.prompt_pages,
+                "reserved": kv.device.reservations(),
+            },
+            "admission": {
+                "total_pages": admission.total_pages,
+                "overflow_pages": admission.overflow_pages,
+                "largest": admission.largest,
+                "free_pages": admission.free_pages,
+                "is_device": admission is kv.device,
+            },
+            "runners": rows_of(self._runners),
+            "choices": self._choices.rows(),
+            "resident_prompts": {name: numbered(pages) for name, pages in kv.prompts.holdings().items()},
+            "prompt_pages_of": {s.sequence_id: numbered(kv.pages_of(s.sequence_id)) for s in seen},
+            "store_free": kv.store_free,
+            "arrived": kv.arrived,
+            "streams": kv.streams,
+            "interval": asdict(kv.interval),
+        }
+
+
+def _from_counts_alone(actions: Actions) -> bool:
+    """Whether a decision looked at no more than the counts of a state: it was made between boundaries."""
+    return actions in ((Step(),), (Join(),)) or isinstance(actions[0], PrefillChoices)
+
+
+def rows_of(sequences: Iterable[Sequence]) -> list[Plain]:
+    """Sequences as plain data."""
+    return [{**asdict(sequence), "status": sequence.status.value} for sequence in sequences]
+
+
+def counts_of(state: State) -> Plain:
+    """The counts of a state."""
+    return {name: getattr(state, name) for name in COUNTS}
+
+
+def plain_actions(actions: Iterable[Any]) -> list[Plain]:
+    """Actions as plain data: sequences by their ids."""
+    return [
+        {"action": type(action).__name__, **{one.name: _plain(getattr(action, one.name)) for one in fields(action)}}
+        for action in actions
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Sequence):
+        return value.sequence_id
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if hasattr(value, "members"):  # a unit of admission
+        return [member.sequence_id for member in value.members]
+    return value
+
+
+def group_record(states: Seq[RankState], plan: Plan, migration: Migration, decision: GroupDecision) -> Plain:
+    """A decision for several ranks as plain data, from the states that they told."""
+    return {
+        "version": VERSION,
+        "decision": "group",
+        "plan": plan.as_dict(),
+        "migration": migration.value,
+        "ranks": [_plain_rank(rank) for rank in states],
+        "actions": plain_group(decision),
+    }
+
+
+def plain_group(decision: GroupDecision) -> Plain:
+    """What was decided for several ranks."""
+    return {
+        "actions": plain_actions(decision.actions),
+        "moves": [asdict(move) for move in decision.moves],
+        "busy": decision.busy,
+        "prefill": decision.prefill,
+        "expert_calls": decision.expert_calls,
+    }
+
+
+def _plain_rank(rank: RankState) -> Plain:
+    state = rank.state
+    return {
+        "state": {
+            **counts_of(state),
+            "queued": {"rows": rows_of(state.queued), "count": len(state.queued)},
+            "ready": {"rows": rows_of(state.ready), "count": len(state.ready)},
+        },
+        "total_pages": rank.total_pages,
+        "free_pages": rank.free_pages,
+        "overflow_pages": rank.overflow_pages,
+        "largest": rank.largest,
+        "rooms": None if rank.rooms is None else asdict(rank.rooms),
+        "ready": _plain_movable(rank.ready),
+        "running": _plain_movable(rank.running),
+    }
+
+
+def _plain_movable(items: Iterable[Movable]) -> list[Mapping[str, Any]]:
+    return [{"sequence": rows_of([item.sequence])[0], "tokens": item.tokens, "pages": item.pages} for item in items]

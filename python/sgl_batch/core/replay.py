@@ -1,0 +1,175 @@
+"""Makes recorded decisions again, and says where the actions differ: the same code decides in an engine and here.
+
+Records are read in their order, since what a policy has measured decides as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_batch.core import decide
+from sgl_batch.core.decision_record import COUNTS, VERSION, plain_actions, plain_group
+from sgl_batch.core.decode_streaming import StreamingChoice
+from sgl_batch.core.exclusive import Rooms
+from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy
+from sgl_batch.core.kv_state import Interval, KVState
+from sgl_batch.core.page_boundary import State
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
+from sgl_batch.core.resident_prompts import ResidentPrompts
+from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
+
+Record = Mapping[str, Any]
+
+POLICIES: dict[str, Callable[[], KVPolicy]] = {
+    "device": DeviceOnly,
+    "inclusive": Inclusive,
+    "exclusive": Exclusive,
+    "streamed": Streamed,
+    "streamed by choice": lambda: Streamed(StreamingChoice()),
+}
+
+
+class ReplayError(Exception):
+    """A record that cannot be replayed: another version, or a decision that reads more than was recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A decision that came out otherwise. `number` counts records from 1."""
+
+    number: int
+    recorded: Any
+    replayed: Any
+
+
+class _Told(Seq[Sequence]):
+    """The recorded head of a view of `count` sequences."""
+
+    def __init__(self, plain: Record) -> None:
+        self._rows, self._count = [_sequence(row) for row in plain["rows"]], int(plain["count"])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._rows
+        if self._count > len(self._rows):
+            raise ReplayError(f"the decision reads more than the {len(self._rows)} sequences that are recorded")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("decisions read a view in its order")
+
+    def of_prompt(self, group: str) -> list[Sequence]:
+        """All of a group, of which the decision has read the first."""
+        return [sequence for sequence in self._rows if sequence.prompt_group == group]
+
+
+def replay_trace(events: Iterable[Record]) -> tuple[int, list[Difference]]:
+    """How many decisions a trace holds, of all ranks and engines, and those that come out otherwise."""
+    of_process: dict[tuple[Any, Any], list[Record]] = {}
+    for event in events:
+        if "decision" in event:
+            of_process.setdefault((event["engine"], event["rank"]), []).append(event)
+    differences = [one for records in of_process.values() for one in replay(records)]
+    return sum(map(len, of_process.values())), differences
+
+
+def replay(records: Iterable[Record]) -> Iterator[Difference]:
+    """The decisions of one rank that differ from their records. Raises ReplayError."""
+    policies: dict[str, KVPolicy] = {}
+    for number, record in enumerate(records, 1):
+        if record.get("version") != VERSION:
+            raise ReplayError(f"record {number} has version {record.get('version')}; this program reads {VERSION}")
+        try:
+            replayed = _group(record) if record["decision"] == "group" else _own(record, policies)
+        except ReplayError as error:
+            replayed = f"{error}"
+        except AssertionError as error:
+            replayed = f"the decision fails: {error}"
+        if replayed != record["actions"]:
+            yield Difference(number=number, recorded=record["actions"], replayed=replayed)
+
+
+def _own(record: Record, policies: dict[str, KVPolicy]) -> Any:
+    name = record["policy"]
+    policy = policies.setdefault(name, POLICIES[name]())
+    plan = _plan(record["plan"])
+    state, kv = _state(record["state"]), _kv(record["kv"], plan.page_size)
+    if record["decision"] == "boundary":
+        return plain_actions(policy.at_boundary(state, kv, plan, others_run=record["others_run"]))
+    return plain_actions(decide.decide(state, kv, plan, policy))
+
+
+def _group(record: Record) -> Any:
+    ranks = [_rank(rank) for rank in record["ranks"]]
+    return plain_group(decide_group(ranks, _plan(record["plan"]), Migration(record["migration"])))
+
+
+def _plan(plain: Record) -> Plan:
+    phases = {name: PhasePlan(**plain[name]) for name in ("prefill", "decode")}
+    return Plan(**{**plain, **phases})
+
+
+def _sequence(row: Record) -> Sequence:
+    return Sequence(**{**row, "status": Status(row["status"])})
+
+
+def _state(plain: Record) -> State:
+    counts = {name: plain[name] for name in COUNTS}
+    return State(queued=_Told(plain["queued"]), ready=_Told(plain["ready"]), **counts)
+
+
+def _kv(plain: Record, page_size: int) -> KVState:
+    if "device" not in plain:  # a decision between boundaries
+        nothing = PageLedger(0, page_size)
+        return KVState(
+            device=nothing, admission=nothing, runners=tuple, foresee=lambda _: None, arrived=plain["arrived"]
+        )
+    device = PageLedger(plain["device"]["total_pages"], page_size)
+    for name, pages in plain["device"]["reserved"].items():
+        device.reserve(name, pages)
+    device.add_prompt_pages(plain["device"]["prompt_pages"])
+    prompts = ResidentPrompts[int]()
+    for name, pages in plain["resident_prompts"].items():
+        prompts.enter(name, pages)
+    runners = [_sequence(row) for row in plain["runners"]]
+    return KVState(
+        device=device,
+        admission=device if plain["admission"]["is_device"] else _account(plain["admission"], page_size),
+        runners=lambda: runners,
+        foresee=lambda _: None,  # the rows have what was foreseen
+        prompts=prompts,
+        pages_of=lambda name: plain["prompt_pages_of"].get(name, ()),
+        choices=_Told(plain["choices"]),
+        store_free=plain["store_free"],
+        arrived=plain["arrived"],
+        streams=plain["streams"],
+        interval=Interval(**plain["interval"]),
+    )
+
+
+def _account(plain: Record, page_size: int) -> PageLedger:
+    numbers = {name: plain[name] for name in ("total_pages", "free_pages", "overflow_pages", "largest")}
+    empty = State(queued=(), ready=(), running=0, steps=0, slots=0, free_slots=0, filling=False)
+    return RankState(state=empty, **numbers).ledger(page_size)
+
+
+def _rank(plain: Record) -> RankState:
+    numbers = {name: plain[name] for name in ("total_pages", "free_pages", "overflow_pages", "largest")}
+    return RankState(
+        state=_state(plain["state"]),
+        rooms=None if plain["rooms"] is None else Rooms(**plain["rooms"]),
+        ready=[_movable(item) for item in plain["ready"]],
+        running=[_movable(item) for item in plain["running"]],
+        **numbers,
+    )
+
+
+def _movable(plain: Record) -> Movable:
+    return Movable(sequence=_sequence(plain["sequence"]), tokens=plain["tokens"], pages=plain["pages"])

@@ -1,0 +1,145 @@
+"""Owns the queued sequences of a rank in the order of its policy, and the views from which decisions are made.
+
+A view costs nothing to make, however long the queue. Which sequences leave the queue, and when, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Sequence as Seq
+from itertools import islice
+from typing import Protocol, overload, runtime_checkable
+
+from sgl_batch.core.order.fifo import Fifo
+from sgl_batch.core.order.interface import Budgets, OrderPolicy
+from sgl_batch.core.sequence import Sequence
+
+_UNBOUNDED = Budgets(tokens=1 << 62, pages=1 << 62)
+
+
+class SequencesView(Seq[Sequence]):
+    """Sequences of a mapping, in its order, as they are when looked at."""
+
+    __slots__ = ("_by_id",)
+
+    def __init__(self, by_id: Mapping[str, Sequence]) -> None:
+        self._by_id = by_id
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_id.values())
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sequence]: ...
+
+    def __getitem__(self, index: int | slice) -> Sequence | list[Sequence]:
+        return _item(self, index)
+
+
+def _item(view: Seq[Sequence], index: int | slice) -> Sequence | list[Sequence]:
+    """An item or a head of a view, without a copy of the rest."""
+    if isinstance(index, slice) and (index.step or 1) > 0:
+        return list(islice(view, *index.indices(len(view))))
+    return list(view)[index]
+
+
+@runtime_checkable
+class KnowsPrompts(Protocol):
+    """A view that finds the sequences of a prompt group without a look at the others."""
+
+    def of_prompt(self, group: str) -> list[Sequence]:
+        """The sequences of a prompt group, in order of arrival."""
+
+
+def of_prompt(queued: Seq[Sequence], group: str) -> list[Sequence]:
+    """The queued sequences of a prompt group, in order."""
+    if isinstance(queued, KnowsPrompts):
+        return queued.of_prompt(group)
+    return [sequence for sequence in queued if sequence.prompt_group == group]
+
+
+class SequenceQueue:
+    """Queued sequences by id, those of each prompt group, and their order."""
+
+    def __init__(self, order: OrderPolicy | None = None) -> None:
+        self.order: OrderPolicy = Fifo() if order is None else order
+        self._by_id: dict[str, Sequence] = {}
+        self._by_prompt: dict[str, dict[str, Sequence]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __getitem__(self, sequence_id: str) -> Sequence:
+        return self._by_id[sequence_id]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_id.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """Take in a sequence that arrives after all others."""
+        self._by_id[sequence.sequence_id] = sequence
+        if sequence.prompt_group is not None:
+            self._by_prompt.setdefault(sequence.prompt_group, {})[sequence.sequence_id] = sequence
+        self.order.offer((sequence,))
+
+    def remove(self, sequence_id: str) -> Sequence:
+        """Take a sequence out."""
+        sequence = self._by_id.pop(sequence_id)
+        self.order.drop(sequence_id)
+        group = sequence.prompt_group
+        if group is not None:
+            del self._by_prompt[group][sequence_id]
+            if not self._by_prompt[group]:
+                del self._by_prompt[group]
+        return sequence
+
+    def replace(self, sequences: Iterable[Sequence]) -> None:
+        """Hold these sequences, in order of arrival, in place of all that are here."""
+        for name in list(self._by_id):
+            self.remove(name)
+        for sequence in sequences:
+            self.add(sequence)
+
+    def of_prompt(self, group: str) -> list[Sequence]:
+        """The sequences of a prompt group, in order of arrival."""
+        return list(self._by_prompt.get(group, {}).values())
+
+    def view(self, without: Set[str] = frozenset(), budgets: Budgets = _UNBOUNDED) -> QueueView:
+        """The queue in the order of its policy, without the sequences of some prompt groups."""
+        return QueueView(self, without, budgets)
+
+
+class QueueView(Seq[Sequence]):
+    """A queue as it is when looked at."""
+
+    __slots__ = ("_budgets", "_left_out", "_queue")
+
+    def __init__(self, queue: SequenceQueue, left_out: Set[str], budgets: Budgets) -> None:
+        self._queue, self._left_out, self._budgets = queue, left_out, budgets
+
+    def __len__(self) -> int:
+        return len(self._queue) - sum(len(self._queue.of_prompt(group)) for group in self._left_out)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        taken = (sequence for sequence, _ in self._queue.order.take(self._budgets))
+        if not self._left_out:
+            return taken
+        return (sequence for sequence in taken if sequence.prompt_group not in self._left_out)
+
+    def of_prompt(self, group: str) -> list[Sequence]:
+        """The sequences of a prompt group, in order of arrival."""
+        return self._queue.of_prompt(group)
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sequence]: ...
+
+    def __getitem__(self, index: int | slice) -> Sequence | list[Sequence]:
+        return _item(self, index)

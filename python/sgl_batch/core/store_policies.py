@@ -1,0 +1,200 @@
+"""Decides at a boundary where KV lies, where it can wait in the host store: inclusive, exclusive or streamed decode.
+
+Which sequences keep pages of the device is decided in `residency`, which form pays for decode in `decode_streaming`.
+"""
+
+from __future__ import annotations
+
+from itertools import islice, takewhile
+
+from sgl_batch.core.actions import (
+    Action,
+    Actions,
+    BeginInterval,
+    Evict,
+    Extend,
+    Idle,
+    Join,
+    Prefill,
+    Refill,
+    Restore,
+    StreamDecode,
+    Suspend,
+    Sync,
+)
+from sgl_batch.core.admission import Admission
+from sgl_batch.core.decode_streaming import StreamingChoice
+from sgl_batch.core.exclusive import Rooms, stays_on_device
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_boundary import State
+from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.residency import Residency, decide_residency, pages_to_run
+
+_IDLE: Actions = (Sync(wait=True), Idle())
+
+
+def _residency(state: State, kv: KVState, plan: Plan) -> Residency:
+    return decide_residency(
+        kv.runners(),
+        state.ready,
+        kv.device,
+        plan,
+        prompts=kv.prompts,
+        pages_of=kv.pages_of,
+        restoring=state.returning,
+    )
+
+
+def _leaving(turn: Residency) -> list[Action]:
+    """The actions that take pages of the device from sequences, and give the runners theirs."""
+    actions: list[Action] = [Sync()]
+    if turn.suspend:
+        actions.append(Suspend(sequences=turn.suspend, why="pages of the device lack"))
+    if turn.evict:
+        actions.append(Evict(sequences=turn.evict))
+    if turn.extend:
+        actions.append(Extend(pages=turn.extend))
+    return actions
+
+
+class Inclusive:
+    """All KV is written to the store, as soon as a page is full: suspending a sequence copies no more than its last."""
+
+    name = "inclusive"
+    is_local = True
+
+    def rooms(self, state: State, kv: KVState, plan: Plan) -> None:
+        """Every prompt goes to the store, whose account admission keeps."""
+
+    def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
+        return Prefill(units=units)
+
+    def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
+        turn = _residency(state, kv, plan)
+        returning = state.returning + len(turn.restore)
+        runs = state.running > len(turn.suspend)
+        if not (runs or returning):
+            return _IDLE
+        actions = _leaving(turn)
+        if turn.restore:
+            actions.append(Restore(pages=turn.restore))
+        if returning and not (runs or others_run):
+            actions.append(Join(wait=True))
+        return (*actions, BeginInterval())
+
+    def movable(
+        self, ready: list[Movable], running: list[Movable], kv: KVState, plan: Plan
+    ) -> tuple[list[Movable], list[Movable]]:
+        return ready, running
+
+
+class Exclusive:
+    """A page of KV lies on the device or in the store, and all pages of a sequence move together."""
+
+    name = "exclusive"
+    is_local = True
+
+    def rooms(self, state: State, kv: KVState, plan: Plan) -> Rooms:
+        on_device = sum(1 for _ in takewhile(lambda s: kv.device.holds(s.sequence_id), state.ready))
+        grow = sum(pages_to_run(s, kv.device, plan) - kv.device.held(s.sequence_id) for s in kv.runners())
+        room = max(0, kv.device.free_pages - grow)
+        return Rooms(device=None if on_device < len(state.ready) else room, store=kv.store_free)
+
+    def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
+        if not stays_on_device(units, self.rooms(state, kv, plan), kv.admission, plan):
+            return Prefill(units=units)
+        return Prefill(units=units, on_device=tuple(pages_to_run(unit.leader, kv.device, plan) for unit in units))
+
+    def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
+        """Sequences that are to leave may need pages of the store that are free when those on their way have come."""
+        turn = _residency(state, kv, plan)
+        leave = sum(pages_for(s.kv_tokens, plan.page_size) for s in (*turn.suspend, *turn.evict))
+        if state.returning and leave > kv.store_free:
+            return (Join(wait=True),)
+        stayed = [(s, pages) for s, pages in turn.restore if kv.device.holds(s.sequence_id)]
+        away = turn.restore[len(stayed) :]
+        returning, runs = state.returning + len(away), state.running + len(stayed) > len(turn.suspend)
+        if not (runs or returning):
+            return _IDLE
+        actions = _leaving(turn)
+        if stayed:
+            actions += [Extend(pages=tuple(stayed)), Refill(sequences=tuple(s for s, _ in stayed))]
+        if away:
+            actions.append(Restore(pages=away))
+        if returning and not (runs or others_run):
+            actions.append(Join(wait=True))
+        return (*actions, BeginInterval())
+
+    def movable(
+        self, ready: list[Movable], running: list[Movable], kv: KVState, plan: Plan
+    ) -> tuple[list[Movable], list[Movable]]:
+        """Those in the store, and of the runners as many as have room there; the others stay."""
+        free, leaving = kv.store_free, []
+        for item in sorted(running, key=lambda item: item.tokens):
+            free -= pages_for(item.tokens, plan.page_size)
+            if free >= 0:
+                leaving.append(item)
+        return [item for item in ready if not kv.device.holds(item.sequence.sequence_id)], leaving
+
+
+class Streamed:
+    """Decode steps bring their KV from the inclusive store by layer and sub-batch: always, or where `choice` says so.
+
+    The group is as large as the store then, and nothing that runs holds pages of the device (BatchGen 5.3).
+    """
+
+    is_local = True
+
+    def __init__(self, choice: StreamingChoice | None = None) -> None:
+        self.name = "streamed" if choice is None else "streamed by choice"
+        self._choice, self._resident = choice, Inclusive()
+        self._noted = -1
+
+    def rooms(self, state: State, kv: KVState, plan: Plan) -> None:
+        """As in any inclusive store."""
+
+    def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
+        return Prefill(units=units)
+
+    def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
+        streams = self._wanted(state, kv)
+        if streams != kv.streams:
+            if state.returning:
+                return (Join(wait=True),)
+            runners = tuple(kv.runners())
+            why = "its KV is streamed from now on" if streams else "its KV is no longer streamed"
+            suspend = (Suspend(sequences=runners, why=why),) if runners else ()
+            return (*suspend, StreamDecode(on=streams))
+        if not streams:
+            return self._resident.at_boundary(state, kv, plan, others_run=others_run)
+        if kv.choices:
+            return self._bring_choices(kv, plan)
+        joining = tuple(islice(state.ready, max(0, plan.decode.b_moe - state.running)))
+        if not (joining or state.running):
+            return _IDLE
+        refill = (Refill(sequences=joining),) if joining else ()
+        return (Sync(), *refill, BeginInterval())
+
+    def _wanted(self, state: State, kv: KVState) -> bool:
+        """Whether the coming interval is streamed, from what earlier ones have measured."""
+        if self._choice is None:
+            return kv.streams
+        interval, alive = kv.interval, state.running + len(state.ready)
+        if interval.rows and interval.number > self._noted:
+            self._noted = interval.number
+            self._choice.note(interval.alive, streamed=kv.streams, rows=interval.rows, seconds=interval.seconds)
+        fits = kv.admission.reserved_pages <= kv.device.total_pages
+        return self._choice.choose(alive, fits=fits)
+
+    @staticmethod
+    def _bring_choices(kv: KVState, plan: Plan) -> Actions:
+        """Choices compute their prompt's last token in pages of the device, which no runner holds."""
+        turn = decide_residency([], kv.choices, kv.device, plan, prompts=kv.prompts, pages_of=kv.pages_of)
+        return (Sync(), Restore(pages=turn.restore), Join(wait=True))
+
+    def movable(
+        self, ready: list[Movable], running: list[Movable], kv: KVState, plan: Plan
+    ) -> tuple[list[Movable], list[Movable]]:
+        return ready, running

@@ -1,0 +1,91 @@
+"""Owns KV that lies on the device alone: a sequence holds from its admission on all pages that it can need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from sgl_batch.core.admission import Admission, reserve
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.plan import Plan
+from sgl_batch.managers.kv_form import Arrived, RankView
+from sgl_batch.managers.prompt_sharing import PromptSharing
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.sglang_adapter.scheduling import retract
+
+
+def device_ledger(scheduler: Any) -> PageLedger:
+    """An empty account of the pages of the scheduler's pool."""
+    size = scheduler.page_size
+    return PageLedger(scheduler.token_to_kv_pool_allocator.size // size, size)
+
+
+class DeviceKV:
+    """A `KVForm`. Pages of prompts belong to the last sequence that holds them."""
+
+    returning: Seq[Any] = ()
+
+    def __init__(self, scheduler: Any, counters: Counters) -> None:
+        self._scheduler = scheduler
+        self.device = self.admission = device_ledger(scheduler)
+        self.sharing = PromptSharing(scheduler, counters, self._free_pages)
+
+    def _free_pages(self, pages: list[int]) -> None:
+        slots = torch.tensor(pages, device=self._scheduler.device) * self.device.page_size
+        self._scheduler.token_to_kv_pool_allocator.free(slots)
+
+    def state(self, view: RankView) -> KVState:
+        return KVState(device=self.device, admission=self.admission, runners=view.runners, foresee=view.foresee)
+
+    def claim(self, unit: Admission, leader: Any, plan: Plan) -> None:
+        hold = self.sharing.claim(unit, leader, plan)
+        reserve(unit, self.admission, held=len(hold.pages), new=len(hold.own))
+
+    def prefill(self, requests: list[Any], pages: Seq[int] | None, make_batch: Callable[[], Any]) -> Any:
+        batch = make_batch()
+        self.sharing.settle(requests)
+        return batch
+
+    def fork(self, leader: Any, follower: Any) -> bool:
+        self.sharing.fork(leader, [follower])
+        return True
+
+    def end_pass(self, batch: Any) -> None:
+        """Nothing was copied beside it."""
+
+    def settle(self, batch: Any, requests: list[Any]) -> None:
+        """It lies where the pass has written it."""
+
+    def to_store(self, requests: list[Any]) -> None:
+        raise AssertionError("there is no store, and nothing was decided to go there")
+
+    def restore(self, request: Any) -> None:
+        raise AssertionError("there is no store, and nothing was decided to come back from it")
+
+    def arrived(self, *, wait: bool) -> Arrived:
+        return Arrived()
+
+    def prepare_to_run(self, requests: list[Any]) -> None:
+        """They decode over the pages in which their prompts lie."""
+
+    def step(self, running: Any, plan: Plan) -> None:
+        running.prepare_for_decode()
+
+    def stream(self, *, on: bool) -> None:
+        raise AssertionError("there is no store to stream from")
+
+    def give_up(self, request: Any) -> None:
+        retract(self._scheduler, request)
+
+    def forget(self, name: str) -> None:
+        """Its request has freed its pages, and the account its reservation."""
+
+    def sync(self, *, wait: bool) -> None:
+        """Nothing goes on in the background."""
+
+    def counts(self) -> dict[str, int]:
+        return {}

@@ -1,0 +1,31 @@
+"""Owns which form of KV a rank has, by its configuration, and the policy in core that decides for that form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_batch.core.decode_streaming import StreamingChoice
+from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy
+from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
+from sgl_batch.managers.device_kv import DeviceKV
+from sgl_batch.managers.exclusive_kv import ExclusiveKV
+from sgl_batch.managers.kv_form import KVForm
+from sgl_batch.managers.kv_tiers import KVTiers
+from sgl_batch.managers.run_context import RunContext
+from sgl_batch.managers.store_kv import StoreKV
+from sgl_batch.managers.streamed_kv import StreamedKV
+
+
+def kv_form(scheduler: Any, context: RunContext, tiers: KVTiers | None) -> tuple[KVForm, KVPolicy]:
+    """The form and its policy; `tiers` where there is a host store. Made after the scheduler's pools."""
+    counters, decode_kv = context.counters, context.config.memory.decode_kv
+    if tiers is None:
+        return DeviceKV(scheduler, counters), DeviceOnly()
+    store = StoreKV(scheduler, counters, tiers)
+    if tiers.stored.exclusive:
+        return ExclusiveKV(store, counters), Exclusive()
+    if decode_kv == "streamed":
+        return StreamedKV(scheduler, counters, store, streams=True), Streamed()
+    if decode_kv == "auto" and context.place is None and scheduler.device == "cpu":
+        return StreamedKV(scheduler, counters, store, streams=False), Streamed(StreamingChoice())
+    return store, Inclusive()
