@@ -6,7 +6,9 @@ import getpass
 import json
 import os
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,17 @@ def wait_for(process: subprocess.Popen[str], output: Path, num_lines: int) -> No
         time.sleep(0.02)
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A directory of temporary files with a name that leaves room for those of sockets."""
+    with tempfile.TemporaryDirectory(prefix="kept-") as name:
+        yield Path(name)
+
+
 def test_a_killed_run_keeps_what_waits_for_a_slow_line_and_leaves_nothing_behind(
-    repo_root: Path, tmp_path: Path
+    repo_root: Path, tmp_path: Path, temporary: Path
 ) -> None:
-    source, output, temporary = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "t"
-    temporary.mkdir()
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     environment = {**os.environ, "TMPDIR": str(temporary)}
     flags = ("--progress", "off", "--b-moe-decode", "32")

@@ -29,7 +29,7 @@ def server(start_server: Callable[..., Server], tmp_path_factory: pytest.TempPat
     before = os.umask(0o022)
     jobs.mkdir(mode=0o755)
     (jobs / "jobs.sqlite").touch(mode=0o644)
-    yield start_server(jobs_dir=jobs)
+    yield start_server("--allow-unauthenticated-control", jobs_dir=jobs)
     os.umask(before)
 
 

@@ -92,7 +92,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--max-line-bytes",
         default=DEFAULT_MAX_LINE_BYTES,
         metavar="BYTES",
-        help=f"a job with a longer request line is refused; {HOW_TO_WRITE} (default: %(default)s)",
+        help="a job with a longer request line is refused; as --max-file-bytes (default: %(default)s)",
     )
     group.add_argument(
         "--allow-unauthenticated",
@@ -102,9 +102,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-unauthenticated-control",
         action="store_true",
-        help="without an admin key, let whoever may send requests control the engine too: read and replace its weights "
-        "(from files, tensors or a trainer), pause it, abort all requests, flush its cache, profile it and dump "
-        "requests to files, all with the rights of the server's user",
+        help="without an admin key, let all users control the engine too: replace its weights (from files, tensors or a "
+        "trainer), pause it, abort all, flush, profile, and dump requests to files, as the server's user",
     )
     group.add_argument("--open-metrics", action="store_true", help="answer /metrics without a key, for scrapers")
     add_key_file_flags(group)

@@ -25,8 +25,7 @@ def add_key_file_flags(group: Any) -> None:
         group.add_argument(
             f"{flag}-file",
             metavar="FILE",
-            help=f"a file with {_WHAT[name]}, in place of {flag}, which everybody on the machine sees; without either, "
-            f"{variable} of the environment is taken",
+            help=f"a file with {_WHAT[name]}; else {flag}, which ps shows to all, or {variable} of the environment",
         )
 
 

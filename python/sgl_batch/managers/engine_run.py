@@ -29,7 +29,7 @@ from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.cuda_graphs import CudaGraphs, Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
-from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned, remove_tree
+from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
@@ -69,7 +69,7 @@ class EngineRun:
 
     @classmethod
     def begin(cls, config: BatchConfig, start_method: str, directory: Path | None = None) -> EngineRun:
-        """A run in `directory`, which is this run's and closed to other users, or in a new one.
+        """A run in `directory`, which is closed to other users, or in a new one.
 
         Directories of runs that were killed are removed. Raises ConfigError where the directory's name leaves no room
         for those of sockets.
@@ -90,11 +90,9 @@ class EngineRun:
         return run
 
     def end(self) -> None:
-        """The processes have ended."""
+        """The processes have ended. A directory that was given is left to its owner, who may be told of the end there."""
         if self.owned is not None:
             self.owned.remove()
-        else:
-            remove_tree(self.directory)
 
     @property
     def failure(self) -> str | None:

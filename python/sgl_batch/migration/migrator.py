@@ -50,6 +50,23 @@ class Migrator:
             self._hand_out(peer, message)
         return self._raise_failures(self._conclude(new))
 
+    def resume(self) -> Report:
+        """Wait once more for messages that resolve what is in doubt; otherwise as `run`."""
+        held = list(self._lots.values())
+        for lot in held:
+            lot.gave_up = False
+        return self._raise_failures(self._conclude(held))
+
+    def peer_died(self, rank: int) -> Report:
+        """Resolve what is in doubt with a rank whose process is known to have ended. Never on a mere suspicion.
+
+        Returns the report with its failures: the caller knows of them.
+        """
+        held = [lot for lot in self._lots.values() if lot.peer == rank]
+        for lot in held:
+            lot.fail(PeerLost(rank, awaiting=lot.awaiting, seconds=0))
+        return self._report(held)
+
     def _open(self, boundary: int, moves: Sequence[Move]) -> list[Lot]:
         rank, ends = self._ends.channel.rank, self._ends
         names: dict[LotId, list[str]] = {}
