@@ -66,7 +66,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--jobs-dir",
         default=DEFAULT_JOBS_DIR,
         metavar="DIR",
-        help="directory of files and jobs, which go on where they were after a restart (default: %(default)s)",
+        help="directory of files and jobs, which go on after a restart (default: %(default)s)",
     )
     group.add_argument(
         "--max-in-flight",
@@ -102,8 +102,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-unauthenticated-control",
         action="store_true",
-        help="without an admin key, let all users control the engine too: replace its weights (from files, tensors or a "
-        "trainer), pause it, abort all, flush, profile, and dump requests to files, as the server's user",
+        help="without an admin key, let all users control the engine too: replace its weights (from files, tensors or "
+        "a trainer), pause it, abort all, flush, profile, and dump requests to files, as the server's user",
     )
     group.add_argument("--open-metrics", action="store_true", help="answer /metrics without a key, for scrapers")
     add_key_file_flags(group)

@@ -90,7 +90,7 @@ class EngineRun:
         return run
 
     def end(self) -> None:
-        """The processes have ended. A directory that was given is left to its owner, who may be told of the end there."""
+        """The processes have ended. A directory that was given is left to its owner, who is told of the end there."""
         if self.owned is not None:
             self.owned.remove()
 
