@@ -25,9 +25,13 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Run what `spec` describes; a lone rank on the cores that it names."""
     if spec["cores"] is not None:
         os.sched_setaffinity(0, spec["cores"])
-    import sgl_batch
+    from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
 
-    engine = sgl_batch.Engine(model_path=spec["model"], log_level="error", **spec["engine"])
+    # What every process of the engine imports is imported once, here.
+    with template(spec["engine"].get("device")) as can_fork:
+        from sgl_batch import Engine
+    method = FORK if can_fork else SPAWN
+    engine = Engine(model_path=spec["model"], log_level="error", start_method=method, **spec["engine"])
     atexit.register(engine.shutdown)  # after the result is written: a stop that hangs costs no finished measurement
     return {**engine.loop.run_until_complete(_run(engine, spec["prompts"], spec["output_lens"])), **_cores_of_ranks()}
 

@@ -39,7 +39,7 @@ def told(seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def requests(seed: int) -> Requests:
-    return prompts_that_begin_alike(90, random.Random(seed))
+    return prompts_that_begin_alike(60, random.Random(seed))
 
 
 def check_counts(counts: dict[str, int], unshared: dict[str, int]) -> None:
