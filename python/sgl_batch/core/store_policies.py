@@ -15,6 +15,7 @@ from sgl_batch.core.actions import (
     Extend,
     Idle,
     Join,
+    PagesOf,
     Prefill,
     Refill,
     Restore,
@@ -59,6 +60,15 @@ def _leaving(turn: Residency) -> list[Action]:
     return actions
 
 
+def _coming(actions: list[Action], restore: PagesOf, *, waits: bool) -> Actions:
+    """These actions, then those that bring sequences back; a rank without rows waits for them."""
+    if restore:
+        actions.append(Restore(pages=restore))
+    if waits:
+        actions.append(Join(wait=True))
+    return (*actions, BeginInterval())
+
+
 class Inclusive:
     """All KV is written to the store, as soon as a page is full: suspending a sequence copies no more than its last."""
 
@@ -77,12 +87,7 @@ class Inclusive:
         runs = state.running > len(turn.suspend)
         if not (runs or returning):
             return _IDLE
-        actions = _leaving(turn)
-        if turn.restore:
-            actions.append(Restore(pages=turn.restore))
-        if returning and not (runs or others_run):
-            actions.append(Join(wait=True))
-        return (*actions, BeginInterval())
+        return _coming(_leaving(turn), turn.restore, waits=returning > 0 and not (runs or others_run))
 
     def movable(
         self, ready: list[Movable], running: list[Movable], kv: KVState, plan: Plan
@@ -121,11 +126,7 @@ class Exclusive:
         actions = _leaving(turn)
         if stayed:
             actions += [Extend(pages=tuple(stayed)), Refill(sequences=tuple(s for s, _ in stayed))]
-        if away:
-            actions.append(Restore(pages=away))
-        if returning and not (runs or others_run):
-            actions.append(Join(wait=True))
-        return (*actions, BeginInterval())
+        return _coming(actions, away, waits=returning > 0 and not (runs or others_run))
 
     def movable(
         self, ready: list[Movable], running: list[Movable], kv: KVState, plan: Plan
