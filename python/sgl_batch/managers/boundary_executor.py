@@ -7,7 +7,7 @@ how it moves, is the affair of a `KVForm`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -133,21 +133,23 @@ class BoundaryExecutor:
         return running
 
     def _decide(self, running: Any) -> Actions:
-        state, kv, plan = self.state(running), self.kv_state(running), self.plan
-        if not self._trace.is_open:
-            return decide.decide(state, kv, plan, self._policy)
-        observed = Observed(state, kv)
-        actions = decide.decide(observed.state, observed.kv, plan, self._policy)
-        self._trace.write_decision(observed.record(plan, self._policy.name, actions))
-        return actions
+        plan, policy = self.plan, self._policy
+        return self._recorded(running, lambda state, kv: decide.decide(state, kv, plan, policy))
 
     def _decide_boundary(self, running: Any, *, others_run: bool) -> Actions:
-        observed = Observed(self.state(running), self.kv_state(running))
-        actions = self._policy.at_boundary(observed.state, observed.kv, self.plan, others_run=others_run)
-        if self._trace.is_open:
-            self._trace.write_decision(
-                observed.record(self.plan, self._policy.name, actions, at_boundary=True, others_run=others_run)
-            )
+        def make(state: State, kv: KVState) -> Actions:
+            return self._policy.at_boundary(state, kv, self.plan, others_run=others_run)
+
+        return self._recorded(running, make, at_boundary=True, others_run=others_run)
+
+    def _recorded(self, running: Any, make: Callable[[State, KVState], Actions], **how: bool) -> Actions:
+        """The decision that `make` comes to, written to the trace where there is one."""
+        state, kv = self.state(running), self.kv_state(running)
+        if not self._trace.is_open:
+            return make(state, kv)
+        observed = Observed(state, kv)
+        actions = make(observed.state, observed.kv)
+        self._trace.write_decision(observed.record(self.plan, self._policy.name, actions, **how))
         return actions
 
     def _do(self, action: Action, running: Any, boundary_began: float) -> Any:

@@ -38,7 +38,12 @@ class ExclusiveKV:
         return self._store.returning
 
     def state(self, view: RankView) -> KVState:
-        return replace(self._store.state(view), admission=self.admission, foresee=lambda _: None)
+        return replace(
+            self._store.state(view),
+            admission=self.admission,
+            foresee=lambda _: None,
+            store_free=self._store.tiers.stored.free,
+        )
 
     def claim(self, unit: Admission, leader: Any, plan: Plan) -> None:
         reserve(unit, self.admission, held=0, new=0)

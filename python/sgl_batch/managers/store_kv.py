@@ -56,7 +56,6 @@ class StoreKV:
             prompts=self._prompts,
             pages_of=self.sharing.pages_of,
             choices=view.choices,
-            store_free=self.tiers.stored.free,
             arrived=bool(self._ready) or (bool(self._returning) and self._returning[0].ticket.done),
             interval=view.interval,
         )
