@@ -38,7 +38,8 @@ class KVState:
     `foresee` notes of sequences that are to be prefilled in this order what their prompts share.
     `prompts`: pages of prompts on the device that several sequences may hold, `pages_of` those of a sequence's prompt.
     `choices`: waiting sequences whose last prompt token is to be computed. `store_free`: pages of an
-    exclusive store that this rank can take. `arrived`: whether sequences whose KV was on its way to the device can join the decode group now.
+    exclusive store that this rank can take. `arrived`: whether sequences whose KV was on its way to the device can join
+    the decode group now.
     `streams`: whether decode steps find their KV in the store.
     """
 
