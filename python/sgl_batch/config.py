@@ -109,6 +109,12 @@ class ScheduleConfig:
         "long as a sequence that has them is alive (--no-share-prefixes computes each prompt whole; choices of one "
         "request, n > 1, share it either way)",
     )
+    mix_prefill: int = _flag(
+        0,
+        "prompt tokens that a decode step takes along, in the same forward pass: prompts are computed in chunks beside "
+        "the decode rows instead of stopping them (0: prompts are computed in groups of their own)",
+        minimum=0,
+    )
     overlap: str = _flag(
         "auto",
         "when the results of a decode step are processed: on, while the device computes the next one (several ranks, "
@@ -233,6 +239,7 @@ class BatchConfig:
         for owner in self._owners():
             for field in dataclasses.fields(owner):
                 _check_value(field, getattr(owner, field.name))
+        self._check_mixing()
         forward = self.forward
         for phase in ("prefill", "decode"):
             b_attn, b_moe = getattr(forward, f"b_attn_{phase}"), getattr(forward, f"b_moe_{phase}")
@@ -241,6 +248,24 @@ class BatchConfig:
                     f"b_attn_{phase} is {b_attn}, more than b_moe_{phase} ({b_moe}): a sub-batch cannot be larger "
                     f"than its group; lower b_attn_{phase} or raise b_moe_{phase}"
                 )
+
+    def _check_mixing(self) -> None:
+        tokens, most = self.schedule.mix_prefill, self.forward.b_moe_prefill
+        if tokens > most:
+            raise ConfigError(
+                f"mix_prefill is {tokens}, more than b_moe_prefill ({most}), the tokens of a prefill group: lower "
+                "mix_prefill, or raise b_moe_prefill"
+            )
+        if tokens and not self.forward.accumulate:
+            raise ConfigError(
+                f"mix_prefill is {tokens}, and experts are called once for each sub-batch: decode rows and prompts "
+                "have their experts in common only with accumulation; leave out no_accumulate or mix_prefill"
+            )
+        if tokens and self.schedule.overlap == "on":
+            raise ConfigError(
+                f"mix_prefill is {tokens} and overlap is on: what a step takes along follows from the results of the "
+                "step before it; leave out overlap or mix_prefill"
+            )
 
     def _owners(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))

@@ -15,6 +15,18 @@ PagesOf = tuple[tuple[Sequence, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens [start, start + tokens) of a sequence's prompt, which one forward pass computes.
+
+    `start` is a whole number of pages; so is the end, unless it is the prompt's.
+    """
+
+    sequence: Sequence
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
     """Complete the copies to the store that have ended; all of them, where `wait`."""
 
@@ -78,10 +90,14 @@ class BeginInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Prefill these units as one group. `on_device`: pages of the device that each leader keeps, where they stay."""
+    """Prefill these units as one group. `on_device`: pages of the device that each leader keeps, where they stay.
+
+    `rest`: what is left of a prompt that decode steps have begun; it is computed first.
+    """
 
     units: tuple[Admission, ...]
     on_device: tuple[int, ...] | None = None
+    rest: Chunk | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +109,14 @@ class PrefillChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Run one decode step of the running group."""
+    """Run one decode step of `decode` (None: all of the running group), and these chunks in the same forward pass.
+
+    `on_device`: as in Prefill, of those sequences whose first chunk this is.
+    """
+
+    prefill: tuple[Chunk, ...] = ()
+    decode: tuple[Sequence, ...] | None = None
+    on_device: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

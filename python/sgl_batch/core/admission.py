@@ -83,21 +83,21 @@ def member_pages(unit: Admission, ledger: PageLedger) -> list[int]:
 
 
 def select_prefill_group(
-    units: Iterable[Admission], ledger: PageLedger, *, b_moe: int, free_slots: int
+    units: Iterable[Admission], ledger: PageLedger, *, b_moe: int, free_slots: int, taken: int = 0
 ) -> list[Admission]:
     """Take units from the head while the tokens they compute fit `b_moe` and pages and slots suffice.
 
-    A prompt longer than `b_moe` makes a group of its own. A head that does not fit now blocks those behind
-    it, so that nobody starves. A unit too large to fit even an empty device is taken without its followers,
-    who then queue for themselves, next.
+    A prompt longer than `b_moe` makes a group of its own. `taken`: tokens that the group has already. A head that does
+    not fit now blocks those behind it, so that nobody starves. A unit too large to fit even an empty device is taken
+    without its followers, who then queue for themselves, next.
     """
     chosen: list[Admission] = []
     needs: list[int] = []
-    tokens, slots = 0, free_slots
+    tokens, slots = taken, free_slots
     for whole in units:
         cut = unit_pages(whole, ledger) > ledger.limit(max(member_pages(whole, ledger)))
         unit = Admission(leader=whole.leader) if cut else whole
-        full = chosen and tokens + unit.leader.prefill_rows > b_moe
+        full = tokens and tokens + unit.leader.prefill_rows > b_moe
         needs += member_pages(unit, ledger)
         if full or not ledger.fits(*needs) or len(unit.members) > slots:
             break

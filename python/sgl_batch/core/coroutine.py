@@ -28,6 +28,7 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.PREFILLING, Event.YIELD_PREFILLED): Status.READY,
     (Status.PREFILLING, Event.FINISH): Status.FINISHED,
     (Status.PREFILLING, Event.ABORT): Status.ABORTED,
+    (Status.PREFILLING, Event.RETRACT): Status.QUEUED,
     (Status.READY, Event.COMBINE_DECODE): Status.RUNNING,
     (Status.RUNNING, Event.SUSPEND): Status.SUSPENDED,
     (Status.SUSPENDED, Event.COMBINE_DECODE): Status.RUNNING,

@@ -6,8 +6,11 @@ modelled time.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sgl_batch.core.actions import Actions, Join, PrefillChoices, Step
 from sgl_batch.core.admission import group_by_prompt
+from sgl_batch.core.compose import StepView, step_policy
 from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State, boundary_due, prefill_units, prefill_wanted
@@ -21,13 +24,19 @@ def decide(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Actions:
     if state.forked:
         return (PrefillChoices(most=plan.prefill.b_moe),)
     if not boundary_due(state, plan):
-        return (Step(),)
+        return (compose(state, kv, plan, policy),)
     if prefill_wanted(state, plan):
         foresee(state, kv)
         units = prefill_units(state, plan, kv.admission, policy.rooms(state, kv, plan))
-        if units:
-            return (policy.prefill(tuple(units), state, kv, plan),)
-    return policy.at_boundary(state, kv, plan)
+        if units or state.begun is not None:
+            return (replace(policy.prefill(tuple(units), state, kv, plan), rest=state.rest),)
+    actions = policy.at_boundary(state, kv, plan)
+    return (*actions[:-1], compose(state, kv, plan, policy)) if isinstance(actions[-1], Step) else actions
+
+
+def compose(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Step:
+    """What the next forward pass between boundaries consists of."""
+    return step_policy(plan).compose(StepView(state=state, kv=kv, plan=plan), policy)
 
 
 def foresee(state: State, kv: KVState) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from sgl_batch.core.actions import Actions, Join, PrefillChoices, Step
+from sgl_batch.core.actions import Actions, Chunk, Join, PrefillChoices, Step
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.plan import Plan
@@ -18,8 +18,8 @@ from sgl_batch.core.rank_agreement import GroupDecision, Migration, Movable, Ran
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.core.sequence_queue import of_prompt
 
-VERSION = 1
-COUNTS = ("running", "steps", "slots", "free_slots", "filling", "changed", "returning", "forked")
+VERSION = 2
+COUNTS = ("running", "steps", "slots", "free_slots", "filling", "changed", "returning", "forked", "queued_tokens")
 
 Plain = dict[str, Any]
 
@@ -67,17 +67,21 @@ class Observed:
         return self._runners
 
     def record(
-        self, plan: Plan, policy: str, actions: Actions, *, at_boundary: bool = False, others_run: bool = False
+        self, plan: Plan, policy: str, actions: Actions, *, decision: str = "next", others_run: bool = False
     ) -> Plain:
-        """The decision as plain data. `at_boundary`: one that a rank makes for itself, once none prefills."""
-        counts_alone = not at_boundary and _from_counts_alone(actions)
+        """The decision as plain data. `decision`: what was to be decided.
+
+        That is what comes next; of one of several ranks, what it does at a boundary at which none prefills
+        ("boundary"), or of what its part in a step consists ("step").
+        """
+        counts_alone = decision != "boundary" and not plan.mix_prefill and _from_counts_alone(actions)
         return {
             "version": VERSION,
-            "decision": "boundary" if at_boundary else "next",
+            "decision": decision,
             "policy": policy,
             "others_run": others_run,
             "plan": plan.as_dict(),
-            "state": {**counts_of(self.state), "queued": self._queued.rows(), "ready": self._ready.rows()},
+            "state": {**numbers_of(self.state), "queued": self._queued.rows(), "ready": self._ready.rows()},
             "kv": {"arrived": self.kv.arrived} if counts_alone else self._plain_kv(),
             "actions": plain_actions(actions),
         }
@@ -125,9 +129,10 @@ def rows_of(sequences: Iterable[Sequence]) -> list[Plain]:
     return [{**asdict(sequence), "status": sequence.status.value} for sequence in sequences]
 
 
-def counts_of(state: State) -> Plain:
-    """The counts of a state."""
-    return {name: getattr(state, name) for name in COUNTS}
+def numbers_of(state: State) -> Plain:
+    """The counts of a state, and the sequence whose prompt is computed in part."""
+    begun = None if state.begun is None else rows_of([state.begun])[0]
+    return {**{name: getattr(state, name) for name in COUNTS}, "begun": begun}
 
 
 def plain_actions(actions: Iterable[Any]) -> list[Plain]:
@@ -145,6 +150,8 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if hasattr(value, "members"):  # a unit of admission
         return [member.sequence_id for member in value.members]
+    if isinstance(value, Chunk):
+        return {"sequence": value.sequence.sequence_id, "start": value.start, "tokens": value.tokens}
     return value
 
 
@@ -175,7 +182,7 @@ def _plain_rank(rank: RankState) -> Plain:
     state = rank.state
     return {
         "state": {
-            **counts_of(state),
+            **numbers_of(state),
             "queued": {"rows": rows_of(state.queued), "count": len(state.queued)},
             "ready": {"rows": rows_of(state.ready), "count": len(state.ready)},
         },

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from heapq import nsmallest
 
-from sgl_batch.core.actions import Idle, Prefill, Refill, Step
+from sgl_batch.core.actions import Chunk, Idle, Prefill, Refill, Step
 from sgl_batch.core.admission import Admission, group_by_prompt, select_prefill_group
 from sgl_batch.core.exclusive import Rooms, placed
 from sgl_batch.core.page_ledger import PageLedger
@@ -26,7 +26,8 @@ class State:
     `changed`: whether a sequence arrived, was prefilled or finished since the last boundary.
     `slots` is how many sequences the device can hold, `free_slots` how many more it can take now. `returning` counts
     those that neither run nor wait, because their KV is on its way back to the device, `forked` the choices whose
-    leader has computed their prompt.
+    leader has computed their prompt. `begun`: the sequence of whose prompt decode steps have computed a part.
+    `queued_tokens`: of all queued prompts together.
     """
 
     queued: Seq[Sequence]
@@ -39,6 +40,16 @@ class State:
     changed: bool = True
     returning: int = 0
     forked: int = 0
+    queued_tokens: int = 0
+    begun: Sequence | None = None
+
+    @property
+    def rest(self) -> Chunk | None:
+        """What is left of the prompt that decode steps have begun."""
+        if self.begun is None:
+            return None
+        start = self.begun.computed_tokens
+        return Chunk(sequence=self.begun, start=start, tokens=self.begun.kv_tokens - start)
 
 
 BoundaryAction = Prefill | Refill | Step | Idle
@@ -60,7 +71,9 @@ def boundary_due(state: State, plan: Plan) -> bool:
 def decide_at_boundary(state: State, plan: Plan, ledger: PageLedger, rooms: Rooms | None = None) -> BoundaryAction:
     """The action at a boundary, however it came about, where KV lies on the device. Pure."""
     units = prefill_units(state, plan, ledger, rooms)
-    return Prefill(units=tuple(units)) if units else refill_or_go_on(state, plan)
+    if units or (state.begun is not None and prefill_wanted(state, plan)):
+        return Prefill(units=tuple(units), rest=state.rest)
+    return refill_or_go_on(state, plan)
 
 
 def refill_or_go_on(state: State, plan: Plan) -> Refill | Step | Idle:
@@ -82,14 +95,17 @@ def prefill_wanted(state: State, plan: Plan) -> bool:
     """
     resident = state.running + len(state.ready) + state.returning
     target = plan.ready_target if state.filling else plan.refill_watermark * plan.decode.b_moe
-    return bool(state.queued) and resident < max(target, 1)
+    return (bool(state.queued) or state.begun is not None) and resident < max(target, 1)
 
 
 def prefill_units(state: State, plan: Plan, ledger: PageLedger, rooms: Rooms | None = None) -> list[Admission]:
     """Queued units to prefill now. `rooms`: what each tier has for prompts, where a page lies in one of them alone."""
     if not prefill_wanted(state, plan):
         return []
+    rest = state.rest
     units = group_by_prompt(state.queued, most_members=state.slots)
     if rooms is not None:
         units = placed(units, rooms, ledger, plan)
-    return select_prefill_group(units, ledger, b_moe=plan.prefill.b_moe, free_slots=state.free_slots)
+    return select_prefill_group(
+        units, ledger, b_moe=plan.prefill.b_moe, free_slots=state.free_slots, taken=0 if rest is None else rest.tokens
+    )

@@ -19,7 +19,10 @@ class PhasePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All static choices. Sizes are in tokens (prefill, pages, boundary) or sequences (decode, ready)."""
+    """All static choices. Sizes are in tokens (prefill, pages, boundary) or sequences (decode, ready).
+
+    `mix_prefill`: prompt tokens that a decode step may take along; 0: none.
+    """
 
     prefill: PhasePlan
     decode: PhasePlan
@@ -29,6 +32,7 @@ class Plan:
     ready_target: int
     accumulate: bool
     share_prefixes: bool = True
+    mix_prefill: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,6 +56,7 @@ def make_plan(config: BatchConfig, *, page_size: int, max_running: int) -> Plan:
         ready_target=min(b_moe_decode + ahead, max_running),
         accumulate=forward.accumulate,
         share_prefixes=schedule.share_prefixes,
+        mix_prefill=schedule.mix_prefill,
     )
 
 

@@ -181,14 +181,17 @@ def _prefill_phase(ranks: Seq[RankState], actions: list[BoundaryAction], plan: P
         if not units:
             filling = replace(rank.state, filling=True)
             units = tuple(prefill_units(filling, plan, rank.ledger(plan.page_size), rank.rooms))
-        parts.append(Prefill(units=units) if units else Idle())
+        rest = rank.state.rest
+        parts.append(Prefill(units=units, rest=rest) if units or rest else Idle())
     rows = max(_prefill_rows(part) for part in parts)
     calls = num_expert_calls(rows, plan.prefill, plan)
     return GroupDecision(actions=tuple(parts), moves=(), busy=True, prefill=True, expert_calls=calls)
 
 
 def _prefill_rows(action: BoundaryAction) -> int:
-    return sum(unit.leader.prefill_rows for unit in action.units) if isinstance(action, Prefill) else 0
+    if not isinstance(action, Prefill):
+        return 0
+    return sum(unit.leader.prefill_rows for unit in action.units) + (action.rest.tokens if action.rest else 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,7 +247,7 @@ def _load_of(rank: RankState, plan: Plan) -> _Load:
     state = rank.state
     active = state.running + len(state.ready) + state.returning
     return _Load(
-        total=active + len(state.queued),
+        total=active + len(state.queued) + (state.begun is not None),
         movable=[*rank.ready, *sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))],
         free_pages=rank.free_pages,
         free_tokens=None if rank.rooms is None else rank.rooms.store * plan.page_size,
@@ -282,7 +285,7 @@ def _decoding(ranks: Seq[RankState], moves: Seq[Move]) -> list[RankState]:
 
     Without its queue: with room that moves have made it might prefill, and on that the next boundary decides.
     """
-    decoding = [replace(rank, state=replace(rank.state, queued=())) for rank in ranks]
+    decoding = [replace(rank, state=replace(rank.state, queued=(), begun=None)) for rank in ranks]
     for move in moves:
         source, target = decoding[move.source], decoding[move.target]
         item = next(item for item in (*source.ready, *source.running) if item.sequence.sequence_id == move.sequence_id)

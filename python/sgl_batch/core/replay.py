@@ -101,6 +101,8 @@ def _own(record: Record, policies: dict[str, KVPolicy]) -> Any:
     policy = policies.setdefault(name, POLICIES[name]())
     plan = _plan(record["plan"])
     state, kv = _state(record["state"]), _kv(record["kv"], plan.page_size)
+    if record["decision"] == "step":
+        return plain_actions((decide.compose(state, kv, plan, policy),))
     if record["decision"] == "boundary":
         return plain_actions(policy.at_boundary(state, kv, plan, others_run=record["others_run"]))
     return plain_actions(decide.decide(state, kv, plan, policy))
@@ -122,7 +124,8 @@ def _sequence(row: Record) -> Sequence:
 
 def _state(plain: Record) -> State:
     counts = {name: plain[name] for name in COUNTS}
-    return State(queued=_Told(plain["queued"]), ready=_Told(plain["ready"]), **counts)
+    begun = None if plain["begun"] is None else _sequence(plain["begun"])
+    return State(queued=_Told(plain["queued"]), ready=_Told(plain["ready"]), begun=begun, **counts)
 
 
 def _kv(plain: Record, page_size: int) -> KVState:

@@ -28,7 +28,8 @@ class Sequence:
     those that wait for pages of the device, READY and SUSPENDED alike. `computed_tokens`: for how many positions KV has
     been computed, as far as its prefills know; decode steps go on from there. The first `shared_tokens` of the prompt
     are those of a prompt before it, which computes them. `lost_tokens`: for how many positions it had KV when it was
-    retracted; its next prefill computes them again, those behind its prompt too.
+    retracted; its next prefill computes them again, those behind its prompt too. `in_one_pass`: its prompt cannot be
+    computed chunk by chunk.
     """
 
     sequence_id: str
@@ -43,6 +44,7 @@ class Sequence:
     computed_tokens: int = 0
     shared_tokens: int = 0
     lost_tokens: int = 0
+    in_one_pass: bool = False
 
     @property
     def prefill_rows(self) -> int:

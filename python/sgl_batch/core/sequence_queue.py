@@ -64,12 +64,13 @@ def of_prompt(queued: Seq[Sequence], group: str) -> list[Sequence]:
 
 
 class SequenceQueue:
-    """Queued sequences by id, those of each prompt group, and their order."""
+    """Queued sequences by id, those of each prompt group, and their order. `tokens`: of all their prompts."""
 
     def __init__(self, order: OrderPolicy | None = None) -> None:
         self.order: OrderPolicy = Fifo() if order is None else order
         self._by_id: dict[str, Sequence] = {}
         self._by_prompt: dict[str, dict[str, Sequence]] = {}
+        self.tokens = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -83,6 +84,7 @@ class SequenceQueue:
     def add(self, sequence: Sequence) -> None:
         """Take in a sequence that arrives after all others."""
         self._by_id[sequence.sequence_id] = sequence
+        self.tokens += sequence.prompt_tokens
         if sequence.prompt_group is not None:
             self._by_prompt.setdefault(sequence.prompt_group, {})[sequence.sequence_id] = sequence
         self.order.offer((sequence,))
@@ -90,6 +92,7 @@ class SequenceQueue:
     def remove(self, sequence_id: str) -> Sequence:
         """Take a sequence out."""
         sequence = self._by_id.pop(sequence_id)
+        self.tokens -= sequence.prompt_tokens
         self.order.drop(sequence_id)
         group = sequence.prompt_group
         if group is not None:

@@ -7,10 +7,10 @@ how it moves, is the affair of a `KVForm`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from sgl_batch.core import decide
 from sgl_batch.core.actions import (
@@ -30,6 +30,7 @@ from sgl_batch.core.actions import (
     Suspend,
     Sync,
 )
+from sgl_batch.core.admission import Admission
 from sgl_batch.core.coroutine import Event, Transition
 from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.exclusive import Rooms
@@ -42,7 +43,7 @@ from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine
 from sgl_batch.core.rank_agreement import Movable
 from sgl_batch.core.recomputation import prefilled
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import Sequence, Status
 from sgl_batch.core.sequence_queue import SequenceQueue
 from sgl_batch.managers import prompt_groups
 from sgl_batch.managers.interval_clock import IntervalClock
@@ -55,15 +56,21 @@ from sgl_batch.sglang_adapter.moving import without
 from sgl_batch.sglang_adapter.scheduling import (
     decode_batches,
     end_retraction,
+    keep_prefix,
     merge_into,
     prefill_batch,
 )
+
+A = TypeVar("A", bound=Action)
+
+_WHOLE: Mapping[str, int] = {}
 
 
 class BoundaryExecutor:
     """The queue's order, choices that wait for their leader's prompt, and where the rank stands between boundaries.
 
-    `table` has the sequences themselves, `kv` their KV. `paused`: no step is begun; what comes is queued.
+    `table` has the sequences themselves, `kv` their KV. `beside`: a prefill batch that goes through the forward pass of
+    the decode batch that was just given out. `paused`: no step is begun; what comes is queued.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class BoundaryExecutor:
         self._changes_at_boundary = -1
         self._interval = IntervalClock()
         self._boundaries = 0
+        self.beside: Any | None = None
         self.paused = False
 
     # Intake.
@@ -113,7 +121,7 @@ class BoundaryExecutor:
             for action in self._decide(running):
                 match action:
                     case Step():
-                        return self.decode_step(running), running
+                        return self.step(action, running), running
                     case Prefill():
                         return self.prefill(action), running
                     case PrefillChoices(most=most):
@@ -132,6 +140,15 @@ class BoundaryExecutor:
                 running = self._do(BeginInterval() if isinstance(action, Idle) else action, running, began)
         return running
 
+    def composed_step(self, running: Any) -> Any | None:
+        """This rank's batch in a decode step of several ranks, None where it has no rows; see `step`."""
+        if not self.plan.mix_prefill:
+            return self.step(Step(), running)
+        (action,) = self._recorded(
+            running, lambda state, kv: (decide.compose(state, kv, self.plan, self._policy),), decision="step"
+        )
+        return self.step(action, running)
+
     def _decide(self, running: Any) -> Actions:
         plan, policy = self.plan, self._policy
         return self._recorded(running, lambda state, kv: decide.decide(state, kv, plan, policy))
@@ -140,16 +157,25 @@ class BoundaryExecutor:
         def make(state: State, kv: KVState) -> Actions:
             return self._policy.at_boundary(state, kv, self.plan, others_run=others_run)
 
-        return self._recorded(running, make, at_boundary=True, others_run=others_run)
+        return self._recorded(running, make, decision="boundary", others_run=others_run)
 
-    def _recorded(self, running: Any, make: Callable[[State, KVState], Actions], **how: bool) -> Actions:
+    def _recorded(
+        self,
+        running: Any,
+        make: Callable[[State, KVState], tuple[A, ...]],
+        *,
+        decision: str = "next",
+        others_run: bool = False,
+    ) -> tuple[A, ...]:
         """The decision that `make` comes to, written to the trace where there is one."""
         state, kv = self.state(running), self.kv_state(running)
         if not self._trace.is_open:
             return make(state, kv)
         observed = Observed(state, kv)
         actions = make(observed.state, observed.kv)
-        self._trace.write_decision(observed.record(self.plan, self._policy.name, actions, **how))
+        self._trace.write_decision(
+            observed.record(self.plan, self._policy.name, actions, decision=decision, others_run=others_run)
+        )
         return actions
 
     def _do(self, action: Action, running: Any, boundary_began: float) -> Any:
@@ -242,7 +268,15 @@ class BoundaryExecutor:
             changed=self.table.changes != self._changes_at_boundary,
             returning=len(self.kv.returning),
             forked=len(self._unbatched.forked),
+            queued_tokens=self._unbatched.queued.tokens,
+            begun=self.begun,
         )
+
+    @property
+    def begun(self) -> Sequence | None:
+        """The sequence of whose prompt decode steps have computed a part."""
+        request = self._unbatched.begun
+        return None if request is None else self.table[request.rid]
 
     @property
     def interval(self) -> Interval:
@@ -306,28 +340,47 @@ class BoundaryExecutor:
     def prefill(self, action: Prefill) -> Any:
         """The batch of a prefill group; from now on prefill goes on until enough are ready."""
         self._filling = True
-        for unit in action.units:
+        self._admit(action.units)
+        leaders = [unit.leader for unit in action.units]
+        if action.rest is not None:
+            leaders.insert(0, action.rest.sequence)
+        requests = [self.table.request_named(sequence.sequence_id) for sequence in leaders]
+        why = f"prefill group of {len(requests)}"
+        return self.kv.prefill(requests, action.on_device, lambda: self._prefill(requests, why))
+
+    def _admit(self, units: Seq[Admission]) -> None:
+        """Take units out of the queue, with the pages that they can need."""
+        for unit in units:
             self.kv.claim(unit, self.table.request_named(unit.leader.sequence_id), self.plan)
             if unit.followers:
                 group = unit.leader.prompt_group or ""
                 self._unbatched.followers[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]
-        taken = {member.sequence_id for unit in action.units for member in unit.members}
+        taken = {member.sequence_id for unit in units for member in unit.members}
         queue = self._scheduler.waiting_queue
         queue[:] = [request for request in queue if request.rid not in taken]
         for name in taken:
             self._unbatched.queued.remove(name)
-        leaders = [self.table.request_named(unit.leader.sequence_id) for unit in action.units]
-        why = f"prefill group of {len(leaders)}"
-        return self.kv.prefill(leaders, action.on_device, lambda: self._prefill(leaders, why))
+
+    def _prefill_chunks(self, action: Step) -> Any:
+        """The batch of the chunks of prompts that go along with a decode step."""
+        sequences = [chunk.sequence for chunk in action.prefill]
+        self._admit([Admission(leader=s) for s in sequences if s.status is Status.QUEUED])
+        requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
+        ends = {chunk.sequence.sequence_id: chunk.start + chunk.tokens for chunk in action.prefill}
+        self._counters.add("prompt_tokens_mixed", sum(chunk.tokens for chunk in action.prefill))
+        why = "its prompt is computed beside decode rows"
+        return self.kv.prefill(requests, action.on_device, lambda: self._prefill(requests, why, ends))
 
     def placed(self, units: tuple[Any, ...], running: Any) -> Prefill:
         """A prefill of these units, with where their KV is to lie."""
-        return self._policy.prefill(units, self.state(running), self.kv_state(running), self.plan)
+        state = self.state(running)
+        return replace(self._policy.prefill(units, state, self.kv_state(running), self.plan), rest=state.rest)
 
-    def _prefill(self, requests: list[Any], why: str) -> Any:
+    def _prefill(self, requests: list[Any], why: str, ends: Mapping[str, int] = _WHOLE) -> Any:
         sequences = [self.table[request.rid] for request in requests]
-        self.table.record(combine(sequences, Event.COMBINE_PREFILL, why))
-        batch = prefill_batch(self._scheduler, requests)
+        new = [sequence for sequence in sequences if sequence.status is Status.QUEUED]
+        self.table.record(combine(new, Event.COMBINE_PREFILL, why))
+        batch = prefill_batch(self._scheduler, requests, ends)
         self._count_recomputed(sequences, batch)
         return batch
 
@@ -383,6 +436,19 @@ class BoundaryExecutor:
         alive = len(running.reqs) + len(self.kv.returning) + len(self.table.ready)
         self._interval.begin(alive, boundary_began=boundary_began)
 
+    def step(self, action: Step, running: Any) -> Any | None:
+        """The batch of a step, if this rank has rows. Chunks of prompts are `beside` it, or are the batch themselves.
+
+        Whoever runs a decode batch takes what is `beside` it, and computes both in one forward pass.
+        """
+        assert action.decode is None, "all that runs is one decode batch"
+        chunks = self._prefill_chunks(action) if action.prefill else None
+        if not running.reqs:
+            self.count_step()
+            return chunks
+        self.beside = chunks
+        return self.decode_step(running)
+
     def decode_step(self, running: Any) -> Any:
         """The decode batch, made ready for its next step."""
         self._interval.begin_step(len(running.reqs))
@@ -427,7 +493,8 @@ class BoundaryExecutor:
             self.kv.end_pass(batch)
             self._interval.end_step()
         again, rows_again = end_retraction(batch) if prefilled else (0, 0)
-        self._counters.add("output_tokens", len(requests) - again)
+        cut = sum(self._is_cut(request) for request in requests) if prefilled else 0
+        self._counters.add("output_tokens", len(requests) - again - cut)
         if prefilled:
             self._counters.add("prompt_tokens", batch.extend_num_tokens - rows_again)
         self.table.record(self._changes_of(requests, prefilled=prefilled))
@@ -435,12 +502,23 @@ class BoundaryExecutor:
             if request.rid not in self.table:
                 self.kv.forget(request.rid)
         self.kv.settle(batch, [request for request in requests if not request.finished()])
+        if prefilled and self._unbatched.begun is not None:
+            keep_prefix(self._scheduler, self._unbatched.begun)
+
+    def _is_cut(self, request: Any) -> bool:
+        """Whether only a part of a request's prompt is computed."""
+        sequence = self.table[request.rid]
+        return sequence.computed_tokens < sequence.kv_tokens
 
     def _changes_of(self, requests: list[Any], *, prefilled: bool) -> list[Transition]:
         changes = []
+        if prefilled:
+            cut = next((request for request in requests if self._is_cut(request)), None)
+            if cut is not None or self._unbatched.begun in requests:
+                self._unbatched.begun = cut
         for request in requests:
             if not request.finished():
-                if prefilled:
+                if prefilled and request is not self._unbatched.begun:
                     changes.append(self.table.prefilled(request.rid))
             elif request.rid in self.table:
                 self._unbatched.queued.order.finished(self.table[request.rid], len(request.output_ids))

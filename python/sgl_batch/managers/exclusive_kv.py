@@ -68,8 +68,10 @@ class ExclusiveKV:
 
     def settle(self, batch: Any, requests: list[Any]) -> None:
         """Prompts that stay on the device wait there."""
+        if not batch.forward_mode.is_extend():
+            return
         stayed, self._stays = self._stays, False
-        if not (self._store.left_device(requests) or stayed) and batch.forward_mode.is_extend():
+        if not (self._store.left_device(batch, requests) or stayed):
             self._store.run_on(requests)
 
     def to_store(self, requests: list[Any]) -> None:

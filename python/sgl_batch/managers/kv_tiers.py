@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -141,23 +142,31 @@ class KVTiers:
         staging: AbstractContextManager[None] = self._allocator.staging()
         return staging
 
-    def stage_prefixes(self, holds: list[Hold]) -> dict[PrefixPage, int]:
-        """Staged pages, the first ones, for what prompts of the coming group share with sequences that are alive."""
-        shared = list(dict.fromkeys(page for hold in holds for page in hold.found if page.has_place))
-        slots = self._allocator.alloc(len(shared) * self._page_size)
-        self._restored = [page.place for page in shared]
-        self._counters.add("prefix_pages_restored", len(shared))
-        return dict(zip(shared, (slots[:: self._page_size] // self._page_size).tolist(), strict=True))
+    def stage_prefixes(self, requests: list[Any], holds: list[Hold]) -> dict[PrefixPage, int]:
+        """Staged pages, the first ones, for what prompts of the coming group share with sequences that are alive.
+
+        A prompt that is computed in part goes on behind its own pages, which are staged as well.
+        """
+        shared = [page for hold in holds for page in hold.found if page.has_place]
+        begun = {request: self.stored.slots_of(request.rid) for request in requests if request.rid in self.stored}
+        self._restored = list(dict.fromkeys(chain((page.place for page in shared), *begun.values())))
+        slots = self._allocator.alloc(len(self._restored) * self._page_size)
+        pages = dict(zip(self._restored, slots.view(-1, self._page_size), strict=True))
+        for request, own in begun.items():
+            request.prefix_indices = torch.cat([pages[slot] for slot in own])
+        self._counters.add("prefix_pages_restored", len(set(shared)))
+        return {page: int(pages[page.place][0]) // self._page_size for page in shared}
 
     def begin_prefill(self, requests: list[Any], holds: list[Hold]) -> None:
         """The next forward pass is that of these requests, whose slots were given inside `staging`."""
         tokens = [request.kv_committed_len for request in requests]
-        lengths = [total - hold.shared * self._page_size for total, hold in zip(tokens, holds, strict=True)]
+        lengths = [request.extend_range.length for request in requests]
         slots = self.stored.take(sum(self._pages(length) for length in lengths))
         self._staging.begin(lengths, slots, restored=torch.tensor(self._restored, dtype=torch.int64))
         parts = slots.split([self._pages(length) for length in lengths])
-        for hold, part in zip(holds, parts, strict=True):
-            for page, slot in zip(hold.own, part.tolist(), strict=False):
+        for request, hold, part in zip(requests, holds, parts, strict=True):
+            first = request.extend_range.start // self._page_size
+            for page, slot in zip(hold.pages[max(first, hold.shared) :], part.tolist(), strict=False):
                 page.place = slot
         self._group = list(zip(requests, tokens, holds, parts, strict=True))
         self._runner.prefill_sink = self._staging
@@ -171,8 +180,10 @@ class KVTiers:
         self._counters.counts["staging_peak_bytes"] = self._staging.peak_bytes
         self._counters.counts["staging_peak_pages"] = self._staging.peak_pages
         for request, tokens, hold, slots in self._group:
-            shared = [page.place for page in hold.found]
-            self.stored.adopt(request.rid, slots, tokens, shared=shared)
+            if request.rid in self.stored:
+                self.stored.extend(request.rid, slots, tokens)
+            else:
+                self.stored.adopt(request.rid, slots, tokens, shared=[page.place for page in hold.found])
         self._group = []
 
     # Decode.

@@ -71,8 +71,9 @@ class PromptSharing:
         for request in requests:
             hold = self.hold_of(request)
             row, shared = table[request.req_pool_idx], hold.shared * size
-            own = row[shared : len(hold.pages) * size : size] // size
-            where.update(zip(hold.own, own.tolist(), strict=True))
+            computed = min(len(hold.pages) * size, request.kv_committed_len)
+            own = row[shared:computed:size] // size
+            where.update(zip(hold.own, own.tolist(), strict=False))
             if shared:
                 pages = torch.tensor([where[page] for page in hold.found], device=row.device)
                 slots = (pages[:, None] * size + torch.arange(size, device=row.device)).flatten()
@@ -82,14 +83,15 @@ class PromptSharing:
     def settle(self, requests: list[Any]) -> None:
         """The device's pages are where prompts live: those that a group computes lie there for good.
 
-        No request frees them when it ends.
+        No request frees them when it ends. Of a prompt that is computed in part, those that are.
         """
         holds = [self.hold_of(request) for request in requests]
         where = {page: page.place for hold in holds for page in hold.found if page.has_place}
         self.lay_tables(requests, where)
         for request, hold in zip(requests, holds, strict=True):
-            protect_prefix(request, len(hold.pages) * self._page_size)
-            for page in hold.own:
+            computed = request.kv_committed_len // self._page_size
+            protect_prefix(request, len(hold.pages[:computed]) * self._page_size)
+            for page in hold.pages[hold.shared : computed]:
                 page.place = where[page]
 
     def join(self, leader: Any, follower: Any) -> int:
@@ -125,5 +127,5 @@ class PromptSharing:
         """A sequence has ended or left; returns how many pages nobody holds any more. They are given back."""
         dropped = self._tree.release(request_id)
         if dropped:
-            self._free_places([page.place for page in dropped])
+            self._free_places([page.place for page in dropped if page.has_place])
         return len(dropped)

@@ -46,6 +46,7 @@ class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
     pages: int
     shared_tokens: int
     generated_tokens: int
+    computed_tokens: int
 
 
 class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
@@ -65,6 +66,7 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     overflow_pages: int
     largest: int
     rooms: tuple[int | None, int] | None
+    begun: SequenceRow | None
 
 
 class MoveRow(msgspec.Struct, array_like=True, frozen=True):
@@ -126,6 +128,7 @@ def message_of(rank: RankState) -> StateMessage:
         overflow_pages=rank.overflow_pages,
         largest=rank.largest,
         rooms=None if rank.rooms is None else (rank.rooms.device, rank.rooms.store),
+        begun=None if state.begun is None else _row_of(state.begun),
     )
 
 
@@ -142,6 +145,7 @@ def _row_of(sequence: Sequence, movable: Movable | None = None) -> SequenceRow:
         -1 if movable is None else movable.pages,
         sequence.shared_tokens,
         sequence.generated_tokens,
+        sequence.computed_tokens,
     )
 
 
@@ -156,6 +160,7 @@ def _sequence_of(row: SequenceRow, status: Status) -> Sequence:
         status=status,
         shared_tokens=row.shared_tokens,
         generated_tokens=row.generated_tokens,
+        computed_tokens=row.computed_tokens,
     )
 
 
@@ -180,6 +185,7 @@ def state_of(message: StateMessage) -> RankState:
         free_slots=message.free_slots,
         filling=message.filling,
         returning=message.returning,
+        begun=None if message.begun is None else _sequence_of(message.begun, Status.PREFILLING),
     )
     return RankState(
         state=state,

@@ -60,7 +60,7 @@ class RankSteps:
         state = executor.state(running)
         header = RankHeader(
             running=state.running,
-            waiting=len(state.ready) + len(state.queued) + state.returning,
+            waiting=len(state.ready) + len(state.queued) + state.returning + (state.begun is not None),
             forked=executor.num_forked,
             due=rank_is_due(state, executor.plan),
             plan_changes=self._changes_known,
@@ -78,14 +78,8 @@ class RankSteps:
         if step.kind is StepKind.FORKS:
             batch = executor.prefill_choices(executor.plan.prefill.b_moe) if executor.num_forked else None
         else:
-            batch = self._decode(running)
+            batch = executor.composed_step(running)
         return Part(batch=batch, running=running, takes_part=True, expert_calls=step.expert_calls)
-
-    def _decode(self, running: Any) -> Any | None:
-        if running.is_empty():
-            self._executor.count_step()
-            return None
-        return self._executor.decode_step(running)
 
     def _boundary(self, running: Any, step: Step) -> Part:
         executor, began = self._executor, time.perf_counter()
@@ -93,7 +87,7 @@ class RankSteps:
             orders = self._group.decide(self._told(running), executor.plan)
         batch = None
         if orders.prefill:
-            if orders.units:
+            if orders.units or executor.begun is not None:
                 batch = executor.prefill(executor.placed(self._units(orders), running))
             return Part(batch=batch, running=running, takes_part=True, expert_calls=orders.expert_calls)
         if orders.moves:
@@ -112,7 +106,7 @@ class RankSteps:
         if joining:
             running = self._executor.refill(joining, running)
         self._executor.begin_interval(running, began)
-        batch = self._decode(running) if orders.busy else None
+        batch = self._executor.composed_step(running) if orders.busy else None
         return Part(
             batch=batch,
             running=running,

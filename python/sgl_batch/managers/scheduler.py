@@ -37,6 +37,7 @@ from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.free_memory import give_back_heap
 from sgl_batch.mem_cache.process_memory import peak_resident_bytes
+from sgl_batch.sglang_adapter.forward import forward_batch_of
 from sgl_batch.sglang_adapter.grammars import limit_grammars, say_why_grammars_end
 from sgl_batch.sglang_adapter.profiling import LimitedProfiler
 from sgl_batch.sglang_adapter.resuming import begin_anew, go_on_from
@@ -74,6 +75,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._group_idles = True
         self._wanted_config = context.config
         self._tiers: KVTiers | None = None
+        self._results_beside: tuple[Any, Any] | None = None
         self._trace = TraceWriter(context.config.trace.trace_file, context.place.rank if context.place else 0)
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
@@ -251,16 +253,37 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             runner.forward_without_rows()
         return NextBatchPlan(batch_to_run=part.batch, running_batch=part.running)
 
-    def process_batch_result(self, batch: Any, result: Any) -> None:
+    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+        """One forward pass, also for prompts beside a decode batch, of which each is sampled by itself."""
+        beside, self.executor.beside = self.executor.beside, None
+        if beside is None:
+            result = super().run_batch(batch, pp_proxy_tensors)
+            self._note_choices([batch])
+            return result
+        runner = self.tp_worker.model_runner
+        runner.compute_beside(forward_batch_of(self, beside, runner))
+        result = super().run_batch(batch, pp_proxy_tensors)
+        self._note_choices([batch, beside])
+        self._results_beside = beside, super().run_batch(beside)
+        return result
+
+    def _note_choices(self, batches: list[Any]) -> None:
+        """Of which experts the last pass chose for the rows of its batches."""
         choices = self.tp_worker.model_runner.expert_choices
         if choices is not None:
-            choices.note(rows_of(batch))
+            choices.note(row for batch in batches for row in rows_of(batch))
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        beside, self._results_beside = self._results_beside, None
         if batch.forward_mode.is_extend():
             self.executor.before_prefill_results(batch)
         if self._results_can_wait(batch):
             self.overlap.hold(batch, result)
         else:
             self._process_results(batch, result)
+        if beside is not None:
+            self.executor.before_prefill_results(beside[0])
+            self._process_results(*beside)
 
     def _process_results(self, batch: Any, result: Any) -> None:
         """Rows of those that ended in the step before, when this one was under way already, are passed over."""

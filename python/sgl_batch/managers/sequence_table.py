@@ -19,7 +19,7 @@ from sgl_batch.managers import prompt_groups
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.moving import movable
-from sgl_batch.sglang_adapter.scheduling import asks_of_prompt
+from sgl_batch.sglang_adapter.scheduling import asks_of_prompt, shares_prefix
 
 
 class SharedPrompts(Protocol):
@@ -136,6 +136,7 @@ class SequenceTable:
             max_new_tokens=1 if refused else request.sampling_params.max_new_tokens,
             prompt_group=tag.group if tag is not None and shares else None,
             choice=tag.index if tag is not None else 0,
+            in_one_pass=request.return_logprob or not shares_prefix(request),
             computed_tokens=prompt_tokens + len(request.output_ids) - 1 if request.output_ids else 0,
         )
 
@@ -158,7 +159,7 @@ class SequenceTable:
         sequence.generated_tokens = len(request.output_ids)
         if sequence.status is not Status.QUEUED:
             self.record([advance(sequence, Event.RETRACT, "its KV is given up")])
-            sequence.lost_tokens = sequence.kv_tokens
+            sequence.lost_tokens = min(sequence.kv_tokens, sequence.computed_tokens or sequence.kv_tokens)
         self._leave_ready(request.rid)
         self._give_back(sequence)
         sequence.prompt_group, sequence.choice = None, 0

@@ -71,7 +71,7 @@ class StoreKV:
         self._is_staged = True
         holds = [self.sharing.hold_of(request) for request in requests]
         with self.tiers.staging():
-            where = self.tiers.stage_prefixes(holds)
+            where = self.tiers.stage_prefixes(requests, holds)
             batch = make_batch()
         self.sharing.lay_tables(requests, where)
         self.tiers.begin_prefill(requests, holds)
@@ -87,25 +87,26 @@ class StoreKV:
         self.tiers.stored.fork(leader.rid, follower.rid, tokens=len(leader.origin_input_ids) - 1)
 
     def end_pass(self, batch: Any) -> None:
-        if self._is_staged:
+        if self._is_staged and batch.forward_mode.is_extend():
             with self._counters.clock.part("copies"):
                 self.tiers.end_prefill()
 
     def settle(self, batch: Any, requests: list[Any]) -> None:
-        if self.left_device(requests):
+        if self.left_device(batch, requests):
             return
         with self._counters.clock.part("copies"):
             self.tiers.write_through(requests)
         if batch.forward_mode.is_extend():
             self.run_on(requests)
 
-    def left_device(self, requests: list[Any]) -> bool:
-        """Whether the pass was a prefill on its way to the store, where all KV of these requests lies now."""
-        was_staged, self._is_staged = self._is_staged, False
-        if was_staged:
-            for request in requests:
-                detach(self._scheduler, request)
-        return was_staged
+    def left_device(self, batch: Any, requests: list[Any]) -> bool:
+        """Whether this was a prefill on its way to the store, where all KV of these requests lies now."""
+        if not (self._is_staged and batch.forward_mode.is_extend()):
+            return False
+        self._is_staged = False
+        for request in requests:
+            detach(self._scheduler, request)
+        return True
 
     def run_on(self, requests: list[Any]) -> None:
         """Choices have computed the last token of their prompts on the device, and run from the next step on."""

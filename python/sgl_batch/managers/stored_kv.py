@@ -90,6 +90,15 @@ class StoredKV:
         whole = [*shared, *slots.tolist()]
         self._records[name] = _Record(slots=whole, open=tokens % self._page_size != 0, tokens=tokens)
 
+    def extend(self, name: str, slots: torch.Tensor, tokens: int) -> None:
+        """A prompt of which whole pages are here goes on in these READY slots; `tokens` of it are here then."""
+        record = self._records[name]
+        record.slots += slots.tolist()
+        record.open, record.tokens = tokens % self._page_size != 0, tokens
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._records
+
     def fork(self, leader: str, follower: str, *, tokens: int) -> None:
         """Let a sequence begin with the first `tokens` of another's prompt, in the same slots."""
         slots = self._records[leader].slots[: -(-tokens // self._page_size)]

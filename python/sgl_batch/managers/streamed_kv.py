@@ -60,7 +60,7 @@ class StreamedKV:
         """What is streamed is in the store already. Choices leave the device, whose pages are for streamed KV."""
         if not self._streams:
             self._store.settle(batch, requests)
-        elif not self._store.left_device(requests) and batch.forward_mode.is_extend():
+        elif not self._store.left_device(batch, requests) and batch.forward_mode.is_extend():
             self.to_store(requests)
 
     def to_store(self, requests: list[Any]) -> None:

@@ -19,12 +19,14 @@ from sgl_batch.sglang_adapter.scheduling import empty, end_aborted, end_detached
 class Unbatched:
     """Sequences that are in no batch and have no KV of their own: `queued` ones, and choices of prompts.
 
-    `followers` wait for their leader's prompt, by prompt group; `forked` ones can compute its last token.
+    `followers` wait for their leader's prompt, by prompt group; `forked` ones can compute its last token. `begun`: the
+    request of whose prompt decode steps have computed a part; it is in a batch only while they compute more of it.
     """
 
     queued: SequenceQueue
     followers: dict[str, list[Any]] = field(default_factory=dict)
     forked: list[Any] = field(default_factory=list)
+    begun: Any | None = None
 
     @property
     def num_choices(self) -> int:
@@ -65,15 +67,22 @@ class Withdrawal:
         Those whose KV is on its way, and choices that wait for their prompt, end with the next step that has them.
         """
         for name in [s.sequence_id for s in self._table.ready if is_meant(s.sequence_id)]:
-            request = self._table.take_ready(name)
-            end = end_aborted if self._kv.device.holds(name) else end_detached
-            end(self._scheduler, request)
-            self._table.record([self._table.finish(request)])
-            self._kv.forget(name)
+            self._end(self._table.take_ready(name))
+        begun = self._unbatched.begun
+        if begun is not None and is_meant(begun.rid):
+            self._unbatched.begun = None
+            self._end(begun)
         followers = [request for group in self._unbatched.followers.values() for request in group]
         for request in [*self._kv.returning, *self._unbatched.forked, *followers]:
             if is_meant(request.rid):
                 mark_aborted(request)
+
+    def _end(self, request: Any) -> None:
+        """End a waiting request as aborted, with what it has generated."""
+        end = end_aborted if request.req_pool_idx is not None else end_detached
+        end(self._scheduler, request)
+        self._table.record([self._table.finish(request)])
+        self._kv.forget(request.rid)
 
     def abort_retracted(self, is_meant: Callable[[str], bool]) -> None:
         """Answer retracted sequences in question with what they had generated, which SGLang does not of queued ones."""
@@ -100,7 +109,9 @@ class Withdrawal:
         joined = self._join_arrived(running, wait=True)
         forked, self._unbatched.forked = self._unbatched.forked, []
         ready = [self._table.request_named(sequence.sequence_id) for sequence in self._table.ready]
-        found = [*(request for request in joined.reqs if not request.finished()), *ready, *forked]
+        begun, self._unbatched.begun = self._unbatched.begun, None
+        partly = [] if begun is None else [begun]
+        found = [*(request for request in joined.reqs if not request.finished()), *ready, *forked, *partly]
         empty(joined)
         empty(running)  # where it was empty, those that came back are another batch
         return found

@@ -87,6 +87,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.before_sampling: Callable[[], None] = _nothing
         self._program_bytes = 0
         self._pass_memory: PassMemory | None = None
+        self._beside: Any | None = None
+        self._logits_beside: Any | None = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -304,17 +306,32 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             self.layer_runner.plan = self.plan
         return self.plan
 
+    def compute_beside(self, prompts: Any) -> None:
+        """Have the next forward pass, of a decode batch, compute a prefill batch as well.
+
+        The pass after it, which is to be the prefill batch's own, finds its logits computed.
+        """
+        self._beside = prompts
+
     def _forward_raw(self, forward_batch: Any, pp_proxy_tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = forward_batch.forward_mode
-        runner = self.layer_runner
+        if self._logits_beside is not None:
+            logits, self._logits_beside = self._logits_beside, None
+            return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
+        batches = [forward_batch] if self._beside is None else [forward_batch, self._beside]
+        self._beside = None
+        mode, runner = forward_batch.forward_mode, self.layer_runner
         if self._pass_memory is not None:
-            self._pass_memory.make_room(forward_batch)
-        if runner is None or not (mode.is_decode() or mode.is_extend()) or self._graph_serves(forward_batch):
+            self._pass_memory.make_room(batches)
+        graph_serves = len(batches) == 1 and self._graph_serves(forward_batch)
+        if runner is None or not (mode.is_decode() or mode.is_extend()) or graph_serves:
             self.counters.add("forwards_by_sglang")
             return super()._forward_raw(forward_batch, pp_proxy_tensors, *args, **kwargs)
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
-            self._prepare_eager_forward_batch(forward_batch)
-            return ModelRunnerOutput(logits_output=runner.forward(forward_batch), can_run_graph=False)
+            for batch in batches:
+                self._prepare_eager_forward_batch(batch)
+            logits, *beside = runner.forward_parts(batches)
+            self._logits_beside = beside[0] if beside else None
+            return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
 
     def _graph_serves(self, forward_batch: Any) -> bool:
         """Whether a decode group is one sub-batch for which SGLang has captured a CUDA graph: nothing to gain."""

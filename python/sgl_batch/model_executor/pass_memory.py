@@ -68,9 +68,9 @@ class PassMemory:
         self._staged_bytes, self._budget, self._num_ranks = staged_bytes, budget, num_ranks
         self._last = 0
 
-    def make_room(self, forward_batch: Any) -> None:
+    def make_room(self, batches: Sequence[Any]) -> None:
         """Before the pass of a group: streamed experts give back what it needs, or take what it leaves."""
-        self._streamer.fit(self.free_bytes, self.working_bytes(forward_batch))
+        self._streamer.fit(self.free_bytes, sum(self.working_bytes(batch) for batch in batches))
 
     def free_bytes(self) -> int:
         """What this process may still take; ranks of one machine share what it has."""

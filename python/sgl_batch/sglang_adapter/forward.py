@@ -11,6 +11,7 @@ from sgl_batch.sglang_adapter.names import CPU_ATTENTION
 
 with bootstrap.importing():
     import torch
+    from sglang.srt.managers.overlap_utils import resolve_forward_inputs
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -27,6 +28,7 @@ __all__ = [
     "decode_batch_over",
     "decode_slice",
     "extend_slice",
+    "forward_batch_of",
     "forward_context",
     "graphs_wanted",
     "is_greedy",
@@ -50,6 +52,12 @@ def is_greedy(forward_batch: Any) -> bool:
     """Whether the likeliest token is all that the batch's sequences want of their logits."""
     sampling = forward_batch.sampling_info
     return sampling is not None and bool(sampling.is_all_greedy) and not forward_batch.return_logprob
+
+
+def forward_batch_of(scheduler: Any, batch: Any, runner: Any) -> Any:
+    """What the forward pass of a scheduler's batch is given; it may be made several times."""
+    resolve_forward_inputs(batch, scheduler.future_map)
+    return ForwardBatch.init_new(batch, runner)
 
 
 def _slice(forward_batch: Any, rows: slice, **fields: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ __all__ = [
     "end_retraction",
     "free_slots",
     "give_prefix",
+    "keep_prefix",
     "leave_out_last_steps",
     "mark_aborted",
     "merge_into",
@@ -139,16 +140,19 @@ def only_joins_queue(message: Any) -> bool:
     return isinstance(message, (TokenizedGenerateReqInput, BatchTokenizedGenerateReqInput))
 
 
-def prefill_batch(scheduler: Any, requests: list[Any]) -> Any:
-    """A batch that prefills `requests` whole, with slots for all their tokens.
+def prefill_batch(scheduler: Any, requests: list[Any], ends: Mapping[str, int]) -> Any:
+    """A batch that prefills `requests`, with slots for all their tokens.
 
-    Of one that was retracted, all that it has generated but the last token, from which it decodes on.
+    `ends`: by request id, up to which token, where not to the end; such a request gives no token yet. Of one that was
+    retracted, the whole is all that it has generated but the last token, from which it decodes on.
     """
     for request in requests:
         if not len(request.prefix_indices):
             request.init_next_round_input(scheduler.tree_cache)
         tokens = len(request.origin_input_ids) + max(len(request.output_ids) - 1, 0)
-        request.set_extend_range(len(request.prefix_indices), tokens)
+        end = ends.get(request.rid, tokens)
+        request.set_extend_range(len(request.prefix_indices), end)
+        request.inflight_middle_chunks = int(end < tokens)
     batch = _new_batch(scheduler, requests)
     batch.prepare_for_extend()
     for request in requests:
@@ -259,6 +263,12 @@ def copy_results_to_host(batch: Any, result: Any) -> None:
     result.copy_done = torch.get_device_module(batch.device).Event()
     result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
     result.logits_output.next_token_logits = None  # [B, vocab], which nobody wants any more
+
+
+def keep_prefix(scheduler: Any, request: Any) -> None:
+    """Let a request whose prompt is computed in part go on behind what is computed, in the slots that it has."""
+    if request.req_pool_idx is not None:
+        scheduler.tree_cache.cache_unfinished_req(request, chunked=True)
 
 
 def end_retraction(batch: Any) -> tuple[int, int]:

@@ -30,20 +30,23 @@ class Scenario:
 
 
 def _plan(rng: random.Random) -> Plan:
-    b_moe, b_moe_prefill = rng.randint(1, 12), rng.randint(1, 150)
+    b_moe, b_moe_prefill, page_size = rng.randint(1, 12), rng.randint(1, 150), rng.choice((1, 8, 16))
+    accumulate = rng.random() < 0.6
+    mixes = accumulate and page_size <= b_moe_prefill and rng.random() < 0.5
     made = plan(
         b_moe_prefill=b_moe_prefill,
         b_moe=b_moe,
         boundary_tokens=rng.randint(1, 12),
         refill_watermark=rng.choice((0.0, 0.5, 0.75, 1.0)),
         ready_target=b_moe + rng.randint(0, 12),
-        page_size=rng.choice((1, 8, 16)),
+        page_size=page_size,
+        mix_prefill=rng.randint(page_size, b_moe_prefill) if mixes else 0,
     )
     return dataclasses.replace(
         made,
         prefill=PhasePlan(b_attn=rng.randint(1, b_moe_prefill), b_moe=b_moe_prefill),
         decode=PhasePlan(b_attn=rng.randint(1, b_moe), b_moe=b_moe),
-        accumulate=rng.random() < 0.6,
+        accumulate=accumulate,
     )
 
 

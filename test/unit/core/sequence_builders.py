@@ -40,6 +40,7 @@ def plan(
     refill_watermark: float = 0.75,
     ready_target: int = 12,
     page_size: int = 8,
+    mix_prefill: int = 0,
 ) -> Plan:
     """A plan whose attention sub-batches, which no decision looks at, are as large as its groups."""
     return Plan(
@@ -50,4 +51,5 @@ def plan(
         refill_watermark=refill_watermark,
         ready_target=ready_target,
         accumulate=True,
+        mix_prefill=mix_prefill,
     )

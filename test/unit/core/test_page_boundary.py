@@ -155,13 +155,16 @@ def build(drawn) -> list[Request]:
 @st.composite
 def plans(draw):
     b_moe, ahead = draw(st.integers(1, 12)), draw(st.integers(0, 12))
+    b_moe_prefill, page_size = draw(st.integers(1, 120)), draw(st.sampled_from([1, 8, 64]))
+    mixes = page_size <= b_moe_prefill and draw(st.booleans())
     return plan(
-        b_moe_prefill=draw(st.integers(1, 120)),
+        b_moe_prefill=b_moe_prefill,
         b_moe=b_moe,
         boundary_tokens=draw(st.integers(1, 16)),
         refill_watermark=draw(st.sampled_from([0.0, 0.5, 0.75, 1.0])),
         ready_target=b_moe + ahead,
-        page_size=draw(st.sampled_from([1, 8, 64])),
+        page_size=page_size,
+        mix_prefill=draw(st.integers(page_size, b_moe_prefill)) if mixes else 0,
     )
 
 

@@ -56,6 +56,7 @@ def test_a_plan_keeps_what_fits():
         "ready_target": 14,
         "accumulate": False,
         "share_prefixes": False,
+        "mix_prefill": 0,
     }
 
 

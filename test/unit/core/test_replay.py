@@ -165,5 +165,5 @@ def test_a_record_with_one_field_altered_no_longer_replays(path, value):
 
 
 def test_a_record_of_another_version_is_refused():
-    with pytest.raises(ReplayError, match="record 1 has version 2; this program reads 1"):
-        list(replay([altered(tight_boundary(), ("version",), 2)]))
+    with pytest.raises(ReplayError, match="record 1 has version 3; this program reads 2"):
+        list(replay([altered(tight_boundary(), ("version",), 3)]))

@@ -5,13 +5,17 @@ It has the executor's methods by which a rank takes part in its group's steps, a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from virtual_sequences import Batch, Fate, Request, Running, prompt_of
 
-from sgl_batch.core.actions import Prefill
+from sgl_batch.core.actions import Chunk, Prefill
 from sgl_batch.core.admission import Admission, group_by_prompt, refusal, reserve
 from sgl_batch.core.coroutine import Event, advance
+from sgl_batch.core.decide import compose
+from sgl_batch.core.kv_policy import DeviceOnly
+from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
@@ -34,6 +38,7 @@ class VirtualRank:
         self.running = Running()
         self.forks: dict[str, tuple[Sequence, ...]] = {}
         self.forked: list[Sequence] = []
+        self.begun: Sequence | None = None
         self.tree = PrefixTree(plan.page_size)
         self.expected: set[str] = set()
         self.ended: list[str] = []
@@ -71,7 +76,15 @@ class VirtualRank:
 
     def names(self) -> list[str]:
         """Every sequence here, once for each place where it is."""
-        places = (self.queued.values(), self.forked, self.ready.values(), self.running.reqs, *self.forks.values())
+        begun = [] if self.begun is None else [self.begun]
+        places = (
+            self.queued.values(),
+            self.forked,
+            self.ready.values(),
+            self.running.reqs,
+            begun,
+            *self.forks.values(),
+        )
         return [sequence.sequence_id for place in places for sequence in place]
 
     # The executor's part in a group's steps.
@@ -90,7 +103,7 @@ class VirtualRank:
         """There is one tier."""
 
     def placed(self, units: tuple[Admission, ...], running: Running) -> Prefill:
-        return Prefill(units=units)
+        return Prefill(units=units, rest=self.state(running).rest)
 
     def join_arrived(self, running: Running) -> Running:
         """Nothing is on its way."""
@@ -100,7 +113,7 @@ class VirtualRank:
         """Nothing goes on in the background."""
 
     def state(self, running: Running) -> State:
-        promised = len(self.forked) + sum(len(forks) for forks in self.forks.values())
+        promised = len(self.forked) + sum(len(forks) for forks in self.forks.values()) + (self.begun is not None)
         return State(
             queued=list(self.queued.values()),
             ready=list(self.ready.values()),
@@ -110,6 +123,8 @@ class VirtualRank:
             free_slots=self.slots - len(running.reqs) - len(self.ready) - promised,
             filling=self._filling,
             changed=self._changes != self._changes_at_boundary,
+            queued_tokens=sum(sequence.prompt_tokens for sequence in self.queued.values()),
+            begun=self.begun,
         )
 
     def movable(self, running: Running) -> tuple[list[Movable], list[Movable]]:
@@ -131,9 +146,10 @@ class VirtualRank:
         return fate.rooted or fate.aborted
 
     def foresee(self, state: State) -> None:
-        units = group_by_prompt(state.queued, most_members=self.slots)
-        leaders = ((unit.leader, prompt_of(unit.leader)) for unit in units)
-        foresee(leaders, self.tree, rows=self.plan.prefill.b_moe)
+        self._foresee(unit.leader for unit in group_by_prompt(state.queued, most_members=self.slots))
+
+    def _foresee(self, leaders: Iterable[Sequence]) -> None:
+        foresee(((one, prompt_of(one)) for one in leaders), self.tree, rows=self.plan.prefill.b_moe)
 
     def told(self) -> RankState:
         """This rank at a boundary."""
@@ -154,15 +170,48 @@ class VirtualRank:
         return tuple(self.ready[name] for name in names if name in self.ready)
 
     def prefill(self, action: Prefill) -> Batch:
-        assert action.units, "a prefill group has somebody in it"
-        tokens = sum(unit.leader.prefill_rows for unit in action.units)
-        assert tokens <= self.plan.prefill.b_moe or len(action.units) == 1
+        rest = [] if action.rest is None else [action.rest]
+        num_prompts = len(action.units) + len(rest)
+        assert num_prompts, "a prefill group has somebody in it"
+        tokens = sum(unit.leader.prefill_rows for unit in action.units) + sum(chunk.tokens for chunk in rest)
+        assert tokens <= self.plan.prefill.b_moe or num_prompts == 1
         self._filling = True
+        for chunk in rest:
+            self._compute(chunk)
         for unit in action.units:
             self._take(unit)
         leaders = tuple(unit.leader for unit in action.units)
         combine(leaders, Event.COMBINE_PREFILL, "")
-        return Batch(decode=False, sequences=leaders, rows=tokens)
+        return Batch(decode=False, sequences=(*(chunk.sequence for chunk in rest), *leaders), rows=tokens)
+
+    def composed_step(self, running: Running) -> Batch | None:
+        kv = KVState(device=self.ledger, admission=self.ledger, runners=lambda: running.reqs, foresee=self._foresee)
+        chunks = compose(self.state(running), kv, self.plan, DeviceOnly()).prefill
+        tokens = sum(chunk.tokens for chunk in chunks)
+        assert tokens <= self.plan.mix_prefill
+        whole = tuple(chunk.sequence for chunk in chunks if self._compute(chunk))
+        assert all(self._steps < self.plan.boundary_tokens for _ in running.reqs), "a boundary is overdue"
+        assert len(running.reqs) <= self.plan.decode.b_moe
+        self.count_step()
+        if not running.reqs:
+            return Batch(decode=False, sequences=whole, rows=tokens) if chunks else None
+        return Batch(decode=True, sequences=tuple(running.reqs), rows=len(running.reqs) + tokens, prompts=whole)
+
+    def _compute(self, chunk: Chunk) -> bool:
+        """Whether a prompt is computed with this chunk; it follows on what is computed, and ends with a page."""
+        sequence, end = chunk.sequence, chunk.start + chunk.tokens
+        if sequence is not self.begun:
+            assert self.begun is None, "one prompt at a time is computed in part"
+            assert chunk.start == sequence.shared_tokens
+            self._take(Admission(leader=sequence))
+            combine([sequence], Event.COMBINE_PREFILL, "")
+        else:
+            assert chunk.start == sequence.computed_tokens
+        assert chunk.tokens > 0
+        assert end == sequence.prompt_tokens or end % self.plan.page_size == 0
+        sequence.computed_tokens = end
+        self.begun = None if end == sequence.prompt_tokens else sequence
+        return self.begun is None
 
     def _take(self, unit: Admission) -> None:
         leader = unit.leader
@@ -194,12 +243,6 @@ class VirtualRank:
         self._steps = 0
         self._changes_at_boundary = self._changes
 
-    def decode_step(self, running: Running) -> Batch:
-        assert 0 < len(running.reqs) <= self.plan.decode.b_moe
-        assert self._steps < self.plan.boundary_tokens, "a boundary is overdue"
-        self.count_step()
-        return Batch(decode=True, sequences=tuple(running.reqs), rows=len(running.reqs))
-
     def count_step(self) -> None:
         self._filling = False
         self._steps += 1
@@ -208,7 +251,8 @@ class VirtualRank:
 
     def after(self, batch: Batch) -> None:
         """Each sequence of the batch has one token more."""
-        for sequence in batch.sequences:
+        decoded = batch.sequences if batch.decode else ()
+        for sequence in (*batch.sequences, *batch.prompts):
             group = sequence.prompt_group
             if group in self.forks and sequence.is_leader:
                 self.forked += self.forks.pop(group)
@@ -216,10 +260,10 @@ class VirtualRank:
             fate.left -= 1
             fate.generated += 1
             if fate.aborted or fate.left == 0:
-                if batch.decode:
+                if sequence in decoded:
                     self.running.reqs.remove(sequence)
                 self._end(sequence, Event.ABORT if fate.aborted else Event.FINISH)
-            elif not batch.decode:
+            elif sequence not in decoded:
                 yield_(sequence, finished=False, why="")
                 self._changes += 1
                 self.ready[sequence.sequence_id] = sequence
@@ -280,9 +324,11 @@ class VirtualRank:
             (Status.RUNNING, self.running.reqs),
         ):
             assert all(sequence.status is status for sequence in place)
+        begun = [] if self.begun is None else [self.begun]
+        assert all(sequence.status is Status.PREFILLING for sequence in begun)
         assert not self.forks
         assert not self.expected
-        held = [*self.forked, *self.ready.values(), *self.running.reqs]
+        held = [*self.forked, *self.ready.values(), *self.running.reqs, *begun]
         assert len(held) <= self.slots
         assert len(self.running.reqs) <= self.plan.decode.b_moe
         holds = {s.sequence_id: self.tree.held(s.sequence_id).pages for s in held}

@@ -82,7 +82,9 @@ class VirtualRanks:
     def run(self) -> Log:
         """Step until every request has ended. Steps at which somebody has work are at most as many as tokens."""
         last = max((request.at for _, request in self._arriving), default=0)
+        chunks = sum(-(-request.prompt // self.plan.page_size) * request.choices for _, request in self._arriving)
         most_steps = last + 1 + sum(request.output * request.choices for _, request in self._arriving)
+        most_steps += chunks if self.plan.mix_prefill else 0
         while not self.is_done:
             assert self.log.steps < most_steps, f"no end after {most_steps} steps"
             self.step()
@@ -102,7 +104,7 @@ class VirtualRanks:
         assert at_work == bool(batches), "in each step somebody advances: a boundary for nothing could repeat for ever"
         for rank, part in zip(self.ranks, parts, strict=True):
             if part.batch is not None:
-                assert part.batch.sequences, "a batch has rows"
+                assert part.batch.rows, "a batch has rows"
                 assert part.batch.expert_calls(self.plan) <= part.expert_calls, "no rank needs more calls than agreed"
                 rank.after(part.batch)
         self._check()
@@ -144,7 +146,7 @@ class VirtualRanks:
                 rank.prefill_choices(self.plan.prefill.b_moe) if rank.num_forked else None for rank in self.ranks
             ]
         else:
-            batches = [self._decode(rank) for rank in self.ranks]
+            batches = [rank.composed_step(rank.running) for rank in self.ranks]
         return [Part(batch=batch, enters=(step.kind.value, step.expert_calls)) for batch in batches]
 
     @staticmethod
@@ -152,19 +154,13 @@ class VirtualRanks:
         state = rank.state(rank.running)
         return RankHeader(
             running=state.running,
-            waiting=len(state.ready) + len(state.queued),
+            waiting=len(state.ready) + len(state.queued) + (state.begun is not None),
             forked=rank.num_forked,
             due=rank_is_due(state, rank.plan),
         )
 
-    @staticmethod
-    def _decode(rank: VirtualRank) -> Batch | None:
-        if rank.running.is_empty():
-            rank.count_step()
-            return None
-        return rank.decode_step(rank.running)
-
     def _boundary(self, decision: GroupDecision) -> list[Part]:
+        decodes_alone = not decision.prefill and not any(rank.queued or rank.begun for rank in self.ranks)
         if not decision.prefill:
             self.carry_out(decision.moves)
         parts = []
@@ -177,11 +173,13 @@ class VirtualRanks:
                 ordered = action.sequences if isinstance(action, Refill) else ()
                 self._refill(rank, number, [sequence.sequence_id for sequence in ordered], decision.moves)
                 rank.begin_interval(rank.running, 0.0)
-                batch = self._decode(rank) if decision.busy else None
+                batch = rank.composed_step(rank.running) if decision.busy else None
             kind = "prefill" if decision.prefill else "decode"
             enters = (kind, decision.expert_calls) if decision.busy else None
             parts.append(Part(batch=batch, enters=enters))
-        self._note_boundary(decision.prefill)
+        self.log.boundaries += 1
+        if decodes_alone:
+            self.log.active.append([len(rank.running.reqs) for rank in self.ranks])
         return parts
 
     @staticmethod
@@ -202,11 +200,6 @@ class VirtualRanks:
             self.ranks[move.target].adopt(sequence)
         self.log.moved += len(taken)
         self.log.stayed += len(moves) - len(taken)
-
-    def _note_boundary(self, prefill: bool) -> None:
-        self.log.boundaries += 1
-        if not prefill and not any(rank.queued for rank in self.ranks):
-            self.log.active.append([len(rank.running.reqs) for rank in self.ranks])
 
     def _check(self) -> None:
         names = [name for rank in self.ranks for name in rank.names()]

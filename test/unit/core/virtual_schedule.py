@@ -11,7 +11,7 @@ from typing import Any
 
 from virtual_sequences import prompt_of
 
-from sgl_batch.core.actions import Actions, BeginInterval, Idle, Prefill, Refill, Step
+from sgl_batch.core.actions import Actions, BeginInterval, Chunk, Idle, Prefill, Refill, Step
 from sgl_batch.core.admission import Admission, refusal, reserve
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.decide import decide
@@ -68,6 +68,7 @@ class VirtualSchedule:
         self._queued = SequenceQueue(order)
         self._ready: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._begun: Sequence | None = None
         self._tree = PrefixTree(plan.page_size)
         self._steps = 0
         self._filling = False
@@ -75,7 +76,7 @@ class VirtualSchedule:
 
     def run(self, most_decisions: int) -> Log:
         """Decide and do until every request has finished; more decisions than allowed mean starvation."""
-        while self._arriving or len(self._queued) or self._ready or self._running:
+        while self._arriving or len(self._queued) or self._ready or self._running or self._begun:
             assert self.log.decisions < most_decisions, f"no end after {most_decisions} decisions"
             self._arrive()
             self._do(self._decide())
@@ -114,9 +115,11 @@ class VirtualSchedule:
             running=len(self._running),
             steps=self._steps,
             slots=self.slots,
-            free_slots=self.slots - len(self._running) - len(self._ready),
+            free_slots=self.slots - len(self._running) - len(self._ready) - (self._begun is not None),
             filling=self._filling,
             changed=self._changed,
+            queued_tokens=self._queued.tokens,
+            begun=self._begun,
         )
         kv = KVState(device=self.ledger, admission=self.ledger, runners=lambda: self._running, foresee=self._foresee)
         free_before = self.ledger.free_pages
@@ -134,45 +137,74 @@ class VirtualSchedule:
         self._filling = isinstance(actions[0], Prefill)
         for action in actions:
             match action:
-                case Prefill(units=units):
-                    self._prefill(units)
+                case Prefill(units=units, rest=rest):
+                    self._prefill(units, rest)
                     self._changed = True
                 case Refill(sequences=sequences):
                     self._refill(sequences)
                 case BeginInterval():
                     self._steps = 0
                     self._changed = False
-                case Step():
+                case Step(prefill=chunks):
+                    assert sum(chunk.tokens for chunk in chunks) <= self.plan.mix_prefill
+                    whole = [chunk.sequence for chunk in chunks if self._compute(chunk)]
                     self._decode()
+                    for sequence in whole:
+                        self._prefilled(sequence)
                 case _:
                     assert isinstance(action, Idle)
                     waiting = [*self._queued, *self._ready, *self._running]
                     assert waiting == [], "idle while there is work"
 
-    def _prefill(self, units: tuple[Admission, ...]) -> None:
-        assert units, "a prefill group has somebody in it"
-        tokens = sum(unit.leader.prefill_rows for unit in units)
-        assert tokens <= self.plan.prefill.b_moe or len(units) == 1
+    def _prefill(self, units: tuple[Admission, ...], rest: Chunk | None) -> None:
+        assert units or rest, "a prefill group has somebody in it"
+        tokens = sum(unit.leader.prefill_rows for unit in units) + (rest.tokens if rest else 0)
+        assert tokens <= self.plan.prefill.b_moe or len(units) + (rest is not None) == 1
+        if rest is not None:
+            assert self._compute(rest), "the rest is all that is left"
         for unit in units:
-            leader = unit.leader
-            hold = self._tree.hold(leader.sequence_id, prompt_of(leader))
-            assert hold.shared * self.plan.page_size == leader.shared_tokens, "what was foreseen"
-            reserve(unit, self.ledger, held=len(hold.pages), new=len(hold.own))
-            for follower in unit.followers:
-                self._tree.hold_with(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
-        taken = [member for unit in units for member in unit.members]
-        for member in taken:
-            self._queued.remove(member.sequence_id)
+            self._take(unit)
         leaders = [unit.leader for unit in units]
         followers = [follower for unit in units for follower in unit.followers]
         for part in (leaders, followers):  # followers begin behind their leader's KV, in a batch of their own
             combine(part, Event.COMBINE_PREFILL, "")
-            for sequence in part:
-                self.log.prefilled.append(sequence.arrival)
-                self._left[sequence.sequence_id] -= 1
-                finished = self._left[sequence.sequence_id] == 0
-                yield_(sequence, finished=finished, why="")
-                self._leave(sequence) if finished else self._ready.append(sequence)
+            ended = [rest.sequence, *part] if rest is not None and part is leaders else part
+            for sequence in ended:
+                self._prefilled(sequence)
+
+    def _take(self, unit: Admission) -> None:
+        leader = unit.leader
+        hold = self._tree.hold(leader.sequence_id, prompt_of(leader))
+        assert hold.shared * self.plan.page_size == leader.shared_tokens, "what was foreseen"
+        reserve(unit, self.ledger, held=len(hold.pages), new=len(hold.own))
+        for follower in unit.followers:
+            self._tree.hold_with(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
+        for member in unit.members:
+            self._queued.remove(member.sequence_id)
+
+    def _prefilled(self, sequence: Sequence) -> None:
+        self._changed = True
+        self.log.prefilled.append(sequence.arrival)
+        self._left[sequence.sequence_id] -= 1
+        finished = self._left[sequence.sequence_id] == 0
+        yield_(sequence, finished=finished, why="")
+        self._leave(sequence) if finished else self._ready.append(sequence)
+
+    def _compute(self, chunk: Chunk) -> bool:
+        """Whether a prompt is computed with this chunk; it follows on what is computed, and ends with a page."""
+        sequence, end = chunk.sequence, chunk.start + chunk.tokens
+        if sequence is self._begun:
+            assert chunk.start == sequence.computed_tokens
+        else:
+            assert self._begun is None, "one prompt at a time is computed in part"
+            assert chunk.start == sequence.shared_tokens
+            self._take(Admission(leader=sequence))
+            combine([sequence], Event.COMBINE_PREFILL, "")
+        assert chunk.tokens > 0
+        assert end == sequence.prompt_tokens or end % self.plan.page_size == 0
+        sequence.computed_tokens = end
+        self._begun = None if end == sequence.prompt_tokens else sequence
+        return self._begun is None
 
     def _refill(self, sequences: tuple[Sequence, ...]) -> None:
         assert sequences, "a refill takes somebody in"

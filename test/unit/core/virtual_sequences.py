@@ -38,14 +38,21 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Sequences of one forward pass, and how many rows they have in it."""
+    """Sequences of one forward pass, and how many rows they have in it.
+
+    `prompts`: beside decode rows, those of which the pass computes a prompt's last token.
+    """
 
     decode: bool
     sequences: tuple[Sequence, ...]
     rows: int
+    prompts: tuple[Sequence, ...] = ()
 
     def expert_calls(self, plan: Plan) -> int:
-        return num_expert_calls(self.rows, plan.decode if self.decode else plan.prefill, plan)
+        if not self.decode:
+            return num_expert_calls(self.rows, plan.prefill, plan)
+        most = plan.expert_rows(plan.decode) + plan.mix_prefill
+        return max(1, -(-self.rows // most))
 
 
 @dataclass(slots=True, kw_only=True)

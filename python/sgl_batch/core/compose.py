@@ -1,0 +1,134 @@
+"""Decides of what the next forward pass between boundaries consists: decode rows, and chunks of prompts beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from sgl_batch.core.actions import Chunk, Step
+from sgl_batch.core.admission import Admission, group_by_prompt, select_prefill_group
+from sgl_batch.core.exclusive import placed
+from sgl_batch.core.kv_policy import KVPolicy
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_boundary import State
+from sgl_batch.core.plan import Plan
+
+_NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """What a step is composed from. `in_flight`: steps that were submitted and have no results yet."""
+
+    state: State
+    kv: KVState
+    plan: Plan
+    in_flight: int = 0
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that are not computed yet."""
+        rest = self.state.rest
+        return self.state.queued_tokens + (0 if rest is None else rest.tokens)
+
+    @property
+    def free_rate(self) -> float:
+        """Which part of all pages of KV that sequences can have is free."""
+        ledger = self.kv.admission
+        return ledger.free_pages / max(1, ledger.total_pages + ledger.overflow_pages)
+
+    @property
+    def running(self) -> int:
+        """Sequences that decode."""
+        return self.state.running
+
+
+class StepPolicy(Protocol):
+    """Composes each step between boundaries; it may look at the head of the queue, never at all of it."""
+
+    name: str
+
+    def compose(self, view: StepView, policy: KVPolicy) -> Step:
+        """The step; `policy` says where the KV of prompts is to lie."""
+
+
+class DecodeOnly:
+    """All that runs decodes; prompts are computed in groups of their own."""
+
+    name = "decode only"
+
+    def compose(self, view: StepView, policy: KVPolicy) -> Step:
+        return Step()
+
+
+class MixPrefill:
+    """All that runs decodes, and up to `plan.mix_prefill` prompt tokens go along, in the order of the queue.
+
+    A prompt is cut at a page where the step has no room for more of it, and goes on in the next step. Prompts with
+    several choices, and longer ones that cannot be cut, wait for a prefill group. None is cut where a page of KV lies
+    on the device or in the store: while it had a part of its pages, neither tier could count on the other's room.
+    """
+
+    name = "mix prefill"
+
+    def compose(self, view: StepView, policy: KVPolicy) -> Step:
+        state, plan = view.state, view.plan
+        rest, room = state.rest, plan.mix_prefill
+        chunks: list[Chunk] = []
+        if rest is not None:
+            if not (state.free_slots or view.kv.device.holds(rest.sequence.sequence_id)):
+                return Step()
+            chunks.append(_head(rest, room, plan))
+            if chunks[0].tokens < rest.tokens:
+                return Step(prefill=tuple(chunks))
+            room -= rest.tokens
+        begun = self._new(view, policy, room) if room >= plan.page_size else []
+        if not begun:
+            return Step(prefill=tuple(chunks))
+        for unit in begun:
+            start = unit.leader.shared_tokens
+            whole = Chunk(sequence=unit.leader, start=start, tokens=unit.leader.prefill_rows)
+            chunks.append(_head(whole, room, plan))
+            room -= chunks[-1].tokens
+        pages = policy.prefill(tuple(begun), state, view.kv, plan).on_device
+        return Step(prefill=tuple(chunks), on_device=pages)
+
+    def _new(self, view: StepView, policy: KVPolicy, room: int) -> list[Admission]:
+        """Units of which the first chunk goes along, the last of them cut where it has to be."""
+        state, kv, plan = view.state, view.kv, view.plan
+        rooms = policy.rooms(state, kv, plan)
+        heads = list(_heads(state, room))
+        kv.foresee(unit.leader for unit in heads)
+        units = heads if rooms is None else list(placed(heads, rooms, kv.admission, plan))
+        chosen = select_prefill_group(units, kv.admission, b_moe=_NO_LIMIT, free_slots=state.free_slots)
+        taken = []
+        for unit in chosen:
+            rows = unit.leader.prefill_rows
+            whole = rooms is not None or unit.leader.in_one_pass or unit.leader.generated_tokens > 0
+            if unit.followers or room < (rows if whole else min(rows, plan.page_size)):
+                break
+            taken.append(unit)
+            room -= rows
+        return taken
+
+
+def _heads(state: State, room: int) -> Iterator[Admission]:
+    """The first units of the queue, until their prompts have `room` tokens."""
+    for unit in group_by_prompt(state.queued, most_members=state.slots):
+        if unit.followers or room <= 0:
+            return
+        yield unit
+        room -= unit.leader.kv_tokens
+
+
+def _head(chunk: Chunk, room: int, plan: Plan) -> Chunk:
+    """As much of a chunk as there is room for; it ends with a page, unless the prompt does."""
+    if chunk.tokens <= room:
+        return chunk
+    return Chunk(sequence=chunk.sequence, start=chunk.start, tokens=room // plan.page_size * plan.page_size)
+
+
+def step_policy(plan: Plan) -> StepPolicy:
+    """What the plan asks for."""
+    return MixPrefill() if plan.mix_prefill else DecodeOnly()

@@ -1,0 +1,137 @@
+"""Of what a step consists: decode rows, and chunks of prompts beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from sequence_builders import choices, plan, sequence
+
+from sgl_batch.config import BatchConfig, ForwardConfig, ScheduleConfig
+from sgl_batch.core.actions import Chunk, Prefill, Step
+from sgl_batch.core.compose import DecodeOnly, MixPrefill, StepView, step_policy
+from sgl_batch.core.decide import decide
+from sgl_batch.core.kv_policy import DeviceOnly
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_boundary import State
+from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.rank_agreement import Migration, RankState, decide_group
+from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.store_policies import Exclusive
+from sgl_batch.errors import ConfigError
+
+
+def state(*queued: Sequence, running: int = 4, begun: Sequence | None = None, **changes: object) -> State:
+    counts = {"steps": 1, "slots": 16, "free_slots": 8, "filling": False, "changed": False, **changes}
+    return State(queued=queued, ready=(), running=running, begun=begun, **counts)
+
+
+def kv(pages: int = 100) -> KVState:
+    ledger = PageLedger(pages, 8)
+    return KVState(device=ledger, admission=ledger, runners=tuple, foresee=lambda _: None)
+
+
+def chunks_of(at: State, *, mix: int, pages: int = 100) -> list[tuple[str, int, int]]:
+    """The chunks beside a decode step: sequence, start, tokens."""
+    step = MixPrefill().compose(StepView(state=at, kv=kv(pages), plan=plan(mix_prefill=mix)), DeviceOnly())
+    return [(chunk.sequence.sequence_id, chunk.start, chunk.tokens) for chunk in step.prefill]
+
+
+def computed(arrival: int, *, prompt: int, tokens: int) -> Sequence:
+    """A sequence of whose prompt so many tokens are computed."""
+    return dataclasses.replace(sequence(arrival, prompt=prompt, status=Status.PREFILLING), computed_tokens=tokens)
+
+
+def test_without_mixing_a_step_is_its_decode_rows():
+    assert isinstance(step_policy(plan()), DecodeOnly)
+    assert decide(state(sequence(0)), kv(), plan(), DeviceOnly()) == (Step(),)
+
+
+def test_prompts_go_along_from_the_head_of_the_queue_and_the_last_is_cut_at_a_page():
+    at = state(sequence(0, prompt=10), sequence(1, prompt=50), sequence(2))
+    assert chunks_of(at, mix=30) == [("s0", 0, 10), ("s1", 0, 16)]
+
+
+def test_a_prompt_that_was_begun_goes_on_first_and_others_follow_its_end():
+    begun = computed(0, prompt=30, tokens=16)
+    assert chunks_of(state(sequence(1, prompt=9), begun=begun), mix=30) == [("s0", 16, 14), ("s1", 0, 9)]
+    assert chunks_of(state(sequence(1), begun=begun), mix=8) == [("s0", 16, 8)]
+
+
+def test_a_chunk_begins_behind_what_the_prompt_shares():
+    shares = dataclasses.replace(sequence(0, prompt=40), shared_tokens=24)
+    assert chunks_of(state(shares), mix=8) == [("s0", 24, 8)]
+
+
+def test_what_must_be_computed_in_one_pass_is_not_cut_and_holds_the_queue():
+    whole = dataclasses.replace(sequence(0, prompt=20), in_one_pass=True)
+    assert chunks_of(state(whole, sequence(1)), mix=16) == []
+    assert chunks_of(state(whole, sequence(1, prompt=3)), mix=24) == [("s0", 0, 20), ("s1", 0, 3)]
+    again = dataclasses.replace(sequence(0, prompt=20), generated_tokens=3)
+    assert chunks_of(state(again), mix=16) == []
+
+
+def test_a_prompt_of_several_choices_waits_for_a_group():
+    assert chunks_of(state(*choices(3)), mix=64) == []
+
+
+@pytest.mark.parametrize(("pages", "free_slots"), [(1, 8), (100, 0)])
+def test_nothing_begins_without_pages_for_all_of_it_and_a_slot(pages, free_slots):
+    assert chunks_of(state(sequence(0, prompt=10), free_slots=free_slots), mix=16, pages=pages) == []
+
+
+def test_where_a_page_lies_in_one_tier_no_prompt_is_cut():
+    device, both = PageLedger(50, 8), PageLedger(50, 8, overflow_pages=50)
+    stores = KVState(device=device, admission=both, runners=tuple, foresee=lambda _: None, store_free=50)
+    view = StepView(state=state(sequence(0, prompt=10), sequence(1, prompt=50)), kv=stores, plan=plan(mix_prefill=30))
+    step = MixPrefill().compose(view, Exclusive())
+    assert [(chunk.sequence.sequence_id, chunk.tokens) for chunk in step.prefill] == [("s0", 10)]
+    assert step.on_device == (2,), "with the pages to run until the next boundary"
+
+
+def test_a_group_computes_first_what_is_left_of_a_prompt_that_was_begun():
+    begun, waiting = computed(0, prompt=30, tokens=16), sequence(1, prompt=90)
+    at = state(waiting, running=0, begun=begun)
+    mixed = plan(mix_prefill=8)
+    (action,) = decide(at, kv(), mixed, DeviceOnly())
+    assert isinstance(action, Prefill)
+    assert (action.rest, action.units) == (Chunk(sequence=begun, start=16, tokens=14), ()), "90 more are over 100"
+    roomy = dataclasses.replace(mixed, prefill=plan(b_moe_prefill=104).prefill)
+    (action,) = decide(at, kv(), roomy, DeviceOnly())
+    assert [unit.leader for unit in action.units] == [waiting]
+
+
+def test_ranks_that_prefill_along_end_what_they_have_begun():
+    def rank(at: State) -> RankState:
+        return RankState(state=at, total_pages=100, free_pages=90)
+
+    begun = computed(0, prompt=30, tokens=16)
+    decision = decide_group(
+        [rank(state(sequence(1), running=0)), rank(state(running=7, begun=begun))],
+        plan(mix_prefill=8, b_moe_prefill=10),
+        Migration.EVEN,
+    )
+    assert decision.prefill
+    assert decision.actions[1].rest == Chunk(sequence=begun, start=16, tokens=14)
+    assert decision.expert_calls == 2, "14 rows, 10 in a call"
+
+
+def test_a_view_says_what_waits_and_what_is_free():
+    begun = computed(0, prompt=30, tokens=16)
+    used = kv(pages=10)
+    used.device.reserve("s0", 4)
+    view = StepView(state=state(sequence(1), begun=begun, queued_tokens=10), kv=used, plan=plan(), in_flight=1)
+    assert (view.waiting_tokens, view.free_rate, view.running, view.in_flight) == (24, 0.6, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "schedule", "words"),
+    [
+        ({"b_moe_prefill": 100}, {"mix_prefill": 101}, r"mix_prefill is 101, more than b_moe_prefill \(100\)"),
+        ({"accumulate": False}, {"mix_prefill": 64}, "experts are called once for each sub-batch"),
+        ({}, {"mix_prefill": 64, "overlap": "on"}, "leave out overlap or mix_prefill"),
+    ],
+)
+def test_what_mixing_does_not_go_with_is_refused(forward, schedule, words):
+    with pytest.raises(ConfigError, match=words):
+        BatchConfig(forward=ForwardConfig(**forward), schedule=ScheduleConfig(**schedule))
