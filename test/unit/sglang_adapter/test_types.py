@@ -1,0 +1,179 @@
+"""SGLang's classes have every attribute and method that our types of them name, and take the arguments that we give."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, Protocol
+
+import pytest
+
+from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
+from sgl_batch.mem_cache.device_page_pool import DevicePagePool
+from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
+from sgl_batch.mem_cache.page_allocator import PageAllocator
+from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.gpu_pools import GpuLatentPool, GpuPagePool
+from sgl_batch.sglang_adapter.types import batches, models, requests, scheduler
+
+with bootstrap.importing():
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
+    from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+# Of each type of ours the classes that stand behind it, each with what else sets attributes of its objects.
+_BEHIND: dict[type, list[tuple[type, ...]]] = {
+    requests.FinishReason: [(schedule_batch.FINISH_ABORT,), (schedule_batch.FINISH_LENGTH,)],
+    requests.SamplingParams: [(SamplingParams,)],
+    requests.RequestKV: [(schedule_batch.ReqKvInfo,)],
+    requests.RequestLogprobs: [(schedule_batch.ReqLogprob,)],
+    requests.RequestTimes: [(SchedulerReqTimeStats,)],
+    requests.Request: [(schedule_batch.Req,)],
+    requests.TokenizedRequest: [(TokenizedGenerateReqInput,)],
+    batches.ForwardMode: [(ForwardMode,)],
+    batches.Penalties: [(BatchedPenalizerOrchestrator,)],
+    batches.SamplingInfo: [(SamplingBatchInfo,)],
+    batches.ScheduleBatch: [(schedule_batch.ScheduleBatch,)],
+    batches.LogitsOutput: [(LogitsProcessorOutput,)],
+    batches.BatchResult: [(GenerationBatchResult,)],
+    batches.ForwardBatch: [(ForwardBatch,)],
+    scheduler.SlotTable: [(ReqToTokenPool,)],
+    scheduler.PagePool: [(DevicePagePool,), (LatentPagePool,), (GpuPagePool,), (GpuLatentPool,)],
+    scheduler.PageAllocator: [(PageAllocator,)],
+    scheduler.GrammarManager: [(GrammarManager,)],
+    scheduler.OutputStreamer: [(SchedulerOutputStreamer,)],
+    scheduler.TokenRelay: [(FutureMap,)],
+    scheduler.ModelConfig: [(ModelConfig,)],
+    scheduler.SGLangScheduler: [(Scheduler,)],
+    models.AttentionBackend: [(CpuPagedAttention,), (TritonAttnBackend,)],
+    models.ExpertOptions: [(MoeRunnerConfig,)],
+    models.ExpertMethod: [(UnquantizedFusedMoEMethod,)],
+    models.ExpertLayer: [(FusedMoE, UnquantizedFusedMoEMethod)],
+    models.RoutedRows: [(StandardDispatchOutput,)],
+}
+
+
+def _named(protocol: type) -> dict[str, object]:
+    """The attributes and methods of a type of ours; the methods as functions."""
+    methods = {name: value for name, value in vars(protocol).items() if inspect.isfunction(value)}
+    properties = {name for name, value in vars(protocol).items() if isinstance(value, property)}
+    methods = {name: value for name, value in methods.items() if not name.startswith("_")}
+    return dict.fromkeys([*protocol.__annotations__, *properties]) | methods
+
+
+def _set_by(node: ast.AST) -> Iterator[str]:
+    """The attributes that a statement gives an object: assigned to `self`, or registered with a module."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        yield node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".register_parameter"):
+        yield from (argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant))
+
+
+@cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def _has(classes: tuple[type, ...]) -> set[str]:
+    """The attributes that objects of the first class have, which the others may set as well."""
+    found: set[str] = set()
+    for cls in dict.fromkeys(base for one in classes for base in one.__mro__):
+        found |= set(vars(cls)) | set(vars(cls).get("__annotations__", ()))
+        if cls.__module__.startswith(("sglang", "sgl_batch")):
+            found |= {name for node in ast.walk(_classes_of(cls.__module__)[cls.__name__]) for name in _set_by(node)}
+    return found
+
+
+def _takes(real: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
+    """What is wrong with calling `real` as `ours` is called."""
+    given, wanted = inspect.signature(ours).parameters, inspect.signature(real).parameters
+    kinds = {parameter.kind for parameter in wanted.values()}
+    by_name = [name for name in given if name != "self"]
+    faults = [
+        f"no parameter {name}" for name in by_name if name not in wanted and inspect.Parameter.VAR_KEYWORD not in kinds
+    ]
+    required = [
+        p.name for p in wanted.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    return faults + [f"also wants {name}" for name in required if name not in given]
+
+
+def lacking(protocol: type, classes: tuple[type, ...]) -> list[str]:
+    """What a type of ours names and a class does not have."""
+    there, faults = _has(classes), []
+    for name, ours in _named(protocol).items():
+        if name not in there:
+            faults.append(f"{classes[0].__name__} has no {name}")
+        elif callable(ours):
+            faults += [f"{classes[0].__name__}.{name}: {fault}" for fault in _takes(getattr(classes[0], name), ours)]
+    return faults
+
+
+def _protocols() -> set[type]:
+    modules = (batches, models, requests, scheduler)
+    return {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    }
+
+
+def test_every_type_is_compared_with_the_class_behind_it() -> None:
+    assert set(_BEHIND) == _protocols()
+
+
+def test_sglangs_classes_have_what_our_types_name() -> None:
+    assert [fault for ours, behind in _BEHIND.items() for classes in behind for fault in lacking(ours, classes)] == []
+
+
+class _MadeUpAttribute(Protocol):
+    rid: str
+    shoe_size: int
+
+
+class _MadeUpMethod(Protocol):
+    def dance(self) -> None: ...
+
+
+class _MadeUpParameter(Protocol):
+    def set_extend_range(self, start: int, finish: int) -> None: ...
+
+
+class _MadeUpProperty(Protocol):
+    @property
+    def seqlen_in_miles(self) -> int: ...
+
+
+@pytest.mark.parametrize(
+    ("made_up", "faults"),
+    [
+        (_MadeUpAttribute, ["Req has no shoe_size"]),
+        (_MadeUpMethod, ["Req has no dance"]),
+        (_MadeUpProperty, ["Req has no seqlen_in_miles"]),
+        (_MadeUpParameter, ["Req.set_extend_range: no parameter finish", "Req.set_extend_range: also wants end"]),
+    ],
+)
+def test_the_comparison_sees_what_is_not_there(made_up: type, faults: list[str]) -> None:
+    assert lacking(made_up, (schedule_batch.Req,)) == faults
