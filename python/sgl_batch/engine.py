@@ -86,13 +86,15 @@ class Engine(processes.RankedEngine):
     def set_plan(self, **limits: int | float | str) -> None:
         """Change numbers of `BatchConfig` (b_attn_decode, boundary_tokens, ...) from the next forward pass on.
 
-        Raises ConfigError for a name or value that cannot work.
+        Raises ConfigError for a name or value that cannot work; the plan stays as it is then.
         """
-        flat = {**self.batch_config.flat(), **limits}
-        self.batch_config = from_mapping(flat)
+        wanted = from_mapping({**self.batch_config.flat(), **limits})
         request = SetInternalStateReq(server_args=limits)
         updated = self.loop.run_until_complete(self.tokenizer_manager.set_internal_state(request))
-        assert all(updated), f"the scheduler did not take {limits}"
+        if not all(updated):
+            states = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
+            raise ConfigError(states[0]["sgl_batch"]["refused_change"])
+        self.batch_config = wanted
 
     def batch_stats(self) -> dict[str, Any]:
         """Counters since start: time by part, calls, rows and tokens per expert. Of several ranks, the sums.

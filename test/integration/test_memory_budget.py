@@ -38,8 +38,22 @@ def test_a_budget_sizes_the_device_is_kept_and_refuses_prompts_beyond_its_workin
         ):
             engine.generate(input_ids=[5] * 513, sampling_params=sampling)
         assert engine.generate(input_ids=[5] * 512, sampling_params=sampling)["meta_info"]["completion_tokens"] == 24
+        _check_changes_of_the_plan(engine)
     finally:
         engine.shutdown()
+
+
+def _check_changes_of_the_plan(engine: Engine) -> None:
+    """Groups larger than there is working memory for are refused, smaller ones taken; prompts fit as before."""
+    with pytest.raises(ConfigError, match=r"^b_moe_prefill is 1024, and the device's budget has .* name at most 512"):
+        engine.set_plan(b_moe_prefill=1024)
+    assert engine.batch_stats()["plan"]["prefill"]["b_moe"] == engine.batch_config.forward.b_moe_prefill == 512
+    engine.set_plan(b_moe_prefill=64, b_attn_prefill=64)
+    assert engine.batch_stats()["plan"]["prefill"] == {"b_attn": 64, "b_moe": 64}
+    sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+    assert engine.generate(input_ids=[5] * 512, sampling_params=sampling)["meta_info"]["completion_tokens"] == 2
+    with pytest.raises(ConfigError, match=r"^device_memory is 1073741824 and cannot become 2147483648 while the eng"):
+        engine.set_plan(device_memory=2 << 30)
 
 
 def test_a_budget_that_cannot_hold_the_model_is_refused_with_what_is_needed(model_path: Callable[[str], str]) -> None:

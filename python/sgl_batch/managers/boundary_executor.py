@@ -40,6 +40,7 @@ from sgl_batch.core.order.interface import Budgets, OrderPolicy
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.primitives import combine
 from sgl_batch.core.rank_agreement import Movable
 from sgl_batch.core.recomputation import prefilled
@@ -76,17 +77,25 @@ class BoundaryExecutor:
     def __init__(
         self,
         scheduler: Any,
-        plan: Plan,
+        in_force: PlanInForce,
         counters: Counters,
         trace: TraceWriter,
         kv: KVForm,
         policy: KVPolicy,
         order: OrderPolicy | None = None,
     ) -> None:
-        self._scheduler, self.plan, self._counters, self.kv, self._policy = scheduler, plan, counters, kv, policy
+        self._scheduler, self._in_force, self._counters = scheduler, in_force, counters
+        self.kv, self._policy = kv, policy
         store = None if kv.admission is kv.device else kv.admission
         self._trace = trace
-        self.table = SequenceTable(kv.device, kv.sharing, counters, trace, store_ledger=store)
+        self.table = SequenceTable(
+            kv.device,
+            kv.sharing,
+            counters,
+            trace,
+            store_ledger=store,
+            most_prompt_tokens=in_force.most_prompt_tokens,
+        )
         self._unbatched = Unbatched(queued=SequenceQueue(order))
         self.withdrawal = Withdrawal(scheduler, self.table, self._unbatched, kv, self.join_arrived)
         self._steps = 0
@@ -96,6 +105,11 @@ class BoundaryExecutor:
         self._boundaries = 0
         self.beside: Any | None = None
         self.paused = False
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._in_force.plan
 
     # Intake.
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.distributed.rank_cores import read_cpus, share_of
 from sgl_batch.distributed.rank_errors import RankError
 from sgl_batch.distributed.rank_place import RankPlace
@@ -23,12 +24,12 @@ from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.managers.rank_controller import run_rank_controller
-from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.scheduler import BatchScheduler
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.cuda_graphs import CudaGraphs, Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
+from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import SPAWN
@@ -135,7 +136,7 @@ def run_scheduler_process(run: EngineRun, *args: Any, **kwargs: Any) -> None:
     else:
         gpu_experts = GpuExperts(config.forward.expert_runner, torch.cuda.get_device_name(), counters)
     context = RunContext(
-        config=config,
+        in_force=PlanInForce(config),
         counters=counters,
         cpu_operators=operators,
         gpu_experts=gpu_experts,

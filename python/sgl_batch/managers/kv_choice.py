@@ -11,9 +11,9 @@ from sgl_batch.managers.device_kv import DeviceKV
 from sgl_batch.managers.exclusive_kv import ExclusiveKV
 from sgl_batch.managers.kv_form import KVForm
 from sgl_batch.managers.kv_tiers import KVTiers
-from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.store_kv import StoreKV
 from sgl_batch.managers.streamed_kv import StreamedKV
+from sgl_batch.model_executor.run_context import RunContext
 
 
 def kv_form(scheduler: Any, context: RunContext, tiers: KVTiers | None) -> tuple[KVForm, KVPolicy]:

@@ -30,13 +30,13 @@ from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
 from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_steps import Part, RankSteps
-from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.step_overlap import StepOverlap, is_wanted
 from sgl_batch.managers.stored_migration import StoredSequences
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.mem_cache.free_memory import give_back_heap
 from sgl_batch.mem_cache.process_memory import peak_resident_bytes
+from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.sglang_adapter.forward import forward_batch_of
 from sgl_batch.sglang_adapter.grammars import limit_grammars, say_why_grammars_end
 from sgl_batch.sglang_adapter.profiling import LimitedProfiler
@@ -73,7 +73,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, context: RunContext, **kwargs: Any) -> None:
         self.context = context
         self._group_idles = True
-        self._wanted_config = context.config
+        self._refused_change: str | None = None
         self._tiers: KVTiers | None = None
         self._results_beside: tuple[Any, Any] | None = None
         self._trace = TraceWriter(context.config.trace.trace_file, context.place.rank if context.place else 0)
@@ -81,8 +81,6 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
         self.executor = self._make_executor(context)
-        if context.config.memory.device_memory:
-            self.executor.table.most_prompt_tokens = self.executor.plan.prefill.b_moe
         self.overlap = StepOverlap(self._process_results, context.counters)
         self.tp_worker.model_runner.before_sampling = self.overlap.complete_while_computing
         say_why_grammars_end(self)
@@ -90,7 +88,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         limit_stop_patterns()
         skip_ended_rows(self)
         self.rank_steps = None if context.place is None else self._join(context.place)
-        self._check_overlap()
+        self._check_overlap(context.config)
 
     def _make_executor(self, context: RunContext) -> BoundaryExecutor:
         runner = self.tp_worker.model_runner
@@ -102,7 +100,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
         kv, policy = kv_form(self, context, self._tiers)
         return BoundaryExecutor(
-            self, runner.plan, context.counters, self._trace, kv, policy, make_order(context.config.schedule.order)
+            self, context.in_force, context.counters, self._trace, kv, policy, make_order(context.config.schedule.order)
         )
 
     def _join(self, place: RankPlace) -> RankSteps:
@@ -166,8 +164,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         info["sgl_batch"] = {
             "classes": {role: type(part).__name__ for role, part in classes.items()},
             "coroutine_forward": runner.layer_runner is not None,
-            "plan": runner.plan.as_dict(),
-            "kernels": kernels_in_use() if runner.cpu_operators is not None else "sglang",
+            "plan": self.context.in_force.plan.as_dict(),
+            "kernels": kernels_in_use() if self.context.cpu_operators is not None else "sglang",
             "expert_runner": runner.expert_runner,
         }
         if self.context.place is not None:
@@ -295,16 +293,16 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def _results_can_wait(self, batch: Any) -> bool:
         """Whether the next step may begin before these results are processed. Ranks agree on each step with them."""
         return (
-            is_wanted(self._wanted_config.schedule.overlap)
+            is_wanted(self.context.config.schedule.overlap)
             and self.rank_steps is None
             and batch.forward_mode.is_decode()
             and self.executor.overlaps
             and not penalises(batch)
         )
 
-    def _check_overlap(self) -> None:
+    def _check_overlap(self, wanted: BatchConfig) -> None:
         """Say what several ranks do not do."""
-        if self.rank_steps is not None and is_wanted(self._wanted_config.schedule.overlap):
+        if self.rank_steps is not None and is_wanted(wanted.schedule.overlap):
             logger.warning(
                 "overlap is 'on', which several ranks do not do: each step's results are processed before they agree "
                 "on the next"
@@ -375,30 +373,28 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         changes = recv_req.server_args
         if not changes.keys() <= config.field_names():
             return super().set_internal_state(recv_req)
+        in_force = self.context.in_force
         try:
-            wanted = config.from_mapping({**self._wanted_config.flat(), **changes})
+            wanted = in_force.want(changes)
         except ConfigError as error:
+            self._refused_change = str(error)
             logger.warning("the plan stays as it is: %s", error)
             return SetInternalStateReqOutput(updated=False)
-        self._wanted_config = wanted
-        self._check_overlap()
+        self._refused_change = None
+        self._check_overlap(wanted)
         if self.rank_steps is None:
-            self._put_in_force(wanted)
+            in_force.change(wanted)
         else:
-            self.rank_steps.between_steps(partial(self._put_in_force, wanted))
+            self.rank_steps.between_steps(partial(in_force.change, wanted))
         return SetInternalStateReqOutput(updated=True)
-
-    def _put_in_force(self, wanted: BatchConfig) -> None:
-        runner = self.tp_worker.model_runner
-        runner.batch_config = wanted
-        self.executor.plan = runner.make_plan()
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """SGLang's state with our counters and plan under `sgl_batch`."""
         state = dict(super().get_internal_state(recv_req).internal_state)
         state["sgl_batch"] = {
             **self.context.counters.as_dict(),
-            "plan": self.tp_worker.model_runner.plan.as_dict(),
+            "plan": self.context.in_force.plan.as_dict(),
+            "refused_change": self._refused_change,
             "free_pages": self.executor.ledger.free_pages,
             "total_pages": self.executor.ledger.total_pages,
             "store": self.executor.store_state(),

@@ -45,9 +45,10 @@ class SequenceTable:
         trace: TraceWriter,
         *,
         store_ledger: PageLedger | None = None,
+        most_prompt_tokens: int | None = None,
     ) -> None:
         self.ledger, self.store_ledger = ledger, store_ledger
-        self.most_prompt_tokens: int | None = None
+        self.most_prompt_tokens = most_prompt_tokens
         self.changes = 0
         self._sharing, self._counters, self._trace = sharing, counters, trace
         self._sequences: dict[str, Sequence] = {}

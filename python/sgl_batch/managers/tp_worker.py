@@ -11,9 +11,9 @@ import safetensors.torch
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.unloaded_experts import is_expert_parameter
-from sgl_batch.managers.run_context import RunContext
 from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
 from sgl_batch.model_executor.model_runner import BatchModelRunner
+from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.sglang_adapter.forward import TpModelWorker, keep_tensors_for, set_model_runner
 from sgl_batch.sglang_adapter.names import SAFETENSORS
 
@@ -34,13 +34,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
 
     def _init_model_runner(self) -> None:
         runner = BatchModelRunner(
-            batch_config=self._context.config,
-            counters=self._context.counters,
-            cpu_operators=self._context.cpu_operators,
-            gpu_experts=self._context.gpu_experts,
-            graphs=self._context.graphs,
-            place=self._context.place,
-            world_store=self._context.world_store,
+            context=self._context,
             model_config=self.model_config,
             mem_fraction_static=self.server_args.mem_fraction_static,
             gpu_id=self.gpu_id,

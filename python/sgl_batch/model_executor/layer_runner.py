@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sgl_batch.core.plan import PhasePlan, Plan, row_spans
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer
 from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.counters import Counters
@@ -67,7 +68,7 @@ class LayerRunner:
         model: Any,
         family: Family,
         attn_backend: Any,
-        plan: Plan,
+        in_force: PlanInForce,
         counters: Counters,
         can_reenter: bool,
         expert_part: str,
@@ -75,11 +76,16 @@ class LayerRunner:
         graphed: GraphedHalves | None = None,
     ) -> None:
         self.model, self.family, self.attn_backend = model, family, attn_backend
-        self.plan, self.counters, self.can_reenter = plan, counters, can_reenter
+        self._in_force, self.counters, self.can_reenter = in_force, counters, can_reenter
         self.expert_part, self.exchange, self.graphed = expert_part, exchange, graphed
         self.expert_calls = 1
         self.prefill_sink: PrefillSink | None = None
         self.decode_source: DecodeSource | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._in_force.plan
 
     def forward(self, forward_batch: Any) -> Any:
         """Logits for a prefill group or a decode group, as the model's own forward gives them."""

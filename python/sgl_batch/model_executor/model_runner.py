@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sgl_batch.config import BatchConfig
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.graph_capture import graph_budget
-from sgl_batch.core.plan import Plan, make_plan
+from sgl_batch.core.plan import Plan
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
@@ -24,9 +21,7 @@ from sgl_batch.layers.unloaded_experts import unloaded_experts
 from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
 from sgl_batch.mem_cache.page_allocator import PageAllocator
 from sgl_batch.mem_cache.process_memory import forget_peak, resident_bytes
-from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
-from sgl_batch.model_executor.cuda_graphs import Graphs
 from sgl_batch.model_executor.device_needs import model_shape, resident_weight_bytes
 from sgl_batch.model_executor.expert_choices import ExpertChoices
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
@@ -35,6 +30,7 @@ from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.graphed_halves import GraphedHalves
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
+from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, choosing_layers
 from sgl_batch.sglang_adapter.forward import (
     REENTRANT_BACKENDS,
@@ -61,27 +57,11 @@ def _nothing() -> None:
 class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     """Runs prefill and decode groups through `LayerRunner`; anything else through SGLang's own forward.
 
-    `world_store`: a file, not yet there, in which SGLang's own process group of this one rank meets.
     `before_sampling`: what the host does between the launch of a forward pass and that of its sampling.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        batch_config: BatchConfig,
-        counters: Counters,
-        cpu_operators: CpuOperators | None,
-        gpu_experts: GpuExperts | None,
-        graphs: Graphs | None,
-        place: RankPlace | None,
-        world_store: Path,
-        **kwargs: Any,
-    ) -> None:
-        self.batch_config, self.counters = batch_config, counters
-        self.cpu_operators, self.gpu_experts = cpu_operators, gpu_experts
-        self.graphs, self.place = graphs, place
-        self._world_store = world_store
-        self.plan: Plan | None = None
+    def __init__(self, *args: Any, context: RunContext, **kwargs: Any) -> None:
+        self.context, self._counters, self._place = context, context.counters, context.place
         self.layer_runner: LayerRunner | None = None
         self.expert_choices: ExpertChoices | None = None
         self.before_sampling: Callable[[], None] = _nothing
@@ -94,7 +74,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     @property
     def _operators(self) -> CpuOperators | GpuExperts:
         """Whatever computes the experts of the loaded model."""
-        operators = self.cpu_operators or self.gpu_experts
+        operators = self.context.cpu_operators or self.context.gpu_experts
         assert operators is not None, "a process has operators for a CPU or experts for a GPU"
         return operators
 
@@ -104,12 +84,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return self._operators.expert_runner
 
     def init_torch_distributed(self) -> None:
-        with on_this_machine(self._world_store):
+        with on_this_machine(self.context.world_store):
             super().init_torch_distributed()
 
     def load_model(self) -> None:
         """Load the model; of several ranks, each its share of the experts. Streamed experts stay in their files."""
-        place, memory = self.place, self.batch_config.memory
+        place, memory = self._place, self.context.config.memory
         shard = nullcontext() if place is None else expert_shard(place.rank, place.world_size)
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         with shard, huge_parameters():
@@ -126,11 +106,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         super().init_kv_cache_configurator()
         if self.device != "cpu" or self.server_args.attention_backend == TRITON_ATTENTION:
             use_our_pools(self.kv_cache_configurator, PageAllocator)
-        memory = self.batch_config.memory
+        memory = self.context.config.memory
         if memory.device_memory == 0:
             return
         most, page_size = self.server_args.max_running_requests, self.server_args.page_size
-        plan = make_plan(self.batch_config, page_size=page_size, max_running=most)
+        plan = self._fit_plan(most)
+        self.context.in_force.reserve()
         page_bytes = page_size * kv_token_bytes(self.kv_cache_configurator)
         working = working_bytes(
             plan,
@@ -139,9 +120,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             page_bytes=page_bytes,
             staged=memory.kv_store_bytes > 0,
             by_torch=self.expert_runner == "torch",
-            num_ranks=1 if self.place is None else self.place.world_size,
+            num_ranks=1 if self._place is None else self._place.world_size,
         )
-        int8 = self.batch_config.forward.cpu_weight_dtype == "int8"
+        int8 = self.context.config.forward.cpu_weight_dtype == "int8"
         weights = resident_weight_bytes(self.model, int8=int8) + self._operators.streamed_bytes
         working += self._graph_bytes
         needs = DeviceNeeds(program=self._program_bytes, weights=weights, working=working, page=page_bytes)
@@ -150,22 +131,22 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def init_attention_backends(self) -> None:
         """Build the attention backends, then the layer runner over them and the loaded model."""
         super().init_attention_backends()
-        plan = self.make_plan()
-        if self.batch_config.schedule.share_prefixes and not plan.share_prefixes:
+        plan = self._fit_plan(self.max_running_requests)
+        if self.context.config.schedule.share_prefixes and not plan.share_prefixes:
             logger.warning(
                 "attention backend %s may attend before the KV of a whole batch is written: prompts that begin alike "
                 "are each computed whole",
                 self.server_args.attention_backend,
             )
         self._operators.adopt(self.model)
-        self._pass_memory = self._measure_passes(plan)
+        self._pass_memory = self._measure_passes()
         family = family_of(self.model)
-        if family is None and self.place is not None:
+        if family is None and self._place is not None:
             raise ConfigError(
                 f"{type(self.model).__name__} has no family adapter, so its experts cannot lie on "
-                f"{self.place.world_size} ranks: leave out --tp, --dp and --ep"
+                f"{self._place.world_size} ranks: leave out --tp, --dp and --ep"
             )
-        if family is None and self.cpu_operators is not None and self.use_mla_backend:
+        if family is None and self.context.cpu_operators is not None and self.use_mla_backend:
             raise ConfigError(
                 f"{type(self.model).__name__} has no family adapter, and SGLang's own forward of latent attention does "
                 "not run on a CPU: use a machine with a GPU"
@@ -188,11 +169,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             model=self.model,
             family=family,
             attn_backend=self.attn_backend,
-            plan=plan,
-            counters=self.counters,
+            in_force=self.context.in_force,
+            counters=self._counters,
             can_reenter=self._can_reenter,
             expert_part="router" if self.device == "cpu" else "experts",
-            exchange=None if self.place is None else self._exchange(self.place, family),
+            exchange=None if self._place is None else self._exchange(self._place, family),
             graphed=self._graphed_halves(family),
         )
 
@@ -200,23 +181,23 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def _graph_bytes(self) -> int:
         """What graphs of the halves of layers may take of the device; 0 where none are captured."""
         return graph_budget(
-            self.batch_config.forward.decode_graph_memory,
-            device_captures=self.graphs is not None and graphs_wanted(self.server_args),
-            num_ranks=1 if self.place is None else self.place.world_size,
+            self.context.config.forward.decode_graph_memory,
+            device_captures=self.context.graphs is not None and graphs_wanted(self.server_args),
+            num_ranks=1 if self._place is None else self._place.world_size,
             streamed_weights=self._operators.streams_weights,
             choices_told=bool(self.server_args.enable_return_routed_experts),
         )
 
     def _graphed_halves(self, family: Family) -> GraphedHalves | None:
         budget_bytes = self._graph_bytes
-        if self.graphs is None or budget_bytes == 0:
+        if self.context.graphs is None or budget_bytes == 0:
             return None
         return GraphedHalves(
             model=self.model,
             family=family,
             attn_backend=self.attn_backend,
-            graphs=self.graphs,
-            counters=self.counters,
+            graphs=self.context.graphs,
+            counters=self._counters,
             budget_bytes=budget_bytes,
             most_rows=self.max_running_requests,
             most_slots=self.max_total_num_tokens,
@@ -239,22 +220,23 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         )
         capture_choices_with(self.expert_choices)
 
-    def _measure_passes(self, plan: Plan) -> PassMemory | None:
+    def _measure_passes(self) -> PassMemory | None:
         """Where streamed experts take the memory that forward passes leave, what those take."""
-        streamer = None if self.cpu_operators is None else self.cpu_operators.fitted_streamer
+        streamer = None if self.context.cpu_operators is None else self.context.cpu_operators.fitted_streamer
         if streamer is None:
             return None
-        memory, pool = self.batch_config.memory, self.token_to_kv_pool
+        memory, pool = self.context.config.memory, self.token_to_kv_pool
         staged = memory.kv_store_bytes > 0
-        page_bytes = plan.page_size * kv_token_bytes(self.kv_cache_configurator)
+        page_size = self.server_args.page_size
+        page_bytes = page_size * kv_token_bytes(self.kv_cache_configurator)
         return PassMemory(
             streamer,
-            plan,
+            self.context.in_force,
             model_shape(self.model_config),
-            UntouchedPages(pool.all_parts, pool.layer_num, plan.page_size, all_at_once=staged),
+            UntouchedPages(pool.all_parts, pool.layer_num, page_size, all_at_once=staged),
             staged_bytes=2 * page_bytes // pool.layer_num if staged else 0,
             budget=memory.process_bytes,
-            num_ranks=1 if self.place is None else self.place.world_size,
+            num_ranks=1 if self._place is None else self._place.world_size,
         )
 
     def _exchange(self, place: RankPlace, family: Family) -> ExpertExchange:
@@ -271,10 +253,10 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             device=torch.device(self.device),
         )
         sums = self._operators.expert_sums
-        return ExpertExchange(dispatcher, sums, self.counters)
+        return ExpertExchange(dispatcher, sums, self._counters)
 
     def _token_dispatcher(self, place: RankPlace) -> str:
-        wanted = self.batch_config.ranks.token_dispatcher
+        wanted = self.context.config.ranks.token_dispatcher
         if wanted != "auto":
             return wanted
         if place.backend(self.device) == "nccl":
@@ -298,13 +280,10 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def _can_reenter(self) -> bool:
         return self.server_args.attention_backend in REENTRANT_BACKENDS
 
-    def make_plan(self) -> Plan:
-        """Make the plan that the configuration asks for and what the device holds allow; from now on it holds."""
-        plan = make_plan(self.batch_config, page_size=self.server_args.page_size, max_running=self.max_running_requests)
-        self.plan = replace(plan, share_prefixes=plan.share_prefixes and self._can_reenter)
-        if self.layer_runner is not None:
-            self.layer_runner.plan = self.plan
-        return self.plan
+    def _fit_plan(self, max_running: int) -> Plan:
+        return self.context.in_force.fit(
+            page_size=self.server_args.page_size, max_running=max_running, can_reenter=self._can_reenter
+        )
 
     def compute_beside(self, prompts: Any) -> None:
         """Have the next forward pass, of a decode batch, compute a prefill batch as well.
@@ -324,7 +303,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             self._pass_memory.make_room(batches)
         graph_serves = len(batches) == 1 and self._graph_serves(forward_batch)
         if runner is None or not (mode.is_decode() or mode.is_extend()) or graph_serves:
-            self.counters.add("forwards_by_sglang")
+            self._counters.add("forwards_by_sglang")
             return super()._forward_raw(forward_batch, pp_proxy_tensors, *args, **kwargs)
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
             for batch in batches:
@@ -335,19 +314,18 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     def _graph_serves(self, forward_batch: Any) -> bool:
         """Whether a decode group is one sub-batch for which SGLang has captured a CUDA graph: nothing to gain."""
-        assert self.plan is not None, "the plan is made with the attention backends"
         graphs = self.decode_cuda_graph_runner
         return bool(
             self.device != "cpu"
             and forward_batch.forward_mode.is_cuda_graph()
             and graphs is not None
             and (self.layer_runner is None or self.layer_runner.decode_source is None)
-            and forward_batch.batch_size <= self.plan.decode.b_attn
+            and forward_batch.batch_size <= self.context.in_force.plan.decode.b_attn
             and graphs.can_run_graph(forward_batch)
         )
 
     def sample(self, logits_output: Any, forward_batch: Any) -> torch.Tensor:
         self.before_sampling()
-        with self.counters.clock.part("sampling"):
+        with self._counters.clock.part("sampling"):
             tokens: torch.Tensor = super().sample(logits_output, forward_batch)
             return tokens

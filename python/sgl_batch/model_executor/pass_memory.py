@@ -12,7 +12,7 @@ import torch
 
 from sgl_batch.core.device_budget import ModelShape, pass_bytes
 from sgl_batch.core.page_ledger import pages_for
-from sgl_batch.core.plan import Plan
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.mem_cache.free_memory import free_bytes, give_back_heap
 from sgl_batch.mem_cache.page_advice import HUGE_PAGE_BYTES
 from sgl_batch.mem_cache.process_memory import resident_bytes
@@ -56,7 +56,7 @@ class PassMemory:
     def __init__(
         self,
         streamer: WeightStreamer[ResizableSlots],
-        plan: Plan,
+        in_force: PlanInForce,
         shape: ModelShape,
         untouched: UntouchedPages,
         *,
@@ -64,7 +64,7 @@ class PassMemory:
         budget: int,
         num_ranks: int,
     ) -> None:
-        self._streamer, self._plan, self._shape, self._untouched = streamer, plan, shape, untouched
+        self._streamer, self._in_force, self._shape, self._untouched = streamer, in_force, shape, untouched
         self._staged_bytes, self._budget, self._num_ranks = staged_bytes, budget, num_ranks
         self._last = 0
 
@@ -80,7 +80,8 @@ class PassMemory:
     def working_bytes(self, forward_batch: Any) -> int:
         """What the pass of a group takes beside what is in memory: an upper bound."""
         is_decode = forward_batch.forward_mode.is_decode()
-        phase = self._plan.decode if is_decode else self._plan.prefill
+        plan = self._in_force.plan
+        phase = plan.decode if is_decode else plan.prefill
         rows, sequences = len(forward_batch.input_ids), forward_batch.batch_size
         working = pass_bytes(
             self._shape,
@@ -93,5 +94,5 @@ class PassMemory:
         if working < self._last:
             give_back_heap()  # of a larger pass's tensors, whose memory would be kept for the next ones
         self._last = working
-        pages = 0 if is_decode else pages_for(rows, self._plan.page_size) + sequences
+        pages = 0 if is_decode else pages_for(rows, plan.page_size) + sequences
         return working + pages * self._staged_bytes + self._untouched.claim(forward_batch.out_cache_loc)

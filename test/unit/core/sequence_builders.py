@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.sequence import Sequence, Status
 
@@ -53,3 +56,8 @@ def plan(
         accumulate=True,
         mix_prefill=mix_prefill,
     )
+
+
+def in_force(fixed: Plan) -> Any:
+    """A `PlanInForce` as those see it that read the plan alone."""
+    return SimpleNamespace(plan=fixed, most_prompt_tokens=None)

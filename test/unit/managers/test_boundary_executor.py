@@ -9,7 +9,7 @@ from scheduler_stand_ins import request, scheduler_stand_in
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.kv_policy import DeviceOnly
-from sgl_batch.core.plan import make_plan
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.sequence import Status
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.device_kv import DeviceKV
@@ -18,10 +18,11 @@ from sgl_batch.model_executor.counters import Counters
 
 
 def executor_with_queue(length: int) -> BoundaryExecutor:
-    plan = make_plan(BatchConfig(), page_size=64, max_running=512)
+    in_force = PlanInForce(BatchConfig())
+    in_force.fit(page_size=64, max_running=512, can_reenter=True)
     scheduler, counters = scheduler_stand_in(), Counters()
     kv = DeviceKV(scheduler, counters)
-    executor = BoundaryExecutor(scheduler, plan, counters, TraceWriter(None), kv, DeviceOnly())
+    executor = BoundaryExecutor(scheduler, in_force, counters, TraceWriter(None), kv, DeviceOnly())
     for number in range(length):
         executor.enqueue(request(number))
     return executor

@@ -9,6 +9,7 @@ import logging
 
 import pytest
 import torch
+from sequence_builders import in_force
 from toy_model import HIDDEN, ToyBackend, ToyFamily, ToyModel, by_hand, decode_batch, extend_batch
 
 from rerunning_graphs import RerunningGraphs
@@ -115,7 +116,9 @@ class Runs:
         self.graphed = GraphedHalves(
             **parts, graphs=self.graphs, budget_bytes=budget_bytes, most_rows=most_rows, most_slots=most_slots
         )
-        self.runner = LayerRunner(**parts, plan=plan, can_reenter=True, expert_part="experts", graphed=self.graphed)
+        self.runner = LayerRunner(
+            **parts, in_force=in_force(plan), can_reenter=True, expert_part="experts", graphed=self.graphed
+        )
 
     def check(self, batch) -> torch.Tensor:
         """Run a pass, whose result must be the whole model's."""

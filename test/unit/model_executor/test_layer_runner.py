@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from sequence_builders import in_force
 from toy_model import ToyBackend, ToyFamily, ToyModel, by_hand, decode_batch, extend_batch
 
 from sgl_batch.core.plan import PhasePlan, Plan
@@ -47,7 +48,7 @@ class Run:
             model=self.model,
             family=self.family,
             attn_backend=self.backend,
-            plan=plan,
+            in_force=in_force(plan),
             counters=self.counters,
             can_reenter=can_reenter,
             expert_part="experts",

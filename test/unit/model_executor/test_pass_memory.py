@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sequence_builders import plan
+from sequence_builders import in_force, plan
 
 from sgl_batch.core.device_budget import ModelShape, pass_bytes
 from sgl_batch.mem_cache.process_memory import resident_bytes
@@ -91,7 +91,7 @@ def memory(*, staged_bytes: int = 0, budget: int = 0, num_ranks: int = 1, stream
     untouched.claim(slots(*range(PAGES)))
     sizes = plan(b_moe_prefill=64, b_moe=16, page_size=PAGE)
     shares = {"staged_bytes": staged_bytes, "budget": budget, "num_ranks": num_ranks}
-    return PassMemory(streamer or Streamer(), sizes, SHAPE, untouched, **shares)
+    return PassMemory(streamer or Streamer(), in_force(sizes), SHAPE, untouched, **shares)
 
 
 def test_a_pass_takes_what_its_own_rows_need_and_staged_prefill_two_layers_of_kv_besides() -> None:

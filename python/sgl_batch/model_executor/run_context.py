@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.model_executor.counters import Counters
@@ -24,13 +25,18 @@ class RunContext:
     one ended.
     """
 
-    config: BatchConfig
+    in_force: PlanInForce
     rendezvous: Rendezvous
     counters: Counters = field(default_factory=Counters)
     cpu_operators: CpuOperators | None = None
     gpu_experts: GpuExperts | None = None
     graphs: Graphs | None = None
     place: RankPlace | None = None
+
+    @property
+    def config(self) -> BatchConfig:
+        """The configuration in force."""
+        return self.in_force.config
 
     @property
     def world_store(self) -> Path:

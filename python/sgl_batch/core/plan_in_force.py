@@ -1,0 +1,122 @@
+"""Owns the configuration in force and the plan made of it, once per scheduler process; all others read them here.
+
+It decides which changes a running engine takes. When they come into force is decided by the scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_batch.config import BatchConfig, from_mapping
+from sgl_batch.core.plan import Plan, make_plan
+from sgl_batch.errors import ConfigError
+
+# What an engine is built with, by section of BatchConfig; the rest can change while it runs.
+_BUILT_WITH: dict[str, tuple[str, ...] | None] = {
+    "forward": ("expert_runner", "decode_graph_memory", "cpu_weight_dtype"),
+    "schedule": ("order",),
+    "memory": None,
+    "ranks": None,
+    "trace": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """What a plan is fitted to."""
+
+    page_size: int
+    max_running: int
+    can_reenter: bool
+
+
+class PlanInForce:
+    """The configuration, and its plan once `fit` has been called.
+
+    A change takes two calls: `want` checks it, on top of those wanted before; `change` puts it in force, between two
+    steps.
+    """
+
+    def __init__(self, config: BatchConfig) -> None:
+        self._config = self._wanted = config
+        self._device: _Device | None = None
+        self._plan: Plan | None = None
+        self._reserved: Plan | None = None
+
+    @property
+    def config(self) -> BatchConfig:
+        """The configuration in force."""
+        return self._config
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        assert self._plan is not None, "the plan is made when the device is known"
+        return self._plan
+
+    def fit(self, *, page_size: int, max_running: int, can_reenter: bool) -> Plan:
+        """Fit the plan to the device: pages of so many tokens, and at most so many sequences that run.
+
+        `can_reenter`: whether attention can take up one of several sub-batches; prompts share prefixes only then.
+        Called again where more is known of the device.
+        """
+        self._device = _Device(page_size=page_size, max_running=max_running, can_reenter=can_reenter)
+        self._plan = self._made_of(self._config)
+        return self._plan
+
+    def reserve(self) -> None:
+        """From now on no group may be larger than in the plan as it is: the device has working memory for these."""
+        self._reserved = self.plan
+
+    @property
+    def most_prompt_tokens(self) -> int | None:
+        """The longest prompt that working memory was reserved for; None where none was. Changes leave it as it is."""
+        return None if self._reserved is None else self._reserved.prefill.b_moe
+
+    def want(self, changes: Mapping[str, Any]) -> BatchConfig:
+        """Return the configuration with these changes of flat names, for `change` to put in force.
+
+        Raises ConfigError for what a running engine cannot take; nothing has changed then.
+        """
+        wanted = from_mapping({**self._wanted.flat(), **changes})
+        self._check_built_with(wanted)
+        if self._reserved is not None:
+            _check_reserved(wanted, self._made_of(wanted), self._reserved)
+        self._wanted = wanted
+        return wanted
+
+    def change(self, config: BatchConfig) -> None:
+        """Put a configuration that `want` returned in force, with its plan. Called between two steps."""
+        self._config, self._plan = config, self._made_of(config)
+
+    def _made_of(self, config: BatchConfig) -> Plan:
+        device = self._device
+        assert device is not None, "the plan is made when the device is known"
+        plan = make_plan(config, page_size=device.page_size, max_running=device.max_running)
+        return dataclasses.replace(plan, share_prefixes=plan.share_prefixes and device.can_reenter)
+
+    def _check_built_with(self, wanted: BatchConfig) -> None:
+        for section, names in _BUILT_WITH.items():
+            now, then = getattr(self._config, section), getattr(wanted, section)
+            for name in names if names is not None else [field.name for field in dataclasses.fields(now)]:
+                if getattr(now, name) != getattr(then, name):
+                    raise ConfigError(
+                        f"{name} is {getattr(now, name)!r} and cannot become {getattr(then, name)!r} while the engine "
+                        f"runs: start it anew with --{name.replace('_', '-')}"
+                    )
+
+
+def _check_reserved(wanted: BatchConfig, plan: Plan, reserved: Plan) -> None:
+    """Refuse groups larger than working memory was reserved for. Raises ConfigError."""
+    for phase in ("prefill", "decode"):
+        for size in ("b_moe", "b_attn"):
+            limit, name = getattr(getattr(reserved, phase), size), f"{size}_{phase}"
+            if getattr(getattr(plan, phase), size) > limit:
+                raise ConfigError(
+                    f"{name} is {getattr(wanted.forward, name)}, and the device's budget has had working memory for "
+                    f"{limit} since the engine started: name at most {limit}, or start the engine anew with a larger "
+                    f"--{name.replace('_', '-')} (and --device-memory)"
+                )
