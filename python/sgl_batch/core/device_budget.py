@@ -57,6 +57,16 @@ def working_bytes(
     working = pass_bytes(
         shape, rows=rows, sequences=sequences, b_attn=plan.prefill.b_attn, by_torch=by_torch, num_ranks=num_ranks
     )
+    if plan.mix_prefill:
+        mixed = pass_bytes(
+            shape,
+            rows=plan.mixed.b_moe,
+            sequences=min(plan.mixed.b_moe, max_running + plan.mix_prefill),
+            b_attn=max(plan.prefill.b_attn, plan.decode.b_attn),
+            by_torch=by_torch,
+            num_ranks=num_ranks,
+        )
+        working = max(working, mixed)
     pages = pages_for(rows, plan.page_size) + sequences if staged else 0
     return working + _STAGED_LAYERS * pages * page_bytes // shape.layers
 

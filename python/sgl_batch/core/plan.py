@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sgl_batch.config import BatchConfig
@@ -40,6 +40,11 @@ class Plan:
     def expert_rows(self, phase: PhasePlan) -> int:
         """The most rows of one expert call in `phase`: the group's limit, or a sub-batch's without accumulation."""
         return phase.b_moe if self.accumulate else phase.b_attn
+
+    @property
+    def mixed(self) -> PhasePlan:
+        """The limits of a decode step that takes prompt tokens along; `b_attn` is that of its sequences."""
+        return replace(self.decode, b_moe=self.decode.b_moe + self.mix_prefill)
 
 
 def make_plan(config: BatchConfig, *, page_size: int, max_running: int) -> Plan:

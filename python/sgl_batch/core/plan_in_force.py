@@ -96,6 +96,7 @@ class PlanInForce:
         device = self._device
         assert device is not None, "the plan is made when the device is known"
         plan = make_plan(config, page_size=device.page_size, max_running=device.max_running)
+        _check_mixing(plan, device)
         return dataclasses.replace(plan, share_prefixes=plan.share_prefixes and device.can_reenter)
 
     def _check_built_with(self, wanted: BatchConfig) -> None:
@@ -109,8 +110,29 @@ class PlanInForce:
                     )
 
 
+def _check_mixing(plan: Plan, device: _Device) -> None:
+    """Refuse prompt tokens beside decode rows where they cannot be. Raises ConfigError."""
+    tokens = plan.mix_prefill
+    if 0 < tokens < plan.page_size:
+        raise ConfigError(
+            f"mix_prefill is {tokens}, less than a page ({plan.page_size} tokens), at which prompts are cut: name at "
+            f"least {plan.page_size}, or 0"
+        )
+    if tokens and not device.can_reenter:
+        raise ConfigError(
+            f"mix_prefill is {tokens}, and the attention backend cannot hold the plans of decode rows and prompts at "
+            "once: name another one (--attention-backend), or leave out mix_prefill"
+        )
+
+
 def _check_reserved(wanted: BatchConfig, plan: Plan, reserved: Plan) -> None:
     """Refuse groups larger than working memory was reserved for. Raises ConfigError."""
+    if plan.mix_prefill > reserved.mix_prefill:
+        raise ConfigError(
+            f"mix_prefill is {plan.mix_prefill}, and the device's budget has had working memory for "
+            f"{reserved.mix_prefill} since the engine started: name at most that, or start the engine anew with a "
+            "larger --mix-prefill (and --device-memory)"
+        )
     for phase in ("prefill", "decode"):
         for size in ("b_moe", "b_attn"):
             limit, name = getattr(getattr(reserved, phase), size), f"{size}_{phase}"

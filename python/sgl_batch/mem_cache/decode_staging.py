@@ -50,7 +50,9 @@ class _AllLayers:
 class DecodeStaging:
     """The pages of `pool`, nobody's between two passes. What the host waits for copies is added up in `waited_s`.
 
-    `first_page`: how tables number the first page of a half, beyond the pages that sequences hold.
+    The pool's layers are led to a half while attention of the group is planned, and in each layer from `rows_wanted` to
+    `rows_attended` of a sub-batch. Prompts of the same pass need a staging of their own: no page of the pool is free
+    for them. `first_page`: how tables number the first page of a half, beyond the pages that sequences hold.
     """
 
     def __init__(self, pool: Any, engines: CopyEngines, *, first_page: int) -> None:
@@ -81,12 +83,16 @@ class DecodeStaging:
         parts = [one.part for one in copies]
         if parts != self._parts:
             self._parts, self._turns = parts, take_turns(parts, self._pool.layer_num)
-        self._lead_to(0)
         self._bring(first_turns(self._turns))
         self.pages_brought += sum(len(one.load_slots) for one in copies)
 
-    def _lead_to(self, half: int) -> None:
+    def lead(self, half: int = 0) -> None:
+        """Lead the pool's layers to a half."""
         self._pool.redirect([self._halves[half]] * self._pool.layer_num, self._first_page)
+
+    def lead_back(self) -> None:
+        """Let the pool's layers be its own pages again."""
+        self._pool.redirect(self._own, 0)
 
     def _bring(self, numbers: Seq[int]) -> None:
         for number in numbers:
@@ -104,10 +110,11 @@ class DecodeStaging:
         for earlier in turn.frees:
             self._stores[earlier].device_waits()
         self.waited_s += time.perf_counter() - began
-        self._lead_to(turn.half)
+        self.lead(turn.half)
 
-    def rows_attended(self, layer: int, index: int) -> None:
+    def rows_attended(self, layer: int, index: int, end: int) -> None:
         """A sub-batch has been attended in a layer: its last tokens' pages go back, and the next ones may come."""
+        self.lead_back()
         number = layer * len(self._copies) + index
         turn, copies = self._turns[number], self._copies[index]
         pages = copies.store_pages + turn.half * self.half_pages
@@ -117,7 +124,6 @@ class DecodeStaging:
     def end(self) -> None:
         """The pass is over: all is in the store. Raises CopyError where a copy failed."""
         self._copies = ()
-        self._pool.redirect(self._own, 0)
         began = time.perf_counter()
         for ticket in [*self._loads.values(), *self._stores.values()]:
             ticket.wait()

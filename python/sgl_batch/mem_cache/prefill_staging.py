@@ -38,8 +38,9 @@ class _Group:
 class PrefillStaging:
     """Two layers of pages in memory of their own, as many as the largest group so far needed.
 
-    `pool`: the device's pages, whose layers are led here while a group is prefilled; `first_page`: the number of the
-    first page here, behind the device's own. What the host waits for copies is added up in `waited_s`.
+    `pool`: the device's pages, whose layers are led here while attention of the group is planned, and in each layer
+    from `rows_wanted` to `rows_attended`; `first_page`: the number of the first page here, behind the device's own.
+    What the host waits for copies is added up in `waited_s`.
     """
 
     def __init__(self, store: HostKVStore, pool: Any, engines: CopyEngines, *, first_page: int) -> None:
@@ -58,7 +59,7 @@ class PrefillStaging:
         return self._halves[layer % _HALVES]
 
     def begin(self, lengths: Seq[int], slots: torch.Tensor, *, restored: torch.Tensor) -> None:
-        """Lead the pool's layers here for a group of prompts of `lengths` new tokens, whose pages go to `slots` [P].
+        """The next forward pass prefills a group of prompts of `lengths` new tokens, whose pages go to `slots` [P].
 
         The pages here are numbered one after the other: those that come from the slots `restored` [R], which are READY
         and stay so, then the prompts' own in the order of their rows.
@@ -73,7 +74,18 @@ class PrefillStaging:
         self._make_room(len(restored) + len(ends))
         self._group = _Group(slots=slots, ends=torch.tensor(ends), restored=restored)
         self._load(0)
+
+    @property
+    def spans(self) -> None:
+        """Sub-batches of any rows go through here."""
+
+    def lead(self) -> None:
+        """Lead the pool's layers here."""
         self._pool.redirect([self.page_parts(layer) for layer in range(self.layer_num)], self._first_page)
+
+    def lead_back(self) -> None:
+        """Let the pool's layers be its own pages again."""
+        self._pool.redirect(self._own, 0)
 
     def _make_room(self, pages: int) -> None:
         if self._halves and len(self._halves[0][0]) >= pages:
@@ -95,8 +107,13 @@ class PrefillStaging:
             pages = torch.arange(len(group.restored))
             group.loads[layer] = self._engine.load_pages(range(layer, layer + 1), group.restored, pages)
 
-    def layer_begins(self, layer: int) -> None:
-        """Attention of a layer is about to write to its half, and to read there what was computed before."""
+    def rows_wanted(self, layer: int, index: int) -> None:
+        """Attention of a sub-batch is about to write to a layer's half, and to read there what was computed before."""
+        if index == 0:
+            self._begin_layer(layer)
+        self.lead()
+
+    def _begin_layer(self, layer: int) -> None:
         group = self._group
         assert group is not None, "a group has begun"
         group.sent = 0
@@ -105,8 +122,9 @@ class PrefillStaging:
         if layer in group.loads:
             self._device_waits([group.loads[layer]])
 
-    def rows_attended(self, layer: int, end: int) -> None:
+    def rows_attended(self, layer: int, index: int, end: int) -> None:
         """The pages that are complete with row `end` leave for the store."""
+        self.lead_back()
         group = self._group
         assert group is not None, "a group has begun"
         assert self._engine is not None, "it has room"
@@ -119,14 +137,10 @@ class PrefillStaging:
         group.sent = complete
 
     def end(self) -> None:
-        """All is in the store: the slots are READY, and the pool's layers are its own again.
-
-        Raises CopyError where a copy failed.
-        """
+        """All is in the store: the slots are READY. Raises CopyError where a copy failed."""
         group = self._group
         assert group is not None, "a group has begun"
         self._group = None
-        self._pool.redirect(self._own, 0)
         began = time.perf_counter()
         for ticket in [*group.loads.values(), *chain.from_iterable(group.stores.values())]:
             ticket.wait()

@@ -1,36 +1,58 @@
-"""Owns cutting a group's forward batch into attention sub-batches. Which rows these are is given."""
+"""Owns cutting a part of a pass into attention sub-batches. Which rows these are is given."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_batch.core.plan import cut_sequences
+from sgl_batch.model_executor.kv_staging import Staging
 from sgl_batch.sglang_adapter.forward import decode_slice, extend_slice
 
 
 @dataclass(slots=True, kw_only=True)
 class SubBatch:
-    """Rows [start, end) of a group, the forward batch that describes them, and the attention plan for it."""
+    """Rows [start, end) of a pass, the forward batch that describes them, and the attention plan for it.
+
+    `number`: its place in its part of the pass; `end_in_part`: the last of its rows there, plus one; `staging`: the
+    part's.
+    """
 
     span: tuple[int, int]
     forward_batch: Any
     attention_plan: Any = None
+    number: int = 0
+    end_in_part: int = 0
+    staging: Staging | None = None
 
 
-def split(forward_batch: Any, spans: list[tuple[int, int]], *, first_slot: int = 0) -> list[SubBatch]:
-    """Sub-batches of rows `spans`, which cover every row once.
+def split(
+    forward_batch: Any, spans: Sequence[tuple[int, int]], *, staging: Staging | None = None, first_row: int = 0
+) -> list[SubBatch]:
+    """Sub-batches of a part's rows `spans`, which cover every row once.
 
-    `first_slot`: the slot with which the memory begins to which KV is written.
+    `staging`: where the part's KV goes through; `first_row`: the row of the pass with which the part begins.
     """
-    if first_slot:
+    if staging is not None:
         forward_batch = copy.copy(forward_batch)
-        forward_batch.out_cache_loc = forward_batch.out_cache_loc - first_slot
-    if len(spans) == 1:
-        return [SubBatch(span=spans[0], forward_batch=forward_batch)]
-    cut = _decode_part if forward_batch.forward_mode.is_decode() else _extend_part
-    return [SubBatch(span=span, forward_batch=cut(forward_batch, span)) for span in spans]
+        forward_batch.out_cache_loc = forward_batch.out_cache_loc - staging.first_slot
+    cut = _whole if len(spans) == 1 else _decode_part if forward_batch.forward_mode.is_decode() else _extend_part
+    return [
+        SubBatch(
+            span=(first_row + start, first_row + end),
+            forward_batch=cut(forward_batch, (start, end)),
+            number=number,
+            end_in_part=end,
+            staging=staging,
+        )
+        for number, (start, end) in enumerate(spans)
+    ]
+
+
+def _whole(forward_batch: Any, span: tuple[int, int]) -> Any:
+    return forward_batch
 
 
 def _decode_part(forward_batch: Any, span: tuple[int, int]) -> Any:

@@ -7,7 +7,9 @@ any family with an adapter in `families`.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,36 +21,16 @@ from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family
 from sgl_batch.model_executor.graphed_halves import GraphedHalves, GraphedPass
+from sgl_batch.model_executor.kv_staging import Staging
 
 
-class PrefillSink(Protocol):
-    """Who takes the KV of a prefill group away, layer by layer. Layers are counted from this process's first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A forward batch of a pass, the rows [start, end) of the pass that are its own, and how they are cut."""
 
-    first_slot: int
-    """The slot with which the memory begins to which the group's KV is written."""
-
-    def layer_begins(self, layer: int) -> None:
-        """Attention of a layer is about to write."""
-
-    def rows_attended(self, layer: int, end: int) -> None:
-        """The KV of the group's rows up to `end` is written in a layer."""
-
-
-class DecodeSource(Protocol):
-    """Who brings the KV of a decode group, layer by layer and sub-batch by sub-batch, and takes away what is new."""
-
-    first_slot: int
-    """As in PrefillSink."""
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """The rows of each sub-batch of the coming pass; they cover every row once."""
-
-    def rows_wanted(self, layer: int, index: int) -> None:
-        """Attention of a sub-batch is about to read and write in a layer."""
-
-    def rows_attended(self, layer: int, index: int) -> None:
-        """It has."""
+    batch: Any
+    span: tuple[int, int]
+    sub_batches: list[SubBatch]
 
 
 class LayerRunner:
@@ -58,8 +40,9 @@ class LayerRunner:
     `expert_part`: the part of the clock that an expert call counts to, beside what kernels count themselves.
     `exchange`: where experts lie on several ranks, the way to them; then `expert_calls` says how many calls each layer
     takes on every rank in the coming forward passes.
-    `graphed`: the halves of decode groups that run as captured graphs, where there is no exchange; with a decode source
-    all run eagerly.
+    `graphed`: the halves of decode groups that run as captured graphs, where there is no exchange; with a decode
+    source, or prompts beside the group, all run eagerly. `prefill_sink`, `decode_source`: what takes the KV of prompts
+    away, and what brings that of decode rows, in the coming passes.
     """
 
     def __init__(
@@ -79,8 +62,8 @@ class LayerRunner:
         self._in_force, self.counters, self.can_reenter = in_force, counters, can_reenter
         self.expert_part, self.exchange, self.graphed = expert_part, exchange, graphed
         self.expert_calls = 1
-        self.prefill_sink: PrefillSink | None = None
-        self.decode_source: DecodeSource | None = None
+        self.prefill_sink: Staging | None = None
+        self.decode_source: Staging | None = None
 
     @property
     def plan(self) -> Plan:
@@ -89,29 +72,57 @@ class LayerRunner:
 
     def forward(self, forward_batch: Any) -> Any:
         """Logits for a prefill group or a decode group, as the model's own forward gives them."""
-        is_decode = forward_batch.forward_mode.is_decode()
-        phase = self.plan.decode if is_decode else self.plan.prefill
-        num_rows = len(forward_batch.input_ids)
-        self.counters.add("decode_groups" if is_decode else "prefill_groups")
-        self.counters.add("decode_rows" if is_decode else "prefill_rows", num_rows)
+        return self.forward_parts([forward_batch])[0]
+
+    def forward_parts(self, batches: Sequence[Any]) -> list[Any]:
+        """Logits for each batch of one pass: a prefill group, a decode group, or a decode group and prompts beside it.
+
+        Attention takes each batch by itself, in its forward mode; experts take the rows of all. An attention backend
+        that cannot hold the plans of several sub-batches (`can_reenter`) takes one batch a pass.
+        """
+        assert len(batches) == 1 or self.can_reenter, "the attention backend holds the plan of one batch"
         clock, begun = self.counters.clock, time.perf_counter()
+        self._count(batches)
         with clock.part("attention"):
-            staging = self.decode_source if is_decode else self.prefill_sink
-            first_slot = 0 if staging is None else staging.first_slot
-            sub_batches = split(forward_batch, self._spans(is_decode, num_rows, phase), first_slot=first_slot)
-            self._plan_attention(sub_batches)
-        hidden = self.family.embed(self.model, forward_batch.input_ids)
-        hidden = self._run_layers(forward_batch, sub_batches, hidden, phase)
-        logits = self.model.logits_processor(forward_batch.input_ids, hidden, self.model.lm_head, forward_batch)
-        if not is_decode:
+            parts = self._parts(batches)
+            self._plan_attention(parts)
+        ids = batches[0].input_ids if len(batches) == 1 else torch.cat([batch.input_ids for batch in batches])
+        hidden = self._run_layers(parts, self.family.embed(self.model, ids))
+        logits = [self._logits(part, hidden) for part in parts]
+        if len(batches) == 1 and not batches[0].forward_mode.is_decode():
             self.counters.add("prefill_us", round(1e6 * (time.perf_counter() - begun)))
         return logits
 
-    def _spans(self, is_decode: bool, num_rows: int, phase: PhasePlan) -> list[tuple[int, int]]:
-        """The rows of each sub-batch."""
-        if is_decode and self.decode_source is not None:
-            return self.decode_source.spans
+    def _count(self, batches: Sequence[Any]) -> None:
+        for batch in batches:
+            phase = "decode" if batch.forward_mode.is_decode() else "prefill"
+            self.counters.add(f"{phase}_groups")
+            self.counters.add(f"{phase}_rows", len(batch.input_ids))
+        if len(batches) > 1:
+            self.counters.add("mixed_passes")
+
+    def _parts(self, batches: Sequence[Any]) -> list[Part]:
+        parts, first_row = [], 0
+        for batch in batches:
+            is_decode, num_rows = batch.forward_mode.is_decode(), len(batch.input_ids)
+            phase = self.plan.decode if is_decode else self.plan.prefill
+            staging = self.decode_source if is_decode else self.prefill_sink
+            spans = self._spans(num_rows, phase, staging)
+            sub_batches = split(batch, spans, staging=staging, first_row=first_row)
+            parts.append(Part(batch=batch, span=(first_row, first_row + num_rows), sub_batches=sub_batches))
+            first_row += num_rows
+        return parts
+
+    def _spans(self, num_rows: int, phase: PhasePlan, staging: Staging | None) -> Sequence[tuple[int, int]]:
+        """The rows of each sub-batch of a part."""
+        spans = None if staging is None else staging.spans
+        if spans is not None:
+            return spans
         return row_spans(num_rows, phase.b_attn) if self.can_reenter else [(0, num_rows)]
+
+    def _logits(self, part: Part, hidden: torch.Tensor) -> Any:
+        own, batch = hidden[slice(*part.span)], part.batch
+        return self.model.logits_processor(batch.input_ids, own, self.model.lm_head, batch)
 
     def forward_without_rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take part in the exchanges of a forward pass in which this rank has no rows of its own."""
@@ -123,18 +134,22 @@ class LayerRunner:
                 for _ in range(self.expert_calls):
                     self.exchange.run(self.family, layer, nothing, None)
 
-    def _plan_attention(self, sub_batches: list[SubBatch]) -> None:
-        for sub in sub_batches:
-            self.attn_backend.init_forward_metadata(sub.forward_batch)
-            sub.attention_plan = getattr(self.attn_backend, "forward_metadata", None)
+    def _plan_attention(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            staging = part.sub_batches[0].staging
+            if staging is not None:
+                staging.lead()
+            for sub in part.sub_batches:
+                self.attn_backend.init_forward_metadata(sub.forward_batch)
+                sub.attention_plan = getattr(self.attn_backend, "forward_metadata", None)
+            if staging is not None:
+                staging.lead_back()
 
-    def _run_layers(
-        self, forward_batch: Any, sub_batches: list[SubBatch], hidden: torch.Tensor, phase: PhasePlan
-    ) -> torch.Tensor:
+    def _run_layers(self, parts: Sequence[Part], hidden: torch.Tensor) -> torch.Tensor:
         residual: torch.Tensor | None = None
-        is_decode = forward_batch.forward_mode.is_decode()
-        sink, source = (None, self.decode_source) if is_decode else (self.prefill_sink, None)
-        graphed = self._graphed_pass(forward_batch, sub_batches, phase) if is_decode else None
+        batch, sub_batches = parts[0].batch, [sub for part in parts for sub in part.sub_batches]
+        limits = self._limits(parts)
+        graphed = self._graphed_pass(parts, limits)
         if graphed is None:
             buffer = AccumulationBuffer(len(hidden), hidden.shape[-1], hidden.dtype, hidden.device)
         else:
@@ -142,35 +157,39 @@ class LayerRunner:
                 buffer = graphed.load(hidden)
                 hidden = buffer.hidden
         for index, layer in enumerate(self.family.layers(self.model)):
-            if sink is not None:
-                sink.layer_begins(index)
-            for number, sub in enumerate(sub_batches):
-                if source is not None:
+            for sub in sub_batches:
+                if sub.staging is not None:
                     with self.counters.clock.part("copies"):
-                        source.rows_wanted(index, number)
+                        sub.staging.rows_wanted(index, sub.number)
                 with self.counters.clock.part("attention"):
                     yielded = self._attention(index, layer, sub, hidden, residual, graphed)
                     if len(sub_batches) > 1 or graphed is not None:
                         buffer.write(sub.span, *yielded)
-                if source is not None:
-                    source.rows_attended(index, number)
-                if sink is not None:
-                    sink.rows_attended(index, sub.span[1])
+                if sub.staging is not None:
+                    sub.staging.rows_attended(index, sub.number, sub.end_in_part)
             hidden, residual = yielded if len(sub_batches) == 1 and graphed is None else buffer.combined()
-            hidden = self._experts(index, layer, forward_batch, hidden, phase, graphed)
-            hidden, residual = self.family.finish_layer(layer, hidden, residual, forward_batch)
+            hidden = self._experts(index, layer, batch, hidden, limits, graphed)
+            hidden, residual = self.family.finish_layer(layer, hidden, residual, batch)
         assert residual is not None, "a model has at least one layer"
         if graphed is not None:
             # The norm may answer in the memory that it is given, which the next pass overwrites.
             hidden = hidden.clone()
         return self.family.final_norm(self.model, hidden, residual)
 
-    def _graphed_pass(self, forward_batch: Any, sub_batches: list[SubBatch], phase: PhasePlan) -> GraphedPass | None:
+    def _limits(self, parts: Sequence[Part]) -> PhasePlan:
+        """The limits of a pass of these parts."""
+        if len(parts) > 1:
+            return self.plan.mixed
+        return self.plan.decode if parts[0].batch.forward_mode.is_decode() else self.plan.prefill
+
+    def _graphed_pass(self, parts: Sequence[Part], limits: PhasePlan) -> GraphedPass | None:
         """What of a decode group runs as captured graphs, if anything does."""
-        if self.graphed is None or self.decode_source is not None:
+        batch, sub_batches = parts[0].batch, parts[0].sub_batches
+        alone = len(parts) == 1 and batch.forward_mode.is_decode() and self.decode_source is None
+        if self.graphed is None or not alone:
             return None
-        spans = row_spans(len(forward_batch.input_ids), self.plan.expert_rows(phase))
-        return self.graphed.begin(forward_batch, sub_batches, spans, phase)
+        spans = row_spans(len(batch.input_ids), self.plan.expert_rows(limits))
+        return self.graphed.begin(batch, sub_batches, spans, limits)
 
     def _attention(
         self,
@@ -203,11 +222,11 @@ class LayerRunner:
         layer: Any,
         forward_batch: Any,
         hidden: torch.Tensor,
-        phase: PhasePlan,
+        limits: PhasePlan,
         graphed: GraphedPass | None,
     ) -> torch.Tensor:
         """The expert coroutine: one call over the group, or one per `b_moe` rows where a lone prompt is longer."""
-        spans = row_spans(len(hidden), self.plan.expert_rows(phase))
+        spans = row_spans(len(hidden), self.plan.expert_rows(limits))
         with self.counters.clock.part(self.expert_part):
             if self.exchange is not None:
                 assert len(spans) <= self.expert_calls, (

@@ -146,6 +146,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 f"{type(self.model).__name__} has no family adapter, so its experts cannot lie on "
                 f"{self._place.world_size} ranks: leave out --tp, --dp and --ep"
             )
+        if family is None and plan.mix_prefill:
+            raise ConfigError(
+                f"mix_prefill is {plan.mix_prefill}, and {type(self.model).__name__} has no family adapter: SGLang's own "
+                "forward computes prompts by themselves; leave mix_prefill out"
+            )
         if family is None and self.context.cpu_operators is not None and self.use_mla_backend:
             raise ConfigError(
                 f"{type(self.model).__name__} has no family adapter, and SGLang's own forward of latent attention does "
@@ -300,7 +305,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._beside = None
         mode, runner = forward_batch.forward_mode, self.layer_runner
         if self._pass_memory is not None:
-            self._pass_memory.make_room(batches)
+            self._pass_memory.make_room(*batches)
         graph_serves = len(batches) == 1 and self._graph_serves(forward_batch)
         if runner is None or not (mode.is_decode() or mode.is_extend()) or graph_serves:
             self._counters.add("forwards_by_sglang")

@@ -68,31 +68,37 @@ class PassMemory:
         self._staged_bytes, self._budget, self._num_ranks = staged_bytes, budget, num_ranks
         self._last = 0
 
-    def make_room(self, batches: Sequence[Any]) -> None:
-        """Before the pass of a group: streamed experts give back what it needs, or take what it leaves."""
-        self._streamer.fit(self.free_bytes, sum(self.working_bytes(batch) for batch in batches))
+    def make_room(self, *batches: Any) -> None:
+        """Before a pass over these batches: streamed experts give back what it needs, or take what it leaves."""
+        self._streamer.fit(self.free_bytes, self.working_bytes(*batches))
 
     def free_bytes(self) -> int:
         """What this process may still take; ranks of one machine share what it has."""
         free = free_bytes() // self._num_ranks
         return min(free, self._budget - resident_bytes()) if self._budget else free
 
-    def working_bytes(self, forward_batch: Any) -> int:
-        """What the pass of a group takes beside what is in memory: an upper bound."""
+    def working_bytes(self, *batches: Any) -> int:
+        """What a pass over these batches takes beside what is in memory: an upper bound."""
+        working = sum(self._pass_bytes(batch) for batch in batches)
+        if working < self._last:
+            give_back_heap()  # of a larger pass's tensors, whose memory would be kept for the next ones
+        self._last = working
+        return working + sum(self._page_bytes(batch) for batch in batches)
+
+    def _pass_bytes(self, forward_batch: Any) -> int:
         is_decode = forward_batch.forward_mode.is_decode()
         plan = self._in_force.plan
         phase = plan.decode if is_decode else plan.prefill
-        rows, sequences = len(forward_batch.input_ids), forward_batch.batch_size
-        working = pass_bytes(
+        return pass_bytes(
             self._shape,
-            rows=rows,
-            sequences=sequences,
+            rows=len(forward_batch.input_ids),
+            sequences=forward_batch.batch_size,
             b_attn=phase.b_attn,
             num_ranks=self._num_ranks,
             greedy=is_greedy(forward_batch),
         )
-        if working < self._last:
-            give_back_heap()  # of a larger pass's tensors, whose memory would be kept for the next ones
-        self._last = working
-        pages = 0 if is_decode else pages_for(rows, plan.page_size) + sequences
-        return working + pages * self._staged_bytes + self._untouched.claim(forward_batch.out_cache_loc)
+
+    def _page_bytes(self, forward_batch: Any) -> int:
+        is_decode, rows = forward_batch.forward_mode.is_decode(), len(forward_batch.input_ids)
+        pages = 0 if is_decode else pages_for(rows, self._in_force.plan.page_size) + forward_batch.batch_size
+        return pages * self._staged_bytes + self._untouched.claim(forward_batch.out_cache_loc)

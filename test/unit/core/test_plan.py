@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_batch.config import BatchConfig, ForwardConfig, ScheduleConfig
-from sgl_batch.core.plan import Piece, cut_sequences, make_plan, row_spans
+from sgl_batch.core.plan import PhasePlan, Piece, cut_sequences, make_plan, row_spans
 
 # No deadline: a busy machine is no fault of the code.
 QUICK = settings(max_examples=200, deadline=None)
@@ -43,8 +43,10 @@ def test_no_limit_of_a_plan_exceeds_what_the_engine_holds(forward, schedule, max
 
 def test_a_plan_keeps_what_fits():
     config = BatchConfig(
-        forward=ForwardConfig(b_attn_prefill=3, b_moe_prefill=7, b_attn_decode=2, b_moe_decode=10, accumulate=False),
-        schedule=ScheduleConfig(boundary_tokens=5, refill_watermark=0.25, ready_ahead=0.31, share_prefixes=False),
+        forward=ForwardConfig(b_attn_prefill=3, b_moe_prefill=7, b_attn_decode=2, b_moe_decode=10),
+        schedule=ScheduleConfig(
+            boundary_tokens=5, refill_watermark=0.25, ready_ahead=0.31, share_prefixes=False, mix_prefill=6
+        ),
     )
     plan = make_plan(config, page_size=16, max_running=100)
     assert json.loads(json.dumps(plan.as_dict())) == {
@@ -54,10 +56,11 @@ def test_a_plan_keeps_what_fits():
         "boundary_tokens": 5,
         "refill_watermark": 0.25,
         "ready_target": 14,
-        "accumulate": False,
+        "accumulate": True,
         "share_prefixes": False,
-        "mix_prefill": 0,
+        "mix_prefill": 6,
     }
+    assert plan.mixed == PhasePlan(b_attn=2, b_moe=16)
 
 
 def test_a_default_sub_batch_shrinks_to_a_smaller_group():

@@ -59,19 +59,24 @@ class Group:
         """One forward pass: all KV of a sub-batch is there in a layer when it is attended, and a token more is left."""
         copies = self.copies()
         staging.begin(copies)
+        staging.lead()
         assert pool.first_page == FIRST
+        staging.lead_back()
+        assert pool.first_page == 0
         assert staging.spans[0][0] == 0
         assert staging.spans[-1][1] == len(self.tokens)
         for layer in range(LAYERS):
             for index, one in enumerate(copies):
                 staging.rows_wanted(layer, index)
+                assert pool.first_page == FIRST
                 keys = pool.page_parts(layer)[0]
                 for row, pages in zip(range(*one.span), one.part.pages, strict=True):
                     found = keys[pages].flatten(0, 1)[: self.tokens[row], 0]
                     assert found.tolist() == [1000 * row + 10 * at + layer for at in range(self.tokens[row])]
                     page, place = divmod(self.tokens[row], PAGE)
                     keys[pages[page], place] = 1000 * row + 10 * self.tokens[row] + layer
-                staging.rows_attended(layer, index)
+                staging.rows_attended(layer, index, one.span[1])
+                assert pool.first_page == 0, "between sub-batches the pool's layers are its own"
         staging.end()
         self.store.complete_store(self.new)
         self.tokens = [tokens + 1 for tokens in self.tokens]
@@ -117,7 +122,7 @@ def test_a_new_slot_for_an_open_page_is_read_from_the_next_step_on() -> None:
         for layer in range(LAYERS):
             staging.rows_wanted(layer, 0)
             pool.page_parts(layer)[0][copies.part.pages[0][0], 1] = 10 + layer
-            staging.rows_attended(layer, 0)
+            staging.rows_attended(layer, 0, 1)
         staging.end()
         store.complete_store([own])
         group.slots, group.tokens = [[own]], [2]

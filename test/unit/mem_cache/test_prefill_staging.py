@@ -47,12 +47,14 @@ def prefill(pool: StagedPool, staging: PrefillStaging, lengths: list[int], slots
     staging.begin(lengths, slots, restored=NONE)
     owner = [(sum(-(-n // PAGE) for n in lengths[:i]), at) for i, n in enumerate(lengths) for at in range(n)]
     for layer in range(LAYERS):
-        staging.layer_begins(layer)
-        for start in range(0, len(owner), sub_batch):
+        for index, start in enumerate(range(0, len(owner), sub_batch)):
+            staging.rows_wanted(layer, index)
+            assert pool.first_page == FIRST
             rows = owner[start : start + sub_batch]
             for row, (first, at) in enumerate(rows, start):
                 pool.page_parts(layer)[0][first + at // PAGE, at % PAGE] = 1000 * layer + row
-            staging.rows_attended(layer, start + len(rows))
+            staging.rows_attended(layer, index, start + len(rows))
+            assert pool.first_page == 0, "between sub-batches the pool's layers are its own"
     staging.end()
 
 
@@ -86,11 +88,15 @@ def test_a_large_group_needs_the_memory_of_two_layers_and_a_small_one_after_it_n
 def test_slots_are_ready_only_when_the_group_has_ended(pool, store, staging):
     slots = store.prepare_store(2)
     staging.begin([5], slots, restored=NONE)
+    assert pool.first_page == 0
+    staging.lead()
     assert pool.first_page == FIRST
+    staging.lead_back()
+    assert pool.first_page == 0
     assert store.counts().ready == 0
     for layer in range(LAYERS):
-        staging.layer_begins(layer)
-        staging.rows_attended(layer, 5)
+        staging.rows_wanted(layer, 0)
+        staging.rows_attended(layer, 0, 5)
     staging.end()
     assert store.counts().ready == 2
 
@@ -102,11 +108,11 @@ def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(po
     restored = before[[2, 0]]
     staging.begin([5], slots, restored=restored)
     for layer in range(LAYERS):
-        staging.layer_begins(layer)
+        staging.rows_wanted(layer, 0)
         found = pool.page_parts(layer)[0][:2].flatten(0, 1)[:, 0].tolist()
         assert found == [1000 * layer + row for row in (8, 9, 10, 11, 0, 1, 2, 3)]
         pool.page_parts(layer)[0][2:4] = 7.0 + layer
-        staging.rows_attended(layer, 5)
+        staging.rows_attended(layer, 0, 5)
     staging.end()
     assert store.references(torch.cat((before, slots))).tolist() == [1] * 5
     back = NativeCopyEngine(store, pool)

@@ -312,10 +312,16 @@ def test_prefill_and_streamed_decode_run_eagerly():
         first_slot = 0
         spans = ((0, 8), (8, 21))
 
+        def lead(self):
+            pass
+
+        def lead_back(self):
+            pass
+
         def rows_wanted(self, layer, index):
             pass
 
-        def rows_attended(self, layer, index):
+        def rows_attended(self, layer, index, end):
             pass
 
     runs = Runs(b_attn=8)
