@@ -16,7 +16,7 @@ import pytest
 from sgl_batch import Engine
 
 from .conftest import FAMILIES, Traces
-from .shared_prompts import PAGE, Requests, answers, counted, prompts_that_begin_alike
+from .shared_prompts import PAGE, Requests, answers, check_mixed, counted, prompts_that_begin_alike
 
 pytestmark = pytest.mark.engine
 
@@ -107,12 +107,16 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     assert counters["staging_peak_pages"] > POOL_PAGES, "a prefill group is more than the device holds"
     assert counters["staging_peak_bytes"] <= 2 * layer_bytes * counters["staging_peak_pages"], "and two layers of it"
     assert not stats["store"]["exclusive"]
+    check_mixed(engine, requests, expected)
     engine.shutdown()
     streamed = started(decode_kv="streamed", **store, **device)
     check_streamed(streamed, requests, expected, unshared)
+    check_mixed(streamed, requests, expected)
     streamed.shutdown()
     small = {**store, "kv_store_bytes": POOL_PAGES * stats["store"]["page_bytes"]}
-    check_exclusive(started(**small, **device), requests, expected, unshared)
+    exclusive = started(**small, **device)
+    check_exclusive(exclusive, requests, expected, unshared)
+    check_mixed(exclusive, requests, expected, tokens=10 * PAGE)  # there no prompt is cut
 
 
 def check_streamed(engine: Any, requests: Requests, expected: list[list[int]], unshared: dict[str, int]) -> None:

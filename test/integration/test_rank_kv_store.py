@@ -12,7 +12,7 @@ import pytest
 from sgl_batch import Engine
 
 from .conftest import FAMILIES, Traces
-from .shared_prompts import PAGE, Requests, answers, counted, prompts_that_begin_alike
+from .shared_prompts import PAGE, Requests, answers, check_mixed, counted, prompts_that_begin_alike
 
 pytestmark = pytest.mark.engine
 
@@ -76,3 +76,4 @@ def test_two_ranks_with_one_store_give_one_rank_s_tokens(
         assert counters.get("suspensions", 0) > 5 or counters.get("streamed_steps", 0) == counters["decode_groups"]
     assert stats["free_pages"] == stats["total_pages"] == 2 * POOL_PAGES
     assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
+    check_mixed(two_ranks, skewed, expected)

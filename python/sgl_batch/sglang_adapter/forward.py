@@ -57,7 +57,7 @@ def is_greedy(forward_batch: Any) -> bool:
 def forward_batch_of(scheduler: Any, batch: Any, runner: Any) -> Any:
     """What the forward pass of a scheduler's batch is given; it may be made several times."""
     resolve_forward_inputs(batch, scheduler.future_map)
-    return ForwardBatch.init_new(batch, runner)
+    return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
 
 
 def _slice(forward_batch: Any, rows: slice, **fields: Any) -> Any:
