@@ -148,8 +148,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             )
         if family is None and plan.mix_prefill:
             raise ConfigError(
-                f"mix_prefill is {plan.mix_prefill}, and {type(self.model).__name__} has no family adapter: SGLang's own "
-                "forward computes prompts by themselves; leave mix_prefill out"
+                f"mix_prefill is {plan.mix_prefill}, and {type(self.model).__name__} has no family adapter: SGLang's "
+                "own forward computes prompts by themselves; leave mix_prefill out"
             )
         if family is None and self.context.cpu_operators is not None and self.use_mla_backend:
             raise ConfigError(
