@@ -52,3 +52,38 @@ def test_the_checks_see_a_violation():
     }
     assert foreign_rooms("migration", ast.parse("from sgl_batch.layers.moe import x")) == {"layers"}
     assert foreign_rooms("distributed", ast.parse("import sgl_batch.mem_cache.y")) == {"mem_cache"}
+
+
+# What may read a place's global rank: control channels, process groups of all ranks, files and messages. What computes
+# asks for the attention rank or the expert shard, so that a rank may have one of them alone, or other numbers.
+READS_GLOBAL_RANK = {
+    "sgl_batch.distributed.rank_place",
+    "sgl_batch.managers.kv_tiers",
+    "sgl_batch.managers.rank_heartbeat",
+    "sgl_batch.managers.rank_migration",
+    "sgl_batch.managers.run_context",
+    "sgl_batch.managers.scheduler",
+    "sgl_batch.managers.tp_worker",
+}
+
+
+def reads_of_global_rank(tree: ast.Module) -> list[str]:
+    """The expressions that take a `RankPlace`'s rank; a place is called `place` everywhere."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "rank"
+        and ast.unparse(node.value).rpartition(".")[2].lstrip("_") == "place"
+    ]
+
+
+def test_only_the_control_plane_reads_a_global_rank(package_trees):
+    readers = {name for name, tree in package_trees.items() if reads_of_global_rank(tree)}
+    assert readers <= READS_GLOBAL_RANK
+
+
+def test_the_check_of_global_ranks_sees_a_violation():
+    found = reads_of_global_rank(ast.parse("expert_shard(place.rank)\nself._place.rank\ncontext.place.rank"))
+    assert set(found) == {"place.rank", "self._place.rank", "context.place.rank"}
+    assert reads_of_global_rank(ast.parse("place.expert_shard\nplace.topology\nchannel.rank\nreplaced.rank")) == []

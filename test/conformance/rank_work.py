@@ -47,12 +47,12 @@ def _dispatcher(group: dist.ProcessGroup | None, name: str, case: Case) -> Token
 
 def _shard(dispatcher: TokenDispatcher, name: str, case: Case) -> list[torch.Tensor]:
     device = "cuda" if name in ("nccl", "deepep") else "cpu"
-    return [part.to(device) for part in case.shard(dispatcher.rank, dispatcher.world_size)]
+    return [part.to(device) for part in case.shard(dispatcher.shard, dispatcher.num_shards)]
 
 
 def _partial(dispatcher: TokenDispatcher, received: Received) -> torch.Tensor:
     num_local = dispatcher.num_local_experts
-    return expert_sum(received.x_RM, received.ids_RK, received.weights_RK, dispatcher.rank * num_local, num_local)
+    return expert_sum(received.x_RM, received.ids_RK, received.weights_RK, dispatcher.shard * num_local, num_local)
 
 
 def exchange(group: dist.ProcessGroup | None, name: str, case: Case) -> Exchanged:

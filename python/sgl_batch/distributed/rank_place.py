@@ -1,4 +1,4 @@
-"""Owns one rank's place in its group: who it is, and how it reaches the others. What they say is decided by others."""
+"""Owns one rank's place among the ranks of its engine: its part, and how it reaches the others; not what they say."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
+from sgl_batch.core.topology import RankPart, Topology
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 from sgl_batch.sglang_adapter.ranks import new_process_group
@@ -22,13 +23,15 @@ _COLLECTIVE_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """`directory`: where the ranks of this engine leave their addresses; it names the engine as well.
+    """`rank`: the global one, for control channels, process groups of all ranks, files and messages. What the rank
+    computes is said by its `attention_rank` and its `expert_shard`.
 
+    `directory`: where the ranks of this engine leave their addresses; it names the engine as well.
     `shares_gpu`: there are more ranks than GPUs, so that some have the same one.
     """
 
     rank: int
-    world_size: int
+    topology: Topology
     directory: Path
     shares_gpu: bool = False
 
@@ -40,7 +43,26 @@ class RankPlace:
     @property
     def others(self) -> list[int]:
         """All ranks but this one."""
-        return [rank for rank in range(self.world_size) if rank != self.rank]
+        return [rank for rank in range(self.topology.num_ranks) if rank != self.rank]
+
+    @property
+    def part(self) -> RankPart:
+        """What this rank computes."""
+        return self.topology.parts[self.rank]
+
+    @property
+    def attention_rank(self) -> int:
+        """This rank's number among those of its stage that have sequences."""
+        found = self.part.attention_rank
+        assert found is not None, f"rank {self.rank} has no attention"
+        return found
+
+    @property
+    def expert_shard(self) -> int:
+        """Which shard of its stage's experts this rank holds."""
+        found = self.part.expert_shard
+        assert found is not None, f"rank {self.rank} holds no experts"
+        return found
 
     def backend(self, device: str) -> str:
         """Which backend of torch.distributed moves what lies on this device between ranks.
@@ -55,12 +77,12 @@ class RankPlace:
 
     def process_group(self, name: str, backend: str) -> Any:
         """A process group of its own for `name`; every rank calls this, in the same order."""
-        store = FileStore(str(self.directory / f"store-{name}"), self.world_size)
+        store = FileStore(str(self.directory / f"store-{name}"), self.topology.num_ranks)
         return new_process_group(
             backend,
             PrefixStore(name, store),
             rank=self.rank,
-            world_size=self.world_size,
+            world_size=self.topology.num_ranks,
             name=name,
             timeout_s=_COLLECTIVE_TIMEOUT_S,
         )
@@ -75,5 +97,5 @@ class RankPlace:
             send_timeout_s=_START_TIMEOUT_S,
         )
         self.rendezvous.publish(f"{name}-endpoint", self.rank, channel.endpoint)
-        channel.connect(self.await_told(f"{name}-endpoint", range(self.world_size)))
+        channel.connect(self.await_told(f"{name}-endpoint", range(self.topology.num_ranks)))
         return channel

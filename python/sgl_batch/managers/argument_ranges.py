@@ -7,7 +7,7 @@ from typing import Any
 
 from sgl_batch.errors import ConfigError
 
-_AT_LEAST_ONE = ("context_length", "max_running_requests", "max_total_tokens")
+_AT_LEAST_ONE = ("context_length", "max_running_requests", "max_total_tokens", "dp_size", "pp_size")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _DEVICES = ("cpu", "cuda")
 

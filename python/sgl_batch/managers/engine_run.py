@@ -17,6 +17,7 @@ import torch
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan_in_force import PlanInForce
+from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.rank_cores import read_cpus, share_of
 from sgl_batch.distributed.rank_errors import RankError
 from sgl_batch.distributed.rank_place import RankPlace
@@ -171,14 +172,16 @@ _PREFIX = "sgl-batch-"
 
 def _place(directory: Path, args: tuple[Any, ...]) -> RankPlace | None:
     """This process's rank, where there are several; on a CPU it takes its share of the cores."""
-    server_args, rank = args[_SERVER_ARGS], args[_DP_RANK]
+    server_args = args[_SERVER_ARGS]
     if server_args.dp_size == 1:
         return None
+    topology = Topology.uniform(server_args.dp_size)
+    rank = topology.rank_of_attention(args[_DP_RANK])  # SGLang starts one process for each data-parallel target
     shares_gpu = server_args.device != "cpu" and server_args.dp_size > torch.cuda.device_count()
-    place = RankPlace(rank=rank, world_size=server_args.dp_size, directory=directory, shares_gpu=shares_gpu)
+    place = RankPlace(rank=rank, topology=topology, directory=directory, shares_gpu=shares_gpu)
     place.rendezvous.publish("pid", rank, str(os.getpid()))
     if server_args.device == "cpu":
-        cores = share_of(read_cpus(os.sched_getaffinity(0)), rank, place.world_size)
+        cores = share_of(read_cpus(os.sched_getaffinity(0)), rank, topology.num_ranks)
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
     return place

@@ -34,13 +34,14 @@ from sgl_batch.sglang_adapter.scheduling import tokens_written
 
 
 def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace | None) -> HostKVStore:
-    """The store of this engine: of several ranks, the first makes it and the others join it.
+    """The store of this engine: of several attention ranks, the first makes it and the others join it.
 
     Raises ConfigError where there is no room for it.
     """
-    num_ranks, rank = (1, 0) if place is None else (place.world_size, place.rank)
+    num_ranks, rank = (1, 0) if place is None else (place.topology.num_attention_ranks, place.attention_rank)
     if place is not None and rank > 0:
-        told = place.await_told("kv-store", [0])[0]
+        maker = place.topology.rank_of_attention(0)
+        told = place.await_told("kv-store", [maker])[maker]
         return HostKVStore.join(StoreAddress(**json.loads(told)), geometry, rank=rank)
     store = HostKVStore.create(
         geometry,
@@ -54,7 +55,7 @@ def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace |
             f"{geometry.slot_bytes} bytes, fewer than one for each of {num_ranks} ranks: name a larger store"
         )
     if place is not None:
-        place.rendezvous.publish("kv-store", rank, json.dumps(asdict(store.address)))
+        place.rendezvous.publish("kv-store", place.rank, json.dumps(asdict(store.address)))
     return store
 
 

@@ -14,6 +14,7 @@ import torch
 
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
+from sgl_batch.core.topology import Topology, check_runnable
 from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe.expert_runner import check_runner
@@ -98,8 +99,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     check_ranges(merged)
     if merged["page_size"] < 2:
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
-    if merged.get("pp_size", 1) != 1:
-        raise ConfigError(f"pp_size is {merged['pp_size']}; this release has no pipeline parallelism: use pp_size=1")
+    check_runnable(Topology.uniform(merged.get("dp_size") or 1, num_stages=merged.get("pp_size") or 1))
     if (merged.get("nnodes") or 1) != 1:
         raise ConfigError(f"nnodes is {merged['nnodes']}; the ranks of an engine share one machine: leave nnodes out")
     if config.memory.kv_store_bytes and not on_cpu(kwargs) and merged.get("attention_backend") is None:

@@ -1,8 +1,8 @@
 """Owns how the ranks of a group agree, with what core/ decides.
 
 Before every step each rank says what it has to do. On a board that all can read, each decides the step by itself, from
-the same words; without one, rank 0 hears them, decides and tells all. Orders at a boundary are always rank 0's. No rank
-enters a collective before it has its answer, so that all enter the same ones.
+the same words; without one, the control rank hears them, decides and tells all. Orders at a boundary are always the
+control rank's. No rank enters a collective before it has its answer, so that all enter the same ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from sgl_batch.core.decision_record import group_record
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import Migration, RankHeader, Step, decide_group, next_step
+from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.channel import Channel
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.rank_messages import (
@@ -28,7 +29,6 @@ from sgl_batch.managers.rank_messages import (
 )
 from sgl_batch.managers.trace import TraceWriter
 
-_DECIDES = 0
 M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, OrdersMessage)
 
 
@@ -48,7 +48,7 @@ class RankGroup:
     def __init__(
         self,
         channel: Channel[Message],
-        world_size: int,
+        topology: Topology,
         *,
         migration: Migration,
         timeout_s: float,
@@ -57,18 +57,19 @@ class RankGroup:
     ) -> None:
         self._board = board
         self._trace = trace if trace is not None and trace.is_open else None
-        self._channel, self.rank, self.world_size = channel, channel.rank, world_size
+        self._channel, self.rank, self._num_ranks = channel, channel.rank, topology.num_ranks
         self._migration, self._timeout_s = migration, timeout_s
-        self._others = [rank for rank in range(world_size) if rank != _DECIDES]
+        self._control_rank = topology.control_rank
+        self._others = [rank for rank in range(self._num_ranks) if rank != self._control_rank]
 
     def agree(self, header: RankHeader, plan: Plan) -> Step:
         """The step that all ranks take, given what this one says of itself; `plan` is the same on all."""
         if self._board is not None:
             return next_step([_header_in(row) for row in self._board.gather(_row_of(header))], plan)
         own = HeaderMessage(header.running, header.waiting, header.forked, header.due, header.plan_changes)
-        if self.rank != _DECIDES:
-            self._channel.send(_DECIDES, own)
-            answer = self._receive([_DECIDES], StepMessage, "the next step")[1]
+        if self.rank != self._control_rank:
+            self._channel.send(self._control_rank, own)
+            answer = self._receive([self._control_rank], StepMessage, "the next step")[1]
             return step_of(answer)
         headers = self._gather(own, HeaderMessage, "what it has to do next")
         step = next_step([_header_of(header) for header in headers], plan)
@@ -82,9 +83,9 @@ class RankGroup:
 
     def decide(self, state: StateMessage, plan: Plan) -> OrdersMessage:
         """This rank's orders at a boundary, decided from the states of all."""
-        if self.rank != _DECIDES:
-            self._channel.send(_DECIDES, state)
-            return self._receive([_DECIDES], OrdersMessage, "its orders at a boundary")[1]
+        if self.rank != self._control_rank:
+            self._channel.send(self._control_rank, state)
+            return self._receive([self._control_rank], OrdersMessage, "its orders at a boundary")[1]
         states = self._gather(state, StateMessage, "its state at a boundary")
         told = [state_of(message) for message in states]
         decision = decide_group(told, plan, self._migration)
@@ -97,11 +98,11 @@ class RankGroup:
     def _gather(self, own: M, kind: type[M], awaiting: str) -> list[M]:
         """One message of each rank, by rank."""
         found = {self.rank: own}
-        while len(found) < self.world_size:
-            missing = [rank for rank in range(self.world_size) if rank not in found]
+        while len(found) < self._num_ranks:
+            missing = [rank for rank in range(self._num_ranks) if rank not in found]
             peer, message = self._receive(missing, kind, awaiting)
             found[peer] = message
-        return [found[rank] for rank in range(self.world_size)]
+        return [found[rank] for rank in range(self._num_ranks)]
 
     def _receive(self, peers: list[int], kind: type[M], awaiting: str) -> tuple[int, M]:
         while True:

@@ -130,7 +130,7 @@ class RankMigration:
         self._store, self._rank = store, place.rank
         self._boundary = 0
         group = place.process_group("pages", backend)
-        transport = GroupTransport(group, range(place.world_size), through_host=backend == "gloo")
+        transport = GroupTransport(group, range(place.topology.num_ranks), through_host=backend == "gloo")
         ends = Ends(
             channel=place.channel("migration", messages.Message),
             transport=transport,

@@ -108,7 +108,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         ranks = self.context.config.ranks
         group = RankGroup(
             place.channel("steps", Message),
-            place.world_size,
+            place.topology,
             migration=Migration(ranks.migration),
             timeout_s=_STEP_TIMEOUT_S,
             board=self._board(place),

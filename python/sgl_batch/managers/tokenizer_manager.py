@@ -115,7 +115,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.grammar_process = CompileProcess(self._tokenizer_info)
         whitespace = not self.server_args.constrained_json_disable_any_whitespace
         self._grammars = GrammarCheck(self.grammar_process.fault, any_whitespace=whitespace)
-        self._next_rank = 0
+        self._next_target = 0
         self._waiting_dumps, self._kept_for_crash = WaitingDumps(), WaitingDumps()
         bound_targets(self.request_logger.targets)
         if self.crash_dump_folder:
@@ -325,12 +325,12 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         waiters: list[tuple[str, Any]] = []
         for prompt, tokenized in zip(prompts, tokenized_prompts, strict=True):
             group, choices = uuid.uuid4().hex, []
-            rank, self._next_rank = self._next_rank, (self._next_rank + 1) % self.server_args.dp_size
+            target, self._next_target = self._next_target, (self._next_target + 1) % self.server_args.dp_size
             for index in range(count):
                 tag = ChoiceTag(group=group, index=index, count=count)
                 seed = choice_seed(tokenized.sampling_params.sampling_seed, index)
                 choice, choice_tokenized = choice_of(
-                    prompt, tokenized, rid=next(rids), extra_key=tag.encode(), seed=seed, rank=rank
+                    prompt, tokenized, rid=next(rids), extra_key=tag.encode(), seed=seed, attention_rank=target
                 )
                 self._init_req_state(choice)
                 state = self.rid_to_state[choice.rid]

@@ -72,11 +72,17 @@ class CpuOperators:
         cpu_grammar.register()
         allow_plain_positions()
 
-    def stream(self, model: Any, files: Sequence[str], memory: MemoryConfig, *, rank: int) -> None:
+    def stream(self, model: Any, files: Sequence[str], memory: MemoryConfig, *, expert_shard: int) -> None:
         """Read the experts of a loaded model from a checkpoint's files from now on. Before `adopt`."""
         assert self._kernels is not None, "streaming is refused where there are no kernels"
         self._streamer = stream_experts(
-            model, files, memory, rank=rank, int8=self._int8, kernels=self._kernels, counters=self._counters
+            model,
+            files,
+            memory,
+            expert_shard=expert_shard,
+            int8=self._int8,
+            kernels=self._kernels,
+            counters=self._counters,
         )
         self._run = self._streamer.experts
         self.fitted_streamer = None if memory.weight_memory else self._streamer

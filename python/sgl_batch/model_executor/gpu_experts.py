@@ -49,7 +49,7 @@ class GpuExperts:
         """What computes the experts, in words."""
         return ", ".join(f"{name} from {tokens} tokens" if tokens else name for tokens, name in self._table.best)
 
-    def stream(self, model: Any, files: Sequence[str], memory: MemoryConfig, *, rank: int) -> None:
+    def stream(self, model: Any, files: Sequence[str], memory: MemoryConfig, *, expert_shard: int) -> None:
         """Let the experts of a model that was loaded without them come from host memory. Before `adopt`.
 
         Raises ConfigError.
@@ -62,7 +62,7 @@ class GpuExperts:
             model,
             files,
             memory,
-            rank=rank,
+            expert_shard=expert_shard,
             device=layers[0].w13_weight.device if layers else torch.device("cpu"),
             runner=self._runner(name),
             stream=self._prefetch_stream(),

@@ -90,7 +90,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def load_model(self) -> None:
         """Load the model; of several ranks, each its share of the experts. Streamed experts stay in their files."""
         place, memory = self._place, self.context.config.memory
-        shard = nullcontext() if place is None else expert_shard(place.rank, place.world_size)
+        shard = nullcontext() if place is None else expert_shard(place.expert_shard, place.topology.num_expert_shards)
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         with shard, huge_parameters():
             if memory.weights == "resident":
@@ -98,7 +98,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             else:
                 with unloaded_experts(), leaving_weights(self.server_args, is_expert_weight) as files:
                     super().load_model()
-                self._operators.stream(self.model, files, memory, rank=0 if place is None else place.rank)
+                held = 0 if place is None else place.expert_shard
+                self._operators.stream(self.model, files, memory, expert_shard=held)
         forget_peak()
 
     def init_kv_cache_configurator(self) -> None:
@@ -120,7 +121,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             page_bytes=page_bytes,
             staged=memory.kv_store_bytes > 0,
             by_torch=self.expert_runner == "torch",
-            num_ranks=1 if self._place is None else self._place.world_size,
+            num_ranks=1 if self._place is None else self._place.topology.num_attention_ranks,
         )
         int8 = self.context.config.forward.cpu_weight_dtype == "int8"
         weights = resident_weight_bytes(self.model, int8=int8) + self._operators.streamed_bytes
@@ -144,7 +145,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if family is None and self._place is not None:
             raise ConfigError(
                 f"{type(self.model).__name__} has no family adapter, so its experts cannot lie on "
-                f"{self._place.world_size} ranks: leave out --tp, --dp and --ep"
+                f"{self._place.topology.num_expert_shards} ranks: leave out --tp, --dp and --ep"
             )
         if family is None and plan.mix_prefill:
             raise ConfigError(
@@ -188,7 +189,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return graph_budget(
             self.context.config.forward.decode_graph_memory,
             device_captures=self.context.graphs is not None and graphs_wanted(self.server_args),
-            num_ranks=1 if self._place is None else self._place.world_size,
+            num_ranks=1 if self._place is None else self._place.topology.num_ranks,
             streamed_weights=self._operators.streams_weights,
             choices_told=bool(self.server_args.enable_return_routed_experts),
         )
@@ -241,7 +242,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             UntouchedPages(pool.all_parts, pool.layer_num, page_size, all_at_once=staged),
             staged_bytes=2 * page_bytes // pool.layer_num if staged else 0,
             budget=memory.process_bytes,
-            num_ranks=1 if self._place is None else self._place.world_size,
+            num_ranks=1 if self._place is None else self._place.topology.num_ranks,
         )
 
     def _exchange(self, place: RankPlace, family: Family) -> ExpertExchange:
@@ -257,6 +258,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             hidden_size=self.model_config.hidden_size,
             device=torch.device(self.device),
         )
+        assert dispatcher.shard == place.expert_shard, "the group's ranks are the expert shards, in order"
         sums = self._operators.expert_sums
         return ExpertExchange(dispatcher, sums, self._counters)
 

@@ -34,16 +34,16 @@ def stream_experts(
     files: Sequence[str],
     memory: MemoryConfig,
     *,
-    rank: int,
+    expert_shard: int,
     int8: bool,
     kernels: ModuleType,
     counters: Counters,
 ) -> WeightStreamer[ExpertSlots]:
-    """Let the experts of a model that was loaded without them come from `files`; of several ranks, this one's share.
+    """Let the experts of a model that was loaded without them come from `files`; of several shards, this rank's.
 
     Raises ConfigError where the checkpoint or the memory does not allow it.
     """
-    found = _Experts.of(model, files, rank)
+    found = _Experts.of(model, files, expert_shard)
     places = found.places
     slot_bytes = places.expert_bytes // (places.dtype.itemsize if int8 else 1)
     # Slots without an expert take no memory: where nobody has said how many there are to be, each pass decides.
@@ -67,7 +67,7 @@ def stream_experts_to_device(
     files: Sequence[str],
     memory: MemoryConfig,
     *,
-    rank: int,
+    expert_shard: int,
     device: torch.device,
     runner: ExpertRunner,
     stream: PrefetchStream,
@@ -77,7 +77,7 @@ def stream_experts_to_device(
 
     Not yet run on a GPU. Raises ConfigError.
     """
-    found = _Experts.of(model, files, rank)
+    found = _Experts.of(model, files, expert_shard)
     places = found.places
     wanted = memory.weight_memory or found.bytes_to_stream(places.expert_bytes)
     residency = found.plan(wanted, places.expert_bytes)
@@ -105,14 +105,14 @@ class _Experts:
     places: ExpertPlaces
 
     @classmethod
-    def of(cls, model: Any, files: Sequence[str], rank: int) -> _Experts:
+    def of(cls, model: Any, files: Sequence[str], expert_shard: int) -> _Experts:
         layers_of_experts = set(expert_layers(model))
         modules = {name: module for name, module in model.named_modules() if module in layers_of_experts}
         if not modules:
             raise ConfigError(f"{type(model).__name__} has no unquantised experts to stream: use --weights resident")
         first = next(iter(modules.values()))
         experts = first.w13_weight.shape[0]
-        places = find_experts(files, list(modules), range(rank * experts, (rank + 1) * experts))
+        places = find_experts(files, list(modules), range(expert_shard * experts, (expert_shard + 1) * experts))
         _check(places, first.w13_weight, first.w2_weight)
         return cls(keys=[module.w13_weight for module in modules.values()], places=places)
 

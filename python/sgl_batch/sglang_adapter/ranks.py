@@ -28,10 +28,10 @@ __all__ = ["expert_shard", "new_process_group", "run_controller_with"]
 _POLL_MS = 100
 
 
-def expert_shard(rank: int, world_size: int) -> AbstractContextManager[Any]:
-    """Models built inside have this rank's contiguous share of every layer's experts; nothing else is cut."""
-    shard: AbstractContextManager[Any] = get_parallel().override(moe_ep_size=world_size, moe_ep_rank=rank)
-    return shard
+def expert_shard(shard: int, num_shards: int) -> AbstractContextManager[Any]:
+    """Models built inside have this shard of every layer's experts, a contiguous one; nothing else is cut."""
+    cut: AbstractContextManager[Any] = get_parallel().override(moe_ep_size=num_shards, moe_ep_rank=shard)
+    return cut
 
 
 def new_process_group(backend: str, store: Any, *, rank: int, world_size: int, name: str, timeout_s: float) -> Any:

@@ -115,11 +115,13 @@ def name_choices(request: Any, count: int) -> list[str]:
     return list(request.rid)
 
 
-def choice_of(request: Any, tokenized: Any, *, rid: str, extra_key: str, seed: int, rank: int) -> tuple[Any, Any]:
-    """Copies of a request and its tokenized form for one choice, under the request id `rid`, for a rank."""
+def choice_of(
+    request: Any, tokenized: Any, *, rid: str, extra_key: str, seed: int, attention_rank: int
+) -> tuple[Any, Any]:
+    """Copies of a request and its tokenized form for one choice, under the request id `rid`, for an attention rank."""
     request, tokenized = copy.copy(request), copy.copy(tokenized)
     request.rid = tokenized.rid = rid
     if tokenized.routed_dp_rank is None:
-        tokenized.routed_dp_rank = rank
+        tokenized.routed_dp_rank = attention_rank
     prepare_request(tokenized, extra_key=extra_key, seed=seed)
     return request, tokenized

@@ -9,25 +9,26 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 
 
-def _listen(directory: Path, world_size: int, timeout_s: float) -> None:
-    RankHeartbeat(RankPlace(rank=0, world_size=world_size, directory=directory), timeout_s).start()
+def _listen(directory: Path, num_ranks: int, timeout_s: float) -> None:
+    RankHeartbeat(RankPlace(rank=0, topology=Topology.uniform(num_ranks), directory=directory), timeout_s).start()
     threading.Event().wait()
 
 
-def _control(directory: Path, world_size: int, timeout_s: float) -> None:
-    rank = multiprocessing.get_context("fork").Process(target=_listen, args=(directory, world_size, timeout_s))
+def _control(directory: Path, num_ranks: int, timeout_s: float) -> None:
+    rank = multiprocessing.get_context("fork").Process(target=_listen, args=(directory, num_ranks, timeout_s))
     rank.start()
     rank.join()
 
 
 @contextmanager
-def listening_rank(directory: Path, *, world_size: int, timeout_s: float) -> Iterator[BaseProcess]:
+def listening_rank(directory: Path, *, num_ranks: int, timeout_s: float) -> Iterator[BaseProcess]:
     """The controller of rank 0, which meets the others in `directory`."""
-    controller = multiprocessing.get_context("spawn").Process(target=_control, args=(directory, world_size, timeout_s))
+    controller = multiprocessing.get_context("spawn").Process(target=_control, args=(directory, num_ranks, timeout_s))
     controller.start()
     try:
         yield controller

@@ -274,6 +274,8 @@ def test_several_machines_are_refused_at_once():
         ({"max_total_tokens": -5}, "max_total_tokens is -5; it must be at least 1"),
         ({"context_length": 0}, "context_length is 0; it must be at least 1"),
         ({"max_running_requests": 0}, "max_running_requests is 0; it must be at least 1"),
+        ({"dp_size": 0}, "dp_size is 0; it must be at least 1"),
+        ({"pp_size": 2}, "the layout has 2 pipeline stages; in this release all ranks of an engine"),
         ({"mem_fraction_static": 7.0}, "mem_fraction_static is 7.0; it is a share of memory"),
         ({"log_level": "loud"}, "log_level is 'loud'; it must be one of critical, error, warning, info, debug"),
         ({"device": "tpu"}, "device is 'tpu'; it must be one of cpu, cuda"),

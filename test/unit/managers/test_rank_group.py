@@ -20,6 +20,7 @@ from sgl_batch.core.rank_agreement import (
     StepKind,
     next_step,
 )
+from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout
 from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
 from sgl_batch.errors import EngineError
@@ -43,7 +44,7 @@ def group_of(
     migration: Migration = Migration.EVEN,
     board: SharedBoard | None = None,
 ) -> RankGroup:
-    return RankGroup(channel, num_ranks, migration=migration, timeout_s=timeout_s, board=board)
+    return RankGroup(channel, Topology.uniform(num_ranks), migration=migration, timeout_s=timeout_s, board=board)
 
 
 def boards_of(num_ranks: int) -> list[SharedBoard]:

@@ -16,6 +16,7 @@ from virtual_ranks import Part, VirtualRanks
 from virtual_sequences import Request
 
 from sgl_batch.core.rank_agreement import Migration, Move
+from sgl_batch.core.topology import Topology
 from sgl_batch.managers import rank_messages
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_steps import RankSteps
@@ -59,7 +60,7 @@ class ThreadedRanks(VirtualRanks):
         self._steps = [
             RankSteps(
                 rank,
-                RankGroup(channel, scenario.num_ranks, migration=migration, timeout_s=SOON_S),
+                RankGroup(channel, Topology.uniform(scenario.num_ranks), migration=migration, timeout_s=SOON_S),
                 together,
             )
             for rank, channel in zip(self.ranks, channels, strict=True)

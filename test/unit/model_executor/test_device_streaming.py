@@ -170,7 +170,7 @@ def test_a_models_experts_are_left_on_the_host_and_computed_from_there(
         model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
     gpu = GpuExperts("torch", "GPU A", Counters(), lambda: Stream(late=True))
     monkeypatch.setattr("sgl_batch.model_executor.gpu_experts.expert_layers", expert_layers)
-    gpu.stream(model, [str(checkpoint.file)], MemoryConfig(weights="streamed"), rank=0)
+    gpu.stream(model, [str(checkpoint.file)], MemoryConfig(weights="streamed"), expert_shard=0)
     gpu.adopt(model)
     assert gpu.streams_weights
     assert gpu.streamed_bytes == 2 * 4 * 3 * HIDDEN * INTER * 4, "two layers, unless told"

@@ -74,7 +74,7 @@ def stream(model: torch.nn.Module, files: list[str], memory: int = 0, *, rank: i
         model,
         files,
         MemoryConfig(weights="streamed", weight_memory=memory),
-        rank=rank,
+        expert_shard=rank,
         int8=int8,
         kernels=kernels,
         counters=Counters(),

@@ -35,7 +35,7 @@ class AllToAllDispatcher(TokenDispatcher):
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device, num_experts: int, hidden_size: int) -> None:
-        super().__init__(rank=group.rank(), world_size=group.size(), num_experts=num_experts, hidden_size=hidden_size)
+        super().__init__(shard=group.rank(), num_shards=group.size(), num_experts=num_experts, hidden_size=hidden_size)
         self._group = group
         self._device = device
         self._outgoing = GrowingBuffer(device)
@@ -49,7 +49,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _send_tokens(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
         row_format = RowFormat(hidden_size=self.hidden_size, top_k=topk_ids_TK.shape[1], dtype=x_TM.dtype)
-        routes = plan_routes(topk_ids_TK, world_size=self.world_size, num_local_experts=self.num_local_experts)
+        routes = plan_routes(topk_ids_TK, num_shards=self.num_shards, num_local_experts=self.num_local_experts)
         num_sent, num_received = self._exchange_counts(routes.num_rows_W, row_format)
         sent_SB = self._outgoing.rows(sum(num_sent), row_format.row_bytes)
         x_SM, ids_SK, weights_SK = row_format.parts(sent_SB)
@@ -78,7 +78,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def _exchange_counts(self, num_rows_W: torch.Tensor, row_format: RowFormat) -> tuple[list[int], list[int]]:
         """How many rows this rank sends to and gets from each rank. All ranks refuse together if formats differ."""
         own_format = (self.num_experts, self.hidden_size, row_format.top_k, ROW_DTYPES.index(row_format.dtype))
-        sent_W5 = torch.tensor([(0, *own_format)] * self.world_size, device=self._device)
+        sent_W5 = torch.tensor([(0, *own_format)] * self.num_shards, device=self._device)
         sent_W5[:, 0] = num_rows_W
         received_W5 = torch.empty_like(sent_W5)
         dist.all_to_all_single(received_W5, sent_W5, group=self._group)
@@ -87,7 +87,7 @@ class AllToAllDispatcher(TokenDispatcher):
         for peer, (_, *peer_format) in enumerate(received):
             if tuple(peer_format) != own_format:
                 raise ValueError(
-                    f"rank {peer} sends rows of {_described(*peer_format)}, and rank {self.rank} of "
+                    f"rank {peer} sends rows of {_described(*peer_format)}, and rank {self.shard} of "
                     f"{_described(*own_format)}; all ranks must give the same"
                 )
         return [row[0] for row in sent], [row[0] for row in received]

@@ -2,6 +2,7 @@
 
 Each rank has its own tokens (data-parallel attention) and a contiguous shard of the experts. `dispatch` brings to each
 rank the rows that its experts must compute; `combine` brings the partial sums back to the ranks the tokens came from.
+The ranks of a dispatcher's process group are the expert shards, in order: all of them have both parts.
 
 Shape suffixes: T tokens of this rank, K experts per token, M hidden, R rows received, S rows sent.
 """
@@ -51,22 +52,22 @@ class TokenDispatcher(ABC):
     # Whether `combine` adds in float32 and in the order that it promises. The deterministic mode needs that.
     exact_order: ClassVar[bool] = True
 
-    def __init__(self, *, rank: int, world_size: int, num_experts: int, hidden_size: int) -> None:
-        if num_experts < world_size or num_experts % world_size:
+    def __init__(self, *, shard: int, num_shards: int, num_experts: int, hidden_size: int) -> None:
+        if num_experts < num_shards or num_experts % num_shards:
             raise ConfigError(
-                f"{num_experts} experts cannot be shared out evenly among {world_size} expert-parallel ranks; "
+                f"{num_experts} experts cannot be shared out evenly among {num_shards} expert-parallel ranks; "
                 f"choose a number of ranks that divides {num_experts}"
             )
-        self.rank = rank
-        self.world_size = world_size
+        self.shard = shard
+        self.num_shards = num_shards
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self._open: Received | None = None
 
     @property
     def num_local_experts(self) -> int:
-        """How many experts each rank has; this rank's first is `rank * num_local_experts`."""
-        return self.num_experts // self.world_size
+        """How many experts each shard has; this rank's first is `shard * num_local_experts`."""
+        return self.num_experts // self.num_shards
 
     def dispatch(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
         """Send this rank's tokens to the ranks of their experts, and return the rows that came for this rank's.

@@ -27,7 +27,7 @@ class DeepEPDispatcher(TokenDispatcher):
 
     def __init__(self, group: dist.ProcessGroup, *, num_experts: int, hidden_size: int) -> None:
         """Allocates DeepEP's buffers, which is itself a collective over the group."""
-        super().__init__(rank=group.rank(), world_size=group.size(), num_experts=num_experts, hidden_size=hidden_size)
+        super().__init__(shard=group.rank(), num_shards=group.size(), num_experts=num_experts, hidden_size=hidden_size)
         try:
             from deep_ep import Buffer
         except ImportError as error:
@@ -41,12 +41,12 @@ class DeepEPDispatcher(TokenDispatcher):
                 f"hidden_size is {hidden_size}; the token dispatcher deepep needs a multiple of "
                 f"{_UNIT_BYTES // torch.bfloat16.itemsize}: choose the token dispatcher nccl"
             )
-        world_size = self.world_size
-        configs = (Buffer.get_dispatch_config(world_size), Buffer.get_combine_config(world_size))
+        num_shards = self.num_shards
+        configs = (Buffer.get_dispatch_config(num_shards), Buffer.get_combine_config(num_shards))
         self._buffer: Any = Buffer(
             group,
-            max(config.get_nvl_buffer_size_hint(row_bytes, world_size) for config in configs),
-            max(config.get_rdma_buffer_size_hint(row_bytes, world_size) for config in configs),
+            max(config.get_nvl_buffer_size_hint(row_bytes, num_shards) for config in configs),
+            max(config.get_rdma_buffer_size_hint(row_bytes, num_shards) for config in configs),
         )
 
     def _check_tokens(self, x_TM: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ class LocalDispatcher(TokenDispatcher):
     """Hands all tokens to the only rank without a copy, also those whose choices are all -1."""
 
     def __init__(self, *, num_experts: int, hidden_size: int) -> None:
-        super().__init__(rank=0, world_size=1, num_experts=num_experts, hidden_size=hidden_size)
+        super().__init__(shard=0, num_shards=1, num_experts=num_experts, hidden_size=hidden_size)
 
     def _send_tokens(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
         return Received(x_RM=x_TM, ids_RK=topk_ids_TK.to(torch.int32), weights_RK=topk_weights_TK, routes=None)

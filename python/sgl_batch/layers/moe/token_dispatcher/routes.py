@@ -1,6 +1,6 @@
-"""Owns which of a rank's tokens go to which rank; decides nothing about how they travel.
+"""Owns which of a rank's tokens go to which expert shard; decides nothing about how they travel.
 
-Shape suffixes: T tokens, K experts per token, W ranks, S rows sent.
+Shape suffixes: T tokens, K experts per token, W shards, S rows sent.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routes:
-    """The rows that one rank sends, ordered by the rank they go to, then by token."""
+    """The rows that one rank sends, ordered by the shard they go to, then by token."""
 
     num_tokens: int
     tokens_S: torch.Tensor  # int64, the token of each row
-    ranks_S: torch.Tensor  # int64, where each row goes
+    shards_S: torch.Tensor  # int64, where each row goes
     num_rows_W: torch.Tensor  # int64, on the tokens' device
     idle_tokens: torch.Tensor  # int64, the tokens that go nowhere
 
 
-def plan_routes(topk_ids_TK: torch.Tensor, *, world_size: int, num_local_experts: int) -> Routes:
-    """One row for each pair of a token and a rank that has at least one of the token's experts."""
-    owners_TK = torch.div(topk_ids_TK, num_local_experts, rounding_mode="floor")  # -1 stays -1: no rank
-    ranks_W11 = torch.arange(world_size, device=topk_ids_TK.device, dtype=owners_TK.dtype)[:, None, None]
-    wanted_WT = (owners_TK == ranks_W11).any(2)
-    ranks_S, tokens_S = wanted_WT.nonzero().unbind(1)
+def plan_routes(topk_ids_TK: torch.Tensor, *, num_shards: int, num_local_experts: int) -> Routes:
+    """One row for each pair of a token and a shard that has at least one of the token's experts."""
+    owners_TK = torch.div(topk_ids_TK, num_local_experts, rounding_mode="floor")  # -1 stays -1: no shard
+    shards_W11 = torch.arange(num_shards, device=topk_ids_TK.device, dtype=owners_TK.dtype)[:, None, None]
+    wanted_WT = (owners_TK == shards_W11).any(2)
+    shards_S, tokens_S = wanted_WT.nonzero().unbind(1)
     return Routes(
         num_tokens=len(topk_ids_TK),
         tokens_S=tokens_S,
-        ranks_S=ranks_S,
+        shards_S=shards_S,
         num_rows_W=wanted_WT.sum(1),
         idle_tokens=(~wanted_WT.any(0)).nonzero().squeeze(1),
     )
@@ -39,9 +39,9 @@ def plan_routes(topk_ids_TK: torch.Tensor, *, world_size: int, num_local_experts
 def masked_choices(
     topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor, routes: Routes, *, num_local_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row its receiver's local ids [S, K] in int32, -1 for other ranks' experts, and weights, 0 for those."""
+    """For each row its receiver's local ids [S, K] in int32, -1 for other shards' experts, and weights, 0 for those."""
     local_SK = (
-        topk_ids_TK[routes.tokens_S].to(torch.int32) - (routes.ranks_S * num_local_experts).to(torch.int32)[:, None]
+        topk_ids_TK[routes.tokens_S].to(torch.int32) - (routes.shards_S * num_local_experts).to(torch.int32)[:, None]
     )
     others_SK = (local_SK < 0) | (local_SK >= num_local_experts)
     weights_SK = topk_weights_TK[routes.tokens_S].masked_fill(others_SK, 0.0)

@@ -25,7 +25,7 @@ class SharedDispatcher(TokenDispatcher):
 
     def __init__(self, group: dist.ProcessGroup, *, num_experts: int, hidden_size: int) -> None:
         """Every rank of `group` calls this. Raises ConfigError where the native kernels are missing."""
-        super().__init__(rank=group.rank(), world_size=group.size(), num_experts=num_experts, hidden_size=hidden_size)
+        super().__init__(shard=group.rank(), num_shards=group.size(), num_experts=num_experts, hidden_size=hidden_size)
         kernels = native_kernels()
         if kernels is None:
             raise ConfigError(
@@ -48,7 +48,7 @@ class SharedDispatcher(TokenDispatcher):
     def _send_tokens(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
         x_RM, ids_RK, weights_RK, waited_s = self._kernels.exchange_dispatch(
             self._regions,
-            self.rank,
+            self.shard,
             x_TM.contiguous(),
             topk_ids_TK.to(torch.int32).contiguous(),
             topk_weights_TK.contiguous(),
@@ -62,7 +62,7 @@ class SharedDispatcher(TokenDispatcher):
     def _return_partials(self, partial_RM: torch.Tensor, received: Received) -> torch.Tensor:
         out_TM, waited_s = self._kernels.exchange_combine(
             self._regions,
-            self.rank,
+            self.shard,
             partial_RM.contiguous(),
             num_tokens=received.routes,
             spin_us=self._spin_us,

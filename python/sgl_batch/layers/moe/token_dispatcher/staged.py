@@ -15,8 +15,8 @@ class StagedDispatcher(TokenDispatcher):
 
     def __init__(self, through: TokenDispatcher, device: torch.device) -> None:
         super().__init__(
-            rank=through.rank,
-            world_size=through.world_size,
+            shard=through.shard,
+            num_shards=through.num_shards,
             num_experts=through.num_experts,
             hidden_size=through.hidden_size,
         )

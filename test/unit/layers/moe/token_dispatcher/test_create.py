@@ -16,12 +16,12 @@ SIZES = {"num_experts": 8, "hidden_size": 16}
 def test_local_needs_no_group_and_takes_a_group_of_one(lone_group: dist.ProcessGroup) -> None:
     for group in (None, lone_group):
         dispatcher = create_token_dispatcher("local", group, **SIZES)
-        assert (dispatcher.rank, dispatcher.world_size, dispatcher.num_local_experts) == (0, 1, 8)
+        assert (dispatcher.shard, dispatcher.num_shards, dispatcher.num_local_experts) == (0, 1, 8)
 
 
 def test_gloo_takes_a_gloo_group(lone_group: dist.ProcessGroup) -> None:
     dispatcher = create_token_dispatcher("gloo", lone_group, **SIZES)
-    assert (dispatcher.rank, dispatcher.world_size, dispatcher.num_experts) == (0, 1, 8)
+    assert (dispatcher.shard, dispatcher.num_shards, dispatcher.num_experts) == (0, 1, 8)
     assert dispatcher.exact_order
 
 
@@ -49,8 +49,8 @@ def test_a_group_of_another_backend_is_refused(lone_group: dist.ProcessGroup, mo
         create_token_dispatcher("nccl", lone_group, **SIZES)
 
 
-@pytest.mark.parametrize(("num_experts", "world_size"), [(9, 2), (2, 4), (0, 1)])
-def test_experts_that_cannot_be_shared_out_evenly_are_refused(num_experts: int, world_size: int) -> None:
+@pytest.mark.parametrize(("num_experts", "num_shards"), [(9, 2), (2, 4), (0, 1)])
+def test_experts_that_cannot_be_shared_out_evenly_are_refused(num_experts: int, num_shards: int) -> None:
     class Other(TokenDispatcher):
         def _send_tokens(self, *args: torch.Tensor) -> Received:
             raise NotImplementedError
@@ -58,5 +58,5 @@ def test_experts_that_cannot_be_shared_out_evenly_are_refused(num_experts: int, 
         def _return_partials(self, partial_RM: torch.Tensor, received: Received) -> torch.Tensor:
             raise NotImplementedError
 
-    with pytest.raises(ConfigError, match=f"{num_experts} experts cannot be shared out evenly among {world_size}"):
-        Other(rank=0, world_size=world_size, num_experts=num_experts, hidden_size=16)
+    with pytest.raises(ConfigError, match=f"{num_experts} experts cannot be shared out evenly among {num_shards}"):
+        Other(shard=0, num_shards=num_shards, num_experts=num_experts, hidden_size=16)
