@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from dispatch_cases import Case
 from dispatch_reference import expert_sum
+from message_exchange import SOON_S, MessageExchange
 
+from sgl_batch.core.topology import Topology
+from sgl_batch.distributed.group_transport import GroupTransport
+from sgl_batch.distributed.rendezvous import Rendezvous
+from sgl_batch.distributed.zmq_channel import ZmqChannel
 from sgl_batch.layers.moe.token_dispatcher import Received, TokenDispatcher, create_token_dispatcher
+from sgl_batch.layers.moe.token_dispatcher.row_mailbox import RowMailbox, RowsHeader
 from sgl_batch.layers.moe.token_dispatcher.staged import StagedDispatcher
 
 # One dispatcher for all cases of the same sizes, so that its buffers hold the rows of cases before.
@@ -161,3 +168,19 @@ def exchange_in_both_modes(group: dist.ProcessGroup | None, name: str, cases: tu
             received = dispatcher.dispatch(*_shard(dispatcher, name, case))
             outputs.append(dispatcher.combine(_partial(dispatcher, received), received).cpu())
     return outputs
+
+
+def exchange_both_ways(
+    group: dist.ProcessGroup, name: str, case: Case, directory: str
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What this rank's tokens get by messages and by collectives. All processes are ranks of `group`."""
+    ranks, rank, meeting = list(range(group.size())), group.rank(), Rendezvous(Path(directory))
+    transport = GroupTransport(dist.new_group(ranks), ranks)
+    path = meeting.directory / f"rows-{rank}"
+    with ZmqChannel[RowsHeader](rank=rank, messages=RowsHeader, run_id="rows", path=path) as channel:
+        meeting.publish("rows", rank, channel.endpoint)
+        channel.connect(meeting.await_all("rows", ranks, SOON_S))
+        mailbox = RowMailbox(channel, transport, [peer for peer in ranks if peer != rank])
+        by_messages = MessageExchange(Topology.uniform(len(ranks)), rank, mailbox, case).run()
+        by_collectives = exchange(group, name, case).out_TM
+    return by_messages, by_collectives
