@@ -54,13 +54,10 @@ def answers(engine: Any, input_ids: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model_path: Callable[[str], str], input_ids: list[list[int]]) -> list[list[int]]:
+def expected(batch_engine: Callable[..., Any], input_ids: list[list[int]]) -> list[list[int]]:
     """Those of the engine of a CPU, which the parity suite holds against Hugging Face and stock SGLang."""
-    engine = Engine(model_path=model_path("tiny-qwen3-moe"), device="cpu", max_total_tokens=2048, **SETTINGS)
-    try:
-        return answers(engine, input_ids)
-    finally:
-        engine.shutdown()
+    on_cpu = {"device": "cpu"} if ON_GPU else {}
+    return answers(batch_engine("tiny-qwen3-moe", **on_cpu), input_ids)
 
 
 @pytest.fixture(params=FORMS)

@@ -57,13 +57,9 @@ def family(request: Any) -> str:
 
 
 @pytest.fixture
-def expected(family: str, model_path: Callable[[str], str], prompts: Any) -> list[list[int]]:
+def expected(family: str, batch_engine: Callable[..., Any], prompts: Any) -> list[list[int]]:
     """Those of the engine of a CPU, which the parity suite holds against Hugging Face and stock SGLang."""
-    engine = Engine(model_path=model_path(family), **SETTINGS)
-    try:
-        return answers(engine, prompts)
-    finally:
-        engine.shutdown()
+    return answers(batch_engine(family), prompts)
 
 
 @pytest.fixture
