@@ -25,6 +25,7 @@ SHAPES = (
     (5, 100, 50, 6, 6),
     (37, 128, 96, 8, 3),
     (68, 32, 130, 5, 1),
+    (14, 48, 34, 20, 4),
     (30, 48, 34, 60, 4),
     (197, 32, 130, 5, 2),
     (200, 64, 64, 3, 1),
@@ -33,8 +34,8 @@ SHAPES = (
 )
 # More tokens would show nothing more of the order in which a token's experts are added up.
 RANKED_TOKENS = 50
-# Triton's interpreter takes some milliseconds for each block of a kernel.
-INTERPRETED_SIZE = 160
+# Triton's interpreter takes some milliseconds for each block of a kernel, of which each expert has its own.
+INTERPRETED_SIZE, INTERPRETED_EXPERTS = 160, 20
 ROUTINGS = ("random", "one expert takes all", "one expert has none", "some choices belong to nobody")
 
 
@@ -110,7 +111,7 @@ def inputs(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[torch.dtype, tuple[i
     everything = itertools.product(dtypes, SHAPES, ROUTINGS)
     if "TRITON_INTERPRET" not in os.environ:
         return everything
-    small = [shape for shape in SHAPES if max(shape) <= INTERPRETED_SIZE]
+    small = [shape for shape in SHAPES if max(shape) <= INTERPRETED_SIZE and shape[3] <= INTERPRETED_EXPERTS]
     pairs = itertools.product(dtypes, small)
     return ((dtype, shape, ROUTINGS[number % len(ROUTINGS)]) for number, (dtype, shape) in enumerate(pairs))
 
