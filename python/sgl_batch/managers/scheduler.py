@@ -30,7 +30,7 @@ from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
 from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_steps import Part, RankSteps
-from sgl_batch.managers.step_overlap import StepOverlap, is_wanted
+from sgl_batch.managers.steps_in_flight import StepsInFlight, is_wanted, with_copied_results
 from sgl_batch.managers.stored_migration import StoredSequences
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 _UNBOUNDED = 1 << 30
 # How long an idle rank waits for input before it asks the others again.
 _IDLE_MS = 20
+# One step behind the one that is launched.
+_OVERLAP_DEPTH = 2
 # A wait for another rank's word ends with its heartbeat; this is the last resort.
 _STEP_TIMEOUT_S = 1800.0
 
@@ -81,8 +83,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
         self.executor = self._make_executor(context)
-        self.overlap = StepOverlap(self._process_results, context.counters)
-        self.tp_worker.model_runner.before_sampling = self.overlap.complete_while_computing
+        self.in_flight = StepsInFlight()
+        self.tp_worker.model_runner.before_sampling = self._process_while_computing
         say_why_grammars_end(self)
         limit_grammars(self)
         limit_stop_patterns()
@@ -181,7 +183,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
         """What asks for more than a place in the queue finds all results in."""
         if not all(only_joins_queue(message) for message in recv_reqs):
-            self.overlap.complete()
+            self.in_flight.drain()
         super().process_input_requests(recv_reqs)
 
     def init_req_max_new_tokens(self, req: Any) -> None:
@@ -230,11 +232,11 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._abort_on_waiting_timeout()
         self._abort_on_running_timeout(running_batch)
         self.executor.withdrawal.forget_removed()
-        if self.overlap.under_way:
+        if self.in_flight:
             leave_out_last_steps(running_batch)
             if self.executor.goes_on(running_batch):
                 return NextBatchPlan(batch_to_run=self.executor.decode_step(running_batch), running_batch=running_batch)
-            self.overlap.complete()
+            self.in_flight.drain()
         if not running_batch.is_empty():
             running_batch.filter_batch()
         if self.rank_steps is not None:
@@ -276,12 +278,17 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         if batch.forward_mode.is_extend():
             self.executor.before_prefill_results(batch)
         if self._results_can_wait(batch):
-            self.overlap.hold(batch, result)
+            self.in_flight.submit(with_copied_results(batch, result, self._process_results), depth=_OVERLAP_DEPTH)
         else:
             self._process_results(batch, result)
         if beside is not None:
             self.executor.before_prefill_results(beside[0])
             self._process_results(*beside)
+
+    def _process_while_computing(self) -> None:
+        """A forward pass was launched: process the results of the step before."""
+        if self.in_flight:
+            self.context.counters.add("decode_steps_overlapped", len(self.in_flight.drain()))
 
     def _process_results(self, batch: Any, result: Any) -> None:
         """Rows of those that ended in the step before, when this one was under way already, are passed over."""
@@ -318,7 +325,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         idle = bool(super().is_fully_idle(for_health_check))
-        return idle and self.executor.is_empty and not self.overlap.under_way
+        return idle and self.executor.is_empty and not self.in_flight
 
     # Control.
 

@@ -77,7 +77,12 @@ class VirtualRanks:
 
     @property
     def is_done(self) -> bool:
-        return not self._arriving and not any(rank.names() for rank in self.ranks)
+        return not self._arriving and not self.alive
+
+    @property
+    def alive(self) -> set[str]:
+        """Every sequence that has come and has not ended."""
+        return self._fates.keys() - self.log.ended_at.keys()
 
     def run(self) -> Log:
         """Step until every request has ended. Steps at which somebody has work are at most as many as tokens."""
@@ -93,6 +98,10 @@ class VirtualRanks:
 
     def step(self) -> None:
         """One step of all ranks, and what holds in each."""
+        self.finish(self.launch())
+
+    def launch(self) -> list[Part]:
+        """What every rank does in this step, begun."""
         self._arrive()
         self._abort()
         at_work = any(rank.names() for rank in self.ranks)
@@ -102,6 +111,10 @@ class VirtualRanks:
         batches = [part.batch for part in parts if part.batch is not None]
         assert at_work == (parts[0].enters is not None), "all idle when nobody has work, and only then"
         assert at_work == bool(batches), "in each step somebody advances: a boundary for nothing could repeat for ever"
+        return parts
+
+    def finish(self, parts: Seq[Part]) -> None:
+        """Take the results of the step in."""
         for rank, part in zip(self.ranks, parts, strict=True):
             if part.batch is not None:
                 assert part.batch.rows, "a batch has rows"
@@ -210,4 +223,4 @@ class VirtualRanks:
                 self.log.ended_at[name] = self.log.steps
             rank.ended.clear()
         assert len(set(names)) == len(names), "a sequence is on one rank, in one state"
-        assert set(names) == self._fates.keys() - self.log.ended_at.keys(), "nobody is lost"
+        assert set(names) == self.alive, "nobody is lost"
