@@ -6,6 +6,7 @@ after which `decide` is asked again. An action names sequences and numbers of pa
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission
@@ -120,6 +121,63 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """End these sequences of this rank before their time; `why` is their answer's error, with the numbers."""
+
+    sequences: tuple[Sequence, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migrate:
+    """Move these sequences, with their KV, from rank `source` to rank `target`, where they are READY.
+
+    It stands in the list of every rank of the group, before all that depends on it: the ranks make their moves at the
+    same time. A move may fail; its sequence stays where it is.
+    """
+
+    sequences: tuple[Sequence, ...]
+    source: int
+    target: int
+
+
+class Phase(enum.Enum):
+    """What the forward passes of a group of ranks are for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class ParallelForm(enum.Enum):
+    """What each of several ranks has of the experts: all of them, or its share, with exchanges between the ranks."""
+
+    DATA = "data"
+    EXPERT = "expert"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchPhase:
+    """Run this phase from here on, in this parallel form (BatchGen 5.2): weights and buffers are laid out for it.
+
+    All ranks do it at the same boundary, with no step in flight.
+    """
+
+    phase: Phase
+    form: ParallelForm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Let these sequences belong to all of these ranks from here on, each of which attends a part of their KV.
+
+    For the long tail, when few sequences are left. It stands in the list of each of these ranks.
+    """
+
+    sequences: tuple[Sequence, ...]
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
     """There is nothing to do."""
 
@@ -137,6 +195,10 @@ Action = (
     | Prefill
     | PrefillChoices
     | Step
+    | Abort
+    | Migrate
+    | SwitchPhase
+    | Partition
     | Idle
 )
 Actions = tuple[Action, ...]

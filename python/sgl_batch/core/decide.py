@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sgl_batch.core.actions import Actions, Join, PrefillChoices, Step
-from sgl_batch.core.admission import group_by_prompt
+from sgl_batch.core.actions import Abort, Actions, Join, PrefillChoices, Step
+from sgl_batch.core.admission import group_by_prompt, refusal
 from sgl_batch.core.compose import StepView, step_policy
 from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State, boundary_due, prefill_units, prefill_wanted
+from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.sequence import Sequence
 
 
 def decide(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Actions:
@@ -32,6 +34,14 @@ def decide(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Actions:
             return (replace(policy.prefill(tuple(units), state, kv, plan), rest=state.rest),)
     actions = policy.at_boundary(state, kv, plan)
     return (*actions[:-1], compose(state, kv, plan, policy)) if isinstance(actions[-1], Step) else actions
+
+
+def on_arrival(
+    sequence: Sequence, device: PageLedger, store: PageLedger | None, *, most_prompt_tokens: int | None
+) -> Actions:
+    """What is done with a sequence that has come: it is queued (no action), or aborted where it can never fit."""
+    why = refusal(sequence, device, store, most_prompt_tokens=most_prompt_tokens)
+    return () if why is None else (Abort(sequences=(sequence,), why=why),)
 
 
 def compose(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Step:

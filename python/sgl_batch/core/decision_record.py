@@ -5,6 +5,7 @@ Of the sequences that wait a record holds those that the decision looked at, in 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields, replace
@@ -13,12 +14,13 @@ from typing import Any
 from sgl_batch.core.actions import Actions, Chunk, Join, PrefillChoices, Step
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
+from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import GroupDecision, Migration, Movable, RankState
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.core.sequence_queue import of_prompt
 
-VERSION = 2
+VERSION = 3
 COUNTS = ("running", "steps", "slots", "free_slots", "filling", "changed", "returning", "forked", "queued_tokens")
 
 Plain = dict[str, Any]
@@ -126,7 +128,7 @@ def _from_counts_alone(actions: Actions) -> bool:
 
 def rows_of(sequences: Iterable[Sequence]) -> list[Plain]:
     """Sequences as plain data."""
-    return [{**asdict(sequence), "status": sequence.status.value} for sequence in sequences]
+    return [{**asdict(one), "status": one.status.value, "ranks": sorted(one.ranks)} for one in sequences]
 
 
 def numbers_of(state: State) -> Plain:
@@ -152,7 +154,29 @@ def _plain(value: Any) -> Any:
         return [member.sequence_id for member in value.members]
     if isinstance(value, Chunk):
         return {"sequence": value.sequence.sequence_id, "start": value.start, "tokens": value.tokens}
-    return value
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def arrival_record(
+    sequence: Sequence,
+    device: PageLedger,
+    store: PageLedger | None,
+    most_prompt_tokens: int | None,
+    actions: Actions,
+) -> Plain:
+    """A decision over a sequence that has come as plain data."""
+    return {
+        "version": VERSION,
+        "decision": "arrival",
+        "sequence": rows_of([sequence])[0],
+        "page_size": device.page_size,
+        "device_pages": device.total_pages,
+        "store_pages": None if store is None else store.total_pages,
+        "most_prompt_tokens": most_prompt_tokens,
+        "actions": plain_actions(actions),
+    }
 
 
 def group_record(states: Seq[RankState], plan: Plan, migration: Migration, decision: GroupDecision) -> Plain:
@@ -170,8 +194,7 @@ def group_record(states: Seq[RankState], plan: Plan, migration: Migration, decis
 def plain_group(decision: GroupDecision) -> Plain:
     """What was decided for several ranks."""
     return {
-        "actions": plain_actions(decision.actions),
-        "moves": [asdict(move) for move in decision.moves],
+        "actions": [plain_actions(actions) for actions in decision.actions],
         "busy": decision.busy,
         "prefill": decision.prefill,
         "expert_calls": decision.expert_calls,

@@ -54,6 +54,8 @@ def working_bytes(
     operators, with copies of all routed rows. Prompts longer than a group take more.
     """
     rows, sequences = plan.prefill.b_moe, min(plan.prefill.b_moe, max_running)
+    if plan.mix_prefill:
+        rows = max(rows, plan.decode.b_moe + plan.mix_prefill)
     working = pass_bytes(
         shape, rows=rows, sequences=sequences, b_attn=plan.prefill.b_attn, by_torch=by_torch, num_ranks=num_ranks
     )

@@ -127,18 +127,22 @@ def _check_mixing(plan: Plan, device: _Device) -> None:
 
 def _check_reserved(wanted: BatchConfig, plan: Plan, reserved: Plan) -> None:
     """Refuse groups larger than working memory was reserved for. Raises ConfigError."""
-    if plan.mix_prefill > reserved.mix_prefill:
-        raise ConfigError(
-            f"mix_prefill is {plan.mix_prefill}, and the device's budget has had working memory for "
-            f"{reserved.mix_prefill} since the engine started: name at most that, or start the engine anew with a "
-            "larger --mix-prefill (and --device-memory)"
-        )
-    for phase in ("prefill", "decode"):
-        for size in ("b_moe", "b_attn"):
-            limit, name = getattr(getattr(reserved, phase), size), f"{size}_{phase}"
-            if getattr(getattr(plan, phase), size) > limit:
-                raise ConfigError(
-                    f"{name} is {getattr(wanted.forward, name)}, and the device's budget has had working memory for "
-                    f"{limit} since the engine started: name at most {limit}, or start the engine anew with a larger "
-                    f"--{name.replace('_', '-')} (and --device-memory)"
-                )
+    asked, limits = wanted.flat(), _sizes(reserved)
+    for name, size in _sizes(plan).items():
+        if size > limits[name]:
+            raise ConfigError(
+                f"{name} is {asked[name]}, and the device's budget has had working memory for {limits[name]} since the "
+                f"engine started: name at most {limits[name]}, or start the engine anew with a larger "
+                f"--{name.replace('_', '-')} (and --device-memory)"
+            )
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """What working memory depends on, by the flags' names."""
+    return {
+        "b_moe_prefill": plan.prefill.b_moe,
+        "b_attn_prefill": plan.prefill.b_attn,
+        "b_moe_decode": plan.decode.b_moe,
+        "b_attn_decode": plan.decode.b_attn,
+        "mix_prefill": plan.mix_prefill,
+    }

@@ -9,8 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import groupby
 
-from sgl_batch.core.actions import Idle, Prefill, Refill
+from sgl_batch.core.actions import Actions, Idle, Migrate, Prefill, Refill
 from sgl_batch.core.exclusive import Rooms
 from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
 from sgl_batch.core.page_ledger import PageLedger
@@ -98,7 +99,10 @@ def rank_is_due(state: State, plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
-    """A sequence that may change its rank: one that waits or runs, with `tokens` of KV and `pages` reserved for it."""
+    """A sequence that may change its rank: one that waits or runs, with `tokens` of KV and `pages` reserved for it.
+
+    One that belongs to several ranks stays with them.
+    """
 
     sequence: Sequence
     tokens: int
@@ -132,7 +136,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A sequence goes from rank `source` to rank `target`."""
+    """A sequence goes from rank `source` to rank `target`: a Migrate as it is carried out, one by one."""
 
     sequence_id: str
     source: int
@@ -141,18 +145,27 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDecision:
-    """The moves come first; then each rank carries out its action. `busy`: whether any rank has rows."""
+    """What each rank does, in order: all of them every Migrate, then each its own part. `busy`: any rank has rows."""
 
-    actions: tuple[BoundaryAction, ...]
-    moves: tuple[Move, ...]
+    actions: tuple[Actions, ...]
     busy: bool
     prefill: bool
     expert_calls: int
 
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The moves of all ranks, one sequence each."""
+        migrates = (action for action in self.actions[0] if isinstance(action, Migrate))
+        return tuple(
+            Move(sequence_id=sequence.sequence_id, source=migrate.source, target=migrate.target)
+            for migrate in migrates
+            for sequence in migrate.sequences
+        )
+
 
 def decide_group(ranks: Seq[RankState], plan: Plan, migration: Migration) -> GroupDecision:
     """What every rank does at a boundary. All prefill or all decode: a rank without a part takes part with no rows."""
-    actions: list[BoundaryAction] = [_at_boundary(rank, plan) for rank in ranks]
+    actions = [_at_boundary(rank, plan) for rank in ranks]
     if any(isinstance(action, Prefill) for action in actions):
         return _prefill_phase(ranks, actions, plan)
     moves = plan_moves(ranks, plan, migration)
@@ -162,7 +175,23 @@ def decide_group(ranks: Seq[RankState], plan: Plan, migration: Migration) -> Gro
     # A move may fail, and its source then has more rows than is planned here, up to a whole group.
     most = max(rows, plan.decode.b_moe, *(rank.state.running for rank in ranks)) if moves else rows
     calls = num_expert_calls(most, plan.decode, plan)
-    return GroupDecision(actions=tuple(actions), moves=moves, busy=rows > 0, prefill=False, expert_calls=calls)
+    migrates = _migrates(ranks, moves)
+    lists: tuple[Actions, ...] = tuple((*migrates, action) for action in actions)
+    return GroupDecision(actions=lists, busy=rows > 0, prefill=False, expert_calls=calls)
+
+
+def _migrates(ranks: Seq[RankState], moves: Seq[Move]) -> tuple[Migrate, ...]:
+    """The moves as actions: one for moves in a row between the same two ranks."""
+    made = []
+    for (source, target), together in groupby(moves, key=lambda move: (move.source, move.target)):
+        named = _movable_by_name(ranks[source])
+        sequences = tuple(named[move.sequence_id].sequence for move in together)
+        made.append(Migrate(sequences=sequences, source=source, target=target))
+    return tuple(made)
+
+
+def _movable_by_name(rank: RankState) -> dict[str, Movable]:
+    return {item.sequence.sequence_id: item for item in (*rank.ready, *rank.running)}
 
 
 def _at_boundary(rank: RankState, plan: Plan) -> BoundaryAction:
@@ -185,7 +214,7 @@ def _prefill_phase(ranks: Seq[RankState], actions: list[BoundaryAction], plan: P
         parts.append(Prefill(units=units, rest=rest) if units or rest else Idle())
     rows = max(_prefill_rows(part) for part in parts)
     calls = num_expert_calls(rows, plan.prefill, plan)
-    return GroupDecision(actions=tuple(parts), moves=(), busy=True, prefill=True, expert_calls=calls)
+    return GroupDecision(actions=tuple((part,) for part in parts), busy=True, prefill=True, expert_calls=calls)
 
 
 def _prefill_rows(action: BoundaryAction) -> int:
@@ -246,9 +275,10 @@ def _evening_move(loads: list[_Load]) -> Move | None:
 def _load_of(rank: RankState, plan: Plan) -> _Load:
     state = rank.state
     active = state.running + len(state.ready) + state.returning
+    running = sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))
     return _Load(
         total=active + len(state.queued) + (state.begun is not None),
-        movable=[*rank.ready, *sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))],
+        movable=[item for item in (*rank.ready, *running) if len(item.sequence.ranks) == 1],
         free_pages=rank.free_pages,
         free_tokens=None if rank.rooms is None else rank.rooms.store * plan.page_size,
         free_slots=state.free_slots,

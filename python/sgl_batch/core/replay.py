@@ -87,13 +87,30 @@ def replay(records: Iterable[Record]) -> Iterator[Difference]:
         if record.get("version") != VERSION:
             raise ReplayError(f"record {number} has version {record.get('version')}; this program reads {VERSION}")
         try:
-            replayed = _group(record) if record["decision"] == "group" else _own(record, policies)
+            replayed = _replayed(record, policies)
         except ReplayError as error:
             replayed = f"{error}"
         except AssertionError as error:
             replayed = f"the decision fails: {error}"
         if replayed != record["actions"]:
             yield Difference(number=number, recorded=record["actions"], replayed=replayed)
+
+
+def _replayed(record: Record, policies: dict[str, KVPolicy]) -> Any:
+    match record["decision"]:
+        case "group":
+            return _group(record)
+        case "arrival":
+            return _arrival(record)
+        case _:
+            return _own(record, policies)
+
+
+def _arrival(record: Record) -> Any:
+    device = PageLedger(record["device_pages"], record["page_size"])
+    store = None if record["store_pages"] is None else PageLedger(record["store_pages"], record["page_size"])
+    most = record["most_prompt_tokens"]
+    return plain_actions(decide.on_arrival(_sequence(record["sequence"]), device, store, most_prompt_tokens=most))
 
 
 def _own(record: Record, policies: dict[str, KVPolicy]) -> Any:
@@ -119,7 +136,7 @@ def _plan(plain: Record) -> Plan:
 
 
 def _sequence(row: Record) -> Sequence:
-    return Sequence(**{**row, "status": Status(row["status"])})
+    return Sequence(**{**row, "status": Status(row["status"]), "ranks": frozenset(row["ranks"])})
 
 
 def _state(plain: Record) -> State:

@@ -29,7 +29,7 @@ class Sequence:
     been computed, as far as its prefills know; decode steps go on from there. The first `shared_tokens` of the prompt
     are those of a prompt before it, which computes them. `lost_tokens`: for how many positions it had KV when it was
     retracted; its next prefill computes them again, those behind its prompt too. `in_one_pass`: its prompt cannot be
-    computed chunk by chunk.
+    computed chunk by chunk. `ranks`: those that it belongs to; today one, the rank that has it.
     """
 
     sequence_id: str
@@ -45,6 +45,7 @@ class Sequence:
     shared_tokens: int = 0
     lost_tokens: int = 0
     in_one_pass: bool = False
+    ranks: frozenset[int] = frozenset((0,))
 
     @property
     def prefill_rows(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from sgl_batch.core import decide
 from sgl_batch.core.actions import (
+    Abort,
     Action,
     Actions,
     BeginInterval,
@@ -21,6 +22,8 @@ from sgl_batch.core.actions import (
     Extend,
     Idle,
     Join,
+    Migrate,
+    Partition,
     Prefill,
     PrefillChoices,
     Refill,
@@ -28,6 +31,7 @@ from sgl_batch.core.actions import (
     Step,
     StreamDecode,
     Suspend,
+    SwitchPhase,
     Sync,
 )
 from sgl_batch.core.admission import Admission
@@ -83,6 +87,7 @@ class BoundaryExecutor:
         kv: KVForm,
         policy: KVPolicy,
         order: OrderPolicy | None = None,
+        rank: int = 0,
     ) -> None:
         self._scheduler, self._in_force, self._counters = scheduler, in_force, counters
         self.kv, self._policy = kv, policy
@@ -95,6 +100,7 @@ class BoundaryExecutor:
             trace,
             store_ledger=store,
             most_prompt_tokens=in_force.most_prompt_tokens,
+            rank=rank,
         )
         self._unbatched = Unbatched(queued=SequenceQueue(order))
         self.withdrawal = Withdrawal(scheduler, self.table, self._unbatched, kv, self.join_arrived)
@@ -114,8 +120,11 @@ class BoundaryExecutor:
     # Intake.
 
     def enqueue(self, request: Any) -> None:
-        """Take in a request that waits in the scheduler's queue; one that can never fit is marked with its error."""
-        self._unbatched.queued.add(self.table.enter(request))
+        """Take in a request that waits in the scheduler's queue; one that can never fit ends with its error."""
+        sequence = self.table.enter(request)
+        for action in self.table.decided_on_arrival(sequence):
+            self._do(action, None, 0.0)
+        self._unbatched.queued.add(sequence)
 
     def unlist_prompts(self) -> None:
         """The KV of prompts that is there now is of other weights than that of prompts to come."""
@@ -217,6 +226,13 @@ class BoundaryExecutor:
                 self.kv.stream(on=on)
             case BeginInterval():
                 self.begin_interval(running, boundary_began)
+            case Abort(sequences=sequences, why=why):
+                for sequence in sequences:
+                    self.withdrawal.abort(sequence, why)
+            case SwitchPhase() | Partition():
+                raise AssertionError(f"{type(action).__name__} is not carried out yet")
+            case Migrate():
+                raise AssertionError("Migrate is carried out by all ranks together, in RankSteps")
             case _:
                 raise AssertionError(f"{action} is for the device")
         return running

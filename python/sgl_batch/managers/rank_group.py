@@ -87,7 +87,7 @@ class RankGroup:
             self._channel.send(self._control_rank, state)
             return self._receive([self._control_rank], OrdersMessage, "its orders at a boundary")[1]
         states = self._gather(state, StateMessage, "its state at a boundary")
-        told = [state_of(message) for message in states]
+        told = [state_of(message, rank) for rank, message in enumerate(states)]
         decision = decide_group(told, plan, self._migration)
         if self._trace is not None:
             self._trace.write_decision(group_record(told, plan, self._migration, decision))

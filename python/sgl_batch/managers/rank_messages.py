@@ -6,7 +6,7 @@ import msgspec
 
 from sgl_batch.core.actions import Prefill, Refill
 from sgl_batch.core.exclusive import Rooms
-from sgl_batch.core.page_boundary import BoundaryAction, State
+from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import GroupDecision, Movable, RankState, Step, StepKind
 from sgl_batch.core.sequence import Sequence, Status
 
@@ -149,7 +149,7 @@ def _row_of(sequence: Sequence, movable: Movable | None = None) -> SequenceRow:
     )
 
 
-def _sequence_of(row: SequenceRow, status: Status) -> Sequence:
+def _sequence_of(row: SequenceRow, status: Status, ranks: frozenset[int]) -> Sequence:
     return Sequence(
         sequence_id=row.sequence_id,
         arrival=row.arrival,
@@ -161,23 +161,25 @@ def _sequence_of(row: SequenceRow, status: Status) -> Sequence:
         shared_tokens=row.shared_tokens,
         generated_tokens=row.generated_tokens,
         computed_tokens=row.computed_tokens,
+        ranks=ranks,
     )
 
 
-def state_of(message: StateMessage) -> RankState:
-    """The state that a rank has told, as core/ decides over it. A state that is told at all has changed."""
-    ready = [_sequence_of(row, Status.READY) for row in message.ready]
+def state_of(message: StateMessage, rank: int) -> RankState:
+    """The state that `rank` has told, as core/ decides over it. A state that is told at all has changed."""
+    of = frozenset((rank,))
+    ready = [_sequence_of(row, Status.READY, of) for row in message.ready]
     movable = [
         Movable(sequence=sequence, tokens=row.tokens, pages=row.pages)
         for row, sequence in zip(message.ready, ready, strict=True)
         if row.pages >= 0
     ]
     running = [
-        Movable(sequence=_sequence_of(row, Status.RUNNING), tokens=row.tokens, pages=row.pages)
+        Movable(sequence=_sequence_of(row, Status.RUNNING, of), tokens=row.tokens, pages=row.pages)
         for row in message.running_movable
     ]
     state = State(
-        queued=[_sequence_of(row, Status.QUEUED) for row in message.queued],
+        queued=[_sequence_of(row, Status.QUEUED, of) for row in message.queued],
         ready=ready,
         running=message.running,
         steps=message.steps,
@@ -185,7 +187,7 @@ def state_of(message: StateMessage) -> RankState:
         free_slots=message.free_slots,
         filling=message.filling,
         returning=message.returning,
-        begun=None if message.begun is None else _sequence_of(message.begun, Status.PREFILLING),
+        begun=None if message.begun is None else _sequence_of(message.begun, Status.PREFILLING, of),
     )
     return RankState(
         state=state,
@@ -201,7 +203,7 @@ def state_of(message: StateMessage) -> RankState:
 
 def orders_for(decision: GroupDecision, rank: int) -> OrdersMessage:
     """The part of `rank` in a decision."""
-    action: BoundaryAction = decision.actions[rank]
+    action = decision.actions[rank][-1]  # behind the moves, which all have
     units = action.units if isinstance(action, Prefill) else ()
     return OrdersMessage(
         prefill=decision.prefill,

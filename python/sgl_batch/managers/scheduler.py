@@ -78,7 +78,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._refused_change: str | None = None
         self._tiers: KVTiers | None = None
         self._results_beside: tuple[Any, Any] | None = None
-        self._trace = TraceWriter(context.config.trace.trace_file, context.place.rank if context.place else 0)
+        self._trace = TraceWriter(context.config.trace.trace_file, context.rank)
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
@@ -101,8 +101,9 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
                 )
             self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
         kv, policy = kv_form(self, context, self._tiers)
+        order = make_order(context.config.schedule.order)
         return BoundaryExecutor(
-            self, context.in_force, context.counters, self._trace, kv, policy, make_order(context.config.schedule.order)
+            self, context.in_force, context.counters, self._trace, kv, policy, order, rank=context.rank
         )
 
     def _join(self, place: RankPlace) -> RankSteps:
@@ -408,6 +409,6 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "sequences": self.executor.table.num_by_status(),
             "paused": self.executor.paused,
             "memory": {"peak_bytes": peak_resident_bytes(), "budget_bytes": self.context.config.memory.process_bytes},
-            "rank": 0 if self.context.place is None else self.context.place.rank,
+            "rank": self.context.rank,
         }
         return GetInternalStateReqOutput(internal_state=state)

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Protocol
 
-from sgl_batch.core.admission import refusal
+from sgl_batch.core.actions import Actions
 from sgl_batch.core.coroutine import Event, Transition, advance
+from sgl_batch.core.decide import on_arrival
+from sgl_batch.core.decision_record import arrival_record
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.primitives import migrate, yield_
 from sgl_batch.core.rank_agreement import Movable
@@ -46,9 +48,11 @@ class SequenceTable:
         *,
         store_ledger: PageLedger | None = None,
         most_prompt_tokens: int | None = None,
+        rank: int = 0,
     ) -> None:
         self.ledger, self.store_ledger = ledger, store_ledger
         self.most_prompt_tokens = most_prompt_tokens
+        self._ranks = frozenset((rank,))
         self.changes = 0
         self._sharing, self._counters, self._trace = sharing, counters, trace
         self._sequences: dict[str, Sequence] = {}
@@ -107,12 +111,7 @@ class SequenceTable:
         return has_room and request.to_finish is None and tokens < request.sampling_params.max_new_tokens
 
     def enter(self, request: Any) -> Sequence:
-        """Take in a request as a QUEUED sequence; one that can never fit is marked with its error."""
-        error = refusal(
-            self._sequence_of(request), self.ledger, self.store_ledger, most_prompt_tokens=self.most_prompt_tokens
-        )
-        if error is not None and request.to_finish is None:
-            request.set_finish_with_abort(error)
+        """Take in a request as a QUEUED sequence."""
         sequence = self._sequence_of(request)
         assert sequence.sequence_id not in self._sequences, f"request id {sequence.sequence_id} is in use"
         # Of what another engine has generated no KV is here.
@@ -120,6 +119,22 @@ class SequenceTable:
         self._keep(sequence, request)
         self.changes += 1
         return sequence
+
+    def decided_on_arrival(self, sequence: Sequence) -> Actions:
+        """What is done with a sequence that has just come."""
+        device, store, most = self.ledger, self.store_ledger, self.most_prompt_tokens
+        actions = on_arrival(sequence, device, store, most_prompt_tokens=most)
+        if actions and self._trace.is_open:
+            self._trace.write_decision(arrival_record(sequence, device, store, most, actions))
+        return actions
+
+    def refuse(self, sequence: Sequence, why: str) -> None:
+        """Let a sequence that has just come end with this error: the prefill of a single token answers it."""
+        request = self._requests[sequence.sequence_id]
+        request.set_finish_with_abort(why)
+        refused = self._sequence_of(request)
+        sequence.prompt_tokens, sequence.max_new_tokens = refused.prompt_tokens, refused.max_new_tokens
+        sequence.prompt_group, sequence.in_one_pass = refused.prompt_group, refused.in_one_pass
 
     def _keep(self, sequence: Sequence, request: Any) -> None:
         self._arrivals += 1
@@ -139,6 +154,7 @@ class SequenceTable:
             choice=tag.index if tag is not None else 0,
             in_one_pass=request.return_logprob or not shares_prefix(request),
             computed_tokens=prompt_tokens + len(request.output_ids) - 1 if request.output_ids else 0,
+            ranks=self._ranks,
         )
 
     def record(self, changes: list[Transition]) -> None:

@@ -72,11 +72,10 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
 
     def init_weights_update_group(self, recv_req: Any) -> Any:
         """Each of several ranks has a place of its own in the group, one after the other; to SGLang all are rank 0."""
-        place = self._context.place
         done: tuple[bool, str] = self.model_runner.weight_updater.init_weights_update_group(
             recv_req.master_address,
             recv_req.master_port,
-            recv_req.rank_offset + (0 if place is None else place.rank),
+            recv_req.rank_offset + self._context.rank,
             recv_req.world_size,
             recv_req.group_name,
             recv_req.backend,

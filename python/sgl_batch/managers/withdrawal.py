@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sgl_batch.core.sequence import Sequence, Status
 from sgl_batch.core.sequence_queue import SequenceQueue
 from sgl_batch.managers.kv_form import KVForm
 from sgl_batch.managers.sequence_table import SequenceTable
@@ -76,6 +77,20 @@ class Withdrawal:
         for request in [*self._kv.returning, *self._unbatched.forked, *followers]:
             if is_meant(request.rid):
                 mark_aborted(request)
+
+    def abort(self, sequence: Sequence, why: str) -> None:
+        """End a sequence with this error, unless it is ending already. A QUEUED one has just come, and is in no queue.
+
+        One that runs ends with its next step.
+        """
+        request = self._table.request_named(sequence.sequence_id)
+        if request.to_finish is not None:
+            return
+        if sequence.status is Status.QUEUED:
+            self._table.refuse(sequence, why)
+            return
+        mark_aborted(request, why)
+        self.abort_outside_batches(lambda name: name == sequence.sequence_id)
 
     def _end(self, request: Any) -> None:
         """End a waiting request as aborted, with what it has generated."""

@@ -39,9 +39,14 @@ class RunContext:
         return self.in_force.config
 
     @property
+    def rank(self) -> int:
+        """This process's rank; 0 where there is one."""
+        return 0 if self.place is None else self.place.rank
+
+    @property
     def world_store(self) -> Path:
         """Where this process's group of torch.distributed, of one rank, meets."""
-        return self.rendezvous.directory / f"world-{0 if self.place is None else self.place.rank}"
+        return self.rendezvous.directory / f"world-{self.rank}"
 
     def telling(self) -> AbstractContextManager[None]:
         """Inside, what ends this process is told to the engine's; by rank, where there are several."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
@@ -315,13 +316,15 @@ def protect_prefix(request: Any, shared_tokens: int) -> None:
     request.cache_protected_len = shared_tokens
 
 
-def mark_aborted(request: Any) -> None:
+def mark_aborted(request: Any, why: str | None = None) -> None:
     """Let a request that holds KV finish as aborted after its next step, which frees what it holds.
 
     One that is ended already, by its grammar say, keeps that reason.
     """
     if not request.finished() and request.to_finish is None:
-        request.to_finish = FINISH_ABORT()
+        request.to_finish = (
+            FINISH_ABORT() if why is None else FINISH_ABORT(why, HTTPStatus.BAD_REQUEST, "BadRequestError")
+        )
 
 
 def end_aborted(scheduler: Any, request: Any) -> None:

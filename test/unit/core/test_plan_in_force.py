@@ -57,12 +57,12 @@ def test_what_is_wanted_is_in_force_from_the_change_on_and_builds_on_what_was_wa
     assert in_force.config is second
 
 
-@pytest.mark.parametrize("size", list(SIZES))
+@pytest.mark.parametrize("size", [*SIZES, "mix_prefill"])
 def test_no_size_goes_beyond_what_working_memory_was_reserved_for(size: str) -> None:
-    in_force = fitted(b_moe_decode=32, max_running=256)
+    in_force = fitted(max_running=256, mix_prefill=16)
     in_force.reserve()
     before = in_force.plan
-    limit = SIZES[size]
+    limit = {**SIZES, "mix_prefill": 16}[size]
     message = rf"^{size} is {limit + 1}, .* working memory for {limit} since .*: name at most {limit}, or .*device-mem"
     with pytest.raises(ConfigError, match=message):
         in_force.want({size: limit + 1})

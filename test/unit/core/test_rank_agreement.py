@@ -8,7 +8,7 @@ import pytest
 from rank_builders import PLAN, movable, rank, running
 from sequence_builders import choices, sequence
 
-from sgl_batch.core.actions import Idle, Prefill, Refill
+from sgl_batch.core.actions import Idle, Migrate, Prefill, Refill
 from sgl_batch.core.actions import Step as DecodeStep
 from sgl_batch.core.page_boundary import boundary_due
 from sgl_batch.core.plan import PhasePlan, Plan
@@ -110,20 +110,20 @@ def test_all_prefill_when_one_must():
     decision = decide(needs, could, empty)
     assert decision.prefill
     assert decision.busy
-    assert [[unit.leader.sequence_id for unit in part.units] for part in decision.actions[:2]] == [["s0"], ["s1"]]
-    assert decision.actions[2] == Idle()
+    assert [[unit.leader.sequence_id for unit in part.units] for (part,) in decision.actions[:2]] == [["s0"], ["s1"]]
+    assert decision.actions[2] == (Idle(),)
 
 
 def test_a_rank_that_has_enough_ready_does_not_prefill_along():
     full = rank(queued=[sequence(1)], runs=running(8, first=10), ready=[movable(20 + i) for i in range(4)])
     decision = decide(rank(queued=[sequence(0)]), full)
     assert decision.prefill
-    assert decision.actions[1] == Idle()
+    assert decision.actions[1] == (Idle(),)
 
 
 def test_a_rank_whose_head_lacks_pages_does_not_prefill_along():
     decision = decide(rank(queued=[sequence(0)]), rank(queued=[sequence(1)], runs=running(7, first=10), free_pages=0))
-    assert decision.actions[1] == Idle()
+    assert decision.actions[1] == (Idle(),)
 
 
 def test_nobody_moves_while_the_group_prefills():
@@ -139,8 +139,8 @@ def test_the_rank_with_the_most_tokens_sets_the_expert_calls_of_a_prefill():
 def test_the_choices_of_a_prompt_are_prefilled_as_one_unit():
     group = choices(3)
     decision = decide(rank(), rank(queued=group))
-    assert isinstance(decision.actions[1], Prefill)
-    assert [unit.members for unit in decision.actions[1].units] == [tuple(group)]
+    assert isinstance(decision.actions[1][0], Prefill)
+    assert [unit.members for unit in decision.actions[1][0].units] == [tuple(group)]
 
 
 # Refill and decode.
@@ -152,14 +152,14 @@ def test_each_rank_refills_from_its_own_ready():
     decision = decide(first, second)
     assert decision.moves == ()
     assert decision.actions == (
-        Refill(sequences=(first.state.ready[1], first.state.ready[0])),
-        Refill(sequences=(second.state.ready[0],)),
+        (Refill(sequences=(first.state.ready[1], first.state.ready[0])),),
+        (Refill(sequences=(second.state.ready[0],)),),
     )
 
 
 def test_a_rank_without_rows_takes_part_while_another_decodes():
     decision = decide(rank(), rank(unmovable_running=3))
-    assert decision.actions == (Idle(), DecodeStep())
+    assert decision.actions == ((Idle(),), (DecodeStep(),))
     assert decision.busy
     assert not decision.prefill
 
@@ -178,13 +178,28 @@ def test_the_rank_with_the_most_rows_after_its_refill_sets_the_expert_calls():
 def test_a_sequence_that_moves_is_refilled_at_the_same_boundary():
     decision = decide(rank(ready=[movable(0), movable(1)]), rank())
     assert decision.moves == (Move(sequence_id="s0", source=0, target=1),)
-    assert [[s.sequence_id for s in action.sequences] for action in decision.actions] == [["s1"], ["s0"]]
+    assert [[s.sequence_id for s in action.sequences] for _, action in decision.actions] == [["s1"], ["s0"]]
+
+
+def test_moves_stand_in_the_list_of_every_rank_before_what_depends_on_them():
+    first, second = rank(runs=running(6)), rank()
+    decision = decide(first, second)
+    moved = tuple(item.sequence for item in first.running[:3])
+    assert [actions[0] for actions in decision.actions] == [Migrate(sequences=moved, source=0, target=1)] * 2
+    assert [type(action) for actions in decision.actions for action in actions[1:]] == [DecodeStep, Refill]
+    assert decision.moves == tuple(Move(sequence_id=f"s{i}", source=0, target=1) for i in range(3))
+
+
+def test_a_sequence_that_belongs_to_several_ranks_stays():
+    source = rank(ready=[movable(0), movable(1), movable(2)])
+    source.ready[0].sequence.ranks = frozenset((0, 1))
+    assert [move.sequence_id for move in decide(source, rank()).moves] == ["s1"]
 
 
 def test_a_runner_that_moves_is_refilled_at_the_same_boundary():
     decision = decide(rank(runs=running(2)), rank())
-    assert decision.actions[0] == DecodeStep()
-    assert [s.sequence_id for s in decision.actions[1].sequences] == ["s0"]
+    assert decision.actions[0][-1] == DecodeStep()
+    assert [s.sequence_id for s in decision.actions[1][-1].sequences] == ["s0"]
 
 
 def test_the_ready_join_although_moves_leave_room_for_a_prefill():
@@ -194,7 +209,7 @@ def test_the_ready_join_although_moves_leave_room_for_a_prefill():
     decision = decide(source, rank())
     assert len(decision.moves) == 4
     assert not decision.prefill
-    assert decision.actions[0] == Refill(sequences=tuple(waiting))
+    assert decision.actions[0][-1] == Refill(sequences=tuple(waiting))
 
 
 def test_the_expert_calls_suffice_if_every_move_fails():

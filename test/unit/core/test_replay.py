@@ -12,7 +12,8 @@ from sequence_builders import choices, plan, sequence
 from virtual_schedule import Request, VirtualSchedule
 
 from sgl_batch.core import decide
-from sgl_batch.core.decision_record import Observed, group_record
+from sgl_batch.core.actions import Abort, Migrate, ParallelForm, Partition, Phase, SwitchPhase
+from sgl_batch.core.decision_record import Observed, arrival_record, group_record, plain_actions
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
@@ -111,8 +112,54 @@ def told_group() -> dict:
 
 def test_a_decision_for_two_ranks_replays_to_the_same_moves_and_actions():
     record = told_group()
-    assert record["actions"]["moves"], "something is decided"
+    moved = {"action": "Migrate", "sequences": ["s30", "s0", "s1"], "source": 0, "target": 1}
+    assert [actions[0] for actions in record["actions"]["actions"]] == [moved, moved]
     assert list(replay(as_read([record]))) == []
+    elsewhere = altered(record, ("actions", "actions", 1, 0, "target"), 2)
+    assert len(list(replay(as_read([elsewhere])))) == 1
+
+
+def told_arrival(*, prompt: int, most_prompt_tokens: int | None = None, store: PageLedger | None = None) -> dict:
+    come, device = sequence(prompt=prompt, new=20), PageLedger(9, 8)
+    actions = decide.on_arrival(come, device, store, most_prompt_tokens=most_prompt_tokens)
+    return arrival_record(come, device, store, most_prompt_tokens, actions)
+
+
+def test_an_abort_of_what_can_never_fit_replays_with_its_numbers():
+    fits, too_long = told_arrival(prompt=40), told_arrival(prompt=80)
+    beyond_store = told_arrival(prompt=40, store=PageLedger(3, 8))
+    beyond_memory = told_arrival(prompt=40, most_prompt_tokens=30)
+    assert fits["actions"] == []
+    for record, why in ((too_long, "the device holds 9"), (beyond_store, "holds 3"), (beyond_memory, "groups of 30")):
+        (abort,) = record["actions"]
+        assert (abort["action"], abort["sequences"]) == ("Abort", ["s0"])
+        assert why in abort["why"]
+    assert list(replay(as_read([fits, too_long, beyond_store, beyond_memory]))) == []
+    assert len(list(replay(as_read([altered(beyond_memory, ("most_prompt_tokens",), 40)])))) == 1
+
+
+def test_actions_of_several_ranks_are_written_down_whole():
+    one = sequence(3, status=Status.READY)
+    actions = (
+        SwitchPhase(phase=Phase.DECODE, form=ParallelForm.EXPERT),
+        Partition(sequences=(one,), ranks=frozenset((2, 0))),
+        Migrate(sequences=(one,), source=0, target=1),
+        Abort(sequences=(one,), why="no room"),
+    )
+    plain = [
+        {"action": "SwitchPhase", "phase": "decode", "form": "expert"},
+        {"action": "Partition", "sequences": ["s3"], "ranks": [0, 2]},
+        {"action": "Migrate", "sequences": ["s3"], "source": 0, "target": 1},
+        {"action": "Abort", "sequences": ["s3"], "why": "no room"},
+    ]
+    assert as_read(plain_actions(actions)) == plain
+
+
+def test_which_ranks_a_sequence_belongs_to_decides_in_a_replay_as_well():
+    record = told_group()
+    of_two = altered(record, ("ranks", 0, "ready", 0, "sequence", "ranks"), [0, 1])
+    (difference,) = replay(as_read([of_two]))
+    assert difference.replayed["actions"][0][0]["sequences"] == ["s0", "s1", "s2"]
 
 
 def altered(record: dict, path: tuple, value) -> dict:
@@ -165,5 +212,5 @@ def test_a_record_with_one_field_altered_no_longer_replays(path, value):
 
 
 def test_a_record_of_another_version_is_refused():
-    with pytest.raises(ReplayError, match="record 1 has version 3; this program reads 2"):
-        list(replay([altered(tight_boundary(), ("version",), 3)]))
+    with pytest.raises(ReplayError, match="record 1 has version 4; this program reads 3"):
+        list(replay([altered(tight_boundary(), ("version",), 4)]))

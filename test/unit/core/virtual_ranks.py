@@ -177,7 +177,7 @@ class VirtualRanks:
         if not decision.prefill:
             self.carry_out(decision.moves)
         parts = []
-        for number, (rank, action) in enumerate(zip(self.ranks, decision.actions, strict=True)):
+        for number, (rank, (*_, action)) in enumerate(zip(self.ranks, decision.actions, strict=True)):
             batch = None
             if decision.prefill:
                 if isinstance(action, Prefill):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import tracemalloc
 from types import SimpleNamespace
 
+import pytest
 from scheduler_stand_ins import request, scheduler_stand_in
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.actions import Abort, Action, Migrate, ParallelForm, Partition, Phase, SwitchPhase
 from sgl_batch.core.kv_policy import DeviceOnly
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.sequence import Status
@@ -79,3 +81,43 @@ def test_those_that_ended_while_a_step_was_under_way_have_no_results_of_it():
     executor.enqueue(request(0))
     executor.after_results(SimpleNamespace(reqs=[ended, going], forward_mode=mode), [going])
     assert executor.table["r0"].status is Status.QUEUED
+
+
+class Refusable(SimpleNamespace):
+    """A request as SGLang refuses it."""
+
+    def set_finish_with_abort(self, why: str) -> None:
+        self.to_finish, self.origin_input_ids = why, [0]
+
+
+def test_a_sequence_that_can_never_fit_is_queued_as_one_token_that_answers_with_the_numbers():
+    executor = executor_with_queue(1)
+    too_long = Refusable(**vars(request(1, max_new_tokens=10**6)))
+    executor.enqueue(too_long)
+    assert too_long.to_finish.startswith("the prompt has 100 tokens and up to 1000000 are to be generated")
+    refused = executor.table["r1"]
+    assert (refused.prompt_tokens, refused.max_new_tokens, refused.status) == (1, 1, Status.QUEUED)
+    assert executor.table["r0"].prompt_tokens == 100
+    assert executor._unbatched.queued.tokens == 101
+
+
+def test_a_sequence_that_runs_is_aborted_with_its_next_step_and_keeps_the_first_reason():
+    executor = executor_with_queue(1)
+    running, sequence = executor.table.request_named("r0"), executor.table["r0"]
+    sequence.status, running.finished = Status.RUNNING, lambda: False
+    executor._do(Abort(sequences=(sequence,), why="its time is over"), None, 0.0)
+    executor._do(Abort(sequences=(sequence,), why="another reason"), None, 0.0)
+    assert running.to_finish.to_json()["message"] == "its time is over"
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (SwitchPhase(phase=Phase.DECODE, form=ParallelForm.EXPERT), "SwitchPhase is not carried out yet"),
+        (Partition(sequences=(), ranks=frozenset((0, 1))), "Partition is not carried out yet"),
+        (Migrate(sequences=(), source=0, target=1), "by all ranks together"),
+    ],
+)
+def test_actions_that_one_rank_does_not_carry_out_are_refused_by_name(action: Action, message: str):
+    with pytest.raises(AssertionError, match=message):
+        executor_with_queue(0)._do(action, None, 0.0)

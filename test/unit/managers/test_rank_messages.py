@@ -92,14 +92,14 @@ def over_the_wire(message: Message) -> Message:
 def test_a_state_is_the_same_after_the_wire(state):
     told = over_the_wire(message_of(state))
     assert isinstance(told, StateMessage)
-    assert state_of(told) == state
+    assert state_of(told, 0) == state
 
 
 @settings(deadline=None)
 @given(states=st.lists(rank_states(), min_size=2, max_size=4), migration=st.sampled_from(Migration))
 def test_orders_say_all_that_was_decided(states, migration):
     decision = decide_group(states, PLAN, migration)
-    for rank, action in enumerate(decision.actions):
+    for rank, (*_, action) in enumerate(decision.actions):
         own = over_the_wire(orders_for(decision, rank))
         assert isinstance(own, OrdersMessage)
         assert (own.prefill, own.busy, own.expert_calls) == (decision.prefill, decision.busy, decision.expert_calls)
