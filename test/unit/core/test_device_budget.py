@@ -30,7 +30,8 @@ def working(shape: ModelShape = SHAPE, **changes: object) -> int:
     options = {"max_running": 512, "page_bytes": MIB, "staged": False, "by_torch": False, "num_ranks": 1}
     sizes |= {name: value for name, value in changes.items() if name in sizes}
     options |= {name: value for name, value in changes.items() if name in options}
-    return working_bytes(plan(**sizes), shape, **options)
+    made = dataclasses.replace(plan(**sizes), mix_prefill=changes.get("mix_prefill", 0))
+    return working_bytes(made, shape, **options)
 
 
 def test_pages_get_what_everything_else_leaves():
@@ -58,6 +59,7 @@ def test_a_budget_that_does_not_hold_the_weights_names_no_number_of_sequences():
     "more",
     [
         {"b_moe_prefill": 16384},
+        {"mix_prefill": 8192},
         {"staged": True},
         {"by_torch": True},
         {"num_ranks": 4},

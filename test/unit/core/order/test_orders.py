@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from sgl_batch import config
 from sgl_batch.core.order import make_order
+from sgl_batch.core.order.abilities import LineMetadata, Prefix, announce, assign, keeps, release
 from sgl_batch.core.order.interface import Budgets, OrderPolicy, Side
 from sgl_batch.core.order.longest_first import LongestFirst
 from sgl_batch.core.sequence import Sequence
@@ -23,27 +25,61 @@ BUDGETS = Budgets(tokens=100, pages=100)
 
 
 class TwoEnded:
-    """A toy: the longest and the shortest prompt in turn, as a scan from both ends of a sorted list takes them."""
+    """A toy: the longest and the shortest in turn, as a scan from both ends of a sorted list takes them.
+
+    By the lengths that were announced, and of others by the prompt's. Long ones are for rank 0.
+    A prefix is kept until the last line that was announced with it has ended.
+    """
 
     def __init__(self) -> None:
         self.queued: dict[str, Sequence] = {}
         self.lengths: list[int] = []
+        self.announced: dict[str, LineMetadata] = {}
+        self.kept: Counter[Prefix] = Counter()
 
     def offer(self, sequences: Iterable[Sequence]) -> None:
         self.queued.update({one.sequence_id: one for one in sequences})
 
     def take(self, budgets: Budgets) -> Iterator[tuple[Sequence, Side]]:
-        left = sorted(self.queued.values(), key=lambda one: (one.prompt_tokens, one.arrival))
+        left = sorted(self.queued.values(), key=lambda one: (self._length(one), one.arrival))
         while left:
             yield left.pop(), Side.TAIL
             if left:
                 yield left.pop(0), Side.HEAD
+
+    def _length(self, sequence: Sequence) -> int:
+        line = self.announced.get(sequence.sequence_id, LineMetadata(line_id=sequence.sequence_id))
+        return (line.prompt_tokens or sequence.prompt_tokens) + (line.predicted_tokens or 0)
 
     def drop(self, sequence_id: str) -> None:
         del self.queued[sequence_id]
 
     def finished(self, sequence: Sequence, length: int) -> None:
         self.lengths.append(length)
+        line = self.announced.pop(sequence.sequence_id, None)
+        if line is not None and line.prefix_path:
+            self.kept[line.prefix_path] -= 1
+
+    # What it does beside ordering.
+
+    def announce(self, lines: Iterable[LineMetadata]) -> None:
+        self.announced.update({line.line_id: line for line in lines})
+        self.kept.update(line.prefix_path for line in self.announced.values() if line.prefix_path)
+
+    def assign(self, queued: Iterable[Sequence], num_ranks: int) -> dict[str, int]:
+        by_length = sorted(queued, key=self._length, reverse=True)
+        return {one.sequence_id: place * num_ranks // len(by_length) for place, one in enumerate(by_length)}
+
+    def keeps(self, prefix: Prefix) -> bool:
+        return self.kept[prefix] > 0
+
+    def release(self, pages: int) -> Iterator[Prefix]:
+        for prefix in [prefix for prefix, lines in self.kept.items() if lines > 0]:
+            if pages <= 0:
+                return
+            self.kept[prefix] = 0
+            pages -= len(prefix)
+            yield prefix
 
 
 def taken(order: OrderPolicy) -> list[int]:
@@ -105,3 +141,54 @@ def test_a_two_ended_policy_hears_the_length_of_what_has_ended():
     todo = [Request(at=0, prompt=5 + i, max_new=9, output=1 + i) for i in range(6)]
     VirtualSchedule(todo, plan(), pages=60, slots=16, order=policy).run(most_decisions=500)
     assert sorted(policy.lengths) == [1, 2, 3, 4, 5, 6]
+
+
+SYSTEM, OTHER = (b"system", b"prompt"), (b"other",)
+
+
+def lines() -> Iterator[LineMetadata]:
+    """Six lines of which the shortest prompt has the longest answer."""
+    for number, predicted in enumerate([90, 1, 1, 1, 1, 1]):
+        prefix = SYSTEM if number % 2 else OTHER
+        yield LineMetadata(line_id=f"s{number}", predicted_tokens=predicted, prefix_path=prefix)
+
+
+def offered(policy: OrderPolicy) -> OrderPolicy:
+    announce(policy, lines())
+    policy.offer([sequence(i, prompt=10 + i) for i in range(6)])
+    return policy
+
+
+def test_what_is_announced_of_lines_orders_them_when_they_come():
+    assert taken(offered(TwoEnded())) == [0, 1, 5, 2, 4, 3]
+
+
+def test_a_policy_assigns_ranks_to_what_is_queued():
+    policy = offered(TwoEnded())
+    queued = [one for one, _ in policy.take(BUDGETS)]
+    assert assign(policy, queued, 2) == {"s0": 0, "s5": 0, "s4": 0, "s3": 1, "s2": 1, "s1": 1}
+    policy.assign = lambda queued, num_ranks: {"s0": num_ranks}
+    with pytest.raises(AssertionError, match="there are 2 ranks"):
+        assign(policy, queued, 2)
+
+
+def test_a_policy_keeps_a_prefix_until_its_last_line_has_ended_or_pages_are_wanted():
+    policy = offered(TwoEnded())
+    assert (keeps(policy, SYSTEM), keeps(policy, OTHER), keeps(policy, (b"unknown",))) == (True, True, False)
+    for number in (1, 3, 5):
+        assert keeps(policy, SYSTEM)
+        policy.finished(sequence(number), 1)
+    assert not keeps(policy, SYSTEM)
+    assert release(policy, 1) == [OTHER]
+    assert not keeps(policy, OTHER)
+    assert release(policy, 1) == []
+
+
+@pytest.mark.parametrize("name", config.ORDERS)
+def test_a_policy_that_orders_alone_hears_nothing_assigns_nothing_and_keeps_nothing(name):
+    policy, alone = make_order(name), make_order(name)
+    alone.offer([sequence(i, prompt=10 + i) for i in range(6)])
+    assert taken(offered(policy)) == taken(alone)
+    assert assign(policy, [one for one, _ in policy.take(BUDGETS)], 2) == {}
+    assert not keeps(policy, SYSTEM)
+    assert release(policy, 5) == []
