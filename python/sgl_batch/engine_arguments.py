@@ -67,7 +67,10 @@ def build_parser(argv: Sequence[str], add_more: Callable[[argparse.ArgumentParse
 
 
 def _check_early(argv: Sequence[str]) -> None:
-    """Find mistakes of ours and in the model's files before SGLang's slow import. Raises ConfigError."""
+    """Find mistakes of ours and in the model's files before SGLang's slow import. Raises ConfigError.
+
+    It hands nothing on: a --config file and flags that are cut short are read with SGLang's, in `build_arguments`.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False)
     batch_config.add_cli_flags(parser)
     for flag in ("--tokenizer-path", "--load-format", "--revision"):
