@@ -20,7 +20,7 @@ class AskedAborts:
         self._rids &= set(known)
         self._rids.update(one for one in known if abort_all or (rid and one.startswith(rid)))
 
-    def judge(self, out: dict[str, Any], sampling_params: Any, *, is_stream: bool) -> None:
+    def judge(self, out: dict[str, Any], sampling_params: object, *, is_stream: bool) -> None:
         """Judge an answer that has ended: one that was not aborted, or was asked to be, passes.
 
         Raises RefusalError where a grammar is at fault, and EngineAbortError for an abort without a reason. A stream
@@ -39,6 +39,6 @@ class AskedAborts:
             reason["status_code"] = 500
 
 
-def _grammar_of(sampling_params: Any) -> str | None:
+def _grammar_of(sampling_params: object) -> str | None:
     given = sampling_params if isinstance(sampling_params, Mapping) else {}
     return next((kind for kind in GRAMMAR_KINDS if given.get(kind) is not None), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -19,10 +19,15 @@ from sgl_batch.managers.profile_limits import check_directory, limits_text
 from sgl_batch.managers.request_logs import logs_text
 from sgl_batch.sglang_adapter.profiling import ConfigureLoggingReq, ProfileReq
 
+if TYPE_CHECKING:
+    from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+
 _METHODS = ["GET", "POST"]
 
 
-def control_routes(manager: Any) -> list[Route]:
+def control_routes(manager: BatchTokenizerManager) -> list[Route]:
     """Routes that take the place of SGLang's of the same paths. `manager`: the tokenizer manager."""
 
     async def start_profile(request: Request) -> str:
@@ -61,7 +66,7 @@ def _answered(answer: Callable[[Request], Awaitable[str]]) -> Callable[[Request]
     return endpoint
 
 
-async def _read(request: Request, kind: type[Any]) -> Any:
+async def _read(request: Request, kind: type[Message]) -> Message:
     """The body as one of SGLang's messages; without a body, one with nothing set. Raises RequestError."""
     data = await request.body()
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import torch
 
@@ -16,9 +15,12 @@ from sgl_batch.managers.kv_form import Arrived, RankView
 from sgl_batch.managers.prompt_sharing import PromptSharing
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.scheduling import retract
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
-def device_ledger(scheduler: Any) -> PageLedger:
+def device_ledger(scheduler: SGLangScheduler) -> PageLedger:
     """An empty account of the pages of the scheduler's pool."""
     size = scheduler.page_size
     return PageLedger(scheduler.token_to_kv_pool_allocator.size // size, size)
@@ -27,9 +29,9 @@ def device_ledger(scheduler: Any) -> PageLedger:
 class DeviceKV:
     """A `KVForm`. Pages of prompts belong to the last sequence that holds them."""
 
-    returning: Seq[Any] = ()
+    returning: Seq[Request] = ()
 
-    def __init__(self, scheduler: Any, counters: Counters) -> None:
+    def __init__(self, scheduler: SGLangScheduler, counters: Counters) -> None:
         self._scheduler = scheduler
         self.device = self.admission = device_ledger(scheduler)
         self.sharing = PromptSharing(scheduler, counters, self._free_pages)
@@ -41,44 +43,46 @@ class DeviceKV:
     def state(self, view: RankView) -> KVState:
         return KVState(device=self.device, admission=self.admission, runners=view.runners, foresee=view.foresee)
 
-    def claim(self, unit: Admission, leader: Any, plan: Plan) -> None:
+    def claim(self, unit: Admission, leader: Request, plan: Plan) -> None:
         hold = self.sharing.claim(unit, leader, plan)
         reserve(unit, self.admission, held=len(hold.pages), new=len(hold.own))
 
-    def prefill(self, requests: list[Any], pages: Seq[int] | None, make_batch: Callable[[], Any]) -> Any:
+    def prefill(
+        self, requests: list[Request], pages: Seq[int] | None, make_batch: Callable[[], ScheduleBatch]
+    ) -> ScheduleBatch:
         batch = make_batch()
         self.sharing.settle(requests)
         return batch
 
-    def fork(self, leader: Any, follower: Any) -> bool:
+    def fork(self, leader: Request, follower: Request) -> bool:
         self.sharing.fork(leader, [follower])
         return True
 
-    def end_pass(self, batch: Any) -> None:
+    def end_pass(self, batch: ScheduleBatch) -> None:
         """Nothing was copied beside it."""
 
-    def settle(self, batch: Any, requests: list[Any]) -> None:
+    def settle(self, batch: ScheduleBatch, requests: list[Request]) -> None:
         """It lies where the pass has written it."""
 
-    def to_store(self, requests: list[Any]) -> None:
+    def to_store(self, requests: list[Request]) -> None:
         raise AssertionError("there is no store, and nothing was decided to go there")
 
-    def restore(self, request: Any) -> None:
+    def restore(self, request: Request) -> None:
         raise AssertionError("there is no store, and nothing was decided to come back from it")
 
     def arrived(self, *, wait: bool) -> Arrived:
         return Arrived()
 
-    def prepare_to_run(self, requests: list[Any]) -> None:
+    def prepare_to_run(self, requests: list[Request]) -> None:
         """They decode over the pages in which their prompts lie."""
 
-    def step(self, running: Any, plan: Plan) -> None:
+    def step(self, running: ScheduleBatch, plan: Plan) -> None:
         running.prepare_for_decode()
 
     def stream(self, *, on: bool) -> None:
         raise AssertionError("there is no store to stream from")
 
-    def give_up(self, request: Any) -> None:
+    def give_up(self, request: Request) -> None:
         retract(self._scheduler, request)
 
     def forget(self, name: str) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.distributed.line_channel import serve_lines
@@ -30,6 +30,7 @@ from sgl_batch.managers.line_answers import LineAnswers
 from sgl_batch.owned_directory import remove_tree
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
+from sgl_batch.sglang_adapter.types.messages import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _END_WITHIN_S = 5.0
 class EngineHost:
     """One engine's life in this process."""
 
-    def __init__(self, server_args: Any, config: BatchConfig, start_method: str, link: FrontLink) -> None:
+    def __init__(self, server_args: ServerArgs, config: BatchConfig, start_method: str, link: FrontLink) -> None:
         self._server_args, self._link = server_args, link
         # The front has made this directory for this engine alone.
         self._run = EngineRun.begin(config, start_method, Path(link.socket).parent)

@@ -111,21 +111,21 @@ class EngineRun:
         told = Rendezvous(self.directory).published("info")
         return [json.loads(told[rank]) for rank in sorted(told)] or [info["sgl_batch"] for info in scheduler_infos]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         run_scheduler_process(self, *args, **kwargs)
 
-    def controller(self, **kwargs: Any) -> None:
+    def controller(self, **kwargs: object) -> None:
         """Body of the process that starts the ranks."""
         _begin_as_child()
         run_rank_controller(self.directory, **kwargs)
 
-    def detokenizer(self, *args: Any, **kwargs: Any) -> None:
+    def detokenizer(self, *args: object, **kwargs: object) -> None:
         """Body of the detokenizer process: SGLang's own, imported through our adapter so that it starts on a CPU."""
         _begin_as_child()
         processes.run_detokenizer_process(*args, **kwargs)
 
 
-def run_scheduler_process(run: EngineRun, *args: Any, **kwargs: Any) -> None:
+def run_scheduler_process(run: EngineRun, *args: object, **kwargs: object) -> None:
     """Body of a scheduler process: ours, in SGLang's process function."""
     _begin_as_child()
     belongs_to(run.directory, processes.load_file(args[_PORT_ARGS]))
@@ -149,7 +149,7 @@ def run_scheduler_process(run: EngineRun, *args: Any, **kwargs: Any) -> None:
     processes.run_scheduler_with(partial(_scheduler, context), CounterSampler, *args, **kwargs)
 
 
-def _scheduler(context: RunContext, *args: Any, **kwargs: Any) -> BatchScheduler:
+def _scheduler(context: RunContext, *args: object, **kwargs: object) -> BatchScheduler:
     try:
         with context.telling():
             return BatchScheduler(*args, context=context, **kwargs)

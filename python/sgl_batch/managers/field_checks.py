@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_batch.managers.request_fields import ALLOWED, COMPUTED, MEDIA, MEDIA_PARTS, REFUSED
 from sgl_batch.sglang_adapter.refusals import RefusalError
+from sgl_batch.sglang_adapter.types.messages import GenerationRequest, OpenAIRequest
 
 NOT_SUPPORTED = "unsupported_field"
 MISPLACED = "unknown_field"
@@ -21,7 +22,7 @@ _SHOWN_CHARACTERS = 60
 _SHOWN_BITS = 1 << 10
 
 
-def check_openai_fields(request: Any, given: Mapping[str, Any], *, reads_media: bool) -> None:
+def check_openai_fields(request: OpenAIRequest, given: Mapping[str, object], *, reads_media: bool) -> None:
     """A request of an OpenAI endpoint; `given` is the JSON that it was read from."""
     fields = type(request).model_fields
     values = {name: getattr(request, name) for name in fields if name not in _NOT_READ}
@@ -34,7 +35,7 @@ def check_openai_fields(request: Any, given: Mapping[str, Any], *, reads_media: 
             _check_parts(position, message.content)
 
 
-def check_generation_fields(request: Any, given: Mapping[str, Any], *, reads_media: bool) -> None:
+def check_generation_fields(request: GenerationRequest, given: Mapping[str, object], *, reads_media: bool) -> None:
     """A request as SGLang's engine gets it; `given` is the JSON of one that came over HTTP in that form, or empty."""
     fields = {field.name: field.default for field in dataclasses.fields(request)}
     values = {name: getattr(request, name) for name in fields}
@@ -44,7 +45,7 @@ def check_generation_fields(request: Any, given: Mapping[str, Any], *, reads_med
         _check_values(parameters, {}, reads_media=reads_media)
 
 
-def check_seed(name: str, value: Any) -> None:
+def check_seed(name: str, value: object) -> None:
     """A seed that 64 bits hold."""
     if value is None or (type(value) is int and MIN_SEED <= value <= MAX_SEED):
         return
@@ -52,7 +53,7 @@ def check_seed(name: str, value: Any) -> None:
     raise RefusalError(message, code="invalid_value", param=name)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value cut to a length that fits a message."""
     # A number of thousands of digits has no text in Python.
     huge = isinstance(value, int) and value.bit_length() > _SHOWN_BITS
@@ -60,25 +61,25 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
-def asks(value: Any) -> bool:
+def asks(value: object) -> bool:
     """Whether a value asks for anything: null, false and what is empty do not."""
     if isinstance(value, list):
         return any(asks(one) for one in value)
     return value is not None and value is not False and value not in ("", {})
 
 
-def _others(given: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+def _others(given: Mapping[str, object], fields: Iterable[str]) -> dict[str, object]:
     return {name: given[name] for name in set(given).difference(fields)}
 
 
-def _sampling_parameters(request: Any) -> Iterator[Mapping[str, Any]]:
+def _sampling_parameters(request: GenerationRequest) -> Iterator[Mapping[str, object]]:
     given = request.sampling_params
     for one in given if isinstance(given, list) else [given]:
         if isinstance(one, Mapping):
             yield one
 
 
-def _check_values(values: Mapping[str, Any], defaults: Mapping[str, Any], *, reads_media: bool) -> None:
+def _check_values(values: Mapping[str, object], defaults: Mapping[str, object], *, reads_media: bool) -> None:
     for name, value in values.items():
         why = REFUSED.get(name) or (None if reads_media else MEDIA.get(name))
         if why is None or not asks(value) or value == defaults.get(name) or value in ALLOWED.get(name, ()):
@@ -86,7 +87,7 @@ def _check_values(values: Mapping[str, Any], defaults: Mapping[str, Any], *, rea
         raise RefusalError(f"{name} is not supported: {why}", code=NOT_SUPPORTED, param=name)
 
 
-def _check_places(given: Mapping[str, Any], fields: Iterable[str], where: str) -> None:
+def _check_places(given: Mapping[str, object], fields: Iterable[str], where: str) -> None:
     """A name that is computed with elsewhere, and would not be looked at here."""
     for name, value in sorted(_others(given, fields).items()):
         if name in _PLACED_ELSEWHERE and asks(value):

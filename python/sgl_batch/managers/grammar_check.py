@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from typing import Any
 
 from sgl_batch.sglang_adapter.grammars import GRAMMAR_KINDS, INVALID_GRAMMAR, Compilation, compilation
 from sgl_batch.sglang_adapter.refusals import RefusalError
@@ -43,7 +42,8 @@ class CompileProcess:
         process = self._process or self._start()
         answer = _ask(process, {"method": asked.method, "arguments": asked.arguments})
         if answer is not None:
-            fault: str | None = answer["fault"]
+            fault = answer["fault"]
+            assert fault is None or isinstance(fault, str), "grammar_worker answers so"
             return fault
         _end(process)
         self._process = None
@@ -86,7 +86,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         pipe.close()
 
 
-def _ask(process: subprocess.Popen[str], words: Mapping[str, Any]) -> dict[str, Any] | None:
+def _ask(process: subprocess.Popen[str], words: Mapping[str, object]) -> dict[str, object] | None:
     """The answer, or None from a process that has ended."""
     assert process.stdin is not None, "as it was started"
     assert process.stdout is not None, "as it was started"
@@ -96,7 +96,7 @@ def _ask(process: subprocess.Popen[str], words: Mapping[str, Any]) -> dict[str, 
     except BrokenPipeError:
         return None
     line = process.stdout.readline()
-    answer: dict[str, Any] | None = json.loads(line) if line else None
+    answer: dict[str, object] | None = json.loads(line) if line else None
     return answer
 
 
@@ -108,7 +108,7 @@ class GrammarCheck:
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         self._finding: dict[bytes, asyncio.Task[str | None]] = {}
 
-    async def check(self, sampling_params: Any) -> None:
+    async def check(self, sampling_params: object) -> None:
         """Raise RefusalError for a grammar in a request's sampling parameters that cannot be used."""
         for kind, text in _grammars(sampling_params):
             fault = await self._fault(kind, text)
@@ -139,9 +139,10 @@ class GrammarCheck:
         return await self._compile_fault(asked)
 
 
-def _grammars(sampling_params: Any) -> Iterator[tuple[str, str]]:
+def _grammars(sampling_params: object) -> Iterator[tuple[str, str]]:
     """The grammars of one or several sets of sampling parameters; what is no text is refused elsewhere."""
     for one in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
-        for kind in GRAMMAR_KINDS if isinstance(one, Mapping) else ():
-            if isinstance(one.get(kind), str):
-                yield kind, one[kind]
+        given = one if isinstance(one, Mapping) else {}
+        for kind in GRAMMAR_KINDS:
+            if isinstance(given.get(kind), str):
+                yield kind, given[kind]

@@ -12,8 +12,13 @@ import re
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xgrammar import TokenizerInfo
 
 # Where in its own source the library found a fault, and when; and how much of what it says is told.
 _WHERE = re.compile(r"^\[[\d:]+\] \S+: ")
@@ -44,12 +49,12 @@ def main() -> None:
         _answer({"fault": fault})
 
 
-def _answer(words: dict[str, Any]) -> None:
+def _answer(words: Mapping[str, object]) -> None:
     sys.stdout.write(json.dumps(words) + "\n")
     sys.stdout.flush()
 
 
-def _fault(xgrammar: Any, info: Any, method: str, arguments: dict[str, Any]) -> str | None:
+def _fault(xgrammar: ModuleType, info: TokenizerInfo, method: str, arguments: Mapping[str, object]) -> str | None:
     """Why a grammar cannot be used, or None."""
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
@@ -14,9 +12,10 @@ from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.store_kv import StoreKV
 from sgl_batch.managers.streamed_kv import StreamedKV
 from sgl_batch.model_executor.run_context import RunContext
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
-def kv_form(scheduler: Any, context: RunContext, tiers: KVTiers | None) -> tuple[KVForm, KVPolicy]:
+def kv_form(scheduler: SGLangScheduler, context: RunContext, tiers: KVTiers | None) -> tuple[KVForm, KVPolicy]:
     """The form and its policy; `tiers` where there is a host store. Made after the scheduler's pools."""
     counters, decode_kv = context.counters, context.config.memory.decode_kv
     if tiers is None:

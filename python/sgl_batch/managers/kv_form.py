@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.kv_state import Interval, KVState
@@ -16,6 +16,8 @@ from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.managers.prompt_sharing import PromptSharing
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +27,9 @@ class Arrived:
     `ready`: requests of READY sequences that decode at once, without having been restored.
     """
 
-    ready: list[Any] = field(default_factory=list)
-    runners: list[Any] = field(default_factory=list)
-    choices: list[Any] = field(default_factory=list)
+    ready: list[Request] = field(default_factory=list)
+    runners: list[Request] = field(default_factory=list)
+    choices: list[Request] = field(default_factory=list)
 
 
 class RankView(Protocol):
@@ -59,49 +61,51 @@ class KVForm(Protocol):
     sharing: PromptSharing
 
     @property
-    def returning(self) -> Seq[Any]:
+    def returning(self) -> Seq[Request]:
         """Requests whose KV is on its way to the device."""
 
     def state(self, view: RankView) -> KVState:
         """Where KV lies now."""
 
-    def claim(self, unit: Admission, leader: Any, plan: Plan) -> None:
+    def claim(self, unit: Admission, leader: Request, plan: Plan) -> None:
         """Reserve all pages that an admitted unit can need. `leader`: the request of its leader."""
 
-    def prefill(self, requests: list[Any], pages: Seq[int] | None, make_batch: Callable[[], Any]) -> Any:
+    def prefill(
+        self, requests: list[Request], pages: Seq[int] | None, make_batch: Callable[[], ScheduleBatch]
+    ) -> ScheduleBatch:
         """The batch of a prefill group, made by `make_batch` while new KV goes where this form wants it.
 
         `pages`: how many of the device each request keeps, where the decision says that they stay there.
         """
 
-    def fork(self, leader: Any, follower: Any) -> bool:
+    def fork(self, leader: Request, follower: Request) -> bool:
         """Let a choice begin behind its leader's prompt; whether it can compute the last token at once, or waits."""
 
-    def end_pass(self, batch: Any) -> None:
+    def end_pass(self, batch: ScheduleBatch) -> None:
         """A forward pass is over: complete the copies that went beside it, before its results are processed."""
 
-    def settle(self, batch: Any, requests: list[Any]) -> None:
+    def settle(self, batch: ScheduleBatch, requests: list[Request]) -> None:
         """The results of a pass are processed: bring the KV of these unfinished requests to where it is to lie."""
 
-    def to_store(self, requests: list[Any]) -> None:
+    def to_store(self, requests: list[Request]) -> None:
         """Move all KV of these requests from the device to the store; it is there when this returns."""
 
-    def restore(self, request: Any) -> None:
+    def restore(self, request: Request) -> None:
         """Begin to copy a waiting request's KV to pages of the device, which are reserved."""
 
     def arrived(self, *, wait: bool) -> Arrived:
         """Requests whose KV has come since this was asked, in their order; of all on their way, if `wait`."""
 
-    def prepare_to_run(self, requests: list[Any]) -> None:
+    def prepare_to_run(self, requests: list[Request]) -> None:
         """Waiting requests are about to join the decode group with their KV where it lies."""
 
-    def step(self, running: Any, plan: Plan) -> None:
+    def step(self, running: ScheduleBatch, plan: Plan) -> None:
         """Make the decode batch ready for its next step."""
 
     def stream(self, *, on: bool) -> None:
         """Let decode steps find their KV in the store from now on, or on the device. Nothing runs."""
 
-    def give_up(self, request: Any) -> None:
+    def give_up(self, request: Request) -> None:
         """Let a request lose all KV that it has, or has found; it keeps what it has generated."""
 
     def forget(self, name: str) -> None:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +29,10 @@ from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngines
 from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.sglang_adapter.scheduling import tokens_written
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace | None) -> HostKVStore:
@@ -59,7 +61,7 @@ def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace |
     return store
 
 
-def copy_engines(store: HostKVStore, device: Any, memory: MemoryConfig) -> CopyEngines:
+def copy_engines(store: HostKVStore, device: str, memory: MemoryConfig) -> CopyEngines:
     """What copies between pages of a device and the store. Raises ConfigError where its memory cannot be pinned."""
     if torch.device(device).type == "cpu":
         return NativeCopyEngines(store, num_workers=memory.kv_copy_threads)
@@ -70,7 +72,7 @@ def copy_engines(store: HostKVStore, device: Any, memory: MemoryConfig) -> CopyE
 class Returning:
     """A sequence whose KV is on its way to device pages [P]."""
 
-    request: Any
+    request: Request
     pages: torch.Tensor
     ticket: Ticket
 
@@ -83,7 +85,12 @@ class KVTiers:
     """
 
     def __init__(
-        self, scheduler: Any, runner: Any, memory: MemoryConfig, counters: Counters, place: RankPlace | None
+        self,
+        scheduler: SGLangScheduler,
+        runner: LayerRunner,
+        memory: MemoryConfig,
+        counters: Counters,
+        place: RankPlace | None,
     ) -> None:
         self._scheduler, self._runner, self._counters = scheduler, runner, counters
         self._allocator, self._device = scheduler.token_to_kv_pool_allocator, scheduler.device
@@ -110,7 +117,7 @@ class KVTiers:
         first_page = self._allocator.first_staged
         self._staging = PrefillStaging(self._store, self._pool, self._engines, first_page=first_page)
         self._decode_staging = DecodeStaging(self._pool, self._engines, first_page=first_page)
-        self._group: list[tuple[Any, int, Hold, torch.Tensor]] = []
+        self._group: list[tuple[Request, int, Hold, torch.Tensor]] = []
         self._restored: list[int] = []
         self._on_device: dict[PrefixPage, int] = {}
 
@@ -140,10 +147,9 @@ class KVTiers:
 
     def staging(self) -> AbstractContextManager[None]:
         """Inside, new slots are those of staged pages."""
-        staging: AbstractContextManager[None] = self._allocator.staging()
-        return staging
+        return self._allocator.staging()
 
-    def stage_prefixes(self, requests: list[Any], holds: list[Hold]) -> dict[PrefixPage, int]:
+    def stage_prefixes(self, requests: list[Request], holds: list[Hold]) -> dict[PrefixPage, int]:
         """Staged pages, the first ones, for what prompts of the coming group share with sequences that are alive.
 
         A prompt that is computed in part goes on behind its own pages, which are staged as well.
@@ -152,13 +158,14 @@ class KVTiers:
         begun = {request: self.stored.slots_of(request.rid) for request in requests if request.rid in self.stored}
         self._restored = list(dict.fromkeys(chain((page.place for page in shared), *begun.values())))
         slots = self._allocator.alloc(len(self._restored) * self._page_size)
+        assert slots is not None, "staged pages do not run out"
         pages = dict(zip(self._restored, slots.view(-1, self._page_size), strict=True))
         for request, own in begun.items():
             request.prefix_indices = torch.cat([pages[slot] for slot in own])
         self._counters.add("prefix_pages_restored", len(set(shared)))
         return {page: int(pages[page.place][0]) // self._page_size for page in shared}
 
-    def begin_prefill(self, requests: list[Any], holds: list[Hold]) -> None:
+    def begin_prefill(self, requests: list[Request], holds: list[Hold]) -> None:
         """The next forward pass is that of these requests, whose slots were given inside `staging`."""
         tokens = [request.kv_committed_len for request in requests]
         lengths = [request.extend_range.length for request in requests]
@@ -189,7 +196,7 @@ class KVTiers:
 
     # Decode.
 
-    def write_through(self, requests: list[Any]) -> None:
+    def write_through(self, requests: list[Request]) -> None:
         """Of requests that have made a step, the pages that it has filled leave for the store."""
         full = [request for request in requests if tokens_written(request) % self._page_size == 0]
         if full and not self.stored.exclusive:
@@ -198,8 +205,7 @@ class KVTiers:
 
     def decoding_staged(self) -> AbstractContextManager[None]:
         """Inside, decode steps get slots of streamed pages."""
-        decoding: AbstractContextManager[None] = self._allocator.decoding_staged()
-        return decoding
+        return self._allocator.decoding_staged()
 
     def streamed_rows(self) -> StreamedRows:
         """For decode steps whose KV is streamed through all pages of the device."""
@@ -225,7 +231,7 @@ class KVTiers:
         self._counters.counts["pages_streamed"] = staging.pages_brought
         self._counters.counts["stream_wait_us"] = round(1e6 * staging.waited_s)
 
-    def suspend(self, requests: list[Any]) -> None:
+    def suspend(self, requests: list[Request]) -> None:
         """All KV of these requests is in the store when this returns; their slots are still theirs."""
         table, size = self._scheduler.req_to_token_pool.req_to_token, self._page_size
         tokens = [request.kv_committed_len for request in requests]
@@ -235,13 +241,13 @@ class KVTiers:
         ]
         self.stored.suspend([request.rid for request in requests], pages, tokens)
 
-    def _pages_at(self, requests: list[Any], positions: list[int]) -> torch.Tensor:
+    def _pages_at(self, requests: list[Request], positions: list[int]) -> torch.Tensor:
         """The device page [N] in which each request has the KV of one position."""
         table: torch.Tensor = self._scheduler.req_to_token_pool.req_to_token
         rows = torch.tensor([request.req_pool_idx for request in requests], device=table.device)
         return table[rows, torch.tensor(positions, device=table.device)].to(torch.int64) // self._page_size
 
-    def restore(self, request: Any, prompt: Seq[PrefixPage]) -> Returning:
+    def restore(self, request: Request, prompt: Seq[PrefixPage]) -> Returning:
         """Device pages for a request's KV, and the copy to them of what the device has not.
 
         `prompt`: its first pages, which it shares with others that are on the device.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.token_record import TokenRecord
@@ -14,6 +14,11 @@ from sgl_batch.errors import EngineError
 from sgl_batch.managers.rank_stats import engine_stats, merged_stats
 from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
 from sgl_batch.sglang_adapter.refusals import ENGINE_ABORT
+
+if TYPE_CHECKING:
+    from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
+
+Result = TypeVar("Result")
 
 _MAX_TRIES = 2  # of a request that the engine ends by itself
 
@@ -24,7 +29,12 @@ class LineAnswers:
     One that dies for a reason that the user can mend answers whatever is left with that: each line gets its error.
     """
 
-    def __init__(self, tokenizer_manager: Any, template_manager: Any, death: Callable[[], EngineError | None]) -> None:
+    def __init__(
+        self,
+        tokenizer_manager: BatchTokenizerManager,
+        template_manager: object,
+        death: Callable[[], EngineError | None],
+    ) -> None:
         self._manager = tokenizer_manager
         self._endpoints = OpenAIEndpoints(tokenizer_manager, template_manager, tokenizer_manager.check_openai)
         self._death = death
@@ -85,7 +95,7 @@ class LineAnswers:
         self._last_stats = replace(stats, paused=self._manager.is_pause)
         return self._last_stats
 
-    async def _unless_dead(self, work: Callable[[], Any]) -> Any:
+    async def _unless_dead(self, work: Callable[[], Coroutine[object, object, Result]]) -> Result:
         """The result of `work`, or EngineError as soon as an engine process is found dead."""
         death = self._death()
         if death is not None:
@@ -112,5 +122,5 @@ def _is_engines_own_abort(content: Mapping[str, Any]) -> bool:
     return bool((content.get("error") or {}).get("code") == ENGINE_ABORT)
 
 
-def _error_body(message: str, code: str) -> dict[str, Any]:
+def _error_body(message: str, code: str) -> dict[str, object]:
     return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from sgl_batch.core.token_record import TokenRecord
 from sgl_batch.managers import recorded_tokens
 from sgl_batch.sglang_adapter.tokenizing import is_repeatable
+from sgl_batch.sglang_adapter.types.messages import RequestState
+from sgl_batch.sglang_adapter.types.requests import TokenizedRequest
 
 
 class LineRecordings:
@@ -33,7 +34,7 @@ class LineRecordings:
             self._records.pop(rid, None)
             self._sent.discard(rid)
 
-    def key_for(self, tokenized: Any) -> str | None:
+    def key_for(self, tokenized: TokenizedRequest) -> str | None:
         """The key of a request that is about to be sent: with what is recorded of it."""
         record = self._records.get(tokenized.rid)
         if record is None or not is_repeatable(tokenized):
@@ -41,7 +42,7 @@ class LineRecordings:
         self._sent.add(tokenized.rid)
         return recorded_tokens.encode(record)
 
-    def bring_up_to_date(self, states: Mapping[str, Any]) -> None:
+    def bring_up_to_date(self, states: Mapping[str, RequestState]) -> None:
         """Note what requests have generated; `states` are the tokenizer manager's, by request id."""
         for rid in self._sent:
             record, state = self._records[rid], states.get(rid)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -17,6 +16,8 @@ from sgl_batch.core.prefixes import NOTHING, Hold, PrefixPage, PrefixTree, fores
 from sgl_batch.core.sequence import Sequence
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.scheduling import give_prefix, protect_prefix, shares_prefix
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 class PromptSharing:
@@ -25,21 +26,23 @@ class PromptSharing:
     `free_places`: gives back the places of pages that nobody holds any more; where those who held them do so, nothing.
     """
 
-    def __init__(self, scheduler: Any, counters: Counters, free_places: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self, scheduler: SGLangScheduler, counters: Counters, free_places: Callable[[list[int]], None]
+    ) -> None:
         self._scheduler, self._counters, self._free_places = scheduler, counters, free_places
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._page_size: int = scheduler.page_size
         self._tree = PrefixTree(scheduler.page_size)
 
-    def foresee(self, queued: Iterable[tuple[Sequence, Any]], plan: Plan) -> None:
+    def foresee(self, queued: Iterable[tuple[Sequence, Request]], plan: Plan) -> None:
         """Note of the first queued sequences, given with their requests, how much of their prompts they will share."""
         prompts = ((sequence, self._tokens(request, plan)) for sequence, request in queued)
         foresee(prompts, self._tree, rows=plan.prefill.b_moe)
 
-    def _tokens(self, request: Any, plan: Plan) -> array[int] | None:
+    def _tokens(self, request: Request, plan: Plan) -> array[int] | None:
         return request.origin_input_ids if plan.share_prefixes and shares_prefix(request) else None
 
-    def claim(self, unit: Admission, leader: Any, plan: Plan) -> Hold:
+    def claim(self, unit: Admission, leader: Request, plan: Plan) -> Hold:
         """Hold the pages of the prompt of a unit that is about to be prefilled, behind all those claimed before it."""
         tokens = self._tokens(leader, plan)
         if tokens is None and not unit.followers:
@@ -52,7 +55,7 @@ class PromptSharing:
             self._counters.add("prompt_tokens_shared", shared)
         return hold
 
-    def hold_of(self, request: Any) -> Hold:
+    def hold_of(self, request: Request) -> Hold:
         """The pages that a request holds."""
         return self._tree.held(request.rid)
 
@@ -60,7 +63,7 @@ class PromptSharing:
         """The first pages of a sequence's prompt, those that others can have as well."""
         return self._tree.held(name).pages
 
-    def lay_tables(self, requests: list[Any], where: dict[PrefixPage, int]) -> None:
+    def lay_tables(self, requests: list[Request], where: dict[PrefixPage, int]) -> None:
         """Lead the tables of a prefill group, whose slots are given, to the pages that its prompts share.
 
         `where`: the pages in which the coming pass finds what was computed before; what it computes itself is added.
@@ -80,7 +83,7 @@ class PromptSharing:
                 row[:shared] = slots.to(row.dtype)
                 request.prefix_indices = slots
 
-    def settle(self, requests: list[Any]) -> None:
+    def settle(self, requests: list[Request]) -> None:
         """The device's pages are where prompts live: those that a group computes lie there for good.
 
         No request frees them when it ends. Of a prompt that is computed in part, those that are.
@@ -94,14 +97,14 @@ class PromptSharing:
             for page in hold.pages[hold.shared : computed]:
                 page.place = where[page]
 
-    def join(self, leader: Any, follower: Any) -> int:
+    def join(self, leader: Request, follower: Request) -> int:
         """Let a choice hold the pages of its leader's prompt, but for the last token's; returns their tokens."""
         cached = len(leader.origin_input_ids) - 1
         hold = self._tree.hold_with(follower.rid, leader.rid, cached // self._page_size)
         self._counters.add("prompt_tokens_shared", cached)
         return len(hold.pages) * self._page_size
 
-    def fork(self, leader: Any, followers: list[Any]) -> None:
+    def fork(self, leader: Request, followers: list[Request]) -> None:
         """Let `followers` begin behind all of the leader's prompt but its last token.
 
         Must run between the leader's forward pass and the release of anything it holds: the open page is

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -21,17 +21,20 @@ from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.outcome import Result
 from sgl_batch.migration.store import Export, Refusal, Reservation, SequenceStore
 from sgl_batch.sglang_adapter import moving
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import PagePool, SGLangScheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Expected:
     """A sequence that may come: its request, and the slots of the pages kept for it."""
 
-    request: Any
+    request: Request
     slots: torch.Tensor
 
 
-def written_down(request: Any, pool: Any, *, num_pages: int, slots: list[int]) -> SequenceHeader:
+def written_down(request: Request, pool: PagePool, *, num_pages: int, slots: list[int]) -> SequenceHeader:
     """A request as it travels, with KV in pages that travel as well, or in slots of the store that all ranks have."""
     return SequenceHeader(
         sequence_id=request.rid,
@@ -49,7 +52,7 @@ def written_down(request: Any, pool: Any, *, num_pages: int, slots: list[int]) -
     )
 
 
-def request_of(header: SequenceHeader, scheduler: Any) -> Any:
+def request_of(header: SequenceHeader, scheduler: SGLangScheduler) -> Request:
     """The request that was written down; it holds nothing yet."""
     return moving.rebuild(
         scheduler,
@@ -65,21 +68,21 @@ def request_of(header: SequenceHeader, scheduler: Any) -> Any:
 class MovingSequences(SequenceStore, Protocol):
     """A rank's `SequenceStore`, which is told what leaves at a boundary."""
 
-    def begin(self, leaving: list[str], running: Any) -> None:
+    def begin(self, leaving: list[str], running: ScheduleBatch) -> None:
         """These sequences of the rank are about to leave; `running` is its decode batch."""
 
 
 class RankSequences:
     """The `SequenceStore` of a scheduler process whose KV lies on the device alone."""
 
-    def __init__(self, scheduler: Any, executor: BoundaryExecutor) -> None:
+    def __init__(self, scheduler: SGLangScheduler, executor: BoundaryExecutor) -> None:
         self._scheduler, self._table = scheduler, executor.table
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._page_size: int = scheduler.page_size
         self._expected: dict[str, _Expected] = {}
-        self._running: Any = None
+        self._running: ScheduleBatch | None = None
 
-    def begin(self, leaving: list[str], running: Any) -> None:
+    def begin(self, leaving: list[str], running: ScheduleBatch) -> None:
         self._running = running
 
     def export(self, sequence_id: str) -> Export:
@@ -112,6 +115,7 @@ class RankSequences:
     def release(self, sequence_id: str) -> None:
         request = self._table.request_named(sequence_id)
         if self._table.is_running(sequence_id):
+            assert self._running is not None, "`begin` has said which batch it leaves"
             moving.without(self._running, request)
         moving.let_go(self._scheduler, request)
         self._table.depart(sequence_id)
@@ -139,7 +143,7 @@ class RankMigration:
         )
         self._migrator = migrator.Migrator(ends)
 
-    def run(self, moves: list[Move], running: Any) -> int:
+    def run(self, moves: list[Move], running: ScheduleBatch) -> int:
         """Make these moves, as all ranks do; returns how many sequences came. Raises MigrationFailed."""
         self._boundary += 1
         self._store.begin([move.sequence_id for move in moves if move.source == self._rank], running)

@@ -9,14 +9,16 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler, TimedRotatingFileHandler
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.errors import RequestError
+from sgl_batch.sglang_adapter.types.messages import LoggingRequest
 
 LOG_BYTES, LOG_FILES = 64 << 20, 4
 DUMP_FILES, DUMP_BYTES = 16, 1 << 30
@@ -32,8 +34,8 @@ class PrivateRotatingFile(RotatingFileHandler):
     def __init__(self, path: str) -> None:
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8", delay=True)
 
-    def _open(self) -> Any:
-        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=_private)
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=_private)
 
 
 def _private(path: str, flags: int) -> int:
@@ -73,7 +75,7 @@ def logs_text(paths: Sequence[str]) -> str:
     return f"{where}{bound}"
 
 
-def check_logging(asked: Any) -> None:
+def check_logging(asked: LoggingRequest) -> None:
     """Refuse what could not be carried out, or would not be bounded. Raises RequestError."""
     level, threshold = asked.log_requests_level, asked.dump_requests_threshold
     if level is not None and level not in LEVELS:
@@ -118,7 +120,7 @@ class WaitingDumps:
         self._sizes: deque[int] = deque()
         self.num_bytes = 0
 
-    def add(self, request: Any, answer: dict[str, Any]) -> None:
+    def add(self, request: object, answer: Mapping[str, Any]) -> None:
         """One more waits."""
         size = _about_bytes(request, answer)
         self._sizes.append(size)
@@ -135,7 +137,7 @@ class WaitingDumps:
         return self.num_bytes > WAITING_BYTES and bool(self._sizes)
 
 
-def _about_bytes(request: Any, answer: dict[str, Any]) -> int:
+def _about_bytes(request: object, answer: Mapping[str, Any]) -> int:
     """Python's objects of the texts and tokens; the rest is small beside them, or small."""
     texts = (getattr(request, "text", None), answer.get("text"))
     tokens = (getattr(request, "input_ids", None), answer.get("output_ids"))

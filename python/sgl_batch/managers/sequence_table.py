@@ -6,7 +6,7 @@ Which of them runs, waits or moves next is decided in core/; batches of them are
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from sgl_batch.core.actions import Actions
 from sgl_batch.core.coroutine import Event, Transition, advance
@@ -22,6 +22,8 @@ from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.moving import movable
 from sgl_batch.sglang_adapter.scheduling import asks_of_prompt, shares_prefix
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
 
 
 class SharedPrompts(Protocol):
@@ -56,7 +58,7 @@ class SequenceTable:
         self.changes = 0
         self._sharing, self._counters, self._trace = sharing, counters, trace
         self._sequences: dict[str, Sequence] = {}
-        self._requests: dict[str, Any] = {}
+        self._requests: dict[str, Request] = {}
         self._ready: dict[str, Sequence] = {}
         self._choices: dict[str, Sequence] = {}
         self._arrivals = self._waits = 0
@@ -84,7 +86,7 @@ class SequenceTable:
     def __getitem__(self, name: str) -> Sequence:
         return self._sequences[name]
 
-    def request_named(self, name: str) -> Any:
+    def request_named(self, name: str) -> Request:
         """The request of a sequence of this rank."""
         return self._requests[name]
 
@@ -104,13 +106,13 @@ class SequenceTable:
 
     # What comes, changes and goes.
 
-    def may_go_on(self, request: Any, tokens: int) -> bool:
+    def may_go_on(self, request: Request, tokens: int) -> bool:
         """Whether a new request can be prefilled with so many tokens that another engine has generated."""
         rows = len(request.origin_input_ids) + tokens
         has_room = self.most_prompt_tokens is None or rows <= self.most_prompt_tokens
         return has_room and request.to_finish is None and tokens < request.sampling_params.max_new_tokens
 
-    def enter(self, request: Any) -> Sequence:
+    def enter(self, request: Request) -> Sequence:
         """Take in a request as a QUEUED sequence."""
         sequence = self._sequence_of(request)
         assert sequence.sequence_id not in self._sequences, f"request id {sequence.sequence_id} is in use"
@@ -136,11 +138,11 @@ class SequenceTable:
         sequence.prompt_tokens, sequence.max_new_tokens = refused.prompt_tokens, refused.max_new_tokens
         sequence.prompt_group, sequence.in_one_pass = refused.prompt_group, refused.in_one_pass
 
-    def _keep(self, sequence: Sequence, request: Any) -> None:
+    def _keep(self, sequence: Sequence, request: Request) -> None:
         self._arrivals += 1
         self._sequences[sequence.sequence_id], self._requests[sequence.sequence_id] = sequence, request
 
-    def _sequence_of(self, request: Any) -> Sequence:
+    def _sequence_of(self, request: Request) -> Sequence:
         tag = prompt_groups.decode(request.extra_key)
         refused = request.to_finish is not None
         prompt_tokens = len(request.origin_input_ids)
@@ -170,7 +172,7 @@ class SequenceTable:
         """A sequence that ran waits in the store."""
         return advance(self._wait(name), Event.SUSPEND, why)
 
-    def retracted(self, request: Any) -> Sequence:
+    def retracted(self, request: Request) -> Sequence:
         """A sequence has lost its KV: it is QUEUED with what it has generated, and from now on no choice of others."""
         sequence = self._sequences[request.rid]
         sequence.generated_tokens = len(request.output_ids)
@@ -195,7 +197,7 @@ class SequenceTable:
         sequence.waits_since = self._waits
         return sequence
 
-    def take_ready(self, name: str) -> Any:
+    def take_ready(self, name: str) -> Request:
         """Its request, of a sequence that is READY no longer."""
         del self._ready[name]
         self._choices.pop(name, None)
@@ -205,10 +207,11 @@ class SequenceTable:
         self._ready.pop(name, None)
         self._choices.pop(name, None)
 
-    def finish(self, request: Any) -> Transition:
+    def finish(self, request: Request) -> Transition:
         """A sequence has ended, as its request says."""
         sequence = self._sequences[request.rid]
         sequence.generated_tokens = len(request.output_ids)
+        assert request.finished_reason is not None, f"{request.rid} has ended"
         reason = request.finished_reason.to_json()
         aborted = reason.get("type") == "abort"
         change = advance(sequence, Event.ABORT if aborted else Event.FINISH, f"finish reason: {reason['type']}")
@@ -239,7 +242,7 @@ class SequenceTable:
         """Whether a sequence is in the decode batch."""
         return self._sequences[name].status is Status.RUNNING
 
-    def movable(self, running: Any) -> tuple[list[Movable], list[Movable]]:
+    def movable(self, running: ScheduleBatch) -> tuple[list[Movable], list[Movable]]:
         """Those that wait and those that run of which nobody shares pages, and all can be written down."""
         ready = [self._movable(name) for name in self._ready]
         run = [self._movable(request.rid) for request in running.reqs]
@@ -251,7 +254,7 @@ class SequenceTable:
             return None
         return Movable(sequence=sequence, tokens=request.kv_committed_len, pages=self.ledger.whole_pages(sequence))
 
-    def expect(self, request: Any) -> str | None:
+    def expect(self, request: Request) -> str | None:
         """Keep pages for a sequence that may come; why not, with the numbers, where there is no room."""
         ledger = self._admission_ledger
         need = ledger.whole_pages(self._sequence_of(request))
@@ -264,7 +267,7 @@ class SequenceTable:
         """The sequence that was expected does not come."""
         self._admission_ledger.release(name)
 
-    def adopt(self, request: Any) -> None:
+    def adopt(self, request: Request) -> None:
         """A sequence has come, with its KV: it is READY here."""
         sequence = self._sequence_of(request)
         sequence.status, sequence.generated_tokens = Status.MIGRATING, len(request.output_ids)

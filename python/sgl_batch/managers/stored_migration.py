@@ -6,25 +6,26 @@ Whoever runs is suspended first. Which sequences move is decided in core/rank_ag
 
 from __future__ import annotations
 
-from typing import Any
-
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_migration import request_of, written_down
 from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.store import Export, Refusal, Reservation
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 class StoredSequences:
     """The `SequenceStore` of a scheduler process with a store."""
 
-    def __init__(self, scheduler: Any, executor: BoundaryExecutor, stored: StoredKV) -> None:
+    def __init__(self, scheduler: SGLangScheduler, executor: BoundaryExecutor, stored: StoredKV) -> None:
         self._scheduler, self._executor, self._stored = scheduler, executor, stored
         self._table = executor.table
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        self._expected: dict[str, Any] = {}
+        self._expected: dict[str, Request] = {}
 
-    def begin(self, leaving: list[str], running: Any) -> None:
+    def begin(self, leaving: list[str], running: ScheduleBatch) -> None:
         runners = [self._table[name] for name in leaving if self._table.is_running(name)]
         self._executor.suspend(runners, running, "it moves away")
 

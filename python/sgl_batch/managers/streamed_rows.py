@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -17,6 +16,8 @@ from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.mem_cache.decode_staging import PartCopies
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +34,9 @@ class StreamedRows:
     `first_page`: how tables number the first page of a half of the device, beyond the pages that sequences hold.
     """
 
-    def __init__(self, scheduler: Any, stored: StoredKV, *, page_size: int, first_page: int, half_pages: int) -> None:
+    def __init__(
+        self, scheduler: SGLangScheduler, stored: StoredKV, *, page_size: int, first_page: int, half_pages: int
+    ) -> None:
         self._table: torch.Tensor = scheduler.req_to_token_pool.req_to_token
         self._stored, self._size = stored, page_size
         self._first_page, self._half_pages = first_page, half_pages
@@ -41,7 +44,7 @@ class StreamedRows:
         self._rows: dict[str, _Row] = {}
         self._copies: dict[int, PartCopies] = {}
 
-    def prepare(self, requests: Seq[Any], plan: Plan, whole_pages: Callable[[Any], int]) -> None:
+    def prepare(self, requests: Seq[Request], plan: Plan, whole_pages: Callable[[Request], int]) -> None:
         """Before a step: each request has a page of the device for its next token.
 
         `whole_pages`: how many a request can need to its end.
@@ -65,11 +68,11 @@ class StreamedRows:
         for request in requests:
             self._lay_table(request)
 
-    def _has_room(self, request: Any) -> bool:
+    def _has_room(self, request: Request) -> bool:
         row = self._rows.get(request.rid)
         return row is not None and request.kv_committed_len < len(row.pages) * self._size
 
-    def _lay_table(self, request: Any) -> None:
+    def _lay_table(self, request: Request) -> None:
         pages = torch.tensor(self._rows[request.rid].pages) + self._first_page
         slots = (pages[:, None] * self._size + torch.arange(self._size)).flatten()[: self._table.shape[1]]
         self._table[request.req_pool_idx, : len(slots)] = slots.to(self._table.dtype)
@@ -78,7 +81,7 @@ class StreamedRows:
         """A sequence runs here no more; if it comes again, all is laid out anew."""
         self._rows.pop(name, None)
 
-    def copies(self, requests: Seq[Any]) -> list[PartCopies]:
+    def copies(self, requests: Seq[Request]) -> list[PartCopies]:
         """What the sub-batches of the coming step need, whose token each request counts already."""
         size = self._size
         opening = [request.rid for request in requests if request.kv_committed_len % size == 1]
@@ -103,7 +106,7 @@ class StreamedRows:
             start = span[1]
         return made
 
-    def _copies_of(self, requests: Seq[Any], part: StreamedPart) -> PartCopies:
+    def _copies_of(self, requests: Seq[Request], part: StreamedPart) -> PartCopies:
         size = self._size
         load: dict[int, int] = {}  # by page
         store_pages, store_slots = [], []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Mapping
+from typing import BinaryIO
 
 from sgl_batch.core.coroutine import Transition
 from sgl_batch.errors import ConfigError
@@ -53,11 +53,11 @@ class TraceWriter:
             for change in transitions
         )
 
-    def write_decision(self, record: dict[str, Any]) -> None:
+    def write_decision(self, record: Mapping[str, object]) -> None:
         """Write a decision with its actions."""
         self._append([{"t": round(time.time(), 6), **self._engine, **record}])
 
-    def _append(self, events: Iterable[dict[str, Any]]) -> None:
+    def _append(self, events: Iterable[Mapping[str, object]]) -> None:
         assert self._file is not None, "there is no file"
         data = "".join(json.dumps(event) + "\n" for event in events)
         if data:

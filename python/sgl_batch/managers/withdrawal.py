@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from sgl_batch.core.sequence import Sequence, Status
 from sgl_batch.core.sequence_queue import SequenceQueue
 from sgl_batch.managers.kv_form import KVForm
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.sglang_adapter.scheduling import empty, end_aborted, end_detached, mark_aborted
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,9 +28,9 @@ class Unbatched:
     """
 
     queued: SequenceQueue
-    followers: dict[str, list[Any]] = field(default_factory=dict)
-    forked: list[Any] = field(default_factory=list)
-    begun: Any | None = None
+    followers: dict[str, list[Request]] = field(default_factory=dict)
+    forked: list[Request] = field(default_factory=list)
+    begun: Request | None = None
 
     @property
     def num_choices(self) -> int:
@@ -38,7 +41,7 @@ class Unbatched:
 class JoinArrived(Protocol):
     """Combines sequences whose KV has come to the device into the decode batch."""
 
-    def __call__(self, running: Any, *, wait: bool) -> Any:
+    def __call__(self, running: ScheduleBatch, *, wait: bool) -> ScheduleBatch:
         """The decode batch then; with all on their way, if `wait`."""
 
 
@@ -46,7 +49,12 @@ class Withdrawal:
     """Takes sequences out of `table`, `unbatched` and `kv` alike."""
 
     def __init__(
-        self, scheduler: Any, table: SequenceTable, unbatched: Unbatched, kv: KVForm, join_arrived: JoinArrived
+        self,
+        scheduler: SGLangScheduler,
+        table: SequenceTable,
+        unbatched: Unbatched,
+        kv: KVForm,
+        join_arrived: JoinArrived,
     ) -> None:
         self._scheduler, self._table, self._unbatched, self._kv = scheduler, table, unbatched, kv
         self._join_arrived = join_arrived
@@ -92,7 +100,7 @@ class Withdrawal:
         mark_aborted(request, why)
         self.abort_outside_batches(lambda name: name == sequence.sequence_id)
 
-    def _end(self, request: Any) -> None:
+    def _end(self, request: Request) -> None:
         """End a waiting request as aborted, with what it has generated."""
         end = end_aborted if request.req_pool_idx is not None else end_detached
         end(self._scheduler, request)
@@ -108,7 +116,7 @@ class Withdrawal:
             end_detached(self._scheduler, request)
         self.forget_removed()
 
-    def retract_all(self, running: Any) -> None:
+    def retract_all(self, running: ScheduleBatch) -> None:
         """Every sequence that has KV loses it, and is queued again in its old place, to compute it anew."""
         self.forget_removed()
         queue = self._scheduler.waiting_queue
@@ -119,7 +127,7 @@ class Withdrawal:
         queue.sort(key=lambda request: self._table[request.rid].arrival)
         self._unbatched.queued.replace(self._table[request.rid] for request in queue)
 
-    def _take_out(self, running: Any) -> list[Any]:
+    def _take_out(self, running: ScheduleBatch) -> list[Request]:
         """All requests that have KV, or have found it; the decode batch is empty then."""
         joined = self._join_arrived(running, wait=True)
         forked, self._unbatched.forked = self._unbatched.forked, []
@@ -131,7 +139,7 @@ class Withdrawal:
         empty(running)  # where it was empty, those that came back are another batch
         return found
 
-    def _give_up_kv(self, request: Any) -> None:
+    def _give_up_kv(self, request: Request) -> None:
         """One that is to be aborted needs no other step for that."""
         self._kv.give_up(request)
         if request.to_finish is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -32,6 +31,7 @@ from sgl_batch.sglang_adapter.layers import (
     register_forward,
 )
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
+from sgl_batch.sglang_adapter.types.models import ExpertLayer, ExpertMethod, ExpertOptions, ExpertOutput, RoutedRows
 
 
 class CpuOperators:
@@ -61,7 +61,9 @@ class CpuOperators:
         """Register attention, experts and their choice, row operators and grammar masks with SGLang."""
 
         # SGLang binds it to its expert method as a plain function, which a bound method is not.
-        def experts_forward(method: Any, layer: Any, dispatch_output: Any) -> Any:
+        def experts_forward(
+            method: ExpertMethod, layer: ExpertLayer, dispatch_output: RoutedRows
+        ) -> StandardCombineInput:
             return self._experts(method.moe_runner_config, layer, dispatch_output)
 
         register_attention_backend(CPU_ATTENTION)(CpuPagedAttention)
@@ -72,7 +74,7 @@ class CpuOperators:
         cpu_grammar.register()
         allow_plain_positions()
 
-    def stream(self, model: Any, files: Sequence[str], memory: MemoryConfig, *, expert_shard: int) -> None:
+    def stream(self, model: torch.nn.Module, files: Sequence[str], memory: MemoryConfig, *, expert_shard: int) -> None:
         """Read the experts of a loaded model from a checkpoint's files from now on. Before `adopt`."""
         assert self._kernels is not None, "streaming is refused where there are no kernels"
         self._streamer = stream_experts(
@@ -98,7 +100,7 @@ class CpuOperators:
             return self.fitted_streamer.bytes_to_stream
         return 0 if self._streamer is None else self._streamer.slots.tensors.num_bytes
 
-    def adopt(self, model: Any) -> None:
+    def adopt(self, model: torch.nn.Module) -> None:
         """Pack the weights of a loaded model for the native kernels, and compute its linear layers with them.
 
         Routers and the output projection are never rounded: they choose experts and tokens.
@@ -123,7 +125,7 @@ class CpuOperators:
         return self._weights.plain()
 
     def expert_sums(
-        self, experts: Any, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+        self, experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
     ) -> torch.Tensor:
         """What the experts of a layer on this rank add to each row, in float32 [R, M]; ids are local, -1 is none."""
         check_experts(experts.quant_method.moe_runner_config)
@@ -134,7 +136,7 @@ class CpuOperators:
         self._counters.add_expert_call(rows_per_expert)
         return out_RM
 
-    def _experts(self, config: Any, layer: Any, dispatch_output: Any) -> Any:
+    def _experts(self, config: ExpertOptions, layer: ExpertLayer, dispatch_output: RoutedRows) -> ExpertOutput:
         check_experts(config)
         weights, ids, _ = dispatch_output.topk_output
         with self._counters.clock.part("experts"):
@@ -142,10 +144,11 @@ class CpuOperators:
                 dispatch_output.hidden_states, layer.w13_weight, layer.w2_weight, weights, ids
             )
         self._counters.add_expert_call(rows_per_expert)
-        return StandardCombineInput(hidden_states=out)
+        output: ExpertOutput = StandardCombineInput(hidden_states=out)
+        return output
 
 
-def _routers(model: Any, family: Family | None) -> list[Any]:
+def _routers(model: torch.nn.Module, family: Family | None) -> list[torch.nn.Module]:
     """The modules that choose experts; none are known of a family without an adapter."""
     if family is None:
         return []

@@ -5,11 +5,10 @@ Whether a budget holds it is decided in core/device_budget.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from sgl_batch.core.device_budget import ModelShape
+from sgl_batch.sglang_adapter.types.scheduler import ModelConfig
 
 _EXACT = ("embed_tokens", "lm_head", ".gate.")
 _SCALE_BYTES = 4
@@ -30,19 +29,19 @@ def resident_weight_bytes(model: torch.nn.Module, *, int8: bool = False) -> int:
     return sum(sizes.values())
 
 
-def _number(config: Any, *names: str, default: int = 0) -> int:
+def _number(config: object, *names: str, default: int = 0) -> int:
     """The first of these that the model's configuration has."""
     found = (getattr(config, name, None) for name in names)
     return next((int(value) for value in found if value), default)
 
 
-def _all_sparse(config: Any) -> bool:
+def _all_sparse(config: object) -> bool:
     """Whether a model says of every layer that it has experts; one that says nothing may have others."""
     step, others = getattr(config, "decoder_sparse_step", None), getattr(config, "mlp_only_layers", None)
     return step == 1 and others == []
 
 
-def model_shape(model_config: Any) -> ModelShape:
+def model_shape(model_config: ModelConfig) -> ModelShape:
     """The shape of SGLang's model configuration; what it does not have counts as nothing."""
     config = model_config.hf_text_config
     heads = _number(config, "num_attention_heads")

@@ -6,10 +6,11 @@ It stands where SGLang has its capturer of routed experts, which keeps them by s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+
+from sgl_batch.sglang_adapter.types.requests import Request
 
 
 class ExpertChoices:
@@ -23,8 +24,8 @@ class ExpertChoices:
         self._num_layers, self._num_expert_layers, self._top_k = num_layers, num_expert_layers, top_k
         self._told: dict[int, list[torch.Tensor]] = {}
         self._pass: dict[int, list[torch.Tensor]] = {}
-        self._records: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
-        self._at: dict[int, Any] = {}
+        self._records: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
+        self._at: dict[int, Request] = {}
 
     # What SGLang says and asks.
 
@@ -32,17 +33,17 @@ class ExpertChoices:
         """The choices of the next rows of a layer [T, K]: one expert call may be one of several."""
         self._told.setdefault(layer_id, []).append(topk_indices.to(torch.int32))
 
-    def on_forward_end(self, **_: Any) -> None:
+    def on_forward_end(self, **_: object) -> None:
         """A forward pass is over; nothing of it is left to do later."""
         self._pass, self._told = self._told, {}
 
-    def get_topk(self, req_pool_idx: int, **_: Any) -> torch.Tensor:
+    def get_topk(self, req_pool_idx: int, **_: object) -> torch.Tensor:
         """What a request of the last pass is answered, by its place in the table of slots."""
         return self.of(self._at[req_pool_idx])
 
     # By sequence.
 
-    def note(self, rows: Iterable[tuple[Any, int, int]]) -> None:
+    def note(self, rows: Iterable[tuple[Request, int, int]]) -> None:
         """Keep what the last pass chose. `rows`: in its order, requests, the first position of each, and how many."""
         told, self._pass, self._at = self._pass, {}, {}
         spans, end = [], 0
@@ -58,9 +59,10 @@ class ExpertChoices:
             choices_TLK[:, layer] = torch.cat(parts)
         for request, position, span in spans:
             self._records.setdefault(request, _Record()).put(position, choices_TLK[span])
+            assert request.req_pool_idx is not None, "a request of a pass has a place in the table of slots"
             self._at[request.req_pool_idx] = request
 
-    def of(self, request: Any) -> torch.Tensor:
+    def of(self, request: Request) -> torch.Tensor:
         """The choices for all tokens of a request but the last, from where it wants them on."""
         tokens = len(request.origin_input_ids) + len(request.output_ids_through_stop)
         start = min(request.routed_experts_start_len, tokens - 1)

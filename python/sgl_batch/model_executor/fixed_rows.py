@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer
 from sgl_batch.sglang_adapter.forward import decode_batch_over
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 # What a decode batch has of each sequence, and what it says of one that is not there: a token at position 0 whose KV
 # goes to slot 0, in the page that is kept for padding, and which attends to that alone.
@@ -27,7 +26,7 @@ class FixedRows:
     The halves of a layer read and write them in place: one set serves all layers and all sub-batches of a pass.
     """
 
-    def __init__(self, most_rows: int, hidden: torch.Tensor, forward_batch: Any) -> None:
+    def __init__(self, most_rows: int, hidden: torch.Tensor, forward_batch: ForwardBatch) -> None:
         self.hidden = hidden.new_zeros(most_rows, hidden.shape[-1])
         self.residual = torch.zeros_like(self.hidden)
         self._of_batch = {
@@ -39,7 +38,7 @@ class FixedRows:
     def num_bytes(self) -> int:
         return sum(rows.nbytes for rows in (self.hidden, self.residual, *self._of_batch.values()))
 
-    def load(self, hidden: torch.Tensor, forward_batch: Any, padded: int) -> AccumulationBuffer:
+    def load(self, hidden: torch.Tensor, forward_batch: ForwardBatch, padded: int) -> AccumulationBuffer:
         """Take over a group's rows, and make those up to `padded` ones that harm nobody; the group's buffer here."""
         num_rows = len(hidden)
         self.hidden[:num_rows] = hidden
@@ -55,7 +54,7 @@ class FixedRows:
         if start < end:
             self.hidden[start:end].zero_()
 
-    def batch(self, forward_batch: Any, start: int, rows: int) -> Any:
+    def batch(self, forward_batch: ForwardBatch, start: int, rows: int) -> ForwardBatch:
         """A batch like this one over rows [start, start + rows)."""
         return decode_batch_over(
             forward_batch, {name: own[start : start + rows] for name, own in self._of_batch.items()}

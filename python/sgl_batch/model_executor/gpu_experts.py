@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.streamed_weights import stream_experts_to_device
 from sgl_batch.model_executor.weight_streamer import WeightStreamer
 from sgl_batch.sglang_adapter.layers import expert_layers, put_experts_under, sglang_expert_sums
+from sgl_batch.sglang_adapter.types.models import ExpertLayer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class GpuExperts:
         """What computes the experts, in words."""
         return ", ".join(f"{name} from {tokens} tokens" if tokens else name for tokens, name in self._table.best)
 
-    def stream(self, model: Any, files: Sequence[str], memory: MemoryConfig, *, expert_shard: int) -> None:
+    def stream(self, model: torch.nn.Module, files: Sequence[str], memory: MemoryConfig, *, expert_shard: int) -> None:
         """Let the experts of a model that was loaded without them come from host memory. Before `adopt`.
 
         Raises ConfigError.
@@ -79,7 +79,7 @@ class GpuExperts:
         """What the experts on the device take, where they come from host memory."""
         return 0 if self._streamer is None else self._streamer.slots.tensors.num_bytes
 
-    def adopt(self, model: Any) -> None:
+    def adopt(self, model: torch.nn.Module) -> None:
         """Compute the experts of a loaded model with the chosen runner. Raises ConfigError where that cannot be."""
         layers = expert_layers(model)
         if self._streamer is not None:
@@ -105,7 +105,7 @@ class GpuExperts:
         self._table = table
         put_experts_under(layers, self._experts)
 
-    def _table_for(self, layer: Any) -> RunnerTable:
+    def _table_for(self, layer: ExpertLayer) -> RunnerTable:
         if self._name != "auto":
             return RunnerTable(best=((0, self._name),))
         return measured_table(self._device, shape_of(layer))
@@ -116,7 +116,7 @@ class GpuExperts:
         logger.warning("SGLang's own expert runner computes: %s", reason)
 
     def _experts(
-        self, layer: Any, x_TM: torch.Tensor, topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
+        self, layer: ExpertLayer, x_TM: torch.Tensor, topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
     ) -> torch.Tensor | None:
         """The output of a layer's experts; None where SGLang's own are to compute it."""
         if self._streamer is not None:
@@ -132,7 +132,7 @@ class GpuExperts:
         return None if name == OWN else self._runner(name)
 
     def expert_sums(
-        self, experts: Any, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+        self, experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
     ) -> torch.Tensor:
         """What the experts of a layer on this rank add to each row, in float32 [R, M]; ids are local, -1 is none."""
         if self._streamer is not None:
@@ -140,20 +140,19 @@ class GpuExperts:
             return self._streamer.experts(*given, f32_output=True)[0]
         runner = self._chosen(len(x_RM))
         if runner is None:
-            out_RM: torch.Tensor = sglang_expert_sums(experts, x_RM, topk_weights_RK, topk_ids_RK)
-            return out_RM
+            return sglang_expert_sums(experts, x_RM, topk_weights_RK, topk_ids_RK)
         weights = experts.w13_weight, experts.w2_weight
         return runner(x_RM, *weights, topk_weights_RK, topk_ids_RK, f32_output=True)[0]
 
 
-def shape_of(layer: Any) -> ExpertShape:
+def shape_of(layer: ExpertLayer) -> ExpertShape:
     """The shape of one of SGLang's layers of experts, those on this rank."""
     experts, double, hidden = layer.w13_weight.shape
     dtype = str(layer.w13_weight.dtype).removeprefix("torch.")
     return ExpertShape(experts=experts, hidden=hidden, intermediate=double // 2, top_k=layer.top_k, dtype=dtype)
 
 
-def _check_layer(layer: Any) -> None:
+def _check_layer(layer: ExpertLayer) -> None:
     config = layer.quant_method.moe_runner_config
     check_experts(config)
     if config.routed_scaling_factor not in (None, 1.0):

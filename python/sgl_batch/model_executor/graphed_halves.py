@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -24,6 +24,8 @@ from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cuda_graphs import CaptureError, Graphs
 from sgl_batch.model_executor.families import Family
 from sgl_batch.model_executor.fixed_rows import FixedRows
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.models import AttentionBackend
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +36,10 @@ class FixedPlans(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def load(self, plans: Sequence[tuple[Any, int]], padded: int) -> bool:
+    def load(self, plans: Sequence[tuple[object, int]], padded: int) -> bool:
         """Take over a pass's plans, each with its number of slots, and pad; False where they do not fit."""
 
-    def plan(self, start: int, rows: int) -> Any:
+    def plan(self, start: int, rows: int) -> object:
         """The plan for rows [start, start + rows)."""
 
 
@@ -53,9 +55,9 @@ class GraphedHalves:
     def __init__(
         self,
         *,
-        model: Any,
+        model: torch.nn.Module,
         family: Family,
-        attn_backend: Any,
+        attn_backend: AttentionBackend,
         graphs: Graphs,
         counters: Counters,
         budget_bytes: int,
@@ -72,7 +74,11 @@ class GraphedHalves:
         self._replays: dict[tuple[HalfShape, int], Callable[[], None]] = {}
 
     def begin(
-        self, forward_batch: Any, sub_batches: list[SubBatch], expert_spans: list[tuple[int, int]], phase: PhasePlan
+        self,
+        forward_batch: ForwardBatch,
+        sub_batches: list[SubBatch],
+        expert_spans: list[tuple[int, int]],
+        phase: PhasePlan,
     ) -> GraphedPass | None:
         """What of a pass over a decode group runs as graphs; None where nothing does."""
         start, num_rows = sub_batches[-1].span
@@ -89,7 +95,7 @@ class GraphedHalves:
             return None
         return GraphedPass(self, forward_batch, sub_batches, met, padded)
 
-    def lay_out(self, hidden: torch.Tensor, forward_batch: Any) -> FixedRows:
+    def lay_out(self, hidden: torch.Tensor, forward_batch: ForwardBatch) -> FixedRows:
         """The memory that stays, made when a pass first needs it."""
         if self.rows is None:
             self.rows = FixedRows(self._most_rows, hidden, forward_batch)
@@ -141,7 +147,7 @@ class GraphedPass:
     def __init__(
         self,
         halves: GraphedHalves,
-        forward_batch: Any,
+        forward_batch: ForwardBatch,
         sub_batches: list[SubBatch],
         shapes: Iterable[HalfShape],
         padded: int,
@@ -160,7 +166,12 @@ class GraphedPass:
         return self._rows.load(hidden, self._batch, self._padded)
 
     def attention(
-        self, index: int, layer: Any, span: tuple[int, int], hidden: torch.Tensor, residual: torch.Tensor | None
+        self,
+        index: int,
+        layer: torch.nn.Module,
+        span: tuple[int, int],
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The attention half of a layer for rows `span` of the group's; None where it is to be run eagerly."""
         (start, end), rows = span, self._rows
@@ -175,7 +186,7 @@ class GraphedPass:
         self._halves.counters.add("eager_halves")
         return None
 
-    def _attention_work(self, shape: HalfShape, layer: Any, is_first: bool) -> Callable[[], None]:
+    def _attention_work(self, shape: HalfShape, layer: torch.nn.Module, is_first: bool) -> Callable[[], None]:
         halves, rows, batch = self._halves, self._rows, self._batch
         plans, part = halves.plans, slice(shape.start, shape.start + shape.rows)
         assert plans is not None, "attention runs as a graph where plans have fixed addresses"
@@ -189,7 +200,9 @@ class GraphedPass:
 
         return work
 
-    def experts(self, index: int, layer: Any, span: tuple[int, int], hidden: torch.Tensor) -> torch.Tensor | None:
+    def experts(
+        self, index: int, layer: torch.nn.Module, span: tuple[int, int], hidden: torch.Tensor
+    ) -> torch.Tensor | None:
         """The expert half of a layer for rows `span` of the group's; None where it is to be run eagerly."""
         (start, end), rows = span, self._rows
         shape = self._shapes.get(("experts", start))
@@ -199,7 +212,7 @@ class GraphedPass:
         self._halves.counters.add("eager_halves")
         return None
 
-    def _expert_work(self, shape: HalfShape, layer: Any) -> Callable[[], None]:
+    def _expert_work(self, shape: HalfShape, layer: torch.nn.Module) -> Callable[[], None]:
         halves, rows, batch = self._halves, self._rows, self._batch
         part = slice(shape.start, shape.start + shape.rows)
 

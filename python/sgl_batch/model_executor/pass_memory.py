@@ -6,7 +6,6 @@ How many experts that is is decided in core/weight_residency.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from sgl_batch.mem_cache.page_advice import HUGE_PAGE_BYTES
 from sgl_batch.mem_cache.process_memory import resident_bytes
 from sgl_batch.model_executor.weight_streamer import ResizableSlots, WeightStreamer
 from sgl_batch.sglang_adapter.forward import is_greedy
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 
 class UntouchedPages:
@@ -68,7 +68,7 @@ class PassMemory:
         self._staged_bytes, self._budget, self._num_ranks = staged_bytes, budget, num_ranks
         self._last = 0
 
-    def make_room(self, *batches: Any) -> None:
+    def make_room(self, *batches: ForwardBatch) -> None:
         """Before a pass over these batches: streamed experts give back what it needs, or take what it leaves."""
         self._streamer.fit(self.free_bytes, self.working_bytes(*batches))
 
@@ -77,7 +77,7 @@ class PassMemory:
         free = free_bytes() // self._num_ranks
         return min(free, self._budget - resident_bytes()) if self._budget else free
 
-    def working_bytes(self, *batches: Any) -> int:
+    def working_bytes(self, *batches: ForwardBatch) -> int:
         """What a pass over these batches takes beside what is in memory: an upper bound."""
         working = sum(self._pass_bytes(batch) for batch in batches)
         if working < self._last:
@@ -85,7 +85,7 @@ class PassMemory:
         self._last = working
         return working + sum(self._page_bytes(batch) for batch in batches)
 
-    def _pass_bytes(self, forward_batch: Any) -> int:
+    def _pass_bytes(self, forward_batch: ForwardBatch) -> int:
         is_decode = forward_batch.forward_mode.is_decode()
         plan = self._in_force.plan
         phase = plan.decode if is_decode else plan.prefill
@@ -98,7 +98,7 @@ class PassMemory:
             greedy=is_greedy(forward_batch),
         )
 
-    def _page_bytes(self, forward_batch: Any) -> int:
+    def _page_bytes(self, forward_batch: ForwardBatch) -> int:
         is_decode, rows = forward_batch.forward_mode.is_decode(), len(forward_batch.input_ids)
         pages = 0 if is_decode else pages_for(rows, self._in_force.plan.page_size) + forward_batch.batch_size
         return pages * self._staged_bytes + self._untouched.claim(forward_batch.out_cache_loc)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ _MIB = 1 << 20
 
 
 def stream_experts(
-    model: Any,
+    model: torch.nn.Module,
     files: Sequence[str],
     memory: MemoryConfig,
     *,
@@ -63,7 +62,7 @@ def stream_experts(
 
 
 def stream_experts_to_device(
-    model: Any,
+    model: torch.nn.Module,
     files: Sequence[str],
     memory: MemoryConfig,
     *,
@@ -105,7 +104,7 @@ class _Experts:
     places: ExpertPlaces
 
     @classmethod
-    def of(cls, model: Any, files: Sequence[str], expert_shard: int) -> _Experts:
+    def of(cls, model: torch.nn.Module, files: Sequence[str], expert_shard: int) -> _Experts:
         layers_of_experts = set(expert_layers(model))
         modules = {name: module for name, module in model.named_modules() if module in layers_of_experts}
         if not modules:

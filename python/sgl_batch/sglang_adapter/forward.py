@@ -8,19 +8,20 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch, ScheduleBatch
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 with bootstrap.importing():
     import torch
     from sglang.srt.managers.overlap_utils import resolve_forward_inputs
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch as SGLangForwardBatch
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
     from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
 __all__ = [
-    "ForwardBatch",
     "ForwardContext",
     "ModelRunner",
     "ModelRunnerOutput",
@@ -48,19 +49,20 @@ def graphs_wanted(server_args: Any) -> bool:
     return bool(server_args.cuda_graph_config.decode.backend != Backend.DISABLED)
 
 
-def is_greedy(forward_batch: Any) -> bool:
+def is_greedy(forward_batch: ForwardBatch) -> bool:
     """Whether the likeliest token is all that the batch's sequences want of their logits."""
     sampling = forward_batch.sampling_info
     return sampling is not None and bool(sampling.is_all_greedy) and not forward_batch.return_logprob
 
 
-def forward_batch_of(scheduler: Any, batch: Any, runner: Any) -> Any:
+def forward_batch_of(scheduler: SGLangScheduler, batch: ScheduleBatch, runner: object) -> ForwardBatch:
     """What the forward pass of a scheduler's batch is given; it may be made several times."""
     resolve_forward_inputs(batch, scheduler.future_map)
-    return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+    made: ForwardBatch = SGLangForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+    return made
 
 
-def _slice(forward_batch: Any, rows: slice, **fields: Any) -> Any:
+def _slice(forward_batch: ForwardBatch, rows: slice, **fields: Any) -> ForwardBatch:
     part = copy.copy(forward_batch)
     part.input_ids = forward_batch.input_ids[rows]
     part.positions = forward_batch.positions[rows]
@@ -74,9 +76,10 @@ def _slice(forward_batch: Any, rows: slice, **fields: Any) -> Any:
     return part
 
 
-def decode_slice(forward_batch: Any, start: int, end: int) -> Any:
+def decode_slice(forward_batch: ForwardBatch, start: int, end: int) -> ForwardBatch:
     """The sequences [start, end) of a decode batch, as a forward batch of their own."""
     rows = slice(start, end)
+    assert forward_batch.seq_lens_cpu is not None, "a batch that is cut has its lengths on the host"
     return _slice(
         forward_batch,
         rows,
@@ -87,7 +90,7 @@ def decode_slice(forward_batch: Any, start: int, end: int) -> Any:
     )
 
 
-def decode_batch_over(forward_batch: Any, rows: Mapping[str, torch.Tensor]) -> Any:
+def decode_batch_over(forward_batch: ForwardBatch, rows: Mapping[str, torch.Tensor]) -> ForwardBatch:
     """A decode batch like this one over other memory: tensors by their names in the batch, a row for each sequence.
 
     It has no lengths on the host, since those that it stands for change.
@@ -101,8 +104,13 @@ def decode_batch_over(forward_batch: Any, rows: Mapping[str, torch.Tensor]) -> A
 
 
 def extend_slice(
-    forward_batch: Any, start: int, end: int, sequences: list[int], prefix_lens: list[int], extend_lens: list[int]
-) -> Any:
+    forward_batch: ForwardBatch,
+    start: int,
+    end: int,
+    sequences: list[int],
+    prefix_lens: list[int],
+    extend_lens: list[int],
+) -> ForwardBatch:
     """Rows [start, end) of an extend batch: pieces of `sequences`, each with its tokens before and its new ones."""
     device = forward_batch.seq_lens.device
     index = torch.tensor(sequences, device=device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.types.models import ExpertLayer
 
 with bootstrap.importing():
     import sglang.srt.layers.rotary_embedding.factory as rotary_factory
@@ -66,7 +67,7 @@ __all__ = [
 ]
 
 
-def put_linear_under(model: Any, linear: Callable[..., Any], *, unless: Callable[[Any], bool]) -> list[Any]:
+def put_linear_under(model: torch.nn.Module, linear: Callable[..., Any], *, unless: Callable[[Any], bool]) -> list[Any]:
     """Let every unquantised linear layer of a loaded model compute with `linear(x, weight, bias)`; which those are.
 
     Layers for whose weight `unless` holds stay as they are.
@@ -83,7 +84,7 @@ def put_linear_under(model: Any, linear: Callable[..., Any], *, unless: Callable
     return changed
 
 
-def put_forwards_under(model: Any, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, list[Any]]:
+def put_forwards_under(model: torch.nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, list[Any]]:
     """Let the modules of a loaded model whose class has a given name compute with `forward(module, ...)`.
 
     Returns them by the names given.
@@ -97,7 +98,7 @@ def put_forwards_under(model: Any, forwards: Mapping[str, Callable[..., Any]]) -
     return found
 
 
-def put_qk_norm_rope_under(model: Any, compute: Callable[..., None]) -> int:
+def put_qk_norm_rope_under(model: torch.nn.Module, compute: Callable[..., None]) -> int:
     """Let attention that norms each head of queries and keys do so, and rotate them, by `compute`; returns how many.
 
     `compute(attention, qkv, positions)` writes to qkv [T, q | k | v]. Attention of other norms or positions stays.
@@ -110,7 +111,8 @@ def put_qk_norm_rope_under(model: Any, compute: Callable[..., None]) -> int:
 
         return apply_qk_norm_rope
 
-    found = [m for m in model.modules() if hasattr(m, "apply_qk_norm_rope") and _norms_and_rotates_plainly(m)]
+    modules: Iterable[Any] = model.modules()
+    found = [m for m in modules if hasattr(m, "apply_qk_norm_rope") and _norms_and_rotates_plainly(m)]
     for attention in found:
         attention.apply_qk_norm_rope = under(attention)
         attention._used_fused_qk_norm_rope_last_call = False
@@ -188,12 +190,13 @@ def put_lm_head_under(model: Any, linear: Callable[..., Any]) -> Any | None:
     return head
 
 
-def expert_layers(model: Any) -> list[Any]:
+def expert_layers(model: torch.nn.Module) -> list[ExpertLayer]:
     """The layers of a loaded model that hold unquantised experts (`w13_weight`, `w2_weight`)."""
-    return [m for m in model.modules() if type(getattr(m, "quant_method", None)) is UnquantizedFusedMoEMethod]
+    modules: Iterable[Any] = model.modules()
+    return [m for m in modules if type(getattr(m, "quant_method", None)) is UnquantizedFusedMoEMethod]
 
 
-def put_experts_under(layers: list[Any], experts: Callable[..., Any]) -> None:
+def put_experts_under(layers: list[ExpertLayer], experts: Callable[..., torch.Tensor | None]) -> None:
     """Let layers of experts compute with `experts(layer, x, topk_weights, topk_ids)`; as before where it gives None."""
     for layer in layers:
         layer.quant_method.apply = _apply_with(experts, layer.quant_method.apply)
@@ -208,14 +211,17 @@ def _apply_with(experts: Callable[..., Any], own: Callable[..., Any]) -> Callabl
     return apply
 
 
-def sglang_expert_sums(experts: Any, x_RM: Any, topk_weights_RK: Any, topk_ids_RK: Any) -> Any:
+def sglang_expert_sums(
+    experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+) -> torch.Tensor:
     """What the experts of a layer on this rank add to each row by SGLang's own expert runner, in float32 [R, M].
 
     Ids are local, -1 is none. For GPUs; not yet run.
     """
     topk = StandardTopKOutput(topk_weights=topk_weights_RK, topk_ids=topk_ids_RK, router_logits=None)
     given = StandardDispatchOutput(hidden_states=x_RM.contiguous(), hidden_states_scale=None, topk_output=topk)
-    return experts.run_moe_core(given).hidden_states.float()
+    sums_RM: torch.Tensor = experts.run_moe_core(given).hidden_states
+    return sums_RM.float()
 
 
 def register_forward(op_class: Any, forward: Callable[..., Any], dispatch_key: str) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 import msgspec
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 with bootstrap.importing():
+    import torch
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
     from sglang.srt.mem_cache.common import release_kv_cache
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -40,35 +43,35 @@ _ROOTED = (
 )
 
 
-def movable(request: Any) -> bool:
+def movable(request: Request) -> bool:
     """Whether all that a request carries can be written down."""
     rooted = any(getattr(request, name, None) for name in _ROOTED)
     return not rooted and not request.sampling_params.custom_params and bool(request.output_ids)
 
 
-def sampling_of(request: Any) -> dict[str, Any]:
+def sampling_of(request: Request) -> dict[str, object]:
     """The sampling parameters as plain data."""
-    plain: dict[str, Any] = msgspec.to_builtins(request.sampling_params)
+    plain: dict[str, object] = msgspec.to_builtins(request.sampling_params)
     return plain
 
 
-def progress_of(request: Any) -> dict[str, Any]:
+def progress_of(request: Request) -> dict[str, object]:
     """What has been sent of the output, and what else a request carries beside tokens and parameters."""
     return {name: getattr(request, name) for name in _PROGRESS}
 
 
 def rebuild(
-    scheduler: Any,
+    scheduler: SGLangScheduler,
     *,
     rid: str,
     prompt_tokens: list[int],
     generated_tokens: list[int],
-    sampling: dict[str, Any],
-    progress: dict[str, Any],
+    sampling: dict[str, object],
+    progress: dict[str, object],
     position: int,
-) -> Any:
+) -> Request:
     """The request as it stood on the rank that it came from; it holds no slot and no KV yet."""
-    request = Req(
+    request: Request = Req(
         rid,
         "",
         array("q", prompt_tokens),
@@ -88,7 +91,7 @@ def rebuild(
     return request
 
 
-def take_in(scheduler: Any, request: Any, slots: Any) -> None:
+def take_in(scheduler: SGLangScheduler, request: Request, slots: torch.Tensor) -> None:
     """Give a rebuilt request a place in the table of slots, and the KV at `slots` [position]."""
     pool = scheduler.req_to_token_pool
     found = pool.alloc([request])
@@ -97,11 +100,11 @@ def take_in(scheduler: Any, request: Any, slots: Any) -> None:
     request.kv = ReqKvInfo(kv_allocated_len=len(slots), swa_evicted_seqlen=0)
 
 
-def let_go(scheduler: Any, request: Any) -> None:
+def let_go(scheduler: SGLangScheduler, request: Request) -> None:
     """Free what a request holds; nothing is sent of it any more from here."""
     release_kv_cache(request, scheduler.tree_cache, is_insert=False)
 
 
-def without(running: Any, request: Any) -> None:
+def without(running: ScheduleBatch, request: Request) -> None:
     """Take one request out of a decode batch."""
     running.filter_batch(keep_indices=[i for i, other in enumerate(running.reqs) if other is not request])

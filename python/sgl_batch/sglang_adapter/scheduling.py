@@ -10,6 +10,9 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.expert_choice import add_choices
+from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 with bootstrap.importing():
     import torch
@@ -29,7 +32,8 @@ with bootstrap.importing():
         UpdateWeightsFromTensorReqInput,
     )
     from sglang.srt.managers.overlap_utils import RelayPayload
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan
+    from sglang.srt.managers.schedule_batch import ScheduleBatch as SGLangBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats, QueueCount
     from sglang.srt.mem_cache.common import release_kv_cache
@@ -100,8 +104,8 @@ _OWN_PROMPT = (
 )
 
 
-def _new_batch(scheduler: Any, requests: list[Any]) -> Any:
-    return ScheduleBatch.init_new(
+def _new_batch(scheduler: SGLangScheduler, requests: list[Request]) -> ScheduleBatch:
+    batch: ScheduleBatch = SGLangBatch.init_new(
         requests,
         scheduler.req_to_token_pool,
         scheduler.token_to_kv_pool_allocator,
@@ -110,9 +114,10 @@ def _new_batch(scheduler: Any, requests: list[Any]) -> Any:
         False,
         scheduler.spec_algorithm,
     )
+    return batch
 
 
-def _make_repeatable(batch: Any) -> None:
+def _make_repeatable(batch: ScheduleBatch) -> None:
     """Give the sampler each row's seed, and penalties an order.
 
     SGLang itself sets seeds only in its deterministic mode, and keeps penalties in a set of classes, whose order is
@@ -124,24 +129,26 @@ def _make_repeatable(batch: Any) -> None:
     batch.sampling_info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
 
 
-def put_over_controls(scheduler: Any, carry_out: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+def put_over_controls(
+    scheduler: SGLangScheduler, carry_out: Callable[[Callable[[object], object], object], object]
+) -> None:
     """Have what is asked of the whole engine done by `carry_out(SGLang's handler, what is asked)`."""
     handlers = scheduler._request_dispatcher._mapping
     for kind in _CONTROLS:
         handlers[kind] = partial(carry_out, handlers[kind])
 
 
-def updates_weights(asked: Any) -> bool:
+def updates_weights(asked: object) -> bool:
     """Whether what is asked of the engine changes its weights."""
     return isinstance(asked, _WEIGHT_UPDATES)
 
 
-def only_joins_queue(message: Any) -> bool:
+def only_joins_queue(message: object) -> bool:
     """Whether a message changes nothing but the queue: it brings new requests."""
     return isinstance(message, (TokenizedGenerateReqInput, BatchTokenizedGenerateReqInput))
 
 
-def prefill_batch(scheduler: Any, requests: list[Any], ends: Mapping[str, int]) -> Any:
+def prefill_batch(scheduler: SGLangScheduler, requests: list[Request], ends: Mapping[str, int]) -> ScheduleBatch:
     """A batch that prefills `requests`, with slots for all their tokens.
 
     `ends`: by request id, up to which token, where not to the end; such a request gives no token yet. Of one that was
@@ -169,7 +176,7 @@ def prefill_batch(scheduler: Any, requests: list[Any], ends: Mapping[str, int]) 
     return batch
 
 
-def decode_batch(scheduler: Any, requests: list[Any]) -> Any:
+def decode_batch(scheduler: SGLangScheduler, requests: list[Request]) -> ScheduleBatch:
     """A decode batch of requests that were prefilled and have generated one token, in this order."""
     batch = _new_batch(scheduler, requests)
     device = batch.device
@@ -192,7 +199,7 @@ def decode_batch(scheduler: Any, requests: list[Any]) -> Any:
     return batch
 
 
-def _recall_penalties(batch: Any) -> None:
+def _recall_penalties(batch: ScheduleBatch) -> None:
     """Count the tokens generated so far towards penalties; the last of each is counted by its next step.
 
     Penalties take one token of every sequence at a time, so that sequences of different lengths are batches of one.
@@ -206,7 +213,7 @@ def _recall_penalties(batch: Any) -> None:
         orchestrator.cumulate_output_tokens(torch.tensor([token], dtype=torch.int64, device=batch.device))
 
 
-def decode_batches(scheduler: Any, requests: list[Any]) -> Iterator[Any]:
+def decode_batches(scheduler: SGLangScheduler, requests: list[Request]) -> Iterator[ScheduleBatch]:
     """Decode batches for requests that join: one by one those that go on with penalties after several tokens."""
     fresh = [request for request in requests if len(request.output_ids) == 1]
     resumed = [request for request in requests if len(request.output_ids) > 1]
@@ -216,7 +223,7 @@ def decode_batches(scheduler: Any, requests: list[Any]) -> Iterator[Any]:
             yield decode_batch(scheduler, together)
 
 
-def _penalised(request: Any) -> bool:
+def _penalised(request: Request) -> bool:
     parameters = request.sampling_params
     return bool(
         parameters.frequency_penalty
@@ -226,53 +233,54 @@ def _penalised(request: Any) -> bool:
     )
 
 
-def rows_of(batch: Any) -> list[tuple[Any, int, int]]:
+def rows_of(batch: ScheduleBatch) -> list[tuple[Request, int, int]]:
     """The rows of a batch that was just computed, in order: requests, the first position of each, and how many."""
     if batch.forward_mode.is_extend():
         return list(zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True))
     return [(request, tokens_written(request), 1) for request in batch.reqs]
 
 
-def tokens_written(request: Any) -> int:
+def tokens_written(request: Request) -> int:
     """Positions of a prefilled request with KV from passes whose results are processed; a step may be under way."""
     return len(request.origin_input_ids) + len(request.output_ids) - 1
 
 
-def skip_ended_rows(scheduler: Any) -> None:
+def skip_ended_rows(scheduler: SGLangScheduler) -> None:
     """Have SGLang pass over rows whose requests ended while the step was under way."""
-    scheduler.batch_result_processor = replace(scheduler.batch_result_processor, enable_overlap=True)
+    processor: Any = scheduler.batch_result_processor
+    scheduler.batch_result_processor = replace(processor, enable_overlap=True)
 
 
-def penalises(batch: Any) -> bool:
+def penalises(batch: ScheduleBatch) -> bool:
     """Whether making a batch ready for a step takes the tokens of the step before it."""
     return bool(batch.sampling_info.penalizer_orchestrator.is_required)
 
 
-def leave_out_last_steps(running: Any) -> None:
+def leave_out_last_steps(running: ScheduleBatch) -> None:
     """Take requests out of a decode batch whose step is under way: those that had ended, or end with it by length."""
     running.filter_batch(keep_indices=[row for row, request in enumerate(running.reqs) if not _ends(request)])
 
 
-def _ends(request: Any) -> bool:
+def _ends(request: Request) -> bool:
     """Whether one token more, if any, is a request's last, whichever token that is."""
     last = len(request.output_ids) + 1 >= request.sampling_params.max_new_tokens
     return bool(request.finished() or request.to_finish is not None or last)
 
 
-def copy_results_to_host(batch: Any, result: Any) -> None:
+def copy_results_to_host(batch: ScheduleBatch, result: BatchResult) -> None:
     """Begin to copy what the host wants of a step, behind it and before the next; SGLang waits for the copies' end."""
     result.copy_done = torch.get_device_module(batch.device).Event()
     result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
     result.logits_output.next_token_logits = None  # [B, vocab], which nobody wants any more
 
 
-def keep_prefix(scheduler: Any, request: Any) -> None:
+def keep_prefix(scheduler: SGLangScheduler, request: Request) -> None:
     """Let a request whose prompt is computed in part go on behind what is computed, in the slots that it has."""
     if request.req_pool_idx is not None:
         scheduler.tree_cache.cache_unfinished_req(request, chunked=True)
 
 
-def end_retraction(batch: Any) -> tuple[int, int]:
+def end_retraction(batch: ScheduleBatch) -> tuple[int, int]:
     """A prefill is over: those of it that were retracted go on. How many, and how many tokens were theirs."""
     rows = [length for request, length in zip(batch.reqs, batch.extend_lens, strict=True) if request.is_retracted]
     for request in batch.reqs:
@@ -280,7 +288,7 @@ def end_retraction(batch: Any) -> tuple[int, int]:
     return len(rows), sum(rows)
 
 
-def retract(scheduler: Any, request: Any) -> None:
+def retract(scheduler: SGLangScheduler, request: Request) -> None:
     """Take from a request all KV that it has, or has found; it keeps what it has generated, and what was said of it."""
     if request.req_pool_idx is not None:
         release_kv_cache(request, scheduler.tree_cache, is_insert=False)
@@ -291,12 +299,12 @@ def retract(scheduler: Any, request: Any) -> None:
         request.logprob_start_len = -1  # those of its prompt are there
 
 
-def empty(running: Any) -> None:
+def empty(running: ScheduleBatch) -> None:
     """Take all requests out of a decode batch."""
     running.filter_batch(keep_indices=[])
 
 
-def merge_into(running: Any, joining: Any) -> Any:
+def merge_into(running: ScheduleBatch, joining: ScheduleBatch) -> ScheduleBatch:
     """Combine two decode batches; the one that runs already comes first."""
     if running.is_empty():
         return joining
@@ -304,19 +312,19 @@ def merge_into(running: Any, joining: Any) -> Any:
     return running
 
 
-def give_prefix(request: Any, scheduler: Any, slots: torch.Tensor, shared_tokens: int) -> None:
+def give_prefix(request: Request, scheduler: SGLangScheduler, slots: torch.Tensor, shared_tokens: int) -> None:
     """Let `request` begin behind KV that lies at `slots` already; the first `shared_tokens` are not its to free."""
     request.init_next_round_input(scheduler.tree_cache)
     request.prefix_indices = slots
     request.cache_protected_len = shared_tokens
 
 
-def protect_prefix(request: Any, shared_tokens: int) -> None:
+def protect_prefix(request: Request, shared_tokens: int) -> None:
     """Keep a finished request from freeing its first `shared_tokens` slots."""
     request.cache_protected_len = shared_tokens
 
 
-def mark_aborted(request: Any, why: str | None = None) -> None:
+def mark_aborted(request: Request, why: str | None = None) -> None:
     """Let a request that holds KV finish as aborted after its next step, which frees what it holds.
 
     One that is ended already, by its grammar say, keeps that reason.
@@ -327,7 +335,7 @@ def mark_aborted(request: Any, why: str | None = None) -> None:
         )
 
 
-def end_aborted(scheduler: Any, request: Any) -> None:
+def end_aborted(scheduler: SGLangScheduler, request: Request) -> None:
     """End a request that holds KV outside any batch: free what it holds, and answer it with what it has generated."""
     mark_aborted(request)
     request.update_finish_state()
@@ -337,21 +345,22 @@ def end_aborted(scheduler: Any, request: Any) -> None:
     scheduler.output_streamer.stream_output([request], request.return_logprob)
 
 
-def detach(scheduler: Any, request: Any) -> None:
+def detach(scheduler: SGLangScheduler, request: Request) -> None:
     """Take from a request its place in the table of slots; its KV lies elsewhere, and its slots are not freed."""
     scheduler.req_to_token_pool.free(request)
     request.kv = None
     request.prefix_indices = request.prefix_indices[:0]
 
 
-def free_slots(scheduler: Any, request: Any) -> None:
+def free_slots(scheduler: SGLangScheduler, request: Request) -> None:
     """Give back the slots of a request's KV that are its to free."""
+    assert request.kv is not None, f"{request.rid} holds slots"
     own = slice(request.cache_protected_len, request.kv.kv_allocated_len)
     slots = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, own]
     scheduler.token_to_kv_pool_allocator.free(slots)
 
 
-def end_detached(scheduler: Any, request: Any) -> None:
+def end_detached(scheduler: SGLangScheduler, request: Request) -> None:
     """End a request as aborted that holds no slots, and answer it with what it has generated."""
     mark_aborted(request)
     request.update_finish_state()
@@ -360,23 +369,23 @@ def end_detached(scheduler: Any, request: Any) -> None:
     scheduler.output_streamer.stream_output([request], request.return_logprob)
 
 
-def await_input(scheduler: Any, milliseconds: int) -> None:
+def await_input(scheduler: SGLangScheduler, milliseconds: int) -> None:
     """Wait until a message for the scheduler has come, at most this long."""
     scheduler.idle_sleeper.poller.poll(milliseconds)
 
 
-def shares_prefix(request: Any) -> bool:
+def shares_prefix(request: Request) -> bool:
     """Whether a request may find pages of its prompt computed, and others may find its."""
     return not asks_of_prompt(request) and not any(getattr(request, name, None) for name in _OWN_PROMPT)
 
 
-def asks_of_prompt(request: Any) -> bool:
+def asks_of_prompt(request: Request) -> bool:
     """Whether a request asks for what only a pass over its whole prompt can say."""
     scored = request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
     return bool(scored or request.return_routed_experts)
 
 
-def set_max_new_tokens(request: Any, tokens: int) -> None:
+def set_max_new_tokens(request: Request, tokens: int) -> None:
     """Set how many tokens a request may generate; a minimum above that is lowered to it."""
     parameters = request.sampling_params
     parameters.max_new_tokens = tokens

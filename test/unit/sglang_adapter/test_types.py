@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import pytest
+import zmq
 
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
@@ -17,29 +18,36 @@ from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
 from sgl_batch.mem_cache.page_allocator import PageAllocator
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.gpu_pools import GpuLatentPool, GpuPagePool
-from sgl_batch.sglang_adapter.types import batches, models, requests, scheduler
+from sgl_batch.sglang_adapter.types import batches, messages, models, requests, scheduler
 
 with bootstrap.importing():
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.constrained.grammar_manager import GrammarManager
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
-    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
-    from sglang.srt.managers import schedule_batch
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers import io_struct, schedule_batch
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    from sglang.srt.managers.tokenizer_manager import ReqState
     from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
     from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.common import Range
+    from sglang.utils import TypeBasedDispatcher
 
 # Of each type of ours the classes that stand behind it, each with what else sets attributes of its objects.
 _BEHIND: dict[type, list[tuple[type, ...]]] = {
@@ -48,8 +56,9 @@ _BEHIND: dict[type, list[tuple[type, ...]]] = {
     requests.RequestKV: [(schedule_batch.ReqKvInfo,)],
     requests.RequestLogprobs: [(schedule_batch.ReqLogprob,)],
     requests.RequestTimes: [(SchedulerReqTimeStats,)],
+    requests.TokenRange: [(Range,)],
     requests.Request: [(schedule_batch.Req,)],
-    requests.TokenizedRequest: [(TokenizedGenerateReqInput,)],
+    requests.TokenizedRequest: [(io_struct.TokenizedGenerateReqInput,)],
     batches.ForwardMode: [(ForwardMode,)],
     batches.Penalties: [(BatchedPenalizerOrchestrator,)],
     batches.SamplingInfo: [(SamplingBatchInfo,)],
@@ -60,24 +69,41 @@ _BEHIND: dict[type, list[tuple[type, ...]]] = {
     scheduler.SlotTable: [(ReqToTokenPool,)],
     scheduler.PagePool: [(DevicePagePool,), (LatentPagePool,), (GpuPagePool,), (GpuLatentPool,)],
     scheduler.PageAllocator: [(PageAllocator,)],
+    scheduler.PrefixCache: [(ChunkCache,)],
     scheduler.GrammarManager: [(GrammarManager,)],
     scheduler.OutputStreamer: [(SchedulerOutputStreamer,)],
     scheduler.TokenRelay: [(FutureMap,)],
+    scheduler.ResultProcessor: [(SchedulerBatchResultProcessor,)],
+    scheduler.Dispatcher: [(TypeBasedDispatcher,)],
+    scheduler.Poller: [(zmq.Poller,)],
+    scheduler.IdleSleeper: [(IdleSleeper,)],
     scheduler.ModelConfig: [(ModelConfig,)],
     scheduler.SGLangScheduler: [(Scheduler,)],
     models.AttentionBackend: [(CpuPagedAttention,), (TritonAttnBackend,)],
     models.ExpertOptions: [(MoeRunnerConfig,)],
     models.ExpertMethod: [(UnquantizedFusedMoEMethod,)],
     models.ExpertLayer: [(FusedMoE, UnquantizedFusedMoEMethod)],
+    models.ExpertOutput: [(StandardCombineInput,)],
     models.RoutedRows: [(StandardDispatchOutput,)],
+    messages.OpenAIRequest: [(ChatCompletionRequest,), (CompletionRequest,)],
+    messages.GenerationRequest: [(io_struct.GenerateReqInput,)],
+    messages.PromptsRequest: [(io_struct.GenerateReqInput,)],
+    messages.ChoiceRequest: [(io_struct.GenerateReqInput,)],
+    messages.RequestState: [(ReqState,)],
+    messages.PauseRequest: [(io_struct.PauseGenerationReqInput,)],
+    messages.TensorsUpdate: [(io_struct.UpdateWeightsFromTensorReqInput,)],
+    messages.ProfileRequest: [(io_struct.ProfileReq,)],
+    messages.LoggingRequest: [(io_struct.ConfigureLoggingReq,)],
+    messages.ServerArgs: [(ServerArgs,)],
 }
 
 
 def _named(protocol: type) -> dict[str, object]:
     """The attributes and methods of a type of ours; the methods as functions."""
-    methods = {name: value for name, value in vars(protocol).items() if inspect.isfunction(value)}
-    properties = {name for name, value in vars(protocol).items() if isinstance(value, property)}
-    methods = {name: value for name, value in methods.items() if not name.startswith("_")}
+    members = vars(protocol).items()
+    # typing adds functions of its own.
+    methods = {k: v for k, v in members if inspect.isfunction(v) and v.__module__ == protocol.__module__}
+    properties = {k for k, v in members if isinstance(v, property)}
     return dict.fromkeys([*protocol.__annotations__, *properties]) | methods
 
 
@@ -131,7 +157,7 @@ def lacking(protocol: type, classes: tuple[type, ...]) -> list[str]:
 
 
 def _protocols() -> set[type]:
-    modules = (batches, models, requests, scheduler)
+    modules = (batches, messages, models, requests, scheduler)
     return {
         value
         for module in modules

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.sglang_adapter.types.models import ExpertOptions
 
 # Runners for weights as they are loaded, by where they run. `native` (on a CPU) packs weights first: `PackedWeights`.
 ON_CPU = ("native", "torch", "triton")
@@ -53,7 +54,7 @@ def check_runner(name: str, *, on_cpu: bool) -> None:
         )
 
 
-def check_experts(config: Any) -> None:
+def check_experts(config: ExpertOptions) -> None:
     """Refuse what no runner of ours computes, by name (invariant 3). `config`: SGLang's, of a layer of experts."""
     if config.activation != "silu" or config.apply_router_weight_on_input:
         raise ConfigError(

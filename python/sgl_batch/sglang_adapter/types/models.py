@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from sgl_batch.sglang_adapter.types.batches import ForwardBatch
@@ -31,6 +33,8 @@ class ExpertMethod(Protocol):
     """What computes a layer's experts (SGLang's UnquantizedFusedMoEMethod)."""
 
     moe_runner_config: ExpertOptions
+    apply: Callable[[ExpertLayer, RoutedRows], ExpertOutput]
+    """SGLang's own computation, or what is put in its place."""
 
 
 class ExpertLayer(Protocol):
@@ -47,6 +51,16 @@ class ExpertLayer(Protocol):
     """Of all ranks."""
 
     quant_method: ExpertMethod
+
+    def run_moe_core(self, dispatch_output: RoutedRows) -> ExpertOutput:
+        """Compute the rows with `quant_method`."""
+
+
+class ExpertOutput(Protocol):
+    """What a layer's experts add to each row (SGLang's StandardCombineInput)."""
+
+    hidden_states: torch.Tensor
+    """[R, M]."""
 
 
 class RoutedRows(Protocol):

@@ -57,6 +57,16 @@ class RequestTimes(Protocol):
         """It has ended now."""
 
 
+class TokenRange(Protocol):
+    """Tokens of a request, [start, end)."""
+
+    start: int
+
+    @property
+    def length(self) -> int:
+        """How many."""
+
+
 class Request(Protocol):
     """A request in the scheduler (SGLang's Req)."""
 
@@ -82,6 +92,12 @@ class Request(Protocol):
 
     prefix_indices: torch.Tensor
     """Slots [tokens], int64, of what was computed before its prefill."""
+
+    extend_range: TokenRange
+    """What the coming prefill, or the last one, computes; SGLang has None before the first."""
+
+    inflight_middle_chunks: int
+    """Prefills under way after which its prompt is not computed whole."""
 
     cache_protected_len: int
     """How many of its first slots are not its to free."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -79,6 +79,13 @@ class PageAllocator(Protocol):
         """Inside, decode steps get slots of pages behind the pool's own."""
 
 
+class PrefixCache(Protocol):
+    """SGLang's cache of prefixes, which keeps none here (ChunkCache): SGLang's functions ask for it."""
+
+    def cache_unfinished_req(self, req: Request, chunked: bool) -> None:
+        """Let a request of which a prefill has computed a part have that as its prefix."""
+
+
 class GrammarManager(Protocol):
     """Requests that wait for their grammar."""
 
@@ -103,6 +110,35 @@ class TokenRelay(Protocol):
 
     def stash(self, future_indices: torch.Tensor, payload: object) -> None:
         """Keep them for rows of the table of slots [B]."""
+
+
+class ResultProcessor(Protocol):
+    """What takes in the results of passes (SGLang's SchedulerBatchResultProcessor, a frozen dataclass)."""
+
+    enable_overlap: bool
+    """Whether it passes over rows whose requests have ended."""
+
+    def _maybe_update_reasoning_tokens(self, req: Request, next_token_id: list[int]) -> None:
+        """Count tokens that a request has generated as reasoning, where they are."""
+
+
+class Dispatcher(Protocol):
+    """What handles each kind of message (SGLang's TypeBasedDispatcher)."""
+
+    _mapping: dict[type, Callable[[object], object]]
+
+
+class Poller(Protocol):
+    """zmq's, over the scheduler's sockets."""
+
+    def poll(self, timeout: int) -> object:
+        """Wait until one has a message, at most so many milliseconds."""
+
+
+class IdleSleeper(Protocol):
+    """What waits for input while there is nothing to do."""
+
+    poller: Poller
 
 
 class ModelConfig(Protocol):
@@ -135,10 +171,12 @@ class SGLangScheduler(Protocol):
     running_batch: ScheduleBatch
     req_to_token_pool: SlotTable
     token_to_kv_pool_allocator: PageAllocator
-    tree_cache: object
-    """SGLang's prefix cache, which we run without: it is only handed back to SGLang."""
+    tree_cache: PrefixCache
 
     future_map: TokenRelay
     grammar_manager: GrammarManager
     output_streamer: OutputStreamer
-    batch_result_processor: object
+    batch_result_processor: ResultProcessor
+    _request_dispatcher: Dispatcher
+    idle_sleeper: IdleSleeper
+    """There with sleep_on_idle, which our defaults set."""

@@ -1,0 +1,104 @@
+"""What we use of what users ask SGLang's processes for: requests as they come, and controls of the whole engine."""
+
+from __future__ import annotations
+
+from dataclasses import Field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+
+class OpenAIRequest(Protocol):
+    """A request of one of SGLang's OpenAI endpoints, a pydantic model."""
+
+    model_fields: ClassVar[dict[str, FieldInfo]]
+    seed: int | None
+
+
+class GenerationRequest(Protocol):
+    """A generation request as the tokenizer manager gets it (SGLang's GenerateReqInput), not checked yet."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    text: object
+    input_ids: object
+    rid: object
+    sampling_params: object
+    """A mapping, or a list of one for each prompt."""
+
+    top_logprobs_num: object
+    logprob_start_len: object
+    return_routed_experts: bool
+
+
+class PromptsRequest(Protocol):
+    """A generation request of several prompts or choices (SGLang's GenerateReqInput), made uniform."""
+
+    rid: list[str]
+    batch_size: int
+    """Prompts."""
+
+    def __getitem__(self, i: int) -> ChoiceRequest:
+        """The request of one prompt."""
+
+
+class ChoiceRequest(Protocol):
+    """The request of one choice of one prompt (SGLang's GenerateReqInput)."""
+
+    rid: str
+    return_prompt_token_ids: bool
+
+
+class RequestState(Protocol):
+    """What the tokenizer manager knows of a request under way (SGLang's ReqState)."""
+
+    obj: GenerationRequest
+    output_ids: list[int]
+    """The tokens that have come of its answer."""
+
+
+class PauseRequest(Protocol):
+    """Begin no step (SGLang's PauseGenerationReqInput)."""
+
+    mode: str
+    """What becomes of sequences: "abort", "retract" or "in_place"."""
+
+
+class TensorsUpdate(Protocol):
+    """New weights in shared memory, or as a file (SGLang's UpdateWeightsFromTensorReqInput)."""
+
+    serialized_named_tensors: list[bytes]
+    """One for each rank, or one for all."""
+
+    load_format: str | None
+
+
+class ProfileRequest(Protocol):
+    """Begin a profile (SGLang's ProfileReq)."""
+
+    num_steps: int | None
+    activities: list[str] | None
+    output_dir: str | None
+
+
+class LoggingRequest(Protocol):
+    """What to log and dump of requests (SGLang's ConfigureLoggingReq)."""
+
+    log_requests_level: int | None
+    log_requests_format: str | None
+    log_level: str | None
+    dump_requests_folder: str | None
+    dump_requests_threshold: int | None
+    crash_dump_folder: str | None
+
+
+class ServerArgs(Protocol):
+    """SGLang's arguments, as far as processes of ours are started by them."""
+
+    device: str
+    host: str
+    port: int
+    attention_backend: str | None
+    api_key: str | None
+    admin_api_key: str | None
+    log_level_http: str | None
