@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from sgl_batch.sglang_adapter.grammars import GRAMMAR_KINDS, INVALID_GRAMMAR, is_grammars_fault
 from sgl_batch.sglang_adapter.refusals import EngineAbortError, RefusalError
+from sgl_batch.sglang_adapter.types.messages import Answer
 
 
 class AskedAborts:
@@ -20,7 +20,7 @@ class AskedAborts:
         self._rids &= set(known)
         self._rids.update(one for one in known if abort_all or (rid and one.startswith(rid)))
 
-    def judge(self, out: dict[str, Any], sampling_params: object, *, is_stream: bool) -> None:
+    def judge(self, out: Answer, sampling_params: object, *, is_stream: bool) -> None:
         """Judge an answer that has ended: one that was not aborted, or was asked to be, passes.
 
         Raises RefusalError where a grammar is at fault, and EngineAbortError for an abort without a reason. A stream

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from sgl_batch.managers.request_fields import ALLOWED, COMPUTED, MEDIA, MEDIA_PARTS, REFUSED
 from sgl_batch.sglang_adapter.refusals import RefusalError
@@ -94,7 +93,7 @@ def _check_places(given: Mapping[str, object], fields: Iterable[str], where: str
             raise RefusalError(f"{name} is no field of {where}", code=MISPLACED, param=name)
 
 
-def _check_parts(position: int, content: Any) -> None:
+def _check_parts(position: int, content: object) -> None:
     for part in content if isinstance(content, list) else ():
         if part.type in MEDIA_PARTS:
             message = f"messages[{position}] has a part of type {part.type}, and the model served reads text alone"

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from sgl_batch.model_directory import num_experts
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
+from sgl_batch.sglang_adapter.types.messages import ServerArgs
 
 EXPECTED_CLASSES = {
     "scheduler": "BatchScheduler",
@@ -47,7 +48,7 @@ EXPECTED_TRITON_CLASSES = {
 EXPECTED_LATENT_CLASSES = {"DevicePagePool": "LatentPagePool", "GpuPagePool": "GpuLatentPool"}
 
 # Ours on every machine: phases replace chunked prefill and the radix cache; the loop is the synchronous one.
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, object] = {
     "chunked_prefill_size": -1,
     "disable_overlap_schedule": True,
     "disable_radix_cache": True,
@@ -55,7 +56,7 @@ _DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,
     "skip_server_warmup": True,
 }
-_CPU_DEFAULTS: dict[str, Any] = {
+_CPU_DEFAULTS: dict[str, object] = {
     "device": "cpu",
     "attention_backend": CPU_ATTENTION,
     "grammar_backend": CPU_GRAMMAR,
@@ -63,12 +64,12 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "mem_fraction_static": 0.5,
 }
 # Prefill groups never run in SGLang's graphs, which would take their memory and the time to capture them.
-_GPU_DEFAULTS: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
+_GPU_DEFAULTS: dict[str, object] = {"cuda_graph_backend_prefill": "disabled"}
 _END_WITHIN_S = 60.0
 _FIXED = ("chunked_prefill_size", "disable_overlap_schedule", "disable_radix_cache")
 
 
-def on_cpu(kwargs: dict[str, Any]) -> bool:
+def on_cpu(kwargs: Mapping[str, object]) -> bool:
     """Whether the engine runs without a GPU: asked for, or none there."""
     return kwargs.get("device") == "cpu" or not torch.cuda.is_available()
 
@@ -157,7 +158,7 @@ def _check_store(memory: MemoryConfig, attention: str | None, *, on_cpu: bool) -
             raise ConfigError(f"{asked} and {name} {value!r}; a GPU copies to pinned memory alone: leave {name} out")
 
 
-def _check_streaming(config: BatchConfig, merged: dict[str, Any], *, on_cpu: bool) -> None:
+def _check_streaming(config: BatchConfig, merged: Mapping[str, object], *, on_cpu: bool) -> None:
     """Weights are streamed from safetensors files, to the native kernels or to a GPU's runner. Raises ConfigError."""
     if config.memory.weights == "resident":
         if config.memory.weight_memory:
@@ -174,7 +175,7 @@ def _check_streaming(config: BatchConfig, merged: dict[str, Any], *, on_cpu: boo
         raise ConfigError(f"load_format is {merged['load_format']!r}; streamed weights are read from safetensors files")
 
 
-def _check_choices(config: BatchConfig, merged: dict[str, Any], *, on_cpu: bool) -> None:
+def _check_choices(config: BatchConfig, merged: Mapping[str, object], *, on_cpu: bool) -> None:
     """The choice of experts is kept where all of it is told, and nobody counts its memory. Raises ConfigError."""
     if not merged.get("enable_return_routed_experts"):
         return
@@ -223,12 +224,12 @@ def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
     return {"tp_size": 1, "ep_size": 1, "enable_dp_attention": False, "load_balance_method": "round_robin", **shared}
 
 
-def child_platform(server_args: Any) -> str | None:
+def child_platform(server_args: ServerArgs) -> str | None:
     """The SGLang platform that child processes start with; None leaves SGLang's own choice."""
     return CPU_PLATFORM if server_args.device == "cpu" else None
 
 
-def start_tokenizer_manager(server_args: Any, port_args: Any) -> Any:
+def start_tokenizer_manager(server_args: ServerArgs, port_args: object) -> tuple[BatchTokenizerManager, object]:
     """Our tokenizer manager with SGLang's templates, in the parent process.
 
     The children run by now. From here on one that fails to start is reported by whoever waits for it, instead of
@@ -236,7 +237,8 @@ def start_tokenizer_manager(server_args: Any, port_args: Any) -> Any:
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGQUIT, lambda *_: None)
-    return init_tokenizer_manager(server_args, port_args, BatchTokenizerManager)
+    made: tuple[BatchTokenizerManager, object] = init_tokenizer_manager(server_args, port_args, BatchTokenizerManager)
+    return made
 
 
 @contextmanager
@@ -268,7 +270,7 @@ def start_errors(run: EngineRun) -> Iterator[None]:
         raise
 
 
-def start_tree(server_args: Any, run: EngineRun) -> processes.Launched:
+def start_tree(server_args: ServerArgs, run: EngineRun) -> processes.Launched:
     """Start the process tree and verify it. Raises EngineError; the run's directory is left to the caller then too."""
     with processes.platform(child_platform(server_args)), start_errors(run):
         launched = processes.launch_subprocesses(
@@ -281,7 +283,7 @@ def start_tree(server_args: Any, run: EngineRun) -> processes.Launched:
     return launched
 
 
-def expected_classes(server_args: Any) -> dict[str, str]:
+def expected_classes(server_args: ServerArgs) -> dict[str, str]:
     """By role, the classes that are to run in a scheduler. Beside a GPU, pools depend on the model."""
     if server_args.attention_backend != TRITON_ATTENTION:
         return {**EXPECTED_CLASSES, **(EXPECTED_CPU_CLASSES if server_args.device == "cpu" else {})}
@@ -290,7 +292,7 @@ def expected_classes(server_args: Any) -> dict[str, str]:
     return {**EXPECTED_CLASSES, "attention": EXPECTED_TRITON_CLASSES["attention"]}
 
 
-def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: Any, server_args: Any) -> dict[str, Any]:
+def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: object, server_args: ServerArgs) -> dict[str, Any]:
     """Check that our classes are the ones running in every scheduler; returns what the first says of itself.
 
     Raises EngineError naming what runs instead: SGLang logs a failed plugin and goes on without it.

@@ -11,8 +11,9 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.sglang_adapter.ranks import run_controller_with
@@ -22,7 +23,7 @@ _LOOK_S = 0.1
 _LAST_WORDS_S = 1.0
 
 
-def run_rank_controller(directory: Path, **kwargs: Any) -> None:
+def run_rank_controller(directory: Path, **kwargs: object) -> None:
     """Body of the controller process. `directory`: the engine's rendezvous; `kwargs`: SGLang's for its controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A rank that fails sends SGLang's SIGQUIT to its parent; here its exit is enough, and its cause can be told.
@@ -37,7 +38,7 @@ class _Ranks:
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
-        self.processes: dict[int, list[Any]] = {}
+        self.processes: dict[int, list[BaseProcess]] = {}
 
     def watch(self) -> None:
         """Wait for the end of a rank, and end this process."""

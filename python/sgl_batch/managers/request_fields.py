@@ -6,7 +6,7 @@ here, and a test names it. One name means the same in every class that has it.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 # The answer depends on these, as their names say.
 COMPUTED: Final = frozenset(
@@ -128,4 +128,4 @@ MEDIA: Final = {
 MEDIA_PARTS: Final = ("image_url", "video_url", "audio_url", "input_audio", "file")
 
 # Values of refused fields that ask for what is computed anyway.
-ALLOWED: Final[dict[str, tuple[Any, ...]]] = {"best_of": (1,), "modalities": (["text"],), "function_call": ("none",)}
+ALLOWED: Final[dict[str, tuple[object, ...]]] = {"best_of": (1,), "modalities": (["text"],), "function_call": ("none",)}

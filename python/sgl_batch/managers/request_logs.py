@@ -9,16 +9,16 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler, TimedRotatingFileHandler
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.errors import RequestError
-from sgl_batch.sglang_adapter.types.messages import LoggingRequest
+from sgl_batch.sglang_adapter.types.messages import Answer, LoggingRequest
 
 LOG_BYTES, LOG_FILES = 64 << 20, 4
 DUMP_FILES, DUMP_BYTES = 16, 1 << 30
@@ -120,7 +120,7 @@ class WaitingDumps:
         self._sizes: deque[int] = deque()
         self.num_bytes = 0
 
-    def add(self, request: object, answer: Mapping[str, Any]) -> None:
+    def add(self, request: object, answer: Answer) -> None:
         """One more waits."""
         size = _about_bytes(request, answer)
         self._sizes.append(size)
@@ -137,7 +137,7 @@ class WaitingDumps:
         return self.num_bytes > WAITING_BYTES and bool(self._sizes)
 
 
-def _about_bytes(request: object, answer: Mapping[str, Any]) -> int:
+def _about_bytes(request: object, answer: Answer) -> int:
     """Python's objects of the texts and tokens; the rest is small beside them, or small."""
     texts = (getattr(request, "text", None), answer.get("text"))
     tokens = (getattr(request, "input_ids", None), answer.get("output_ids"))

@@ -12,7 +12,10 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TypeAlias
+
+from starlette.requests import Request
 
 from sgl_batch.managers.asked_aborts import AskedAborts
 from sgl_batch.managers.field_checks import check_generation_fields, check_openai_fields
@@ -45,6 +48,18 @@ from sgl_batch.sglang_adapter.tokenizing import (
     name_choices,
     prepare_request,
 )
+from sgl_batch.sglang_adapter.types.messages import (
+    Answer,
+    GenerationRequest,
+    LoggingRequest,
+    OpenAIRequest,
+    PauseRequest,
+    ProfileRequest,
+    PromptsRequest,
+    RequestState,
+    TensorsUpdate,
+)
+from sgl_batch.sglang_adapter.types.requests import TokenizedRequest
 
 
 class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
@@ -53,11 +68,11 @@ class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
     It is made when the first request arrives, and takes SIGTERM from whoever listened before.
     """
 
-    def __init__(self, tokenizer_manager: Any) -> None:
+    def __init__(self, tokenizer_manager: BatchTokenizerManager) -> None:
         super().__init__(tokenizer_manager)
         self._before = signal.getsignal(signal.SIGTERM)
 
-    def sigterm_handler(self, signum: Any = None, frame: Any = None) -> None:
+    def sigterm_handler(self, signum: int | None = None, frame: FrameType | None = None) -> None:
         """Leave it to the HTTP server, which answers what it has and ends, unless an unhealthy engine cannot answer.
 
         SGLang's own way looks every five seconds whether all is answered, and kills the process with the last answers
@@ -69,7 +84,7 @@ class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
         else:
             super().sigterm_handler(signum, frame)
 
-    def running_phase_sigquit_handler(self, signum: Any = None, frame: Any = None) -> None:
+    def running_phase_sigquit_handler(self, signum: int | None = None, frame: FrameType | None = None) -> None:
         manager = self.tokenizer_manager
         if manager.outlives_children:
             manager.child_death = "a process of the engine died; its own message stands above"
@@ -86,11 +101,13 @@ def _as_value_error() -> Iterator[None]:
         raise ValueError(f"a sampling parameter has a value of a wrong type: {error}") from error
 
 
+# A choice's request id, and the parts of its answer as they come.
+Waiter: TypeAlias = tuple[str, AsyncIterator[Answer]]
 # How often the schedulers are asked whether they have paused; they answer between two steps.
 _LOOK_EVERY_S = 0.01
 
 
-def _generates(request: Any) -> bool:
+def _generates(request: object) -> bool:
     """Whether a request, tokenized or not, is one of generation; SGLang's others (embeddings) have no such fields."""
     return hasattr(request, "top_logprobs_num")
 
@@ -104,7 +121,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     `grammar_process`: checks grammars; to be closed with the engine.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.signal_handler_class = BatchSignalHandler
         self.outlives_children = False
@@ -123,7 +140,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         # Of an engine that does not start, nobody ends the processes, and the manager is collected as garbage.
         weakref.finalize(self, close_sockets, sockets_of(self)).atexit = False
 
-    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+    async def generate_request(self, obj: GenerationRequest, request: Request | None = None) -> AsyncIterator[object]:
         """SGLang's answers. Raises ValueError for a request that cannot be computed."""
         if _generates(obj):
             check_shape(obj)
@@ -134,7 +151,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         async for out in super().generate_request(obj, request):
             yield out
 
-    def check_openai(self, request: Any, given: Mapping[str, Any]) -> None:
+    def check_openai(self, request: OpenAIRequest, given: Mapping[str, object]) -> None:
         """Raise RefusalError for a request of an OpenAI endpoint, read from `given`, that is not computed."""
         check_openai_fields(request, given, reads_media=self.mm_processor is not None)
 
@@ -146,11 +163,11 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._aborts.note(rid, self.rid_to_state.keys(), abort_all=abort_all)
         super().abort_request(rid, abort_all)
 
-    async def _handle_abort_finish_reason(self, out: Any, state: Any, is_stream: bool) -> Any:
+    async def _handle_abort_finish_reason(self, out: Answer, state: RequestState, is_stream: bool) -> object:
         self._aborts.judge(out, state.obj.sampling_params, is_stream=is_stream)
         return await super()._handle_abort_finish_reason(out, state, is_stream)
 
-    def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
+    def _validate_one_request(self, obj: GenerationRequest, input_ids: object) -> None:
         """SGLang's checks, and those without which a scheduler would end. Raises ValueError."""
         if _generates(obj):
             if obj.input_ids is not None:
@@ -160,7 +177,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         with _as_value_error():
             super()._validate_one_request(obj, input_ids)
 
-    def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def _create_tokenized_object(self, obj: object, *args: object, **kwargs: object) -> object:
         """The request as its scheduler gets it. Raises ValueError."""
         with _as_value_error():
             tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
@@ -169,16 +186,16 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             check_travels(tokenized)
         return tokenized
 
-    def _send_one_request(self, tokenized_obj: Any) -> None:
+    def _send_one_request(self, tokenized_obj: TokenizedRequest) -> None:
         self._prepare(tokenized_obj)
         super()._send_one_request(tokenized_obj)
 
-    def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
+    def _send_batch_request(self, tokenized_objs: list[TokenizedRequest]) -> None:
         for tokenized in tokenized_objs:
             self._prepare(tokenized)
         super()._send_batch_request(tokenized_objs)
 
-    def _prepare(self, tokenized: Any) -> None:
+    def _prepare(self, tokenized: TokenizedRequest) -> None:
         """Give a generation request its seed, and take its prefix-cache key away: that is where our tags travel."""
         parameters = getattr(tokenized, "sampling_params", None)
         if parameters is not None and hasattr(parameters, "sampling_seed"):
@@ -187,7 +204,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     # Profiles, logs and dumps of requests: all of them end, or are bounded.
 
-    async def start_profile(self, req: Any = None) -> Any:
+    async def start_profile(self, req: ProfileRequest | None = None) -> object:
         """A profile that ends by itself. Raises RequestError for one that would be too long, or cannot be made."""
         req = req or ProfileReq()
         req.num_steps = steps_of(req.num_steps)
@@ -200,13 +217,13 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """The files that requests are logged to, where they are; few, of bounded size."""
         return bound_targets(self.request_logger.targets)
 
-    def configure_logging(self, obj: Any) -> None:
+    def configure_logging(self, obj: LoggingRequest) -> None:
         """Raises RequestError for what cannot be carried out."""
         check_logging(obj)
         super().configure_logging(obj)
         bound_targets(self.request_logger.targets)
 
-    def dump_requests(self, state: Any, out_dict: Any) -> None:
+    def dump_requests(self, state: RequestState, out_dict: Answer) -> None:
         self._waiting_dumps.add(state.obj, out_dict)
         threshold: int = self.dump_requests_threshold
         self.dump_requests_threshold: int = 1 if self._waiting_dumps.are_too_large else threshold
@@ -214,11 +231,11 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.dump_requests_threshold = threshold
         self._waiting_dumps.keep(len(self.dump_request_list))
 
-    def _dump_data_to_file(self, data_list: Any, filename: str, log_message: str) -> None:
+    def _dump_data_to_file(self, data_list: object, filename: str, log_message: str) -> None:
         remove_oldest_dumps(Path(filename).parent)
         super()._dump_data_to_file(data_list, filename, log_message)
 
-    def record_request_for_crash_dump(self, state: Any, out_dict: Any) -> None:
+    def record_request_for_crash_dump(self, state: RequestState, out_dict: Answer) -> None:
         kept = self.crash_dump_request_list
         super().record_request_for_crash_dump(state, out_dict)
         self._kept_for_crash.add(state.obj, out_dict)
@@ -229,7 +246,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     # Controls of the whole engine.
 
-    async def pause_generation(self, obj: Any) -> None:
+    async def pause_generation(self, obj: PauseRequest) -> None:
         """No forward pass is under way when this returns, nor begins before `continue_generation`."""
         await super().pause_generation(obj)
         while obj.mode != "abort" and self.is_pause:
@@ -238,20 +255,20 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    async def flush_cache(self, timeout_s: float | None = None) -> Any:
+    async def flush_cache(self, timeout_s: float | None = None) -> object:
         """SGLang's answer of the first rank that has sequences with KV, or of any."""
         self.auto_create_handle_loop()
         answers = await self.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
         return next((answer for answer in answers if not answer.success), answers[0])
 
-    async def release_memory_occupation(self, obj: Any, request: Any = None) -> None:
+    async def release_memory_occupation(self, obj: object, request: Request | None = None) -> None:
         """Raises ValueError where SGLang would take no notice, or the scheduler down."""
         self._check_memory_saver("release")
         if self.rid_to_state:
             raise ValueError(f"{len(self.rid_to_state)} requests are under way: memory is released when there are none")
         await super().release_memory_occupation(obj, request)
 
-    async def resume_memory_occupation(self, obj: Any, request: Any = None) -> None:
+    async def resume_memory_occupation(self, obj: object, request: Request | None = None) -> None:
         """Raises ValueError likewise."""
         self._check_memory_saver("resume")
         await super().resume_memory_occupation(obj, request)
@@ -262,31 +279,31 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if not self.server_args.enable_memory_saver:
             raise ValueError(f"cannot {what} memory occupation: start the engine with --enable-memory-saver")
 
-    async def init_weights_update_group(self, obj: Any, request: Any = None) -> Any:
+    async def init_weights_update_group(self, obj: object, request: Request | None = None) -> object:
         with as_attention_ranks(self.server_args):
             return await super().init_weights_update_group(obj, request)
 
-    async def destroy_weights_update_group(self, obj: Any, request: Any = None) -> Any:
+    async def destroy_weights_update_group(self, obj: object, request: Request | None = None) -> object:
         with as_attention_ranks(self.server_args):
             return await super().destroy_weights_update_group(obj, request)
 
-    async def update_weights_from_disk(self, obj: Any, request: Any = None) -> Any:
+    async def update_weights_from_disk(self, obj: object, request: Request | None = None) -> object:
         self.recordings.stop()
         return await super().update_weights_from_disk(obj, request)
 
-    async def update_weights_from_ipc(self, obj: Any, request: Any = None) -> Any:
+    async def update_weights_from_ipc(self, obj: object, request: Request | None = None) -> object:
         """Not taken: checkpoint-engine reads pickles from a socket that the request names, and calls what they hold."""
         return False, (
             "weights are not taken from a checkpoint-engine, which sends programs beside them: send tensors or "
             "safetensors (/update_weights_from_tensor), or broadcast them (/update_weights_from_distributed)"
         )
 
-    async def update_weights_from_distributed(self, obj: Any, request: Any = None) -> Any:
+    async def update_weights_from_distributed(self, obj: object, request: Request | None = None) -> object:
         self.recordings.stop()
         with as_attention_ranks(self.server_args):
             return await super().update_weights_from_distributed(obj, request)
 
-    async def update_weights_from_tensor(self, obj: Any, request: Any = None) -> Any:
+    async def update_weights_from_tensor(self, obj: TensorsUpdate, request: Request | None = None) -> object:
         """Tensors travel as handles, each of which one process can open: every rank needs its own.
 
         The bytes of a safetensors file may be the same for all.
@@ -298,7 +315,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         with as_attention_ranks(self.server_args):
             return await super().update_weights_from_tensor(obj, request)
 
-    async def _handle_batch_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+    async def _handle_batch_request(self, obj: PromptsRequest, request: Request | None = None) -> AsyncIterator[object]:
         count = getattr(obj, "parallel_sample_num", 1)
         if count == 1:
             async for out in super()._handle_batch_request(obj, request):
@@ -311,7 +328,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         async for out in _interleave(waiters):
             yield out
 
-    async def _send_choices(self, obj: Any, request: Any, count: int) -> list[tuple[str, Any]]:
+    async def _send_choices(self, obj: PromptsRequest, request: Request | None, count: int) -> list[Waiter]:
         """Send `count` choices of each prompt of `obj`; all of one prompt in one message, so that they share it.
 
         Of several ranks, one computes all choices of a prompt. Each is known by an id of `obj`, by which whoever gives
@@ -322,7 +339,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         for rid in obj.rid:  # SGLang waits for an answer to each state, also when it is asked to stop
             self.rid_to_state.pop(rid).time_stats.set_finished_time()
         rids = iter(name_choices(obj, count))
-        waiters: list[tuple[str, Any]] = []
+        waiters: list[Waiter] = []
         for prompt, tokenized in zip(prompts, tokenized_prompts, strict=True):
             group, choices = uuid.uuid4().hex, []
             target, self._next_target = self._next_target, (self._next_target + 1) % self.server_args.dp_size
@@ -343,12 +360,12 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return waiters
 
 
-async def anext_of(waiter: Any) -> Any:
+async def anext_of(waiter: AsyncIterator[Answer]) -> Answer:
     """The next response of one request, as a coroutine that can be gathered."""
     return await waiter.__anext__()
 
 
-async def _interleave(waiters: list[tuple[str, Any]]) -> AsyncIterator[Any]:
+async def _interleave(waiters: list[Waiter]) -> AsyncIterator[Answer]:
     """Responses of several streams as they come, each with the index of its stream."""
     index_of = {rid: index for index, (rid, _) in enumerate(waiters)}
     pending = {asyncio.ensure_future(anext_of(waiter)): waiter for _, waiter in waiters}

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -85,7 +84,7 @@ class Counters:
             self.tokens_per_expert = torch.zeros_like(rows_per_expert)
         self.tokens_per_expert += rows_per_expert
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         per_expert = self.tokens_per_expert
         return {
             "part_s": self.clock.read(),

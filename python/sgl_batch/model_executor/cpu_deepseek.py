@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,8 @@ from sgl_batch.model_executor.expert_exchange import ExpertSums, add_shared
 from sgl_batch.model_executor.families import DeepseekFamily
 from sgl_batch.sglang_adapter.expert_choice import choice_made
 from sgl_batch.sglang_adapter.layers import put_forwards_under
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.models import DenseMlp, ExpertChoice, ExpertChooser, Weighted
 
 # SGLang's classes.
 _ATTENTION, _MOE, _MLP = "DeepseekV2AttentionMLA", "DeepseekV2MoE", "DeepseekV2MLP"
@@ -44,10 +45,10 @@ class CpuDeepseek:
         self._family, self._kernels, self._weights = family, kernels, weights
         self._expert_sums, self._counters = expert_sums, counters
 
-    def adopt(self, model: Any) -> None:
+    def adopt(self, model: torch.nn.Module) -> None:
         """Pack the blocks' weights and let them compute here. Before the model's other linear layers are packed."""
         _check(model.config)
-        forwards: dict[str, Callable[..., Any]] = {
+        forwards: dict[str, Callable[..., object]] = {
             _ATTENTION: self._attention,
             _MOE: self._moe,
             _MLP: self._mlp,
@@ -63,20 +64,25 @@ class CpuDeepseek:
             self._weights.add_experts(mlp.gate_up_proj.weight, mlp.down_proj.weight)
 
     def _attention(
-        self, module: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any, **_: Any
+        self,
+        module: torch.nn.Module,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        **_: object,
     ) -> torch.Tensor:
         if not len(hidden_states):
             return hidden_states
         return latent_attention.run(module, self._weights, positions, hidden_states, forward_batch)
 
-    def _moe(self, module: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def _moe(self, module: torch.nn.Module, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         if not len(hidden):
             return hidden
         block = self._family.block_of(module)
         weights_TK, ids_TK = block.route(hidden)
         return add_shared(block, self._expert_sums(block.experts, hidden, weights_TK, ids_TK), hidden)
 
-    def _mlp(self, module: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def _mlp(self, module: DenseMlp, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """A dense layer, or the shared experts of one, as a lone expert that every row goes to."""
         one = (len(hidden), 1)
         with self._counters.clock.part("experts"):
@@ -88,14 +94,14 @@ class CpuDeepseek:
                 torch.zeros(one, dtype=torch.int32),
             )[0]
 
-    def _gate(self, module: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def _gate(self, module: Weighted, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Logits in float32 [T, E], as SGLang has them on a GPU: in bf16 many experts would tie."""
         rows = hidden.to(torch.float32)
         if module.weight in self._weights:
             return self._weights.linear(rows, module.weight)
         return F.linear(rows, module.weight.to(torch.float32))
 
-    def _topk(self, module: Any, hidden: torch.Tensor, logits_TE: torch.Tensor, **_: Any) -> Any:
+    def _topk(self, module: ExpertChooser, hidden: torch.Tensor, logits_TE: torch.Tensor, **_: object) -> ExpertChoice:
         config = module.topk_config
         grouping = Grouping(groups=config.num_expert_group, kept_groups=config.topk_group, top_k=config.top_k)
         weights_TK, ids_TK = grouped_topk(
@@ -109,7 +115,7 @@ class CpuDeepseek:
         return choice_made(module, weights_TK, ids_TK, logits_TE)
 
 
-def _check(config: Any) -> None:
+def _check(config: object) -> None:
     """Refuse what is not computed here, by name (invariant 3)."""
     asked = [f"{name}={value}" for name in _OPTIONS if (value := getattr(config, name, None)) is not None]
     if asked:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.types.models import ExpertChoice, ExpertChooser
+from sgl_batch.sglang_adapter.types.requests import Request
 
 with bootstrap.importing():
     from sglang.srt.environ import envs
@@ -33,14 +35,17 @@ def is_plain_choice(topk: Any, given: dict[str, Any]) -> bool:
     )
 
 
-def choice_made(topk: Any, weights_TK: torch.Tensor, ids_TK: torch.Tensor, logits_TE: torch.Tensor) -> Any:
+def choice_made(
+    topk: ExpertChooser, weights_TK: torch.Tensor, ids_TK: torch.Tensor, logits_TE: torch.Tensor
+) -> ExpertChoice:
     """The layer's answer, told to whoever counts or captures choices."""
     capture_routed_experts_if_allowed(topk.topk_config, topk.layer_id, ids_TK)
     get_global_expert_distribution_recorder().on_select_experts(topk_ids=ids_TK)
-    return StandardTopKOutput(topk_weights=weights_TK, topk_ids=ids_TK, router_logits=logits_TE)
+    choice: ExpertChoice = StandardTopKOutput(topk_weights=weights_TK, topk_ids=ids_TK, router_logits=logits_TE)
+    return choice
 
 
-def choosing_layers(model: Any) -> list[int]:
+def choosing_layers(model: torch.nn.Module) -> list[int]:
     """The numbers under which the layers of a loaded model tell their choices.
 
     SGLang gives those of Mixtral none; from now on each has its own.
@@ -52,12 +57,12 @@ def choosing_layers(model: Any) -> list[int]:
     return [module.layer_id for module in model.modules() if isinstance(module, TopK)]
 
 
-def capture_choices_with(choices: Any) -> None:
+def capture_choices_with(choices: object) -> None:
     """Have every choice of this process told to `choices`, which SGLang asks for those of a request that has ended."""
     set_global_experts_capturer(choices)
 
 
-def add_choices(request: Any) -> None:
+def add_choices(request: Request) -> None:
     """Put into the answer of a request that ends outside a batch what it asks of the choice of its experts."""
     choices = get_global_experts_capturer()
     if request.return_routed_experts and choices is not None:

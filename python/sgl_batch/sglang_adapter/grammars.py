@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.names import CPU_GRAMMAR
+from sgl_batch.sglang_adapter.types.messages import EndReason
 
 with bootstrap.importing():
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
@@ -158,7 +159,7 @@ def _bytes_of(grammar: Any) -> int:
     return int(getattr(compiled, "memory_size_bytes", _SOME_BYTES))
 
 
-def is_grammars_fault(finish_reason: Mapping[str, Any]) -> bool:
+def is_grammars_fault(finish_reason: EndReason) -> bool:
     """Whether a request was ended because of its grammar."""
     message = finish_reason.get("message") or ""
     return finish_reason.get("err_type") == INVALID_GRAMMAR or message.startswith(_BACKEND_WORDS)

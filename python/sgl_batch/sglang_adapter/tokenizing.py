@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.types.messages import ChoiceRequest, PromptsRequest
+from sgl_batch.sglang_adapter.types.requests import TokenizedRequest
 
 with bootstrap.importing():
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
@@ -58,7 +60,7 @@ _MORE_THAN_TOKENS = (
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
-def is_repeatable(tokenized: Any) -> bool:
+def is_repeatable(tokenized: TokenizedRequest) -> bool:
     """Whether all that there is of a tokenized request follows from its prompt, its parameters and its first tokens."""
     parameters = tokenized.sampling_params
     more = any(getattr(tokenized, name) for name in _MORE_THAN_TOKENS)
@@ -72,7 +74,7 @@ _DECODER = msgspec.msgpack.Decoder(TokenizedGenerateReqInput, dec_hook=dec_hook)
 _NOT_A_USERS = ("input_text", "input_ids", "mm_inputs", "time_stats", "positional_embed_overrides")
 
 
-def check_travels(tokenized: Any) -> None:
+def check_travels(tokenized: TokenizedRequest) -> None:
     """Raise ValueError for a request with a field that its scheduler could not read: it would end."""
     shallow = copy.copy(tokenized)
     for name in _NOT_A_USERS:
@@ -96,14 +98,14 @@ def as_attention_ranks(server_args: Any) -> Iterator[None]:
         server_args.override("sgl_batch.weights", enable_dp_attention=False)
 
 
-def prepare_request(tokenized: Any, *, extra_key: str | None, seed: int) -> None:
+def prepare_request(tokenized: TokenizedRequest, *, extra_key: str | None, seed: int) -> None:
     """Set the prefix-cache key and the sampling seed of a tokenized request; its parameters become its own."""
     tokenized.extra_key = extra_key
     tokenized.sampling_params = copy.copy(tokenized.sampling_params)
     tokenized.sampling_params.sampling_seed = seed
 
 
-def name_choices(request: Any, count: int) -> list[str]:
+def name_choices(request: PromptsRequest, count: int) -> list[str]:
     """Give `count` choices of each prompt of `request` their ids, prompt by prompt; from now on they are its ids.
 
     SGLang has made as many where the user gave one id or none: ID_0, ID_1, ... Where the user gave one for each
@@ -116,8 +118,8 @@ def name_choices(request: Any, count: int) -> list[str]:
 
 
 def choice_of(
-    request: Any, tokenized: Any, *, rid: str, extra_key: str, seed: int, attention_rank: int
-) -> tuple[Any, Any]:
+    request: ChoiceRequest, tokenized: TokenizedRequest, *, rid: str, extra_key: str, seed: int, attention_rank: int
+) -> tuple[ChoiceRequest, TokenizedRequest]:
     """Copies of a request and its tokenized form for one choice, under the request id `rid`, for an attention rank."""
     request, tokenized = copy.copy(request), copy.copy(tokenized)
     request.rid = tokenized.rid = rid

@@ -25,11 +25,13 @@ with bootstrap.importing():
     from sglang.srt.constrained.grammar_manager import GrammarManager
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
-    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK, TopKConfig
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
     from sglang.srt.managers import io_struct, schedule_batch
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.managers.scheduler import Scheduler
@@ -41,6 +43,7 @@ with bootstrap.importing():
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MLP, MoEGate
     from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
     from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -84,6 +87,11 @@ _BEHIND: dict[type, list[tuple[type, ...]]] = {
     models.ExpertMethod: [(UnquantizedFusedMoEMethod,)],
     models.ExpertLayer: [(FusedMoE, UnquantizedFusedMoEMethod)],
     models.ExpertOutput: [(StandardCombineInput,)],
+    models.Weighted: [(MoEGate,), (LinearBase, UnquantizedLinearMethod)],
+    models.DenseMlp: [(DeepseekV2MLP,)],
+    models.ChoiceOptions: [(TopKConfig,)],
+    models.ExpertChooser: [(TopK,)],
+    models.ExpertChoice: [(StandardTopKOutput,)],
     models.RoutedRows: [(StandardDispatchOutput,)],
     messages.OpenAIRequest: [(ChatCompletionRequest,), (CompletionRequest,)],
     messages.GenerationRequest: [(io_struct.GenerateReqInput,)],
@@ -162,7 +170,7 @@ def _protocols() -> set[type]:
         value
         for module in modules
         for value in vars(module).values()
-        if inspect.isclass(value) and value.__module__ == module.__name__
+        if getattr(value, "_is_protocol", False) and value.__module__ == module.__name__
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -55,6 +55,35 @@ class RequestState(Protocol):
     obj: GenerationRequest
     output_ids: list[int]
     """The tokens that have come of its answer."""
+
+
+class EndReason(TypedDict, total=False):
+    """Why an answer has ended, as clients get it."""
+
+    type: str
+    message: str
+    err_type: str
+    status_code: int | None
+
+
+class AnswerMeta(TypedDict, total=False):
+    """What an answer says of itself."""
+
+    id: str
+    """The request's."""
+
+    finish_reason: EndReason
+
+
+class Answer(TypedDict, total=False):
+    """An answer of SGLang's engine, or a part of one."""
+
+    text: str
+    output_ids: list[int]
+    index: int
+    """Of several choices, which."""
+
+    meta_info: AnswerMeta
 
 
 class PauseRequest(Protocol):

@@ -63,6 +63,50 @@ class ExpertOutput(Protocol):
     """[R, M]."""
 
 
+class Weighted(Protocol):
+    """A layer with one matrix of weights, as they were loaded."""
+
+    weight: torch.Tensor
+    """[outputs, inputs]."""
+
+
+class DenseMlp(Protocol):
+    """A block of SiLU(gate) * up and down (SGLang's DeepseekV2MLP)."""
+
+    gate_up_proj: Weighted
+    down_proj: Weighted
+
+
+class ChoiceOptions(Protocol):
+    """How a layer chooses experts (SGLang's TopKConfig)."""
+
+    top_k: int
+    num_expert_group: int
+    topk_group: int
+    scoring_func: str
+    correction_bias: torch.Tensor | None
+    """[E]."""
+
+    renormalize: bool
+
+
+class ExpertChooser(Protocol):
+    """A layer that chooses experts (SGLang's TopK)."""
+
+    topk_config: ChoiceOptions
+    layer_id: int
+
+
+class ExpertChoice(Protocol):
+    """The choice of experts of T rows (SGLang's StandardTopKOutput)."""
+
+    topk_weights: torch.Tensor
+    """[T, K]."""
+
+    topk_ids: torch.Tensor
+    """[T, K]."""
+
+
 class RoutedRows(Protocol):
     """Rows and their choice of experts (SGLang's StandardDispatchOutput): R rows of M channels, K experts each."""
 

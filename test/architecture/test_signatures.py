@@ -1,0 +1,111 @@
+"""Owns the rule that what SGLang hands to managers and model runners has types: `Any` stands in no signature of theirs.
+
+Nor in the declaration of an attribute. Where a value has no type that could be written down, it is named here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+_ARGUMENTS = "arguments by their names, as users give them: of any type, until SGLang has read them"
+_ANSWER = "an answer's JSON, whose form is OpenAI's"
+_STATS = "a rank's statistics as JSON, which go through SGLang to the engine's process"
+WITHOUT_TYPE = {
+    "managers.argument_ranges: check_ranges": _ARGUMENTS,
+    "managers.launch: _rank_arguments": _ARGUMENTS,
+    "managers.launch: default_arguments": _ARGUMENTS,
+    "managers.launch: sglang_arguments": _ARGUMENTS,
+    "managers.launch: verify": _STATS,
+    "managers.engine_run: EngineRun.infos": _STATS,
+    "managers.engine_run: _place": "SGLang's arguments of a process by position, each of another type",
+    "managers.line_answers: LineAnswers._answer": _ANSWER,
+    "managers.line_answers: _is_aborted": _ANSWER,
+    "managers.line_answers: _is_engines_own_abort": _ANSWER,
+    "managers.rank_stats: engine_stats": _STATS,
+    "managers.rank_stats: merged_stats": _STATS,
+}
+# Modules that are not looked at.
+UNTYPED = frozenset(
+    {
+        *map(
+            "sgl_batch.managers.{}".format,
+            "boundary_executor exclusive_kv rank_steps scheduler step_overlap store_kv streamed_kv tp_worker".split(),
+        ),
+        *map(
+            "sgl_batch.model_executor.{}".format,
+            "batch_split expert_exchange families layer_runner model_runner".split(),
+        ),
+    }
+)
+ROOMS = ("sgl_batch.managers.", "sgl_batch.model_executor.")
+
+
+def _annotations(node: ast.AST) -> list[ast.expr | None]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        every = node.args
+        given = [*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg]
+        return [node.returns, *(argument.annotation for argument in given if argument is not None)]
+    return []
+
+
+def _says_any(annotation: ast.expr | None) -> bool:
+    names = () if annotation is None else ast.walk(annotation)
+    return any("Any" in (getattr(name, "id", ""), getattr(name, "attr", "")) for name in names)
+
+
+def _places(node: ast.AST, inside: str = "", *, in_function: bool = False) -> Iterator[str]:
+    """The functions, attributes and constants under `node` that are declared with `Any`, by dotted names."""
+    for child in ast.iter_child_nodes(node):
+        name = inside
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = f"{inside}.{child.name}".lstrip(".")
+            if any(map(_says_any, _annotations(child))):
+                yield name
+        elif isinstance(child, ast.AnnAssign) and _says_any(child.annotation):
+            is_attribute = isinstance(child.target, ast.Attribute)
+            if is_attribute or not in_function:
+                yield f"{inside}.{ast.unparse(child.target)}".lstrip(".")
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        yield from _places(
+            child, name, in_function=is_function or (in_function and not isinstance(child, ast.ClassDef))
+        )
+
+
+def untyped(module: str, tree: ast.Module) -> set[str]:
+    """The places of a module that are declared with `Any`."""
+    return {f"{module.removeprefix('sgl_batch.')}: {place}" for place in _places(tree)}
+
+
+def test_no_signature_says_any_but_where_there_is_no_type(package_trees: dict[str, ast.Module]) -> None:
+    found = {
+        place
+        for module, tree in package_trees.items()
+        if module.startswith(ROOMS) and module not in UNTYPED
+        for place in untyped(module, tree)
+    }
+    assert found == set(WITHOUT_TYPE)
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("def f(request: Any): ...", "f"),
+        ("async def f(*args: Any): ...", "f"),
+        ("def f() -> list[tuple[Any, int]]: ...", "f"),
+        ("class A:\n  def f(self, x: typing.Any | None): ...", "A.f"),
+        ("class A:\n  x: dict[str, Any]", "A.x"),
+        ("class A:\n  def f(self):\n    self.x: Any = 1", "A.f.self.x"),
+        ("def f():\n  def g(**kwargs: Any): ...", "f.g"),
+        ("TABLE: dict[str, Any] = {}", "TABLE"),
+    ],
+)
+def test_the_check_sees_any(source: str, place: str) -> None:
+    assert untyped("sgl_batch.managers.x", ast.parse(source)) == {f"managers.x: {place}"}
+
+
+@pytest.mark.parametrize("source", ["def f(x: object): ...", "def f():\n  x: Any = 1", "from typing import Any"])
+def test_the_check_leaves_other_things_alone(source: str) -> None:
+    assert untyped("sgl_batch.managers.x", ast.parse(source)) == set()
