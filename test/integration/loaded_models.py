@@ -1,0 +1,87 @@
+"""Owns a model runner in this process, without scheduler or engine: forward passes over batches that a test makes.
+
+SGLang keeps what it runs in globals, so this is for a process of its own, for each model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_batch.config import from_mapping
+from sgl_batch.distributed.rendezvous import Rendezvous
+from sgl_batch.engine import make_server_args
+from sgl_batch.managers.run_context import RunContext
+from sgl_batch.managers.tp_worker import BatchTpWorker
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.sglang_adapter.forward import ForwardBatch
+
+PAGE, PAGES = 16, 512
+
+
+def load(model: str, dtype: str, directory: Path) -> Any:
+    """The `BatchModelRunner` of a model."""
+    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+    config, counters = from_mapping({}), Counters()
+    wanted = {"model_path": model, "dtype": dtype, "device": "cpu", "page_size": PAGE, "log_level": "error"}
+    server_args = make_server_args({**wanted, "max_total_tokens": PAGES * PAGE, "skip_tokenizer_init": True}, config)
+    set_global_server_args_for_scheduler(server_args)
+    operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
+    operators.register()
+    context = RunContext(config=config, counters=counters, cpu_operators=operators, rendezvous=Rendezvous(directory))
+    place = ParallelState.trivial(gpu_id=0)
+    worker = BatchTpWorker(context=context, server_args=server_args, gpu_id=0, ps=place, nccl_port=0)
+    worker.alloc_memory_pool()
+    worker.init_attention_backends()
+    return worker.model_runner
+
+
+def slots_of(pages: Sequence[int]) -> torch.Tensor:
+    """The slots of whole pages, one page after the other."""
+    return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+
+def extend_batch(runner: Any, rows: Sequence[int], prefixes: Sequence[int], ids: Sequence[Sequence[int]]) -> Any:
+    """A prefill of `ids` behind `prefixes` tokens, of the sequences with `rows` in the table of slots."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    lengths = [len(one) for one in ids]
+    ends = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
+    batch = _batch(runner, ForwardMode.EXTEND, rows, prefixes, ends, [token for one in ids for token in one])
+    batch.extend_num_tokens = sum(lengths)
+    batch.extend_prefix_lens, batch.extend_prefix_lens_cpu = torch.tensor(prefixes), list(prefixes)
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(lengths), lengths
+    batch.extend_start_loc = torch.cumsum(batch.extend_seq_lens, 0) - batch.extend_seq_lens
+    return batch
+
+
+def decode_batch(runner: Any, rows: Sequence[int], lengths: Sequence[int], ids: Sequence[int]) -> Any:
+    """A decode step of sequences that are `lengths` long without the new tokens `ids`."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return _batch(runner, ForwardMode.DECODE, rows, lengths, [length + 1 for length in lengths], ids)
+
+
+def _batch(
+    runner: Any, mode: Any, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], ids: Sequence[int]
+) -> Any:
+    table, spans = runner.req_to_token_pool.req_to_token, list(zip(rows, starts, ends, strict=True))
+    batch = ForwardBatch(
+        forward_mode=mode,
+        batch_size=len(rows),
+        input_ids=torch.tensor(ids),
+        req_pool_indices=torch.tensor(rows),
+        seq_lens=torch.tensor(ends),
+        seq_lens_cpu=torch.tensor(ends),
+        orig_seq_lens=torch.tensor(ends, dtype=torch.int32),
+        out_cache_loc=torch.cat([table[row, start:end] for row, start, end in spans]).to(torch.int64),
+        seq_lens_sum=sum(ends),
+    )
+    batch.positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
+    return batch

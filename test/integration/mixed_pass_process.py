@@ -1,0 +1,224 @@
+"""A process that runs decode rows and prompts in one pass over real models, and says whether all is as in two passes.
+
+Arguments: a directory, and the models' paths. It prints a JSON object for each pass that it has compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from loaded_models import PAGE, PAGES, decode_batch, extend_batch, load, slots_of
+
+from sgl_batch.core.decode_streaming import StreamedRow, lay_out
+from sgl_batch.core.plan import PhasePlan
+from sgl_batch.mem_cache.decode_staging import DecodeStaging, PartCopies
+from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngines
+from sgl_batch.mem_cache.prefill_staging import PrefillStaging
+from sgl_batch.mem_cache.store_geometry import StoreGeometry
+
+# Sequences that decode, by their tokens: one opens a page. Prompts: tokens before, computed already, and new ones.
+LENGTHS = (20, 7, 16, 33, 1)
+PREFIXES, NEWS = (16, 0), (21, 5)
+DECODE, PROMPTS = tuple(range(5)), (5, 6)
+FIRST_OF_PROMPTS, FIRST_STAGED = 400, PAGES + 1
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+class Scene:
+    """Sequences of a model whose KV is in the pool's own pages, and both batches' results by themselves."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.pool = runner, runner.token_to_kv_pool
+        self.layers = range(self.pool.layer_num)
+        self.table = runner.req_to_token_pool.req_to_token
+        runner.model.logits_processor.forward = lambda ids, hidden, head, batch: hidden.clone()
+        draw = torch.Generator().manual_seed(5)
+        total = sum(LENGTHS) + len(LENGTHS) + sum(PREFIXES) + sum(NEWS)
+        self.ids = iter(torch.randint(runner.model.config.vocab_size, (total,), generator=draw).tolist())
+        self.ends = [*(length + 1 for length in LENGTHS), *(p + n for p, n in zip(PREFIXES, NEWS, strict=True))]
+        counts = [pages_for(end) for end in self.ends]
+        starts = [*itertools.accumulate(counts[:4], initial=1)]
+        firsts = [*starts, FIRST_OF_PROMPTS, FIRST_OF_PROMPTS + counts[5]]
+        self.pages = [list(range(first, first + count)) for first, count in zip(firsts, counts, strict=True)]
+        for row, pages in enumerate(self.pages):
+            self.lay(row, pages)
+        rows, lengths = [*DECODE, PROMPTS[0]], [*LENGTHS, PREFIXES[0]]
+        runner.forward_parts([extend_batch(runner, rows, [0] * len(rows), [self.draw(n) for n in lengths])])
+        self.before = [part.clone() for part in self.pool.all_parts]
+        self.tokens, self.prompts = self.draw(len(LENGTHS)), [self.draw(n) for n in NEWS]
+        (decoded,), (prefilled,) = (runner.forward_parts([batch]) for batch in self.batches())
+        self.expected = decoded, prefilled
+        self.expected_kv = [self.kv(row) for row in range(len(self.pages))]
+
+    def draw(self, count: int) -> list[int]:
+        return list(itertools.islice(self.ids, count))
+
+    def lay(self, row: int, pages: list[int]) -> None:
+        slots = slots_of(pages)
+        self.table[row, : len(slots)] = slots.to(self.table.dtype)
+
+    def batches(self) -> list[Any]:
+        return [
+            decode_batch(self.runner, DECODE, LENGTHS, self.tokens),
+            extend_batch(self.runner, PROMPTS, PREFIXES, self.prompts),
+        ]
+
+    def kv(self, row: int) -> list[torch.Tensor]:
+        slots = slots_of(self.pages[row])[: self.ends[row]]
+        return [part for layer in self.layers for part in self.pool.read_slots(layer, slots)]
+
+    def reset(self) -> None:
+        for part, before in zip(self.pool.all_parts, self.before, strict=True):
+            part.copy_(before)
+        for row, pages in enumerate(self.pages):
+            self.lay(row, pages)
+
+    def cut(self, b_attn: int, accumulate: bool) -> None:
+        sizes = PhasePlan(b_attn=b_attn, b_moe=64)
+        plan = replace(self.runner.plan, prefill=sizes, decode=sizes, mix_prefill=64, accumulate=accumulate)
+        self.runner.layer_runner.plan = plan
+
+    def same_kv(self) -> bool:
+        return all(
+            torch.equal(found, expected)
+            for row, parts in enumerate(self.expected_kv)
+            for found, expected in zip(self.kv(row), parts, strict=True)
+        )
+
+
+class Stored:
+    """What a scene's KV goes through on its way from and to a store, as far as its parts have stagings."""
+
+    def __init__(self, scene: Scene, store: HostKVStore, b_attn: int) -> None:
+        self._scene, self._store, self._b_attn = scene, store, b_attn
+        self._engines = NativeCopyEngines(store, num_workers=1)
+        self._engine = self._engines.over(scene.pool)
+        self._sink = PrefillStaging(store, scene.pool, self._engines, first_page=FIRST_STAGED)
+        self._source = DecodeStaging(scene.pool, self._engines, first_page=FIRST_STAGED)
+        self._slots: dict[int, torch.Tensor] = {}
+
+    def _to_store(self, row: int, tokens: int) -> torch.Tensor:
+        """Slots for all pages of a row; those of its first tokens are READY."""
+        pages, there = self._scene.pages[row], pages_for(tokens)
+        slots = self._slots[row] = self._store.prepare_store(len(pages))
+        self._engine.store_pages(self._scene.layers, pages[:there], slots[:there]).wait()
+        self._store.complete_store(slots[:there])
+        return slots
+
+    def begin_sink(self) -> None:
+        restored = self._to_store(PROMPTS[0], PREFIXES[0])[: pages_for(PREFIXES[0])]
+        self._store.free(self._slots[PROMPTS[0]][len(restored) :])
+        counts = [pages_for(length) for length in NEWS]
+        new = self._store.prepare_store(sum(counts))
+        self._slots[PROMPTS[0]] = torch.cat((restored, new[: counts[0]]))
+        self._slots[PROMPTS[1]] = new[counts[0] :]
+        self._scene.lay(PROMPTS[0], list(range(FIRST_STAGED, FIRST_STAGED + 1 + counts[0])))
+        self._scene.lay(PROMPTS[1], [FIRST_STAGED + 1 + counts[0]])
+        self._sink.begin(NEWS, new, restored=restored)
+        self._scene.runner.layer_runner.prefill_sink = self._sink
+
+    def begin_source(self) -> None:
+        stored = [self._to_store(row, LENGTHS[row]).tolist() for row in DECODE]
+        rows = [
+            StreamedRow(slots=tuple(slots[: LENGTHS[row] // PAGE]), own_pages=1) for row, slots in enumerate(stored)
+        ]
+        parts = lay_out(rows, half_pages=self._source.half_pages, most_rows=self._b_attn)
+        copies = []
+        for part in parts:
+            span = range(part.start, part.end)
+            pages = dict(zip(span, part.pages, strict=True))
+            load = [
+                pair for row in span for pair in [*zip(stored[row], pages[row], strict=True)][: pages_for(LENGTHS[row])]
+            ]
+            for row in span:
+                self._scene.lay(row, [FIRST_STAGED + page for page in pages[row]])
+            copies.append(
+                PartCopies(
+                    span=(part.start, part.end),
+                    part=part,
+                    load_slots=torch.tensor([slot for slot, _ in load]),
+                    load_pages=torch.tensor([page for _, page in load]),
+                    store_pages=torch.tensor([pages[row][-1] for row in span]),
+                    store_slots=torch.tensor([stored[row][-1] for row in span]),
+                )
+            )
+        self._source.begin(copies)
+        self._scene.runner.layer_runner.decode_source = self._source
+
+    def end(self) -> None:
+        """All that has a place in the store comes back to the pool's own pages."""
+        runner = self._scene.runner.layer_runner
+        if runner.prefill_sink is not None:
+            self._sink.end()
+        if runner.decode_source is not None:
+            self._source.end()
+            self._store.complete_store([self._slots[2][-1]])
+        runner.prefill_sink = runner.decode_source = None
+        for row, slots in self._slots.items():
+            self._engine.load_pages(self._scene.layers, slots, self._scene.pages[row]).wait()
+        for used in (self._sink, self._source, self._engine, self._engines):
+            used.close()
+
+
+def compare(scene: Scene, *, sink: bool, source: bool, b_attn: int, accumulate: bool = True) -> dict[str, Any]:
+    """One pass over both batches."""
+    scene.reset()
+    scene.cut(b_attn, accumulate)
+    with HostKVStore.create(StoreGeometry.of_pool(scene.pool), num_bytes=8 << 20) as store:
+        stored = Stored(scene, store, b_attn)
+        if sink:
+            stored.begin_sink()
+        if source:
+            stored.begin_source()
+        counts = scene.runner.counters.counts
+        calls = counts["expert_calls"]
+        found = scene.runner.forward_parts(scene.batches())
+        calls = counts["expert_calls"] - calls
+        stored.end()
+    return {
+        "sink": sink,
+        "source": source,
+        "b_attn": b_attn,
+        "accumulate": accumulate,
+        "same_decode": torch.equal(found[0], scene.expected[0]),
+        "same_prompts": torch.equal(found[1], scene.expected[1]),
+        "same_kv": scene.same_kv(),
+        "expert_calls": calls,
+    }
+
+
+@torch.no_grad()
+def run(directory: Path, model: str, dtype: str) -> None:
+    """Compare all forms of a pass over a model."""
+    scene = Scene(load(model, dtype, directory))
+    for sink, source, b_attn in itertools.product([False, True], [False, True], [3, 64]):
+        found = compare(scene, sink=sink, source=source, b_attn=b_attn)
+        sys.stdout.write(json.dumps({"model": Path(model).name, "dtype": dtype, **found}) + "\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    directory, *models = sys.argv[1:]
+    fork = multiprocessing.get_context("fork")
+    for number, (model, dtype) in enumerate(itertools.product(models, ["float32", "bfloat16"])):
+        own = Path(directory, str(number))
+        own.mkdir()
+        child = fork.Process(target=run, args=(own, model, dtype))
+        child.start()
+        child.join()
+        assert child.exitcode == 0, f"{model} in {dtype} ended with {child.exitcode}"
+
+
+if __name__ == "__main__":
+    main()
