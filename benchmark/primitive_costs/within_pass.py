@@ -13,19 +13,22 @@ _REPEATS = 20
 
 def measure(*, batch: int, b_attn: int, hidden: int, layers: int, device: str, rounds: int) -> list[Cost]:
     """What accumulation adds to each layer of a pass over `batch` rows of `hidden` channels in bfloat16."""
-    buffer = AccumulationBuffer(batch, hidden, torch.bfloat16, torch.device(device))
+    buffer = AccumulationBuffer(batch)
     yielded = torch.ones(batch, hidden, dtype=torch.bfloat16, device=device)
     spans = row_spans(batch, b_attn)
 
     def write() -> None:
         for start, end in spans:
-            buffer.write((start, end), yielded[start:end], yielded[start:end])
+            buffer.put((start, end), yielded[start:end], yielded[start:end])
+
+    def combine() -> None:
+        buffer.take(batch)
 
     def write_and_combine() -> None:
         write()
-        buffer.combined()
+        combine()
 
-    mib = (buffer.hidden.nbytes + buffer.residual.nbytes) / 2**20
+    mib = 2 * yielded.nbytes / 2**20
     costs = [
         Cost(
             category="yield, within a pass",
@@ -35,7 +38,7 @@ def measure(*, batch: int, b_attn: int, hidden: int, layers: int, device: str, r
             per_step=float(layers),
         )
     ]
-    combined = sample(buffer.combined, rounds=rounds, device=device, prepare=write)
+    combined = sample(combine, rounds=rounds, device=device, prepare=write)
     return [
         *costs,
         Cost(

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from sgl_batch.config import from_mapping
+from sgl_batch.config import BatchConfig
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.engine import make_server_args
-from sgl_batch.managers.run_context import RunContext
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
-from sgl_batch.sglang_adapter.forward import ForwardBatch
+from sgl_batch.model_executor.run_context import RunContext
+from sgl_batch.sglang_adapter.forward import ForwardBatch, ForwardContext, forward_context
 
 PAGE, PAGES = 16, 512
 
@@ -28,18 +29,27 @@ def load(model: str, dtype: str, directory: Path) -> Any:
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.server_args import set_global_server_args_for_scheduler
 
-    config, counters = from_mapping({}), Counters()
+    config, counters = BatchConfig(), Counters()
     wanted = {"model_path": model, "dtype": dtype, "device": "cpu", "page_size": PAGE, "log_level": "error"}
     server_args = make_server_args({**wanted, "max_total_tokens": PAGES * PAGE, "skip_tokenizer_init": True}, config)
     set_global_server_args_for_scheduler(server_args)
     operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
     operators.register()
-    context = RunContext(config=config, counters=counters, cpu_operators=operators, rendezvous=Rendezvous(directory))
+    context = RunContext(
+        in_force=PlanInForce(config), counters=counters, cpu_operators=operators, rendezvous=Rendezvous(directory)
+    )
     place = ParallelState.trivial(gpu_id=0)
     worker = BatchTpWorker(context=context, server_args=server_args, gpu_id=0, ps=place, nccl_port=0)
     worker.alloc_memory_pool()
     worker.init_attention_backends()
     return worker.model_runner
+
+
+def forward_parts(runner: Any, batches: Sequence[Any]) -> list[Any]:
+    """One pass over these batches; what each is answered."""
+    with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
+        answers: list[Any] = runner.layer_runner.forward_parts(batches)
+        return answers
 
 
 def slots_of(pages: Sequence[int]) -> torch.Tensor:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import random
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from loaded_models import PAGE, PAGES, decode_batch, extend_batch, load, slots_of
+from loaded_models import PAGE, PAGES, decode_batch, extend_batch, forward_parts, load, slots_of
 
 from sgl_batch.core.decode_streaming import StreamedRow, lay_out
-from sgl_batch.core.plan import PhasePlan
+from sgl_batch.core.units import PassShape, Unit, admissible, static_order
 from sgl_batch.mem_cache.decode_staging import DecodeStaging, PartCopies
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
 from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngines
@@ -54,10 +55,10 @@ class Scene:
         for row, pages in enumerate(self.pages):
             self.lay(row, pages)
         rows, lengths = [*DECODE, PROMPTS[0]], [*LENGTHS, PREFIXES[0]]
-        runner.forward_parts([extend_batch(runner, rows, [0] * len(rows), [self.draw(n) for n in lengths])])
+        forward_parts(runner, [extend_batch(runner, rows, [0] * len(rows), [self.draw(n) for n in lengths])])
         self.before = [part.clone() for part in self.pool.all_parts]
         self.tokens, self.prompts = self.draw(len(LENGTHS)), [self.draw(n) for n in NEWS]
-        (decoded,), (prefilled,) = (runner.forward_parts([batch]) for batch in self.batches())
+        (decoded,), (prefilled,) = (forward_parts(runner, [batch]) for batch in self.batches())
         self.expected = decoded, prefilled
         self.expected_kv = [self.kv(row) for row in range(len(self.pages))]
 
@@ -85,9 +86,9 @@ class Scene:
             self.lay(row, pages)
 
     def cut(self, b_attn: int, accumulate: bool) -> None:
-        sizes = PhasePlan(b_attn=b_attn, b_moe=64)
-        plan = replace(self.runner.plan, prefill=sizes, decode=sizes, mix_prefill=64, accumulate=accumulate)
-        self.runner.layer_runner.plan = plan
+        sizes = {"b_attn_prefill": b_attn, "b_attn_decode": b_attn, "b_moe_decode": 64, "b_moe_prefill": 64}
+        in_force = self.runner.context.in_force
+        in_force.change(in_force.want({**sizes, "mix_prefill": 64 if accumulate else 0, "accumulate": accumulate}))
 
     def same_kv(self) -> bool:
         return all(
@@ -171,19 +172,31 @@ class Stored:
             used.close()
 
 
-def compare(scene: Scene, *, sink: bool, source: bool, b_attn: int, accumulate: bool = True) -> dict[str, Any]:
+def in_any_order(shape: PassShape) -> Iterator[Unit]:
+    """Admissible units, drawn one after the other."""
+    draw, done = random.Random(7), set[Unit]()
+    while units := admissible(shape, done):
+        unit = draw.choice(units)
+        done.add(unit)
+        yield unit
+
+
+def compare(
+    scene: Scene, *, sink: bool, source: bool, b_attn: int, accumulate: bool = True, any_order: bool = False
+) -> dict[str, Any]:
     """One pass over both batches."""
     scene.reset()
     scene.cut(b_attn, accumulate)
+    scene.runner.layer_runner.order = in_any_order if any_order else static_order
     with HostKVStore.create(StoreGeometry.of_pool(scene.pool), num_bytes=8 << 20) as store:
         stored = Stored(scene, store, b_attn)
         if sink:
             stored.begin_sink()
         if source:
             stored.begin_source()
-        counts = scene.runner.counters.counts
+        counts = scene.runner.layer_runner.counters.counts
         calls = counts["expert_calls"]
-        found = scene.runner.forward_parts(scene.batches())
+        found = forward_parts(scene.runner, scene.batches())
         calls = counts["expert_calls"] - calls
         stored.end()
     return {
@@ -191,6 +204,7 @@ def compare(scene: Scene, *, sink: bool, source: bool, b_attn: int, accumulate: 
         "source": source,
         "b_attn": b_attn,
         "accumulate": accumulate,
+        "any_order": any_order,
         "same_decode": torch.equal(found[0], scene.expected[0]),
         "same_prompts": torch.equal(found[1], scene.expected[1]),
         "same_kv": scene.same_kv(),
@@ -202,8 +216,16 @@ def compare(scene: Scene, *, sink: bool, source: bool, b_attn: int, accumulate: 
 def run(directory: Path, model: str, dtype: str) -> None:
     """Compare all forms of a pass over a model."""
     scene = Scene(load(model, dtype, directory))
-    for sink, source, b_attn in itertools.product([False, True], [False, True], [3, 64]):
-        found = compare(scene, sink=sink, source=source, b_attn=b_attn)
+    staged = [
+        {"sink": sink, "source": source, "b_attn": b_attn}
+        for sink, source, b_attn in itertools.product([False, True], [False, True], [3, 64])
+    ]
+    free = [
+        {"sink": False, "source": False, "b_attn": 3, "accumulate": accumulate, "any_order": True}
+        for accumulate in (True, False)
+    ]
+    for form in (*staged, *free):
+        found = compare(scene, **form)
         sys.stdout.write(json.dumps({"model": Path(model).name, "dtype": dtype, **found}) + "\n")
         sys.stdout.flush()
 

@@ -18,6 +18,8 @@ from .conftest import FAMILIES
 
 pytestmark = pytest.mark.engine
 
+# Of 5 decode rows and 26 prompt tokens, 3 at a time.
+SUB_BATCHES = 2 + 9
 EXPERT_LAYERS = {"tiny-qwen3-moe": 4, "tiny-mixtral": 4, "tiny-deepseek-v3": 3}
 
 
@@ -29,12 +31,15 @@ def test_all_is_as_in_two_passes_to_the_bit(model_path: Callable[[str], str], tm
         check=True,
     )
     passes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
-    forms = [(one["model"], one["dtype"], one["sink"], one["source"], one["b_attn"]) for one in passes]
-    assert forms == list(itertools.product(FAMILIES, ("float32", "bfloat16"), (False, True), (False, True), (3, 64))), (
-        "each model, in both number types, with and without stagings and sub-batches"
-    )
+    staged = [(*one, True, False) for one in itertools.product((False, True), (False, True), (3, 64))]
+    free = [(False, False, 3, accumulate, True) for accumulate in (True, False)]
+    names = ("model", "dtype", "sink", "source", "b_attn", "accumulate", "any_order")
+    assert [tuple(one[name] for name in names) for one in passes] == [
+        (*model, *form) for model in itertools.product(FAMILIES, ("float32", "bfloat16")) for form in (*staged, *free)
+    ], "each model, in both number types: with and without stagings and sub-batches, and units in any order"
     for one in passes:
         assert one["same_decode"], one
         assert one["same_prompts"], one
         assert one["same_kv"], one
-        assert one["expert_calls"] == EXPERT_LAYERS[one["model"]], "one call a layer for the rows of both"
+        calls = 1 if one["accumulate"] else SUB_BATCHES
+        assert one["expert_calls"] == calls * EXPERT_LAYERS[one["model"]], "for the rows of both parts"

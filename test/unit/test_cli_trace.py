@@ -44,22 +44,39 @@ def test_without_an_id_every_sequence_is_listed_with_its_path(
 def test_decisions_are_passed_over_and_replayed_when_asked_for(
     trace_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = {"running": 3, "steps": 1, "slots": 9, "free_slots": 5, "filling": False, "changed": False}
+    state = {
+        "running": 3,
+        "steps": 1,
+        "slots": 9,
+        "free_slots": 5,
+        "filling": False,
+        "changed": False,
+        "queued_tokens": 0,
+        "begun": None,
+    }
     nothing = {"rows": [], "count": 0}
     plan = {"prefill": {"b_attn": 8, "b_moe": 8}, "decode": {"b_attn": 8, "b_moe": 8}, "page_size": 16}
-    more = {"boundary_tokens": 16, "refill_watermark": 0.5, "ready_target": 8, "accumulate": True}
+    more = {"boundary_tokens": 16, "refill_watermark": 0.5, "ready_target": 8}
     record = {
         "t": 1.0,
         "engine": 1.0,
         "rank": 0,
-        "version": 1,
+        "version": 2,
         "decision": "next",
         "policy": "device",
         "others_run": False,
         "plan": {**plan, **more},
-        "state": {**state, "returning": 0, "forked": 0, "queued": nothing, "ready": nothing},
+        "state": {
+            **state,
+            "queued_tokens": 0,
+            "begun": None,
+            "returning": 0,
+            "forked": 0,
+            "queued": nothing,
+            "ready": nothing,
+        },
         "kv": {"arrived": False},
-        "actions": [{"action": "Step"}],
+        "actions": [{"action": "Step", "prefill": [], "decode": None, "on_device": None}],
     }
     with trace_file.open("a") as file:
         file.write(json.dumps(record) + "\n")

@@ -7,14 +7,24 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.units import FUSED, SPLIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """Group limits of one phase: tokens in prefill, sequences in decode (BatchGen 5.1)."""
+    """Group limits of one phase: tokens in prefill, sequences in decode (BatchGen 5.1).
+
+    `yield_option`: where sequences yield inside a layer (core/units).
+    """
 
     b_attn: int
     b_moe: int
+    yield_option: str = SPLIT
+
+    @property
+    def expert_rows(self) -> int:
+        """The most rows of one expert call: the group's limit, or a sub-batch's where it yields after its experts."""
+        return self.b_moe if self.yield_option == SPLIT else self.b_attn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +40,11 @@ class Plan:
     boundary_tokens: int
     refill_watermark: float
     ready_target: int
-    accumulate: bool
     share_prefixes: bool = True
     mix_prefill: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def expert_rows(self, phase: PhasePlan) -> int:
-        """The most rows of one expert call in `phase`: the group's limit, or a sub-batch's without accumulation."""
-        return phase.b_moe if self.accumulate else phase.b_attn
 
     @property
     def mixed(self) -> PhasePlan:
@@ -51,15 +56,21 @@ def make_plan(config: BatchConfig, *, page_size: int, max_running: int) -> Plan:
     """Fit the configured choices to what the engine can hold (`max_running` sequences)."""
     forward, schedule = config.forward, config.schedule
     b_moe_decode = min(forward.b_moe_decode, max_running)
+    yield_option = SPLIT if forward.accumulate else FUSED
     ahead = math.ceil(schedule.ready_ahead * b_moe_decode)
     return Plan(
-        prefill=PhasePlan(b_attn=min(forward.b_attn_prefill, forward.b_moe_prefill), b_moe=forward.b_moe_prefill),
-        decode=PhasePlan(b_attn=min(forward.b_attn_decode, b_moe_decode), b_moe=b_moe_decode),
+        prefill=PhasePlan(
+            b_attn=min(forward.b_attn_prefill, forward.b_moe_prefill),
+            b_moe=forward.b_moe_prefill,
+            yield_option=yield_option,
+        ),
+        decode=PhasePlan(
+            b_attn=min(forward.b_attn_decode, b_moe_decode), b_moe=b_moe_decode, yield_option=yield_option
+        ),
         page_size=page_size,
         boundary_tokens=schedule.boundary_tokens,
         refill_watermark=schedule.refill_watermark,
         ready_target=min(b_moe_decode + ahead, max_running),
-        accumulate=forward.accumulate,
         share_prefixes=schedule.share_prefixes,
         mix_prefill=schedule.mix_prefill,
     )
@@ -71,9 +82,9 @@ def row_spans(num_rows: int, limit: int) -> list[tuple[int, int]]:
     return [(start, min(start + limit, num_rows)) for start in range(0, num_rows, limit)]
 
 
-def num_expert_calls(num_rows: int, phase: PhasePlan, plan: Plan) -> int:
+def num_expert_calls(num_rows: int, phase: PhasePlan) -> int:
     """How many expert calls a layer takes for the rows of one rank; at least one."""
-    return max(1, len(row_spans(num_rows, plan.expert_rows(phase))))
+    return max(1, len(row_spans(num_rows, phase.expert_rows)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,13 +77,13 @@ def _next_step(headers: Seq[RankHeader], plan: Plan) -> Step:
     forked = max(header.forked for header in headers)
     if forked:
         rows = min(forked, plan.prefill.b_moe)
-        return Step(kind=StepKind.FORKS, expert_calls=num_expert_calls(rows, plan.prefill, plan))
+        return Step(kind=StepKind.FORKS, expert_calls=num_expert_calls(rows, plan.prefill))
     running = max(header.running for header in headers)
     waiting = any(header.waiting for header in headers)
     if any(header.due for header in headers) or (waiting and not running):
         return Step(kind=StepKind.BOUNDARY)
     if running:
-        return Step(kind=StepKind.DECODE, expert_calls=num_expert_calls(running, plan.decode, plan))
+        return Step(kind=StepKind.DECODE, expert_calls=num_expert_calls(running, plan.decode))
     return Step(kind=StepKind.IDLE)
 
 
@@ -174,7 +174,7 @@ def decide_group(ranks: Seq[RankState], plan: Plan, migration: Migration) -> Gro
     rows = max(_decode_rows(rank, action) for rank, action in zip(decoding, actions, strict=True))
     # A move may fail, and its source then has more rows than is planned here, up to a whole group.
     most = max(rows, plan.decode.b_moe, *(rank.state.running for rank in ranks)) if moves else rows
-    calls = num_expert_calls(most, plan.decode, plan)
+    calls = num_expert_calls(most, plan.decode)
     migrates = _migrates(ranks, moves)
     lists: tuple[Actions, ...] = tuple((*migrates, action) for action in actions)
     return GroupDecision(actions=lists, busy=rows > 0, prefill=False, expert_calls=calls)
@@ -213,7 +213,7 @@ def _prefill_phase(ranks: Seq[RankState], actions: list[BoundaryAction], plan: P
         rest = rank.state.rest
         parts.append(Prefill(units=units, rest=rest) if units or rest else Idle())
     rows = max(_prefill_rows(part) for part in parts)
-    calls = num_expert_calls(rows, plan.prefill, plan)
+    calls = num_expert_calls(rows, plan.prefill)
     return GroupDecision(actions=tuple((part,) for part in parts), busy=True, prefill=True, expert_calls=calls)
 
 

@@ -1,6 +1,8 @@
-"""Owns the rows of one group between its attention sub-batches and its combined expert call."""
+"""Owns the rows of one group between its attention sub-batches and its expert calls."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 
@@ -11,36 +13,79 @@ def bring(rows: torch.Tensor, place: torch.Tensor) -> None:
         place.copy_(rows)
 
 
-class AccumulationBuffer:
-    """Hidden states and residuals [rows, hidden] of a group, filled span by span (BatchGen Algorithm 1, line 7).
+class Buffer(Protocol):
+    """What sub-batches yield in a layer, until the experts take it. Rows are counted from the group's first.
 
-    One buffer serves all layers of a forward pass. A layer's attention sub-batches write disjoint spans; the
-    group may be combined only when every row has been written, which `combined` checks.
+    One buffer serves all layers of a forward pass: when every row was taken, it is empty for the next one.
     """
 
-    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.hidden = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
-        self.residual = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
-        self._written = 0
+    def put(self, span: tuple[int, int], hidden: torch.Tensor, residual: torch.Tensor) -> None:
+        """Checkpoint what a sub-batch yields, of rows [start, end): hidden states and residuals [rows, hidden].
+
+        Spans of a layer do not meet, and come in any order.
+        """
+
+    def ready(self) -> int:
+        """How many rows can be combined now."""
+
+    def take(self, limit: int) -> tuple[tuple[int, int], torch.Tensor, torch.Tensor]:
+        """Combine up to `limit` rows that lie together, the first that are ready: their span and what was put there.
+
+        They are the taker's until the next layer's rows are put in their place.
+        """
+
+
+class AccumulationBuffer:
+    """A `Buffer` that has rows ready when all of the group are there (BatchGen Algorithm 1, lines 7 and 8).
+
+    A sub-batch that is the whole group is handed on as it is, without a copy, unless the memory is given.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows, self._written, self._taken = num_rows, 0, 0
+        self._spans: list[tuple[int, int]] = []
+        self._hidden: torch.Tensor | None = None
+        self._residual: torch.Tensor | None = None
+        self._is_given = False
 
     @classmethod
     def over(cls, hidden: torch.Tensor, residual: torch.Tensor) -> AccumulationBuffer:
         """One whose memory is given: what a sub-batch has already written there stays where it is."""
-        buffer = cls(0, hidden.shape[-1], hidden.dtype, hidden.device)
-        buffer.hidden, buffer.residual = hidden, residual
+        buffer = cls(len(hidden))
+        buffer._hidden, buffer._residual, buffer._is_given = hidden, residual, True
         return buffer
 
-    def write(self, span: tuple[int, int], hidden: torch.Tensor, residual: torch.Tensor) -> None:
-        """Checkpoint what a sub-batch yields, at rows [start, end)."""
+    def put(self, span: tuple[int, int], hidden: torch.Tensor, residual: torch.Tensor) -> None:
         start, end = span
-        assert start == self._written, f"span starts at row {start}, but {self._written} rows are written"
+        if end - start == self._num_rows and not self._is_given:
+            assert not self._written, f"span {span} is all rows, and {self._written} are written"
+            self._hidden, self._residual, self._written = hidden, residual, end
+            return
+        assert self._taken == 0, f"{self._num_rows - self._taken} rows of the layer before are not taken"
+        assert all(end <= first or last <= start for first, last in self._spans), f"span {span} is written already"
+        assert 0 <= start < end <= self._num_rows, f"span {span} is not of {self._num_rows} rows"
+        if self._hidden is None or self._residual is None:
+            shape = (self._num_rows, hidden.shape[-1])
+            self._hidden, self._residual = hidden.new_empty(shape), residual.new_empty(shape)
         # In this order: a residual that begins with the hidden states may lie in their place.
-        bring(residual, self.residual[start:end])
-        bring(hidden, self.hidden[start:end])
-        self._written = end
+        bring(residual, self._residual[start:end])
+        bring(hidden, self._hidden[start:end])
+        self._spans.append(span)
+        self._written += end - start
 
-    def combined(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows of the group, and start anew for the next layer."""
-        assert self._written == len(self.hidden), f"{self._written} of {len(self.hidden)} rows are written"
-        self._written = 0
-        return self.hidden, self.residual
+    def ready(self) -> int:
+        return self._num_rows - self._taken if self._written == self._num_rows else 0
+
+    def take(self, limit: int) -> tuple[tuple[int, int], torch.Tensor, torch.Tensor]:
+        assert self._written == self._num_rows, f"{self._written} of {self._num_rows} rows are written"
+        hidden, residual = self._hidden, self._residual
+        assert hidden is not None, "rows are written"
+        assert residual is not None, "rows are written"
+        start, end = self._taken, min(self._taken + limit, self._num_rows)
+        self._taken = end
+        if end == self._num_rows:
+            self._written = self._taken = 0
+            self._spans.clear()
+        if start == 0 and end == self._num_rows:
+            return (start, end), hidden, residual
+        return (start, end), hidden[start:end], residual[start:end]

@@ -6,12 +6,13 @@ A family is an adapter of tens of lines, registered under its SGLang model class
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sgl_batch.core.units import YIELD_OPTIONS
 from sgl_batch.sglang_adapter.layers import forget_attention_inputs, number_scratch
 
 
@@ -43,12 +44,14 @@ class Family(ABC):
     """The halves of a decoder layer. Hidden states and residuals are [rows, hidden]."""
 
     architectures: tuple[str, ...]
+    yield_options: tuple[str, ...] = YIELD_OPTIONS
+    """Where sequences may yield inside a layer (core/units)."""
 
     def embed(self, model: Any, input_ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = model.model.embed_tokens(input_ids)
         return hidden
 
-    def layers(self, model: Any) -> Iterable[Any]:
+    def layers(self, model: Any) -> Sequence[Any]:
         """The layers that this process holds, in order."""
         body = model.model
         return [body.layers[i] for i in range(body.start_layer, body.end_layer)]

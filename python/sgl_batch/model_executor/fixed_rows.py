@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer
 from sgl_batch.sglang_adapter.forward import decode_batch_over
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
@@ -38,8 +37,8 @@ class FixedRows:
     def num_bytes(self) -> int:
         return sum(rows.nbytes for rows in (self.hidden, self.residual, *self._of_batch.values()))
 
-    def load(self, hidden: torch.Tensor, forward_batch: ForwardBatch, padded: int) -> AccumulationBuffer:
-        """Take over a group's rows, and make those up to `padded` ones that harm nobody; the group's buffer here."""
+    def load(self, hidden: torch.Tensor, forward_batch: ForwardBatch, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take over a group's rows, and make those up to `padded` harmless; where the group's rows are here."""
         num_rows = len(hidden)
         self.hidden[:num_rows] = hidden
         for name, padding in _PADDING.items():
@@ -47,7 +46,7 @@ class FixedRows:
             own[:num_rows] = getattr(forward_batch, name)
             own[num_rows:padded].fill_(padding)
         self.clear(num_rows, padded)
-        return AccumulationBuffer.over(self.hidden[:num_rows], self.residual[:num_rows])
+        return self.hidden[:num_rows], self.residual[:num_rows]
 
     def clear(self, start: int, end: int) -> None:
         """Make hidden states 0, which every layer's experts can be given, any number of times."""

@@ -141,7 +141,7 @@ class GraphedHalves:
 class GraphedPass:
     """One pass over a decode group, of which some halves (`shapes`) run as graphs.
 
-    Each takes rows from wherever they are; the group's buffer, which it leaves them in, is the memory of the graphs.
+    Each takes rows from wherever they are; the pass's buffers, which it leaves them in, are the memory of the graphs.
     """
 
     def __init__(
@@ -156,9 +156,9 @@ class GraphedPass:
         self._shapes = {(shape.half, shape.start): shape for shape in shapes}
         self._padded = padded
 
-    def load(self, hidden: torch.Tensor) -> AccumulationBuffer:
-        """Lay the pass's rows and plans down; the buffer of the group."""
-        halves = self._halves
+    def load(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lay the pass's rows and plans down; where its hidden states and residuals are."""
+        halves, self._num_rows = self._halves, len(hidden)
         self._rows = halves.lay_out(hidden, self._batch)
         plans = [(sub.attention_plan, int(sub.forward_batch.seq_lens_cpu.sum())) for sub in self._sub_batches]
         if halves.plans is None or not halves.plans.load(plans, self._padded):
@@ -173,15 +173,15 @@ class GraphedPass:
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The attention half of a layer for rows `span` of the group's; None where it is to be run eagerly."""
+        """The attention half of a layer for `span`, whose rows are given; None where it is to be run eagerly."""
         (start, end), rows = span, self._rows
         shape = self._shapes.get(("attention", start))
-        bring(hidden[start:end], rows.hidden[start:end])
+        bring(hidden, rows.hidden[start:end])
         if residual is not None:
-            bring(residual[start:end], rows.residual[start:end])
+            bring(residual, rows.residual[start:end])
         if shape is not None and self._halves.run(shape, index, self._attention_work(shape, layer, residual is None)):
             return rows.hidden[start:end], rows.residual[start:end]
-        if end == len(hidden):
+        if end == self._num_rows:
             rows.clear(end, self._padded)
         self._halves.counters.add("eager_halves")
         return None
@@ -196,17 +196,17 @@ class GraphedPass:
             halves.attn_backend.forward_metadata = plans.plan(shape.start, shape.rows)
             residual = None if is_first else rows.residual[part]
             hidden, residual = halves.family.attention_half(layer, own.positions, rows.hidden[part], residual, own)
-            AccumulationBuffer.over(rows.hidden[part], rows.residual[part]).write((0, shape.rows), hidden, residual)
+            AccumulationBuffer.over(rows.hidden[part], rows.residual[part]).put((0, shape.rows), hidden, residual)
 
         return work
 
     def experts(
         self, index: int, layer: torch.nn.Module, span: tuple[int, int], hidden: torch.Tensor
     ) -> torch.Tensor | None:
-        """The expert half of a layer for rows `span` of the group's; None where it is to be run eagerly."""
+        """The expert half of a layer for `span`, whose rows are given; None where it is to be run eagerly."""
         (start, end), rows = span, self._rows
         shape = self._shapes.get(("experts", start))
-        bring(hidden[start:end], rows.hidden[start:end])
+        bring(hidden, rows.hidden[start:end])
         if shape is not None and self._halves.run(shape, index, self._expert_work(shape, layer)):
             return rows.hidden[start:end]
         self._halves.counters.add("eager_halves")

@@ -1,36 +1,27 @@
 """Owns the loop over layers (BatchGen Algorithm 1): attention by sub-batch, experts by group (of all ranks).
 
-It decides no sizes: those are the plan's, and the ranks' agreement on how many expert calls a layer takes. It works for
-any family with an adapter in `families`.
+It decides neither sizes nor order: those are the plan's and core/units's, and the ranks' agreement on how many expert
+calls a layer takes. It works for any family with an adapter in `families`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from sgl_batch.core.plan import PhasePlan, Plan, row_spans
 from sgl_batch.core.plan_in_force import PlanInForce
-from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer
+from sgl_batch.core.units import ATTENTION, EXPERTS, HEAD, PassShape, Unit, static_order
 from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family
 from sgl_batch.model_executor.graphed_halves import GraphedHalves, GraphedPass
+from sgl_batch.model_executor.group_pass import Group, GroupPass, Part, groups_of, shape_of
 from sgl_batch.model_executor.kv_staging import Staging
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A forward batch of a pass, the rows [start, end) of the pass that are its own, and how they are cut."""
-
-    batch: Any
-    span: tuple[int, int]
-    sub_batches: list[SubBatch]
 
 
 class LayerRunner:
@@ -42,7 +33,8 @@ class LayerRunner:
     takes on every rank in the coming forward passes.
     `graphed`: the halves of decode groups that run as captured graphs, where there is no exchange; with a decode
     source, or prompts beside the group, all run eagerly. `prefill_sink`, `decode_source`: what takes the KV of prompts
-    away, and what brings that of decode rows, in the coming passes.
+    away, and what brings that of decode rows, in the coming passes. `order`: the units of a pass, in any order that is
+    admissible; all but the static one are for passes whose KV is in the pool's own pages, on one rank, without graphs.
     """
 
     def __init__(
@@ -62,6 +54,7 @@ class LayerRunner:
         self._in_force, self.counters, self.can_reenter = in_force, counters, can_reenter
         self.expert_part, self.exchange, self.graphed = expert_part, exchange, graphed
         self.expert_calls = 1
+        self.order: Callable[[PassShape], Iterable[Unit]] = static_order
         self.prefill_sink: Staging | None = None
         self.decode_source: Staging | None = None
 
@@ -87,7 +80,7 @@ class LayerRunner:
             parts = self._parts(batches)
             self._plan_attention(parts)
         ids = batches[0].input_ids if len(batches) == 1 else torch.cat([batch.input_ids for batch in batches])
-        hidden = self._run_layers(parts, self.family.embed(self.model, ids))
+        hidden = self._run_units(parts, self.family.embed(self.model, ids))
         logits = [self._logits(part, hidden) for part in parts]
         if len(batches) == 1 and not batches[0].forward_mode.is_decode():
             self.counters.add("prefill_us", round(1e6 * (time.perf_counter() - begun)))
@@ -145,36 +138,37 @@ class LayerRunner:
             if staging is not None:
                 staging.lead_back()
 
-    def _run_layers(self, parts: Sequence[Part], hidden: torch.Tensor) -> torch.Tensor:
-        residual: torch.Tensor | None = None
-        batch, sub_batches = parts[0].batch, [sub for part in parts for sub in part.sub_batches]
-        limits = self._limits(parts)
-        graphed = self._graphed_pass(parts, limits)
-        if graphed is None:
-            buffer = AccumulationBuffer(len(hidden), hidden.shape[-1], hidden.dtype, hidden.device)
-        else:
-            with self.counters.clock.part("attention"):
-                buffer = graphed.load(hidden)
-                hidden = buffer.hidden
-        for index, layer in enumerate(self.family.layers(self.model)):
-            for sub in sub_batches:
-                if sub.staging is not None:
-                    with self.counters.clock.part("copies"):
-                        sub.staging.rows_wanted(index, sub.number)
-                with self.counters.clock.part("attention"):
-                    yielded = self._attention(index, layer, sub, hidden, residual, graphed)
-                    if len(sub_batches) > 1 or graphed is not None:
-                        buffer.write(sub.span, *yielded)
-                if sub.staging is not None:
-                    sub.staging.rows_attended(index, sub.number, sub.end_in_part)
-            hidden, residual = yielded if len(sub_batches) == 1 and graphed is None else buffer.combined()
-            hidden = self._experts(index, layer, batch, hidden, limits, graphed)
-            hidden, residual = self.family.finish_layer(layer, hidden, residual, batch)
-        assert residual is not None, "a model has at least one layer"
+    def _run_units(self, parts: Sequence[Part], hidden: torch.Tensor) -> torch.Tensor:
+        """Run the units of a pass over these rows, one after the other; the rows that its head leaves."""
+        state = self._begin(parts, hidden)
+        for unit in self.order(state.shape):
+            if unit.kind == HEAD:
+                break
+            if unit.kind != EXPERTS:
+                self._attend(state, unit.layer, unit.number)
+            if unit.kind != ATTENTION:
+                self._combine(state, unit.layer, unit.number)
+        return self._head(state)
+
+    def _begin(self, parts: Sequence[Part], hidden: torch.Tensor) -> GroupPass:
+        limits, layers = self._limits(parts), self.family.layers(self.model)
+        assert limits.yield_option in self.family.yield_options, f"{limits.yield_option} is not offered by the family"
+        graphed, memory = self._graphed_pass(parts, limits), None
         if graphed is not None:
-            # The norm may answer in the memory that it is given, which the next pass overwrites.
-            hidden = hidden.clone()
-        return self.family.final_norm(self.model, hidden, residual)
+            with self.counters.clock.part("attention"):
+                hidden, memory = graphed.load(hidden)
+        state = GroupPass(
+            shape=shape_of(parts, len(layers), limits.yield_option),
+            layers=layers,
+            sub_batches=[sub for part in parts for sub in part.sub_batches],
+            groups=groups_of(parts, limits.yield_option, hidden, memory),
+            most_rows=limits.expert_rows,
+            graphed=graphed,
+        )
+        if self.order is not static_order:
+            fixed = graphed is not None or self.exchange is not None or any(sub.staging for sub in state.sub_batches)
+            assert not fixed, "staged KV, ranks and graphs need the static order of units"
+        return state
 
     def _limits(self, parts: Sequence[Part]) -> PhasePlan:
         """The limits of a pass of these parts."""
@@ -188,58 +182,82 @@ class LayerRunner:
         alone = len(parts) == 1 and batch.forward_mode.is_decode() and self.decode_source is None
         if self.graphed is None or not alone:
             return None
-        spans = row_spans(len(batch.input_ids), self.plan.expert_rows(limits))
+        spans = row_spans(len(batch.input_ids), limits.expert_rows)
         return self.graphed.begin(batch, sub_batches, spans, limits)
 
+    def _attend(self, state: GroupPass, index: int, number: int) -> None:
+        """One attention coroutine of a sub-batch in a layer, up to its yield point before the experts."""
+        sub, group = state.sub_batches[number], state.group_of(number)
+        if sub.staging is not None:
+            with self.counters.clock.part("copies"):
+                sub.staging.rows_wanted(index, sub.number)
+        with self.counters.clock.part("attention"):
+            start, end = sub.span[0] - group.span[0], sub.span[1] - group.span[0]
+            hidden = group.hidden[start:end]
+            residual = None if group.residual is None else group.residual[start:end]
+            group.buffer.put((start, end), *self._attention(state, index, sub, hidden, residual))
+        if sub.staging is not None:
+            sub.staging.rows_attended(index, sub.number, sub.end_in_part)
+
     def _attention(
-        self,
-        index: int,
-        layer: Any,
-        sub: SubBatch,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        graphed: GraphedPass | None,
+        self, state: GroupPass, index: int, sub: SubBatch, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One attention coroutine: re-enter the sub-batch's plan, run up to its yield point before the experts."""
+        """The attention half of a layer for a sub-batch's rows, under its own plan."""
         self.counters.add("attention_calls")
+        layer, graphed = state.layers[index], state.graphed
         yielded = None if graphed is None else graphed.attention(index, layer, sub.span, hidden, residual)
         if yielded is not None:
             return yielded
-        if graphed is not None or len(sub.forward_batch.input_ids) < len(hidden):
+        if graphed is not None or len(state.sub_batches) > 1:
             self.attn_backend.forward_metadata = sub.attention_plan
-        start, end = sub.span
-        return self.family.attention_half(
-            layer,
-            sub.forward_batch.positions,
-            hidden[start:end],
-            None if residual is None else residual[start:end],
-            sub.forward_batch,
-        )
+        return self.family.attention_half(layer, sub.forward_batch.positions, hidden, residual, sub.forward_batch)
 
-    def _experts(
-        self,
-        index: int,
-        layer: Any,
-        forward_batch: Any,
-        hidden: torch.Tensor,
-        limits: PhasePlan,
-        graphed: GraphedPass | None,
-    ) -> torch.Tensor:
-        """The expert coroutine: one call over the group, or one per `b_moe` rows where a lone prompt is longer."""
-        spans = row_spans(len(hidden), self.plan.expert_rows(limits))
+    def _combine(self, state: GroupPass, index: int, number: int) -> None:
+        """The expert coroutine of a group in a layer: one call, or several where it has more rows than one may have."""
+        group, layer = state.group_of(number), state.layers[index]
+        outputs, residuals = [], []
         with self.counters.clock.part(self.expert_part):
-            if self.exchange is not None:
-                assert len(spans) <= self.expert_calls, (
-                    f"{len(spans)} expert calls where {self.expert_calls} are agreed"
-                )
-                spans += [(len(hidden), len(hidden))] * (self.expert_calls - len(spans))
-            parts = []
-            for span in spans:
-                part = None if graphed is None else graphed.experts(index, layer, span, hidden)
-                parts.append(self._expert_call(layer, hidden[slice(*span)], forward_batch) if part is None else part)
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            while group.buffer.ready():
+                span, hidden, residual = group.buffer.take(state.most_rows)
+                outputs.append(self._expert_call(state, index, group, span, hidden))
+                residuals.append(residual)
+            self._join_exchanges(state, group, layer, len(outputs))
+        hidden, residual = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in (outputs, residuals))
+        group.hidden, group.residual = self.family.finish_layer(layer, hidden, residual, group.batch)
 
-    def _expert_call(self, layer: Any, hidden: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    def _expert_call(
+        self, state: GroupPass, index: int, group: Group, span: tuple[int, int], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        layer = state.layers[index]
+        if self.exchange is not None:
+            return self.exchange.run(self.family, layer, hidden, group.batch)
+        if state.graphed is not None:
+            rows = span[0] + group.span[0], span[1] + group.span[0]
+            computed = state.graphed.experts(index, layer, rows, hidden)
+            if computed is not None:
+                return computed
+        return self.family.expert_half(layer, hidden, group.batch)
+
+    def _join_exchanges(self, state: GroupPass, group: Group, layer: Any, calls: int) -> None:
+        """After a layer's last group, take part without rows in the calls that other ranks have more of."""
         if self.exchange is None:
-            return self.family.expert_half(layer, hidden, forward_batch)
-        return self.exchange.run(self.family, layer, hidden, forward_batch)
+            return
+        state.calls += calls
+        assert state.calls <= self.expert_calls, f"{state.calls} expert calls where {self.expert_calls} are agreed"
+        if group is state.groups[-1]:
+            for _ in range(self.expert_calls - state.calls):
+                self.exchange.run(self.family, layer, group.hidden[:0], group.batch)
+            state.calls = 0
+
+    def _head(self, state: GroupPass) -> torch.Tensor:
+        """The last norm, over all rows."""
+        hiddens, residuals = [], []
+        for group in state.groups:
+            assert group.residual is not None, "a model has at least one layer"
+            hiddens.append(group.hidden)
+            residuals.append(group.residual)
+        hidden, residual = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in (hiddens, residuals))
+        if state.graphed is not None:
+            # The norm may answer in the memory that it is given, which the next pass overwrites.
+            hidden = hidden.clone()
+        return self.family.final_norm(self.model, hidden, residual)

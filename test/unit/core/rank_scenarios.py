@@ -10,6 +10,7 @@ from sequence_builders import plan
 from virtual_sequences import Request
 
 from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.core.units import FUSED, SPLIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,8 @@ class Scenario:
 
 def _plan(rng: random.Random) -> Plan:
     b_moe, b_moe_prefill, page_size = rng.randint(1, 12), rng.randint(1, 150), rng.choice((1, 8, 16))
-    accumulate = rng.random() < 0.6
-    mixes = accumulate and page_size <= b_moe_prefill and rng.random() < 0.5
+    yield_option = SPLIT if rng.random() < 0.6 else FUSED
+    mixes = yield_option == SPLIT and page_size <= b_moe_prefill and rng.random() < 0.5
     made = plan(
         b_moe_prefill=b_moe_prefill,
         b_moe=b_moe,
@@ -44,9 +45,8 @@ def _plan(rng: random.Random) -> Plan:
     )
     return dataclasses.replace(
         made,
-        prefill=PhasePlan(b_attn=rng.randint(1, b_moe_prefill), b_moe=b_moe_prefill),
-        decode=PhasePlan(b_attn=rng.randint(1, b_moe), b_moe=b_moe),
-        accumulate=accumulate,
+        prefill=PhasePlan(b_attn=rng.randint(1, b_moe_prefill), b_moe=b_moe_prefill, yield_option=yield_option),
+        decode=PhasePlan(b_attn=rng.randint(1, b_moe), b_moe=b_moe, yield_option=yield_option),
     )
 
 

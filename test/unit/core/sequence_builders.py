@@ -53,7 +53,6 @@ def plan(
         boundary_tokens=boundary_tokens,
         refill_watermark=refill_watermark,
         ready_target=ready_target,
-        accumulate=True,
         mix_prefill=mix_prefill,
     )
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_batch.config import BatchConfig, ForwardConfig, ScheduleConfig
-from sgl_batch.core.plan import PhasePlan, Piece, cut_sequences, make_plan, row_spans
+from sgl_batch.core.plan import PhasePlan, Piece, cut_sequences, make_plan, num_expert_calls, row_spans
 
 # No deadline: a busy machine is no fault of the code.
 QUICK = settings(max_examples=200, deadline=None)
@@ -50,17 +50,25 @@ def test_a_plan_keeps_what_fits():
     )
     plan = make_plan(config, page_size=16, max_running=100)
     assert json.loads(json.dumps(plan.as_dict())) == {
-        "prefill": {"b_attn": 3, "b_moe": 7},
-        "decode": {"b_attn": 2, "b_moe": 10},
+        "prefill": {"b_attn": 3, "b_moe": 7, "yield_option": "split"},
+        "decode": {"b_attn": 2, "b_moe": 10, "yield_option": "split"},
         "page_size": 16,
         "boundary_tokens": 5,
         "refill_watermark": 0.25,
         "ready_target": 14,
-        "accumulate": True,
         "share_prefixes": False,
         "mix_prefill": 6,
     }
     assert plan.mixed == PhasePlan(b_attn=2, b_moe=16)
+
+
+def test_without_accumulation_sequences_yield_after_their_experts_in_calls_of_a_sub_batch():
+    config = BatchConfig(forward=ForwardConfig(b_attn_decode=2, b_moe_decode=10, accumulate=False))
+    plan = make_plan(config, page_size=16, max_running=100)
+    assert plan.decode == PhasePlan(b_attn=2, b_moe=10, yield_option="fused")
+    assert [num_expert_calls(rows, plan.decode) for rows in (0, 2, 3, 10)] == [1, 1, 2, 5]
+    accumulating = PhasePlan(b_attn=2, b_moe=10)
+    assert [num_expert_calls(rows, accumulating) for rows in (0, 3, 10, 11)] == [1, 1, 1, 2]
 
 
 def test_a_default_sub_batch_shrinks_to_a_smaller_group():

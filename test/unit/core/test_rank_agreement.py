@@ -25,9 +25,12 @@ from sgl_batch.core.rank_agreement import (
     rank_is_due,
 )
 from sgl_batch.core.sequence import Status
+from sgl_batch.core.units import FUSED
 
 APART = dataclasses.replace(  # an expert call for each attention sub-batch
-    PLAN, accumulate=False, prefill=PhasePlan(b_attn=50, b_moe=100), decode=PhasePlan(b_attn=4, b_moe=8)
+    PLAN,
+    prefill=PhasePlan(b_attn=50, b_moe=100, yield_option=FUSED),
+    decode=PhasePlan(b_attn=4, b_moe=8, yield_option=FUSED),
 )
 
 

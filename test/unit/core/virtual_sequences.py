@@ -50,8 +50,8 @@ class Batch:
 
     def expert_calls(self, plan: Plan) -> int:
         if not self.decode:
-            return num_expert_calls(self.rows, plan.prefill, plan)
-        most = plan.expert_rows(plan.decode) + plan.mix_prefill
+            return num_expert_calls(self.rows, plan.prefill)
+        most = plan.decode.expert_rows + plan.mix_prefill
         return max(1, -(-self.rows // most))
 
 

@@ -1,6 +1,8 @@
-"""A group is combined only when every row has been written, once, in order."""
+"""A group is combined only when every row has been put, once, in any order; and taken in calls of a limit."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 import torch
@@ -14,55 +16,86 @@ from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer
 QUICK = settings(max_examples=60, deadline=None)
 
 
-def make(num_rows: int) -> AccumulationBuffer:
-    return AccumulationBuffer(num_rows, 3, torch.float32, torch.device("cpu"))
-
-
 def rows(seed: int, num_rows: int) -> torch.Tensor:
     return torch.randn(num_rows, 3, generator=torch.Generator().manual_seed(seed))
 
 
 @QUICK
-@given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 3))
-def test_a_group_holds_what_its_sub_batches_yielded_in_every_layer(num_rows, b_attn, num_layers):
-    buffer = make(num_rows)
+@given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 60), st.integers(1, 3), st.booleans(), st.randoms())
+def test_a_group_holds_what_its_sub_batches_yielded_in_every_layer(
+    num_rows: int, b_attn: int, limit: int, num_layers: int, given_memory: bool, order: random.Random
+) -> None:
+    buffer = AccumulationBuffer(num_rows)
+    if given_memory:
+        buffer = AccumulationBuffer.over(torch.zeros(num_rows, 3), torch.zeros(num_rows, 3))
     for layer in range(num_layers):
         hidden, residual = rows(layer, num_rows), rows(layer + 100, num_rows)
-        for start, end in row_spans(num_rows, b_attn):
-            buffer.write((start, end), hidden[start:end], residual[start:end])
-        combined = buffer.combined()
-        assert torch.equal(combined[0], hidden)
-        assert torch.equal(combined[1], residual)
+        spans = row_spans(num_rows, b_attn)
+        order.shuffle(spans)
+        for start, end in spans:
+            assert buffer.ready() == 0
+            buffer.put((start, end), hidden[start:end], residual[start:end])
+        taken = []
+        while buffer.ready():
+            assert buffer.ready() == num_rows - (taken[-1][1] if taken else 0)
+            (start, end), some, residuals = buffer.take(limit)
+            assert torch.equal(some, hidden[start:end])
+            assert torch.equal(residuals, residual[start:end])
+            taken.append((start, end))
+        assert taken == row_spans(num_rows, limit)
 
 
-def test_the_residual_of_a_span_may_come_from_the_buffer_itself():
-    buffer, hidden = make(4), rows(0, 4)
-    buffer.write((0, 4), hidden, hidden)
-    _, residual = buffer.combined()
-    for start, end in ((0, 2), (2, 4)):
-        buffer.write((start, end), hidden[start:end], residual[start:end] + hidden[start:end])
-    assert torch.equal(buffer.combined()[1], 2 * hidden)
+def test_a_sub_batch_that_is_the_group_is_handed_on_without_a_copy_and_given_memory_is_kept_to() -> None:
+    hidden, residual = rows(0, 4), rows(1, 4)
+    buffer = AccumulationBuffer(4)
+    buffer.put((0, 4), hidden, residual)
+    span, taken, kept = buffer.take(4)
+    assert span == (0, 4)
+    assert taken is hidden
+    assert kept is residual
+    memory = torch.zeros(4, 3), torch.zeros(4, 3)
+    buffer = AccumulationBuffer.over(*memory)
+    buffer.put((0, 4), hidden, residual)
+    assert buffer.take(4)[1].data_ptr() == memory[0].data_ptr()
+    assert torch.equal(memory[0], hidden)
 
 
-@pytest.mark.parametrize("span", [(0, 2), (1, 3), (3, 4)])
-def test_a_span_that_does_not_follow_the_last_is_refused(span):
-    buffer = make(4)
-    buffer.write((0, 2), rows(0, 2), rows(0, 2))
-    size = span[1] - span[0]
-    with pytest.raises(AssertionError, match=f"span starts at row {span[0]}, but 2 rows are written"):
-        buffer.write(span, rows(0, size), rows(0, size))
+def test_the_residual_of_a_span_may_come_from_the_buffer_itself() -> None:
+    buffer, hidden = AccumulationBuffer.over(torch.zeros(4, 3), torch.zeros(4, 3)), rows(0, 4)
+    buffer.put((0, 4), hidden, hidden)
+    _, _, residual = buffer.take(4)
+    for start, end in ((2, 4), (0, 2)):
+        buffer.put((start, end), hidden[start:end], residual[start:end] + hidden[start:end])
+    assert torch.equal(buffer.take(4)[2], 2 * hidden)
 
 
-def test_a_group_is_not_combined_while_rows_are_missing():
-    buffer = make(4)
-    buffer.write((0, 2), rows(0, 2), rows(0, 2))
+@pytest.mark.parametrize("span", [(0, 2), (1, 3), (1, 2), (0, 4)])
+def test_a_span_that_meets_another_is_refused(span: tuple[int, int]) -> None:
+    buffer, size = AccumulationBuffer(4), span[1] - span[0]
+    buffer.put((0, 2), rows(0, 2), rows(0, 2))
+    with pytest.raises(AssertionError, match=r"2 are written|is written already"):
+        buffer.put(span, rows(0, size), rows(0, size))
+
+
+def test_a_span_of_rows_that_the_group_has_not_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"span \(3, 5\) is not of 4 rows"):
+        AccumulationBuffer(4).put((3, 5), rows(0, 2), rows(0, 2))
+
+
+def test_a_group_is_not_combined_while_rows_are_missing() -> None:
+    buffer = AccumulationBuffer(4)
+    buffer.put((0, 2), rows(0, 2), rows(0, 2))
     with pytest.raises(AssertionError, match="2 of 4 rows are written"):
-        buffer.combined()
+        buffer.take(2)
 
 
-def test_a_layer_does_not_combine_the_rows_of_the_one_before():
-    buffer = make(2)
-    buffer.write((0, 2), rows(0, 2), rows(0, 2))
-    buffer.combined()
-    with pytest.raises(AssertionError, match="0 of 2 rows are written"):
-        buffer.combined()
+def test_a_layer_is_not_begun_while_rows_of_the_one_before_are_not_taken() -> None:
+    buffer = AccumulationBuffer(4)
+    for span in ((0, 2), (2, 4)):
+        buffer.put(span, rows(0, 2), rows(0, 2))
+    buffer.take(3)
+    with pytest.raises(AssertionError, match="1 rows of the layer before are not taken"):
+        buffer.put((0, 2), rows(0, 2), rows(0, 2))
+    buffer.take(3)
+    with pytest.raises(AssertionError, match="0 of 4 rows are written"):
+        buffer.take(1)

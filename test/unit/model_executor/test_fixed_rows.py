@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from toy_model import decode_batch
 
+from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer
 from sgl_batch.model_executor.fixed_rows import FixedRows
 
 MOST, HIDDEN = 8, 3
@@ -60,13 +61,13 @@ def test_hidden_states_of_padding_are_0() -> None:
 
 def test_what_is_left_in_the_groups_place_needs_no_copy_to_its_buffer() -> None:
     rows = loaded(4, 4)
-    buffer = rows.load(hidden_of(4), decode_batch([5, 6, 7, 8]), 4)
+    buffer = AccumulationBuffer.over(*rows.load(hidden_of(4), decode_batch([5, 6, 7, 8]), 4))
     rows.hidden[:4] += 1
     rows.residual[:4] = 7.0
     for span in ((0, 3), (3, 4)):
         part = slice(*span)
-        buffer.write(span, rows.hidden[part], rows.residual[part])
-    hidden, residual = buffer.combined()
+        buffer.put(span, rows.hidden[part], rows.residual[part])
+    _, hidden, residual = buffer.take(4)
     assert hidden.data_ptr() == rows.hidden.data_ptr()
     assert torch.equal(hidden, hidden_of(4) + 1)
     assert (residual == 7.0).all()

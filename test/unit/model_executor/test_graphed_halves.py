@@ -15,6 +15,7 @@ from toy_model import HIDDEN, ToyBackend, ToyFamily, ToyModel, by_hand, decode_b
 from rerunning_graphs import RerunningGraphs
 from sgl_batch.core.graph_capture import MEETINGS
 from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.core.units import FUSED, SPLIT
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.graphed_halves import GraphedHalves
 from sgl_batch.model_executor.layer_runner import LayerRunner
@@ -100,7 +101,7 @@ class Runs:
         most_rows: int = 64,
         most_slots: int = 10**6,
     ) -> None:
-        phase = PhasePlan(b_attn=b_attn, b_moe=b_moe)
+        phase = PhasePlan(b_attn=b_attn, b_moe=b_moe, yield_option=SPLIT if accumulate else FUSED)
         plan = Plan(
             prefill=phase,
             decode=phase,
@@ -108,7 +109,6 @@ class Runs:
             boundary_tokens=8,
             refill_watermark=0.5,
             ready_target=8,
-            accumulate=accumulate,
         )
         self.model, backend_, self.counters = ToyModel(LAYERS), backend(), Counters()
         self.family, self.graphs = family(backend_), graphs or RerunningGraphs()

@@ -10,6 +10,7 @@ from sequence_builders import in_force
 from toy_model import ToyBackend, ToyFamily, ToyModel, by_hand, decode_batch, extend_batch
 
 from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.core.units import FUSED, SPLIT
 from sgl_batch.model_executor import counters as counters_module
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.layer_runner import LayerRunner
@@ -31,7 +32,8 @@ class Run:
         can_reenter: bool = True,
         num_layers: int = LAYERS,
     ) -> None:
-        phase, other = PhasePlan(b_attn=b_attn, b_moe=b_moe), PhasePlan(b_attn=1, b_moe=1)
+        option = SPLIT if accumulate else FUSED
+        phase, other = PhasePlan(b_attn=b_attn, b_moe=b_moe, yield_option=option), PhasePlan(b_attn=1, b_moe=1)
         is_decode = batch.forward_mode.is_decode()
         plan = Plan(
             prefill=other if is_decode else phase,
@@ -40,7 +42,6 @@ class Run:
             boundary_tokens=8,
             refill_watermark=0.5,
             ready_target=8,
-            accumulate=accumulate,
         )
         self.model, self.backend, self.counters = ToyModel(num_layers), ToyBackend(), Counters()
         self.family = ToyFamily(self.backend)

@@ -6,9 +6,11 @@ import itertools
 
 import pytest
 import torch
+from sequence_builders import in_force
 from toy_model import ToyBackend, ToyFamily, ToyModel, by_hand, decode_batch, extend_batch
 
 from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.core.units import SPLIT
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.layer_runner import LayerRunner
 
@@ -79,15 +81,16 @@ class PlacedFamily(ToyFamily):
 class Mixed:
     """A pass over 7 decode rows and 10 rows of two prompts."""
 
-    def __init__(self, *, b_attn: int = 100, accumulate: bool = True, mix: int = 50, can_reenter: bool = True) -> None:
+    def __init__(
+        self, *, b_attn: int = 100, yield_option: str = SPLIT, mix: int = 50, can_reenter: bool = True
+    ) -> None:
         plan = Plan(
-            prefill=PhasePlan(b_attn=b_attn, b_moe=100),
-            decode=PhasePlan(b_attn=b_attn, b_moe=10),
+            prefill=PhasePlan(b_attn=b_attn, b_moe=100, yield_option=yield_option),
+            decode=PhasePlan(b_attn=b_attn, b_moe=10, yield_option=yield_option),
             page_size=8,
             boundary_tokens=8,
             refill_watermark=0.5,
             ready_target=8,
-            accumulate=accumulate,
             mix_prefill=mix,
         )
         self.pool, self.model, self.counters = Pool(), ToyModel(LAYERS), Counters()
@@ -97,7 +100,7 @@ class Mixed:
             model=self.model,
             family=self.family,
             attn_backend=backend,
-            plan=plan,
+            in_force=in_force(plan),
             counters=self.counters,
             can_reenter=can_reenter,
             expert_part="experts",

@@ -1,0 +1,87 @@
+"""Owns what a forward pass under way consists of: its parts, and rows between their units. What a unit does, and when,
+is layer_runner's and core/units's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_batch.core.units import FUSED, PassShape
+from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer, Buffer
+from sgl_batch.model_executor.batch_split import SubBatch
+from sgl_batch.model_executor.graphed_halves import GraphedPass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A forward batch of a pass, the rows [start, end) of the pass that are its own, and how they are cut."""
+
+    batch: Any
+    span: tuple[int, int]
+    sub_batches: list[SubBatch]
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """Rows [start, end) of a pass that go to the experts together, as the last layer left them [rows, hidden].
+
+    `batch`: the forward batch that is named to the experts; of several, the first. `buffer`: what sub-batches yield.
+    """
+
+    span: tuple[int, int]
+    batch: Any
+    hidden: torch.Tensor
+    residual: torch.Tensor | None
+    buffer: Buffer
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupPass:
+    """A pass under way. `groups`: one, or one for each sub-batch; `most_rows`: of one expert call.
+
+    `calls`: expert calls of the layer so far.
+    """
+
+    shape: PassShape
+    layers: Sequence[Any]
+    sub_batches: list[SubBatch]
+    groups: list[Group]
+    most_rows: int
+    graphed: GraphedPass | None
+    calls: int = 0
+
+    def group_of(self, number: int) -> Group:
+        """The group to which a sub-batch yields."""
+        return self.groups[number if len(self.groups) > 1 else 0]
+
+
+def shape_of(parts: Sequence[Part], num_layers: int, yield_option: str) -> PassShape:
+    """What the order of a pass over these parts depends on."""
+    after: list[int | None] = []
+    for part in parts:
+        chained = not part.batch.forward_mode.is_decode()
+        for sub in part.sub_batches:
+            after.append(len(after) - 1 if chained and sub.number else None)
+    return PassShape(num_layers, tuple(after), yield_option)
+
+
+def groups_of(
+    parts: Sequence[Part], yield_option: str, hidden: torch.Tensor, residual: torch.Tensor | None = None
+) -> list[Group]:
+    """The groups of a pass whose rows begin as `hidden`. `residual`: with `hidden`, memory for what is yielded."""
+    sub_batches = [sub for part in parts for sub in part.sub_batches]
+    if yield_option == FUSED and len(sub_batches) > 1:
+        given = [(sub.span, sub.forward_batch) for sub in sub_batches]
+    else:
+        given = [((0, len(hidden)), parts[0].batch)]
+    groups = []
+    for span, batch in given:
+        own = hidden if len(given) == 1 else hidden[slice(*span)]
+        memory = None if residual is None else AccumulationBuffer.over(own, residual[slice(*span)])
+        buffer = memory or AccumulationBuffer(len(own))
+        groups.append(Group(span=span, batch=batch, hidden=own, residual=None, buffer=buffer))
+    return groups
