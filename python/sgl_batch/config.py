@@ -80,6 +80,11 @@ class ForwardConfig:
         "a scale for each output, but not routers and the output projection: half the memory, and other tokens",
         choices=CPU_WEIGHT_DTYPES,
     )
+    on_yield: str | None = _flag(
+        None,
+        "module:name of a Python function that is called each time sequences yield after attention of a layer, and may "
+        "change their KV of that layer (see model_executor/yield_callback.py; on a CPU, without a host KV store)",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +244,7 @@ class BatchConfig:
         for owner in self._owners():
             for field in dataclasses.fields(owner):
                 _check_value(field, getattr(owner, field.name))
+        self._check_on_yield()
         self._check_mixing()
         forward = self.forward
         for phase in ("prefill", "decode"):
@@ -248,6 +254,14 @@ class BatchConfig:
                     f"b_attn_{phase} is {b_attn}, more than b_moe_{phase} ({b_moe}): a sub-batch cannot be larger "
                     f"than its group; lower b_attn_{phase} or raise b_moe_{phase}"
                 )
+
+    def _check_on_yield(self) -> None:
+        name = self.forward.on_yield
+        if name is None:
+            return
+        module, colon, attribute = name.partition(":")
+        if not (module and colon and attribute.isidentifier()):
+            raise ConfigError(f"on_yield is {name!r}; it takes module:name, as in my_callbacks:round_kv")
 
     def _check_mixing(self) -> None:
         tokens, most = self.schedule.mix_prefill, self.forward.b_moe_prefill

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sgl_batch.config import BatchConfig
+from sgl_batch.config import from_mapping
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.engine import make_server_args
@@ -24,12 +24,12 @@ from sgl_batch.sglang_adapter.forward import ForwardBatch, ForwardContext, forwa
 PAGE, PAGES = 16, 512
 
 
-def load(model: str, dtype: str, directory: Path) -> Any:
-    """The `BatchModelRunner` of a model."""
+def load(model: str, dtype: str, directory: Path, **ours: Any) -> Any:
+    """The `BatchModelRunner` of a model. `ours`: flags of ours."""
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.server_args import set_global_server_args_for_scheduler
 
-    config, counters = BatchConfig(), Counters()
+    config, counters = from_mapping(ours), Counters()
     wanted = {"model_path": model, "dtype": dtype, "device": "cpu", "page_size": PAGE, "log_level": "error"}
     server_args = make_server_args({**wanted, "max_total_tokens": PAGES * PAGE, "skip_tokenizer_init": True}, config)
     set_global_server_args_for_scheduler(server_args)

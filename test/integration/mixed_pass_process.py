@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from loaded_models import PAGE, PAGES, decode_batch, extend_batch, forward_parts, load, slots_of
+from yield_callbacks import ROUNDED_LAYER, round_trip
 
 from sgl_batch.core.decode_streaming import StreamedRow, lay_out
 from sgl_batch.core.units import PassShape, Unit, admissible, static_order
+from sgl_batch.errors import ConfigError
 from sgl_batch.mem_cache.decode_staging import DecodeStaging, PartCopies
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
 from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngines
 from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
@@ -230,16 +233,71 @@ def run(directory: Path, model: str, dtype: str) -> None:
         sys.stdout.flush()
 
 
+@torch.no_grad()
+def run_callback(directory: Path, model: str, callback: str) -> None:
+    """Run one pass, then another decode step, with a callback at yield points."""
+    (directory / "plain").mkdir()
+    runner = load(model, "float32", directory / "plain", on_yield=f"yield_callbacks:{callback}")
+    callbacks = runner.layer_runner.on_yield
+    runner.layer_runner.on_yield = None
+    scene = Scene(runner)
+    following = decode_batch(runner, DECODE, [length + 1 for length in LENGTHS], scene.tokens)
+    after = forward_parts(runner, [following])[0]
+    scene.reset()
+    scene.cut(64, True)
+    runner.layer_runner.on_yield = callbacks
+    found = forward_parts(runner, scene.batches())
+    runner.layer_runner.on_yield = None
+    kv = [scene.kv(row) for row in range(len(scene.pages))]
+    same = all(
+        torch.equal(found_kv, expected)
+        for row, parts in enumerate(scene.expected_kv)
+        for index, (found_kv, expected) in enumerate(zip(kv[row], parts, strict=True))
+        if index // 2 != ROUNDED_LAYER
+    )
+    rounded = True
+    for row, parts in enumerate(scene.expected_kv):
+        keys, values = (round_trip(part) for part in parts[2 * ROUNDED_LAYER :][:2])
+        if isinstance(scene.pool, LatentPagePool):
+            values = keys[..., : values.shape[-1]]
+        rounded &= all(map(torch.equal, kv[row][2 * ROUNDED_LAYER :][:2], (keys, values)))
+    told = {
+        "model": Path(model).name,
+        "callback": callback,
+        "same_pass": torch.equal(found[0], scene.expected[0]) and torch.equal(found[1], scene.expected[1]),
+        "same_kv": scene.same_kv(),
+        "other_layers_same": same,
+        "layer_rounded": rounded,
+        "same_next_step": torch.equal(forward_parts(runner, [following])[0], after),
+    }
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+def run_refused(directory: Path, model: str, flags: dict[str, Any]) -> None:
+    """Say why a model does not load with these flags."""
+    try:
+        load(model, "float32", directory, **flags)
+    except ConfigError as error:
+        sys.stdout.write(json.dumps({"refused": str(error)}) + "\n")
+        sys.stdout.flush()
+
+
 def main() -> None:
+    """Each model in a process of its own, one after the other."""
     directory, *models = sys.argv[1:]
+    works: list[tuple[Any, ...]] = [(run, *given) for given in itertools.product(models, ["float32", "bfloat16"])]
+    works += [(run_callback, model, "round_kv") for model in (models[0], models[-1])]
+    works.append((run_callback, models[0], "leave_as_it_is"))
+    works.append((run_refused, models[0], {"on_yield": "yield_callbacks:round_kv", "kv_store_bytes": 1 << 20}))
     fork = multiprocessing.get_context("fork")
-    for number, (model, dtype) in enumerate(itertools.product(models, ["float32", "bfloat16"])):
+    for number, (work, *given) in enumerate(works):
         own = Path(directory, str(number))
         own.mkdir()
-        child = fork.Process(target=run, args=(own, model, dtype))
+        child = fork.Process(target=work, args=(own, *given))
         child.start()
         child.join()
-        assert child.exitcode == 0, f"{model} in {dtype} ended with {child.exitcode}"
+        assert child.exitcode == 0, f"{work.__name__}{given} ended with {child.exitcode}"
 
 
 if __name__ == "__main__":

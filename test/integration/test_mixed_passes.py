@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,21 @@ SUB_BATCHES = 2 + 9
 EXPERT_LAYERS = {"tiny-qwen3-moe": 4, "tiny-mixtral": 4, "tiny-deepseek-v3": 3}
 
 
-def test_all_is_as_in_two_passes_to_the_bit(model_path: Callable[[str], str], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def told(model_path: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a process has told of passes over all models."""
+    tmp_path = tmp_path_factory.mktemp("passes")
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("mixed_pass_process.py"), tmp_path, *map(model_path, FAMILIES)],
         env={**os.environ, "SGLANG_PLATFORM": CPU_PLATFORM, "OPENBLAS_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         check=True,
     )
-    passes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
+
+
+def test_all_is_as_in_two_passes_to_the_bit(told: list[dict[str, Any]]) -> None:
+    passes = [one for one in told if "same_decode" in one]
     staged = [(*one, True, False) for one in itertools.product((False, True), (False, True), (3, 64))]
     free = [(False, False, 3, accumulate, True) for accumulate in (True, False)]
     names = ("model", "dtype", "sink", "source", "b_attn", "accumulate", "any_order")
@@ -43,3 +51,27 @@ def test_all_is_as_in_two_passes_to_the_bit(model_path: Callable[[str], str], tm
         assert one["same_kv"], one
         calls = 1 if one["accumulate"] else SUB_BATCHES
         assert one["expert_calls"] == calls * EXPERT_LAYERS[one["model"]], "for the rows of both parts"
+
+
+def test_a_callback_at_yield_points_changes_the_kv_that_it_sets_and_no_other(told: list[dict[str, Any]]) -> None:
+    by_callback = [(one.pop("callback"), one.pop("model"), one) for one in told if "callback" in one]
+    changes = {
+        "same_pass": True,
+        "same_kv": False,
+        "other_layers_same": True,
+        "layer_rounded": True,
+        "same_next_step": False,
+    }
+    stays = {**dict.fromkeys(changes, True), "layer_rounded": False}
+    assert by_callback == [
+        ("round_kv", FAMILIES[0], changes),
+        ("round_kv", FAMILIES[-1], changes),
+        ("leave_as_it_is", FAMILIES[0], stays),
+    ]
+
+
+def test_a_callback_is_refused_by_name_where_it_cannot_be(told: list[dict[str, Any]]) -> None:
+    assert [one["refused"] for one in told if "refused" in one] == [
+        "on_yield is 'yield_callbacks:round_kv', and kv_store_bytes is 1048576: the host KV store keeps copies of KV, "
+        "which the callback would not change; leave out on_yield or kv_store_bytes"
+    ]

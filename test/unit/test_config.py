@@ -33,6 +33,7 @@ OTHER = {
     "expert_runner": "torch",
     "decode_graph_memory": 2 << 30,
     "cpu_weight_dtype": "int8",
+    "on_yield": "callbacks:round_kv",
     "weights": "streamed",
     "weight_memory": 1 << 30,
     "weight_read_threads": 2,
@@ -101,6 +102,7 @@ def test_every_option_reaches_its_owner():
             expert_runner="torch",
             decode_graph_memory=2 << 30,
             cpu_weight_dtype="int8",
+            on_yield="callbacks:round_kv",
         ),
         memory=MemoryConfig(
             weights="streamed",

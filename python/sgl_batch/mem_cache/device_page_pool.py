@@ -108,8 +108,12 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
         Slots are counted from the first page of the memory to which the layers are led; so everywhere here.
         """
         slots, _, _ = unwrap_write_loc(loc)
-        keys, values = cache_k.to(self.dtype), cache_v.to(self.dtype)
-        self.layout.write(self.get_kv_buffer(layer.layer_id), self._places(slots), keys, values)
+        self.write_slots(layer.layer_id, slots, cache_k, cache_v)
+
+    def write_slots(self, layer_id: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [tokens, num_kv_heads, head_dim] at `slots` [tokens]."""
+        keys, values = keys.to(self.dtype), values.to(self.dtype)
+        self.layout.write(self.get_kv_buffer(layer_id), self._places(slots), keys, values)
 
     def read_slots(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, num_kv_heads, head_dim] at `slots` [tokens]: a copy."""

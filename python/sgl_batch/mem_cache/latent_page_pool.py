@@ -86,7 +86,11 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         Slots are counted as in DevicePagePool.
         """
         slots, _, _ = unwrap_write_loc(loc)
-        self.get_key_buffer(layer.layer_id)[slots] = cache_k.to(self.dtype)
+        self.write_slots(layer.layer_id, slots, cache_k, cache_v)
+
+    def write_slots(self, layer_id: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Write rows `keys` [tokens, 1, row] at `slots` [tokens]; values are part of them."""
+        self.get_key_buffer(layer_id)[slots] = keys.to(self.dtype)
 
     def read_slots(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [tokens, 1, row] and values [tokens, 1, kv_lora_rank] at `slots` [tokens]: a copy."""

@@ -22,6 +22,7 @@ from sgl_batch.model_executor.families import Family
 from sgl_batch.model_executor.graphed_halves import GraphedHalves, GraphedPass
 from sgl_batch.model_executor.group_pass import Group, GroupPass, Part, groups_of, shape_of
 from sgl_batch.model_executor.kv_staging import Staging
+from sgl_batch.model_executor.yield_callback import YieldCallback
 
 
 class LayerRunner:
@@ -35,6 +36,7 @@ class LayerRunner:
     source, or prompts beside the group, all run eagerly. `prefill_sink`, `decode_source`: what takes the KV of prompts
     away, and what brings that of decode rows, in the coming passes. `order`: the units of a pass, in any order that is
     admissible; all but the static one are for passes whose KV is in the pool's own pages, on one rank, without graphs.
+    `on_yield`: called for a sub-batch after its attention in a layer.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class LayerRunner:
         expert_part: str,
         exchange: ExpertExchange | None = None,
         graphed: GraphedHalves | None = None,
+        on_yield: YieldCallback | None = None,
     ) -> None:
         self.model, self.family, self.attn_backend = model, family, attn_backend
         self._in_force, self.counters, self.can_reenter = in_force, counters, can_reenter
         self.expert_part, self.exchange, self.graphed = expert_part, exchange, graphed
+        self.on_yield = on_yield
         self.expert_calls = 1
         self.order: Callable[[PassShape], Iterable[Unit]] = static_order
         self.prefill_sink: Staging | None = None
@@ -195,7 +199,11 @@ class LayerRunner:
             start, end = sub.span[0] - group.span[0], sub.span[1] - group.span[0]
             hidden = group.hidden[start:end]
             residual = None if group.residual is None else group.residual[start:end]
-            group.buffer.put((start, end), *self._attention(state, index, sub, hidden, residual))
+            yielded = self._attention(state, index, sub, hidden, residual)
+            if self.on_yield is not None:
+                assert sub.staging is None, "a callback changes KV in the pool's own pages"
+                self.on_yield(sub.forward_batch, index)
+            group.buffer.put((start, end), *yielded)
         if sub.staging is not None:
             sub.staging.rows_attended(index, sub.number, sub.end_in_part)
 

@@ -31,6 +31,7 @@ from sgl_batch.model_executor.graphed_halves import GraphedHalves
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
+from sgl_batch.model_executor.yield_callback import YieldCallback, find_on_yield
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, choosing_layers
 from sgl_batch.sglang_adapter.forward import (
     REENTRANT_BACKENDS,
@@ -147,6 +148,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 f"{type(self.model).__name__} has no family adapter, so its experts cannot lie on "
                 f"{self._place.topology.num_expert_shards} ranks: leave out --tp, --dp and --ep"
             )
+        on_yield = self.context.config.forward.on_yield
+        if family is None and on_yield is not None:
+            raise ConfigError(
+                f"on_yield is {on_yield!r}, and {type(self.model).__name__} has no family adapter: in SGLang's own "
+                "forward no sequence yields; leave on_yield out"
+            )
         if family is None and plan.mix_prefill:
             raise ConfigError(
                 f"mix_prefill is {plan.mix_prefill}, and {type(self.model).__name__} has no family adapter: SGLang's "
@@ -181,7 +188,26 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             expert_part="router" if self.device == "cpu" else "experts",
             exchange=None if self._place is None else self._exchange(self._place, family),
             graphed=self._graphed_halves(family),
+            on_yield=self._yield_callback(),
         )
+
+    def _yield_callback(self) -> YieldCallback | None:
+        """What the user has called at yield points, if anything. Raises ConfigError."""
+        name, pool = self.context.config.forward.on_yield, self.token_to_kv_pool
+        if name is None:
+            return None
+        store_bytes = self.context.config.memory.kv_store_bytes
+        if store_bytes:
+            raise ConfigError(
+                f"on_yield is {name!r}, and kv_store_bytes is {store_bytes}: the host KV store keeps copies of KV, "
+                "which the callback would not change; leave out on_yield or kv_store_bytes"
+            )
+        if not hasattr(pool, "write_slots"):
+            raise ConfigError(
+                f"on_yield is {name!r}, and this model keeps its KV in {type(pool).__name__}, which a callback cannot "
+                "change: leave on_yield out"
+            )
+        return YieldCallback(find_on_yield(name), pool, self.req_to_token_pool.req_to_token)
 
     @property
     def _graph_bytes(self) -> int:
@@ -324,6 +350,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         graphs = self.decode_cuda_graph_runner
         return bool(
             self.device != "cpu"
+            and (self.layer_runner is None or self.layer_runner.on_yield is None)
             and forward_batch.forward_mode.is_cuda_graph()
             and graphs is not None
             and (self.layer_runner is None or self.layer_runner.decode_source is None)

@@ -87,6 +87,7 @@ def decode_slice(forward_batch: ForwardBatch, start: int, end: int) -> ForwardBa
         seq_lens=forward_batch.seq_lens[rows],
         seq_lens_cpu=forward_batch.seq_lens_cpu[rows],
         orig_seq_lens=forward_batch.orig_seq_lens[rows],
+        rids=forward_batch.rids and forward_batch.rids[rows],
     )
 
 
@@ -124,6 +125,7 @@ def extend_slice(
         seq_lens=seq_lens_cpu.to(device),
         seq_lens_cpu=seq_lens_cpu,
         orig_seq_lens=forward_batch.orig_seq_lens[index],
+        rids=forward_batch.rids and [forward_batch.rids[number] for number in sequences],
         extend_num_tokens=end - start,
         extend_prefix_lens=prefix_cpu.to(device),
         extend_prefix_lens_cpu=prefix_lens,

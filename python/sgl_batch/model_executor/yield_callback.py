@@ -1,0 +1,98 @@
+"""Owns a user's callback at yield points (BatchGen 4.3): finding it, and the view of KV that it is given.
+
+It is called when a sub-batch yields after attention of a layer, and may change that layer's KV of its sequences, which
+later passes read. It decides nothing about when sequences yield.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_batch.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YieldedSequence:
+    """A sequence of a sub-batch. `num_tokens`: those that have KV in the layer; the last `num_new` are of this pass.
+
+    `request_id`: SGLang's; each choice of a request has its own. `row`: its row in the table of slots, its own while it
+    runs. A prompt that is cut by sub-batches yields once for each piece.
+    """
+
+    request_id: str | None
+    row: int
+    num_tokens: int
+    num_new: int
+
+
+class YieldedKV:
+    """The KV of one layer, of the sequences that yield. It is valid until the callback returns.
+
+    Keys and values are [num_tokens, kv heads, head dim]; of latent attention, keys are whole rows [num_tokens, 1, row]
+    and values their first channels. Pages that sequences share (prompts that begin alike, choices of one request) are
+    changed for all of them.
+    """
+
+    def __init__(self, pool: Any, table: torch.Tensor, layer_id: int) -> None:
+        self._pool, self._table, self._layer_id = pool, table, layer_id
+
+    def get(self, sequence: YieldedSequence) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of a sequence's keys and values, in the order of its tokens."""
+        keys, values = self._pool.read_slots(self._layer_id, self._slots(sequence))
+        return keys, values
+
+    def set(self, sequence: YieldedSequence, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put keys and values in the place of a sequence's; of latent attention keys alone count."""
+        assert len(keys) == len(values) == sequence.num_tokens, f"KV of {sequence.num_tokens} tokens is to be set"
+        self._pool.write_slots(self._layer_id, self._slots(sequence), keys, values)
+
+    def _slots(self, sequence: YieldedSequence) -> torch.Tensor:
+        return self._table[sequence.row, : sequence.num_tokens].to(torch.int64)
+
+
+OnYield = Callable[[Sequence[YieldedSequence], int, YieldedKV], None]
+"""Called with the sequences that yield, the layer's number, and its KV."""
+
+
+class YieldCallback:
+    """Calls a user's callback for sub-batches whose KV is in the pages of `pool`; `table`: slots by sequence."""
+
+    def __init__(self, on_yield: OnYield, pool: Any, table: torch.Tensor) -> None:
+        self._on_yield, self._pool, self._table = on_yield, pool, table
+
+    def __call__(self, forward_batch: Any, index: int) -> None:
+        """A sub-batch yields after attention of a layer, counted from this process's first."""
+        lengths = forward_batch.seq_lens_cpu.tolist()
+        new = [1] * len(lengths) if forward_batch.forward_mode.is_decode() else forward_batch.extend_seq_lens_cpu
+        ids = forward_batch.rids or [None] * len(lengths)
+        sequences = [
+            YieldedSequence(request_id=name, row=row, num_tokens=tokens, num_new=added)
+            for name, row, tokens, added in zip(ids, forward_batch.req_pool_indices.tolist(), lengths, new, strict=True)
+        ]
+        layer_id = self._pool.start_layer + index
+        self._on_yield(sequences, layer_id, YieldedKV(self._pool, self._table, layer_id))
+
+
+def find_on_yield(name: str) -> OnYield:
+    """Import what `module:name` names. Raises ConfigError where that cannot be, or is no callable."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(
+            f"on_yield is {name!r}, and the module {module_name} cannot be imported: {error}; put its directory on "
+            "PYTHONPATH, or name another one"
+        ) from error
+    found: Any = getattr(module, attribute, None)
+    if not callable(found):
+        what = "has no such name" if found is None else f"has a value of type {type(found).__name__} there"
+        raise ConfigError(
+            f"on_yield is {name!r}, and the module {module_name} {what}: name a function of sequences, layer and KV"
+        )
+    callback: OnYield = found
+    return callback

@@ -1,0 +1,36 @@
+"""Callbacks for yield points, as a user writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sgl_batch.model_executor.yield_callback import YieldedKV, YieldedSequence
+
+ROUNDED_LAYER = 2
+
+
+def round_trip(rows: torch.Tensor) -> torch.Tensor:
+    """Through int8, with a scale for each token and head."""
+    scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+    return (rows / scale).round().to(torch.int8).to(rows.dtype) * scale
+
+
+def round_kv(sequences: Sequence[YieldedSequence], layer: int, kv: YieldedKV) -> None:
+    """Round the KV of one layer."""
+    if layer == ROUNDED_LAYER:
+        for sequence in sequences:
+            keys, values = kv.get(sequence)
+            kv.set(sequence, round_trip(keys), round_trip(values))
+
+
+def leave_as_it_is(sequences: Sequence[YieldedSequence], layer: int, kv: YieldedKV) -> None:
+    """Write what was read."""
+    for sequence in sequences:
+        assert sequence.request_id is None, "these batches were made without requests"
+        assert 0 < sequence.num_new <= sequence.num_tokens
+        kv.set(sequence, *kv.get(sequence))
+
+
+not_callable = 7
