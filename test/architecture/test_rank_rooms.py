@@ -61,7 +61,7 @@ READS_GLOBAL_RANK = {
     "sgl_batch.managers.kv_tiers",
     "sgl_batch.managers.rank_heartbeat",
     "sgl_batch.managers.rank_migration",
-    "sgl_batch.managers.run_context",
+    "sgl_batch.model_executor.run_context",
     "sgl_batch.managers.scheduler",
     "sgl_batch.managers.tp_worker",
 }

@@ -57,6 +57,8 @@ OTHER = {
     "token_dispatcher": "gloo",
     "rank_timeout_s": 30.0,
 }
+# Those that go together: mixing wants accumulation, and no overlap.
+TOGETHER = {**OTHER, "mix_prefill": 0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,13 +88,13 @@ def test_no_flags_give_the_defaults():
 
 
 def test_every_option_can_be_set_by_its_flag_and_by_its_name():
-    by_flags = from_args(parser().parse_args(flags_of(OTHER)))
-    assert by_flags == from_mapping(OTHER)
-    assert by_flags.flat() == OTHER
+    by_flags = from_args(parser().parse_args(flags_of(TOGETHER)))
+    assert by_flags == from_mapping(TOGETHER)
+    assert by_flags.flat() == TOGETHER
 
 
 def test_every_option_reaches_its_owner():
-    assert from_mapping(OTHER) == BatchConfig(
+    assert from_mapping(TOGETHER) == BatchConfig(
         forward=ForwardConfig(
             b_attn_prefill=5,
             b_moe_prefill=50,
@@ -123,7 +125,6 @@ def test_every_option_reaches_its_owner():
             ready_ahead=2.0,
             order="longest-first",
             share_prefixes=False,
-            mix_prefill=64,
             overlap="on",
         ),
         ranks=RankConfig(migration="never", token_dispatcher="gloo", rank_timeout_s=30.0),
@@ -135,11 +136,13 @@ def test_every_option_reaches_its_owner():
 def test_an_option_alone_leaves_the_others_at_their_defaults(name):
     if name.startswith("b_moe"):
         assert OTHER[name] < BatchConfig().flat()[name.replace("b_moe", "b_attn")], "also below a default b_attn"
-    assert from_mapping({name: OTHER[name]}).flat() == {**BatchConfig().flat(), name: OTHER[name]}
+    alone = {name: OTHER[name]}
+    assert from_mapping(alone).flat() == {**BatchConfig().flat(), **alone}
+    assert from_args(parser().parse_args(flags_of(alone))) == from_mapping(alone)
 
 
 def test_a_manifest_can_repeat_the_configuration():
-    config = from_mapping(OTHER)
+    config = from_mapping(TOGETHER)
     assert from_mapping(json.loads(json.dumps(config.flat()))) == config
 
 

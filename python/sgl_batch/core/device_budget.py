@@ -53,22 +53,11 @@ def working_bytes(
     `staged`: prefill groups have two layers of KV in pages of their own. `by_torch`: experts are computed by torch's
     operators, with copies of all routed rows. Prompts longer than a group take more.
     """
-    rows, sequences = plan.prefill.b_moe, min(plan.prefill.b_moe, max_running)
-    if plan.mix_prefill:
-        rows = max(rows, plan.decode.b_moe + plan.mix_prefill)
+    rows = max(plan.prefill.b_moe, plan.mixed.b_moe) if plan.mix_prefill else plan.prefill.b_moe
+    sequences = min(rows, max_running)
     working = pass_bytes(
         shape, rows=rows, sequences=sequences, b_attn=plan.prefill.b_attn, by_torch=by_torch, num_ranks=num_ranks
     )
-    if plan.mix_prefill:
-        mixed = pass_bytes(
-            shape,
-            rows=plan.mixed.b_moe,
-            sequences=min(plan.mixed.b_moe, max_running + plan.mix_prefill),
-            b_attn=max(plan.prefill.b_attn, plan.decode.b_attn),
-            by_torch=by_torch,
-            num_ranks=num_ranks,
-        )
-        working = max(working, mixed)
     pages = pages_for(rows, plan.page_size) + sequences if staged else 0
     return working + _STAGED_LAYERS * pages * page_bytes // shape.layers
 

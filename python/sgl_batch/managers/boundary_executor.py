@@ -7,9 +7,9 @@ how it moves, is the affair of a `KVForm`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from sgl_batch.core import decide
@@ -34,7 +34,6 @@ from sgl_batch.core.actions import (
     SwitchPhase,
     Sync,
 )
-from sgl_batch.core.admission import Admission
 from sgl_batch.core.coroutine import Event, Transition
 from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.exclusive import Rooms
@@ -47,12 +46,13 @@ from sgl_batch.core.plan import Plan
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.primitives import combine
 from sgl_batch.core.rank_agreement import Movable
-from sgl_batch.core.recomputation import prefilled
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import Sequence
 from sgl_batch.core.sequence_queue import SequenceQueue
 from sgl_batch.managers import prompt_groups
 from sgl_batch.managers.interval_clock import IntervalClock
 from sgl_batch.managers.kv_form import KVForm
+from sgl_batch.managers.prefill_batches import PrefillBatches
+from sgl_batch.managers.rank_now import RankNow
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.managers.withdrawal import Unbatched, Withdrawal
@@ -60,15 +60,10 @@ from sgl_batch.model_executor.counters import Counters, PartClock
 from sgl_batch.sglang_adapter.moving import without
 from sgl_batch.sglang_adapter.scheduling import (
     decode_batches,
-    end_retraction,
-    keep_prefix,
     merge_into,
-    prefill_batch,
 )
 
 A = TypeVar("A", bound=Action)
-
-_WHOLE: Mapping[str, int] = {}
 
 
 class BoundaryExecutor:
@@ -103,6 +98,7 @@ class BoundaryExecutor:
             rank=rank,
         )
         self._unbatched = Unbatched(queued=SequenceQueue(order))
+        self._prompts = PrefillBatches(scheduler, in_force, self.table, self._unbatched, kv, counters)
         self.withdrawal = Withdrawal(scheduler, self.table, self._unbatched, kv, self.join_arrived)
         self._steps = 0
         self._filling = False
@@ -315,13 +311,7 @@ class BoundaryExecutor:
 
     def kv_state(self, running: Any) -> KVState:
         """Where KV lies."""
-        return self.kv.state(_View(self, running))
-
-    def grown(self, request: Any) -> Sequence:
-        """A running request's sequence, with its tokens up to date."""
-        sequence = self.table[request.rid]
-        sequence.generated_tokens = len(request.output_ids)
-        return sequence
+        return self.kv.state(RankNow(self.table, self.kv.sharing, self.plan, self.interval, running))
 
     def _groups_awaiting_grammar(self) -> set[str]:
         """Prompts of which some choice still waits for its grammar: the others wait for it, to share the prompt."""
@@ -364,61 +354,17 @@ class BoundaryExecutor:
 
     def prefill_choices(self, most: int) -> Any:
         """The batch that computes the last prompt tokens of choices whose leader has computed the rest."""
-        taken, self._unbatched.forked = self._unbatched.forked[:most], self._unbatched.forked[most:]
-        return self._prefill(taken, "its prompt was computed by its leader")
+        return self._prompts.choices(most)
 
     def prefill(self, action: Prefill) -> Any:
         """The batch of a prefill group; from now on prefill goes on until enough are ready."""
         self._filling = True
-        self._admit(action.units)
-        leaders = [unit.leader for unit in action.units]
-        if action.rest is not None:
-            leaders.insert(0, action.rest.sequence)
-        requests = [self.table.request_named(sequence.sequence_id) for sequence in leaders]
-        why = f"prefill group of {len(requests)}"
-        return self.kv.prefill(requests, action.on_device, lambda: self._prefill(requests, why))
-
-    def _admit(self, units: Seq[Admission]) -> None:
-        """Take units out of the queue, with the pages that they can need."""
-        for unit in units:
-            self.kv.claim(unit, self.table.request_named(unit.leader.sequence_id), self.plan)
-            if unit.followers:
-                group = unit.leader.prompt_group or ""
-                self._unbatched.followers[group] = [self.table.request_named(s.sequence_id) for s in unit.followers]
-        taken = {member.sequence_id for unit in units for member in unit.members}
-        queue = self._scheduler.waiting_queue
-        queue[:] = [request for request in queue if request.rid not in taken]
-        for name in taken:
-            self._unbatched.queued.remove(name)
-
-    def _prefill_chunks(self, action: Step) -> Any:
-        """The batch of the chunks of prompts that go along with a decode step."""
-        sequences = [chunk.sequence for chunk in action.prefill]
-        self._admit([Admission(leader=s) for s in sequences if s.status is Status.QUEUED])
-        requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
-        ends = {chunk.sequence.sequence_id: chunk.start + chunk.tokens for chunk in action.prefill}
-        self._counters.add("prompt_tokens_mixed", sum(chunk.tokens for chunk in action.prefill))
-        why = "its prompt is computed beside decode rows"
-        return self.kv.prefill(requests, action.on_device, lambda: self._prefill(requests, why, ends))
+        return self._prompts.group(action)
 
     def placed(self, units: tuple[Any, ...], running: Any) -> Prefill:
         """A prefill of these units, with where their KV is to lie."""
         state = self.state(running)
         return replace(self._policy.prefill(units, state, self.kv_state(running), self.plan), rest=state.rest)
-
-    def _prefill(self, requests: list[Any], why: str, ends: Mapping[str, int] = _WHOLE) -> Any:
-        sequences = [self.table[request.rid] for request in requests]
-        new = [sequence for sequence in sequences if sequence.status is Status.QUEUED]
-        self.table.record(combine(new, Event.COMBINE_PREFILL, why))
-        batch = prefill_batch(self._scheduler, requests, ends)
-        self._count_recomputed(sequences, batch)
-        return batch
-
-    def _count_recomputed(self, sequences: list[Sequence], batch: Any) -> None:
-        for sequence, start, length in zip(sequences, batch.prefix_lens, batch.extend_lens, strict=True):
-            again = prefilled(sequence, start, start + length)
-            self._counters.add("recomputed_tokens_planned", again.planned)
-            self._counters.add("recomputed_tokens_unplanned", again.unplanned)
 
     def refill(self, sequences: tuple[Sequence, ...], running: Any) -> Any:
         """The decode batch with these waiting sequences combined into it."""
@@ -450,7 +396,7 @@ class BoundaryExecutor:
         """Move these running sequences to the store, where they wait: all their KV is there when this returns."""
         requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
         for request in requests:
-            self.grown(request)
+            self.table.grown(request)
             without(running, request)
         self.kv.to_store(requests)
         self.table.record([self.table.suspended(request.rid, why) for request in requests])
@@ -472,7 +418,7 @@ class BoundaryExecutor:
         Whoever runs a decode batch takes what is `beside` it, and computes both in one forward pass.
         """
         assert action.decode is None, "all that runs is one decode batch"
-        chunks = self._prefill_chunks(action) if action.prefill else None
+        chunks = self._prompts.chunks(action) if action.prefill else None
         if not running.reqs:
             self.count_step()
             return chunks
@@ -495,23 +441,9 @@ class BoundaryExecutor:
     # After a forward pass.
 
     def before_prefill_results(self, batch: Any) -> None:
-        """Fork the choices of leaders in this batch, while the leaders still hold all their pages."""
+        """A prefill batch has been computed, whose results come next."""
         self.kv.end_pass(batch)
-        for request in batch.reqs:
-            sequence = self.table[request.rid]
-            group = sequence.prompt_group
-            if group is not None and sequence.is_leader and group in self._unbatched.followers:
-                followers = self._unbatched.followers.pop(group)
-                with self._counters.clock.part("copies"):
-                    self._fork(request, followers)
-                self._counters.add("prompts_shared", len(followers))
-
-    def _fork(self, leader: Any, followers: list[Any]) -> None:
-        for follower in followers:
-            if self.kv.fork(leader, follower):
-                self._unbatched.forked.append(follower)
-            else:
-                self.table.forked(follower.rid)
+        self._prompts.fork_choices(batch)
 
     def after_results(self, batch: Any, requests: list[Any]) -> None:
         """Yield what was prefilled, and let go of what has finished.
@@ -522,30 +454,20 @@ class BoundaryExecutor:
         if not prefilled:
             self.kv.end_pass(batch)
             self._interval.end_step()
-        again, rows_again = end_retraction(batch) if prefilled else (0, 0)
-        cut = sum(self._is_cut(request) for request in requests) if prefilled else 0
-        self._counters.add("output_tokens", len(requests) - again - cut)
         if prefilled:
-            self._counters.add("prompt_tokens", batch.extend_num_tokens - rows_again)
+            self._prompts.count_results(batch, requests)
+        else:
+            self._counters.add("output_tokens", len(requests))
         self.table.record(self._changes_of(requests, prefilled=prefilled))
         for request in requests:
             if request.rid not in self.table:
                 self.kv.forget(request.rid)
         self.kv.settle(batch, [request for request in requests if not request.finished()])
-        if prefilled and self._unbatched.begun is not None:
-            keep_prefix(self._scheduler, self._unbatched.begun)
-
-    def _is_cut(self, request: Any) -> bool:
-        """Whether only a part of a request's prompt is computed."""
-        sequence = self.table[request.rid]
-        return sequence.computed_tokens < sequence.kv_tokens
+        if prefilled:
+            self._prompts.keep_begun()
 
     def _changes_of(self, requests: list[Any], *, prefilled: bool) -> list[Transition]:
         changes = []
-        if prefilled:
-            cut = next((request for request in requests if self._is_cut(request)), None)
-            if cut is not None or self._unbatched.begun in requests:
-                self._unbatched.begun = cut
         for request in requests:
             if not request.finished():
                 if prefilled and request is not self._unbatched.begun:
@@ -554,27 +476,3 @@ class BoundaryExecutor:
                 self._unbatched.queued.order.finished(self.table[request.rid], len(request.output_ids))
                 changes.append(self.table.finish(request))
         return changes
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A rank as its form of KV shows it to decisions."""
-
-    executor: BoundaryExecutor
-    running: Any
-
-    @property
-    def interval(self) -> Interval:
-        return self.executor.interval
-
-    @property
-    def choices(self) -> Seq[Sequence]:
-        return self.executor.table.choices
-
-    def runners(self) -> Seq[Sequence]:
-        return [self.executor.grown(request) for request in self.running.reqs]
-
-    def foresee(self, sequences: Iterable[Sequence]) -> None:
-        executor = self.executor
-        prompts = ((s, executor.table.request_named(s.sequence_id)) for s in sequences)
-        executor.kv.sharing.foresee(prompts, executor.plan)

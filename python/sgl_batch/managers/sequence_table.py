@@ -90,6 +90,12 @@ class SequenceTable:
         """The request of a sequence of this rank."""
         return self._requests[name]
 
+    def grown(self, request: Request) -> Sequence:
+        """A running request's sequence, with its tokens up to date."""
+        sequence = self._sequences[request.rid]
+        sequence.generated_tokens = len(request.output_ids)
+        return sequence
+
     @property
     def ready(self) -> SequencesView:
         """The READY sequences, in order; a view, which costs nothing."""

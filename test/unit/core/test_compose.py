@@ -112,7 +112,7 @@ def test_ranks_that_prefill_along_end_what_they_have_begun():
         Migration.EVEN,
     )
     assert decision.prefill
-    assert decision.actions[1].rest == Chunk(sequence=begun, start=16, tokens=14)
+    assert decision.actions[1][0].rest == Chunk(sequence=begun, start=16, tokens=14)
     assert decision.expert_calls == 2, "14 rows, 10 in a call"
 
 

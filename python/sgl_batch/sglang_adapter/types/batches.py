@@ -116,6 +116,7 @@ class ForwardBatch(Protocol):
 
     forward_mode: ForwardMode
     batch_size: int
+    rids: list[str] | None
     input_ids: torch.Tensor
     """[T]."""
 

@@ -1,0 +1,35 @@
+"""Owns a rank as its form of KV shows it to decisions: the `RankView` over its sequences as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from sgl_batch.core.kv_state import Interval
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.sequence import Sequence
+from sgl_batch.managers.prompt_sharing import PromptSharing
+from sgl_batch.managers.sequence_table import SequenceTable
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RankNow:
+    """A `RankView`. `running`: the decode batch; it is not looked at before the runners are asked for."""
+
+    table: SequenceTable
+    sharing: PromptSharing
+    plan: Plan
+    interval: Interval
+    running: ScheduleBatch
+
+    @property
+    def choices(self) -> Seq[Sequence]:
+        return self.table.choices
+
+    def runners(self) -> Seq[Sequence]:
+        return [self.table.grown(request) for request in self.running.reqs]
+
+    def foresee(self, sequences: Iterable[Sequence]) -> None:
+        self.sharing.foresee(((s, self.table.request_named(s.sequence_id)) for s in sequences), self.plan)
