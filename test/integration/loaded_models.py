@@ -19,7 +19,7 @@ from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.sglang_adapter.forward import ForwardBatch, ForwardContext, forward_context
+from sgl_batch.sglang_adapter.forward import ForwardContext, forward_context
 
 PAGE, PAGES = 16, 512
 
@@ -81,6 +81,8 @@ def decode_batch(runner: Any, rows: Sequence[int], lengths: Sequence[int], ids: 
 def _batch(
     runner: Any, mode: Any, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], ids: Sequence[int]
 ) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
     table, spans = runner.req_to_token_pool.req_to_token, list(zip(rows, starts, ends, strict=True))
     batch = ForwardBatch(
         forward_mode=mode,
