@@ -61,7 +61,7 @@ def test_decisions_are_passed_over_and_replayed_when_asked_for(
         "t": 1.0,
         "engine": 1.0,
         "rank": 0,
-        "version": 2,
+        "version": 3,
         "decision": "next",
         "policy": "device",
         "others_run": False,
