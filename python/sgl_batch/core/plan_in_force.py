@@ -83,8 +83,9 @@ class PlanInForce:
         """
         wanted = from_mapping({**self._wanted.flat(), **changes})
         self._check_built_with(wanted)
+        plan = self._made_of(wanted)
         if self._reserved is not None:
-            _check_reserved(wanted, self._made_of(wanted), self._reserved)
+            _check_reserved(wanted, plan, self._reserved)
         self._wanted = wanted
         return wanted
 

@@ -101,3 +101,22 @@ def test_what_an_engine_is_built_with_does_not_change_while_it_runs(name: str, v
         in_force.want({name: value})
     change(in_force, boundary_tokens=7)
     assert in_force.plan.boundary_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("can_reenter", "changes", "words"),
+    [
+        (True, {"mix_prefill": 7}, r"mix_prefill is 7, less than a page \(8 tokens\)"),
+        (False, {"mix_prefill": 8}, "the attention backend cannot hold the plans of decode rows and prompts"),
+    ],
+)
+def test_mixing_that_cannot_be_is_refused_before_anything_changes(
+    can_reenter: bool, changes: dict[str, Any], words: str
+) -> None:
+    in_force = fitted(can_reenter=can_reenter)
+    before = in_force.plan
+    with pytest.raises(ConfigError, match=words):
+        in_force.want(changes)
+    assert in_force.plan is before
+    with pytest.raises(ConfigError, match=words):
+        fitted(can_reenter=can_reenter, **changes)
