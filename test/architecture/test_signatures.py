@@ -31,10 +31,6 @@ WITHOUT_TYPE = {
 UNTYPED = frozenset(
     {
         *map(
-            "sgl_batch.managers.{}".format,
-            "boundary_executor exclusive_kv rank_steps scheduler step_overlap store_kv streamed_kv tp_worker".split(),
-        ),
-        *map(
             "sgl_batch.model_executor.{}".format,
             "batch_split expert_exchange families layer_runner model_runner".split(),
         ),

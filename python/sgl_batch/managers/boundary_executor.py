@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sgl_batch.core import decide
 from sgl_batch.core.actions import (
@@ -34,6 +34,7 @@ from sgl_batch.core.actions import (
     SwitchPhase,
     Sync,
 )
+from sgl_batch.core.admission import Admission
 from sgl_batch.core.coroutine import Event, Transition
 from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.exclusive import Rooms
@@ -62,6 +63,9 @@ from sgl_batch.sglang_adapter.scheduling import (
     decode_batches,
     merge_into,
 )
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 A = TypeVar("A", bound=Action)
 
@@ -75,7 +79,7 @@ class BoundaryExecutor:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: SGLangScheduler,
         in_force: PlanInForce,
         counters: Counters,
         trace: TraceWriter,
@@ -105,7 +109,7 @@ class BoundaryExecutor:
         self._changes_at_boundary = -1
         self._interval = IntervalClock()
         self._boundaries = 0
-        self.beside: Any | None = None
+        self.beside: ScheduleBatch | None = None
         self.paused = False
 
     @property
@@ -115,11 +119,11 @@ class BoundaryExecutor:
 
     # Intake.
 
-    def enqueue(self, request: Any) -> None:
+    def enqueue(self, request: Request) -> None:
         """Take in a request that waits in the scheduler's queue; one that can never fit ends with its error."""
         sequence = self.table.enter(request)
         for action in self.table.decided_on_arrival(sequence):
-            self._do(action, None, 0.0)
+            self._do(action, self._scheduler.running_batch, 0.0)
         self._unbatched.queued.add(sequence)
 
     def unlist_prompts(self) -> None:
@@ -133,7 +137,7 @@ class BoundaryExecutor:
 
     # Decide, then do.
 
-    def next_batch(self, running: Any) -> tuple[Any | None, Any]:
+    def next_batch(self, running: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         """The batch to run next and the decode batch after this decision."""
         began = time.perf_counter()
         while True:
@@ -151,7 +155,7 @@ class BoundaryExecutor:
                     case _:
                         running = self._do(action, running, began)
 
-    def cross_boundary(self, running: Any, *, others_run: bool) -> Any:
+    def cross_boundary(self, running: ScheduleBatch, *, others_run: bool) -> ScheduleBatch:
         """Do what a rank decides for itself at a boundary at which none of several prefills; the decode batch then."""
         began, boundaries = time.perf_counter(), self._boundaries
         while self._boundaries == boundaries and not self._unbatched.forked:
@@ -159,7 +163,7 @@ class BoundaryExecutor:
                 running = self._do(BeginInterval() if isinstance(action, Idle) else action, running, began)
         return running
 
-    def composed_step(self, running: Any) -> Any | None:
+    def composed_step(self, running: ScheduleBatch) -> ScheduleBatch | None:
         """This rank's batch in a decode step of several ranks, None where it has no rows; see `step`."""
         if not self.plan.mix_prefill:
             return self.step(Step(), running)
@@ -168,11 +172,11 @@ class BoundaryExecutor:
         )
         return self.step(action, running)
 
-    def _decide(self, running: Any) -> Actions:
+    def _decide(self, running: ScheduleBatch) -> Actions:
         plan, policy = self.plan, self._policy
         return self._recorded(running, lambda state, kv: decide.decide(state, kv, plan, policy))
 
-    def _decide_boundary(self, running: Any, *, others_run: bool) -> Actions:
+    def _decide_boundary(self, running: ScheduleBatch, *, others_run: bool) -> Actions:
         def make(state: State, kv: KVState) -> Actions:
             return self._policy.at_boundary(state, kv, self.plan, others_run=others_run)
 
@@ -180,7 +184,7 @@ class BoundaryExecutor:
 
     def _recorded(
         self,
-        running: Any,
+        running: ScheduleBatch,
         make: Callable[[State, KVState], tuple[A, ...]],
         *,
         decision: str = "next",
@@ -197,7 +201,7 @@ class BoundaryExecutor:
         )
         return actions
 
-    def _do(self, action: Action, running: Any, boundary_began: float) -> Any:
+    def _do(self, action: Action, running: ScheduleBatch, boundary_began: float) -> ScheduleBatch:
         """Carry out an action that is not for the device; returns the decode batch."""
         match action:
             case Sync(wait=wait):
@@ -269,7 +273,7 @@ class BoundaryExecutor:
         """Nothing runs and nothing waits: complete what goes on in the background."""
         self.kv.sync(wait=True)
 
-    def rooms(self, running: Any) -> Rooms | None:
+    def rooms(self, running: ScheduleBatch) -> Rooms | None:
         """What each tier has for prompts, where a page lies in one of them alone."""
         return self._policy.rooms(self.state(running), self.kv_state(running), self.plan)
 
@@ -277,7 +281,7 @@ class BoundaryExecutor:
         """Note of the first queued sequences what their prompts share, from which groups are made."""
         decide.foresee(state, self.kv_state(None))
 
-    def state(self, running: Any) -> State:
+    def state(self, running: ScheduleBatch) -> State:
         """Views, so that a step between boundaries costs the same under any queue."""
         pool = self._scheduler.req_to_token_pool
         return State(
@@ -309,7 +313,7 @@ class BoundaryExecutor:
         """What was measured since the last boundary."""
         return self._interval.interval
 
-    def kv_state(self, running: Any) -> KVState:
+    def kv_state(self, running: ScheduleBatch | None) -> KVState:
         """Where KV lies."""
         return self.kv.state(RankNow(self.table, self.kv.sharing, self.plan, self.interval, running))
 
@@ -326,7 +330,7 @@ class BoundaryExecutor:
         """READY sequences by id; those that were to come and did not are left out."""
         return self.table.ready_named(names)
 
-    def movable(self, running: Any) -> tuple[list[Movable], list[Movable]]:
+    def movable(self, running: ScheduleBatch) -> tuple[list[Movable], list[Movable]]:
         """READY and RUNNING sequences that can change their rank."""
         ready, run = self.table.movable(running)
         return self._policy.movable(ready, run, self.kv_state(running), self.plan)
@@ -346,33 +350,33 @@ class BoundaryExecutor:
         """
         return not self.kv_state(None).streams
 
-    def goes_on(self, running: Any) -> bool:
+    def goes_on(self, running: ScheduleBatch) -> bool:
         """Whether a step of this decode batch comes next, whatever the results under way are: no boundary is due."""
         return decide.goes_on(self.state(running), self.kv_state(running), self.plan)
 
     # What was decided.
 
-    def prefill_choices(self, most: int) -> Any:
+    def prefill_choices(self, most: int) -> ScheduleBatch:
         """The batch that computes the last prompt tokens of choices whose leader has computed the rest."""
         return self._prompts.choices(most)
 
-    def prefill(self, action: Prefill) -> Any:
+    def prefill(self, action: Prefill) -> ScheduleBatch:
         """The batch of a prefill group; from now on prefill goes on until enough are ready."""
         self._filling = True
         return self._prompts.group(action)
 
-    def placed(self, units: tuple[Any, ...], running: Any) -> Prefill:
+    def placed(self, units: tuple[Admission, ...], running: ScheduleBatch) -> Prefill:
         """A prefill of these units, with where their KV is to lie."""
         state = self.state(running)
         return replace(self._policy.prefill(units, state, self.kv_state(running), self.plan), rest=state.rest)
 
-    def refill(self, sequences: tuple[Sequence, ...], running: Any) -> Any:
+    def refill(self, sequences: tuple[Sequence, ...], running: ScheduleBatch) -> ScheduleBatch:
         """The decode batch with these waiting sequences combined into it."""
         requests = [self.table.take_ready(sequence.sequence_id) for sequence in sequences]
         self.kv.prepare_to_run(requests)
         return self._combine(requests, running, f"refill at a boundary after {self._steps} steps")
 
-    def join_arrived(self, running: Any, *, wait: bool = False) -> Any:
+    def join_arrived(self, running: ScheduleBatch, *, wait: bool = False) -> ScheduleBatch:
         """The decode batch with the sequences whose KV has come to the device; with all on their way, if `wait`."""
         arrived = self.kv.arrived(wait=wait)
         for request in arrived.ready:
@@ -385,14 +389,14 @@ class BoundaryExecutor:
             self._changes_at_boundary = self.table.changes
         return running
 
-    def _combine(self, requests: list[Any], running: Any, why: str) -> Any:
+    def _combine(self, requests: list[Request], running: ScheduleBatch, why: str) -> ScheduleBatch:
         self.table.record(combine([self.table[request.rid] for request in requests], Event.COMBINE_DECODE, why))
         with self._counters.clock.part("copies"):
             for joining in decode_batches(self._scheduler, requests):
                 running = merge_into(running, joining)
         return running
 
-    def suspend(self, sequences: Seq[Sequence], running: Any, why: str) -> None:
+    def suspend(self, sequences: Seq[Sequence], running: ScheduleBatch, why: str) -> None:
         """Move these running sequences to the store, where they wait: all their KV is there when this returns."""
         requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
         for request in requests:
@@ -402,7 +406,7 @@ class BoundaryExecutor:
         self.table.record([self.table.suspended(request.rid, why) for request in requests])
         self._counters.add("suspensions", len(requests))
 
-    def begin_interval(self, running: Any, boundary_began: float) -> None:
+    def begin_interval(self, running: ScheduleBatch, boundary_began: float) -> None:
         """A boundary is past: count steps from here."""
         self._counters.add("boundaries")
         self._filling = False
@@ -412,7 +416,7 @@ class BoundaryExecutor:
         alive = len(running.reqs) + len(self.kv.returning) + len(self.table.ready)
         self._interval.begin(alive, boundary_began=boundary_began)
 
-    def step(self, action: Step, running: Any) -> Any | None:
+    def step(self, action: Step, running: ScheduleBatch) -> ScheduleBatch | None:
         """The batch of a step, if this rank has rows. Chunks of prompts are `beside` it, or are the batch themselves.
 
         Whoever runs a decode batch takes what is `beside` it, and computes both in one forward pass.
@@ -425,7 +429,7 @@ class BoundaryExecutor:
         self.beside = chunks
         return self.decode_step(running)
 
-    def decode_step(self, running: Any) -> Any:
+    def decode_step(self, running: ScheduleBatch) -> ScheduleBatch:
         """The decode batch, made ready for its next step."""
         self._interval.begin_step(len(running.reqs))
         self.kv.step(running, self.plan)
@@ -440,12 +444,12 @@ class BoundaryExecutor:
 
     # After a forward pass.
 
-    def before_prefill_results(self, batch: Any) -> None:
+    def before_prefill_results(self, batch: ScheduleBatch) -> None:
         """A prefill batch has been computed, whose results come next."""
         self.kv.end_pass(batch)
         self._prompts.fork_choices(batch)
 
-    def after_results(self, batch: Any, requests: list[Any]) -> None:
+    def after_results(self, batch: ScheduleBatch, requests: list[Request]) -> None:
         """Yield what was prefilled, and let go of what has finished.
 
         `requests`: those of the batch that have a result of it; others ended while it was under way.
@@ -466,7 +470,7 @@ class BoundaryExecutor:
         if prefilled:
             self._prompts.keep_begun()
 
-    def _changes_of(self, requests: list[Any], *, prefilled: bool) -> list[Transition]:
+    def _changes_of(self, requests: list[Request], *, prefilled: bool) -> list[Transition]:
         changes = []
         for request in requests:
             if not request.finished():

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
 
 from sgl_batch.core.admission import Admission, reserve
 from sgl_batch.core.kv_state import KVState
@@ -18,6 +17,8 @@ from sgl_batch.core.plan import Plan
 from sgl_batch.managers.kv_form import Arrived, RankView
 from sgl_batch.managers.store_kv import StoreKV
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
 
 
 class ExclusiveKV:
@@ -34,7 +35,7 @@ class ExclusiveKV:
         self._stays = False
 
     @property
-    def returning(self) -> list[Any]:
+    def returning(self) -> list[Request]:
         return self._store.returning
 
     def state(self, view: RankView) -> KVState:
@@ -45,10 +46,12 @@ class ExclusiveKV:
             store_free=self._store.tiers.stored.free,
         )
 
-    def claim(self, unit: Admission, leader: Any, plan: Plan) -> None:
+    def claim(self, unit: Admission, leader: Request, plan: Plan) -> None:
         reserve(unit, self.admission, held=0, new=0)
 
-    def prefill(self, requests: list[Any], pages: Seq[int] | None, make_batch: Callable[[], Any]) -> Any:
+    def prefill(
+        self, requests: list[Request], pages: Seq[int] | None, make_batch: Callable[[], ScheduleBatch]
+    ) -> ScheduleBatch:
         self._stays = pages is not None
         if pages is None:
             return self._store.prefill(requests, None, make_batch)
@@ -57,16 +60,16 @@ class ExclusiveKV:
             self.device.reserve(request.rid, number)
         return make_batch()
 
-    def fork(self, leader: Any, follower: Any) -> bool:
+    def fork(self, leader: Request, follower: Request) -> bool:
         """Each choice has references of its own to the prompt's slots, which go when it comes to the device."""
         self._counters.add("prompt_tokens_shared", len(leader.origin_input_ids) - 1)
         self._store.fork_stored(leader, follower)
         return False
 
-    def end_pass(self, batch: Any) -> None:
+    def end_pass(self, batch: ScheduleBatch) -> None:
         self._store.end_pass(batch)
 
-    def settle(self, batch: Any, requests: list[Any]) -> None:
+    def settle(self, batch: ScheduleBatch, requests: list[Request]) -> None:
         """Prompts that stay on the device wait there."""
         if not batch.forward_mode.is_extend():
             return
@@ -74,25 +77,25 @@ class ExclusiveKV:
         if not (self._store.left_device(batch, requests) or stayed):
             self._store.run_on(requests)
 
-    def to_store(self, requests: list[Any]) -> None:
+    def to_store(self, requests: list[Request]) -> None:
         self._store.to_store(requests)
 
-    def restore(self, request: Any) -> None:
+    def restore(self, request: Request) -> None:
         self._store.restore(request)
 
     def arrived(self, *, wait: bool) -> Arrived:
         return self._store.arrived(wait=wait)
 
-    def prepare_to_run(self, requests: list[Any]) -> None:
+    def prepare_to_run(self, requests: list[Request]) -> None:
         """Their prompts have stayed on the device."""
 
-    def step(self, running: Any, plan: Plan) -> None:
+    def step(self, running: ScheduleBatch, plan: Plan) -> None:
         running.prepare_for_decode()
 
     def stream(self, *, on: bool) -> None:
         raise AssertionError("what is streamed lies in the store whole")
 
-    def give_up(self, request: Any) -> None:
+    def give_up(self, request: Request) -> None:
         self._store.give_up(request)
 
     def forget(self, name: str) -> None:

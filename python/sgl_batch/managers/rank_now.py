@@ -22,13 +22,14 @@ class RankNow:
     sharing: PromptSharing
     plan: Plan
     interval: Interval
-    running: ScheduleBatch
+    running: ScheduleBatch | None
 
     @property
     def choices(self) -> Seq[Sequence]:
         return self.table.choices
 
     def runners(self) -> Seq[Sequence]:
+        assert self.running is not None, "the decode batch was not given"
         return [self.table.grown(request) for request in self.running.reqs]
 
     def foresee(self, sequences: Iterable[Sequence]) -> None:

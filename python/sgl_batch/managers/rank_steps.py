@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.rank_agreement import Move, RankHeader, RankState, Step, StepKind, rank_is_due
@@ -18,6 +17,7 @@ from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_messages import OrdersMessage, StateMessage, message_of
 from sgl_batch.managers.rank_migration import RankMigration
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class Part:
     `idles`: whether nobody has anything to do.
     """
 
-    batch: Any | None
-    running: Any
+    batch: ScheduleBatch | None
+    running: ScheduleBatch
     takes_part: bool
     expert_calls: int = 1
     idles: bool = False
@@ -53,7 +53,7 @@ class RankSteps:
             self._changes_made += 1
             self._changes.popleft()()
 
-    def next_part(self, running: Any) -> Part:
+    def next_part(self, running: ScheduleBatch) -> Part:
         """Agree with the other ranks and make this rank's batch of the step. What is due between steps is done."""
         executor = self._executor
         running = executor.join_arrived(running)
@@ -81,7 +81,7 @@ class RankSteps:
             batch = executor.composed_step(running)
         return Part(batch=batch, running=running, takes_part=True, expert_calls=step.expert_calls)
 
-    def _boundary(self, running: Any, step: Step) -> Part:
+    def _boundary(self, running: ScheduleBatch, step: Step) -> Part:
         executor, began = self._executor, time.perf_counter()
         with executor.clock.part("boundary"):
             orders = self._group.decide(self._told(running), executor.plan)
@@ -100,7 +100,7 @@ class RankSteps:
             return Part(batch=None, running=running, takes_part=False)
         return self._refill(orders, running, began)
 
-    def _refill(self, orders: OrdersMessage, running: Any, began: float) -> Part:
+    def _refill(self, orders: OrdersMessage, running: ScheduleBatch, began: float) -> Part:
         """None prefills, and the moves are made: refill, and the first step after it."""
         joining = self._joining(orders, running)
         if joining:
@@ -115,7 +115,7 @@ class RankSteps:
             idles=not orders.busy,
         )
 
-    def _joining(self, orders: OrdersMessage, running: Any) -> tuple[Sequence, ...]:
+    def _joining(self, orders: OrdersMessage, running: ScheduleBatch) -> tuple[Sequence, ...]:
         """Who joins the decode batch. Moves may have failed: then those that stayed join as well, while there is room.
 
         Otherwise a sequence whose move fails again and again would never run.
@@ -124,7 +124,7 @@ class RankSteps:
         room = max(0, self._executor.plan.decode.b_moe - self._executor.state(running).running)
         return self._executor.ready_named([*orders.refill, *stayed])[:room]
 
-    def _told(self, running: Any) -> StateMessage:
+    def _told(self, running: ScheduleBatch) -> StateMessage:
         """This rank's state for whoever decides."""
         executor = self._executor
         ready, run = executor.movable(running)

@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from sgl_batch import config
 from sgl_batch.config import BatchConfig
@@ -57,6 +56,9 @@ from sgl_batch.sglang_adapter.scheduling import (
     updates_weights,
 )
 from sgl_batch.sglang_adapter.stop_patterns import limit_stop_patterns
+from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
+from sgl_batch.sglang_adapter.types.messages import AbortRequest, PauseRequest, StateChange
+from sgl_batch.sglang_adapter.types.requests import Request
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +74,12 @@ _STEP_TIMEOUT_S = 1800.0
 class BatchScheduler(Scheduler):  # type: ignore[misc]
     """Group prefill and decode phases (BatchGen Algorithm 2) on SGLang's scheduler."""
 
-    def __init__(self, *args: Any, context: RunContext, **kwargs: Any) -> None:
+    def __init__(self, *args: object, context: RunContext, **kwargs: object) -> None:
         self.context = context
         self._group_idles = True
         self._refused_change: str | None = None
         self._tiers: KVTiers | None = None
-        self._results_beside: tuple[Any, Any] | None = None
+        self._results_beside: tuple[ScheduleBatch, BatchResult] | None = None
         self._trace = TraceWriter(context.config.trace.trace_file, context.rank)
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
@@ -143,7 +145,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def init_profiler(self) -> None:
         super().init_profiler()
         watch = ProfileWatch()
-        self.profiler_manager: Any = LimitedProfiler(
+        self.profiler_manager: LimitedProfiler = LimitedProfiler(
             self.profiler_manager, watch.must_end, give_back_heap, alone=self.context.place is not None
         )
 
@@ -151,7 +153,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         super().init_request_dispatcher()
         put_over_controls(self, self._carry_out)
 
-    def get_init_info(self) -> dict[str, Any]:
+    def get_init_info(self) -> dict[str, object]:
         """SGLang's info for the parent, with the classes that run here, which the parent verifies."""
         runner = self.tp_worker.model_runner
         classes = {
@@ -163,7 +165,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "allocator": self.token_to_kv_pool_allocator,
             "kv_pool": self.token_to_kv_pool_allocator.get_kvcache(),
         }
-        info: dict[str, Any] = super().get_init_info()
+        info: dict[str, object] = super().get_init_info()
         info["sgl_batch"] = {
             "classes": {role: type(part).__name__ for role, part in classes.items()},
             "coroutine_forward": runner.layer_runner is not None,
@@ -181,25 +183,25 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     # Intake.
 
-    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+    def process_input_requests(self, recv_reqs: list[object]) -> None:
         """What asks for more than a place in the queue finds all results in."""
         if not all(only_joins_queue(message) for message in recv_reqs):
             self.in_flight.drain()
         super().process_input_requests(recv_reqs)
 
-    def init_req_max_new_tokens(self, req: Any) -> None:
+    def init_req_max_new_tokens(self, req: Request) -> None:
         """Bound the output by the model's context, never by what the pool happens to hold (invariant 4)."""
         wanted = req.sampling_params.max_new_tokens
         room = self.model_config.context_len - len(req.origin_input_ids)
         set_max_new_tokens(req, max(0, min(_UNBOUNDED if wanted is None else wanted, room)))
 
-    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+    def _add_request_to_queue(self, req: Request, is_retracted: bool = False) -> None:
         self._resume(req)
         super()._add_request_to_queue(req, is_retracted)
         if self.waiting_queue and self.waiting_queue[-1] is req:
             self.executor.enqueue(req)
 
-    def _resume(self, req: Any) -> None:
+    def _resume(self, req: Request) -> None:
         """A request that another engine has begun goes on behind the tokens that came with it."""
         tokens = recorded_tokens.decode(req.extra_key)
         if tokens is None:
@@ -211,7 +213,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.context.counters.add("sequences_resumed")
         self.context.counters.add("tokens_resumed", len(tokens))
 
-    def abort_request(self, recv_req: Any) -> None:
+    def abort_request(self, recv_req: AbortRequest) -> None:
         def is_meant(rid: str) -> bool:
             return bool(recv_req.abort_all or rid.startswith(recv_req.rid))
 
@@ -222,7 +224,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     # One step.
 
-    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
+    def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch) -> NextBatchPlan:
         if self.rank_steps is not None:
             self.rank_steps.make_changes()
         if self.executor.paused:
@@ -245,7 +247,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         batch, running_batch = self.executor.next_batch(running_batch)
         return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
 
-    def _next_part(self, part: Part) -> Any:
+    def _next_part(self, part: Part) -> NextBatchPlan:
         """This rank's batch of the group's step; without one it takes part in the exchanges here and now."""
         runner = self.tp_worker.model_runner
         self._group_idles = part.idles
@@ -254,11 +256,11 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             runner.forward_without_rows()
         return NextBatchPlan(batch_to_run=part.batch, running_batch=part.running)
 
-    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+    def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: object = None) -> BatchResult:
         """One forward pass, also for prompts beside a decode batch, of which each is sampled by itself."""
         beside, self.executor.beside = self.executor.beside, None
         if beside is None:
-            result = super().run_batch(batch, pp_proxy_tensors)
+            result: BatchResult = super().run_batch(batch, pp_proxy_tensors)
             self._note_choices([batch])
             return result
         runner = self.tp_worker.model_runner
@@ -268,13 +270,13 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._results_beside = beside, super().run_batch(beside)
         return result
 
-    def _note_choices(self, batches: list[Any]) -> None:
+    def _note_choices(self, batches: list[ScheduleBatch]) -> None:
         """Of which experts the last pass chose for the rows of its batches."""
         choices = self.tp_worker.model_runner.expert_choices
         if choices is not None:
             choices.note(row for batch in batches for row in rows_of(batch))
 
-    def process_batch_result(self, batch: Any, result: Any) -> None:
+    def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
         beside, self._results_beside = self._results_beside, None
         if batch.forward_mode.is_extend():
             self.executor.before_prefill_results(batch)
@@ -291,14 +293,14 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         if self.in_flight:
             self.context.counters.add("decode_steps_overlapped", len(self.in_flight.drain()))
 
-    def _process_results(self, batch: Any, result: Any) -> None:
+    def _process_results(self, batch: ScheduleBatch, result: BatchResult) -> None:
         """Rows of those that ended in the step before, when this one was under way already, are passed over."""
         requests = [request for request in batch.reqs if not request.finished()]
         self.context.counters.add("tokens_discarded", len(batch.reqs) - len(requests))
         super().process_batch_result(batch, result)
         self.executor.after_results(batch, requests)
 
-    def _results_can_wait(self, batch: Any) -> bool:
+    def _results_can_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the next step may begin before these results are processed. Ranks agree on each step with them."""
         return (
             is_wanted(self.context.config.schedule.overlap)
@@ -330,19 +332,19 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     # Control.
 
-    def _carry_out(self, handle: Callable[[Any], Any], asked: Any) -> Any:
+    def _carry_out(self, handle: Callable[[object], object], asked: object) -> object:
         """Do what is asked of the whole engine between two steps, the same two on all ranks; it may answer later."""
         if self.rank_steps is None:
             return self._do(handle, asked)
         self.rank_steps.between_steps(lambda: self._answer(handle, asked))
         return None
 
-    def _answer(self, handle: Callable[[Any], Any], asked: Any) -> None:
+    def _answer(self, handle: Callable[[object], object], asked: object) -> None:
         output = self._do(handle, asked)
         if output is not None:
             self.ipc_channels.send_to_tokenizer.send_output(output, asked)
 
-    def _do(self, handle: Callable[[Any], Any], asked: Any) -> Any:
+    def _do(self, handle: Callable[[object], object], asked: object) -> object:
         """New weights make the KV that is there one of old weights: it goes, or serves only who has it."""
         if updates_weights(asked):
             if asked.flush_cache:
@@ -351,13 +353,13 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
                 self.executor.unlist_prompts()
         return handle(asked)
 
-    def pause_generation(self, recv_req: Any) -> None:
+    def pause_generation(self, recv_req: PauseRequest) -> None:
         """Begin no step until `continue_generation`; with mode `retract`, all KV is computed anew then."""
         if recv_req.mode == "retract":
             self.executor.withdrawal.retract_all(self.running_batch)
         self.executor.paused = True
 
-    def continue_generation(self, recv_req: Any) -> None:
+    def continue_generation(self, recv_req: object) -> None:
         super().continue_generation(recv_req)
         self.executor.paused = False
 
@@ -368,15 +370,15 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             return True
         return bool(super().flush_cache(empty_cache))
 
-    def save_sharded_model(self, **kwargs: Any) -> None:
+    def save_sharded_model(self, **kwargs: object) -> None:
         with self.tp_worker.all_weights():
             super().save_sharded_model(**kwargs)
 
-    def save_remote_model(self, **kwargs: Any) -> None:
+    def save_remote_model(self, **kwargs: object) -> None:
         with self.tp_worker.all_weights():
             super().save_remote_model(**kwargs)
 
-    def set_internal_state(self, recv_req: Any) -> Any:
+    def set_internal_state(self, recv_req: StateChange) -> SetInternalStateReqOutput:
         """Change numbers of the plan between two steps, the same two on all ranks; other names are SGLang's."""
         changes = recv_req.server_args
         if not changes.keys() <= config.field_names():
@@ -396,7 +398,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self.rank_steps.between_steps(partial(in_force.change, wanted))
         return SetInternalStateReqOutput(updated=True)
 
-    def get_internal_state(self, recv_req: Any) -> Any:
+    def get_internal_state(self, recv_req: object) -> GetInternalStateReqOutput:
         """SGLang's state with our counters and plan under `sgl_batch`."""
         state = dict(super().get_internal_state(recv_req).internal_state)
         state["sgl_batch"] = {

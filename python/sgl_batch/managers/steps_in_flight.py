@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from sgl_batch.sglang_adapter.scheduling import copy_results_to_host
+from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 
 
 def is_wanted(overlap: str) -> bool:
@@ -77,12 +77,14 @@ class StepsInFlight:
         return step
 
 
-def with_copied_results(batch: Any, result: Any, process: Callable[[Any, Any], None]) -> StepInFlight:
+def with_copied_results(
+    batch: ScheduleBatch, result: BatchResult, process: Callable[[ScheduleBatch, BatchResult], None]
+) -> StepInFlight:
     """The step of a batch that may go on to the next one: its results are copied, and processed for its rows of now."""
-    copy_results_to_host(batch, result)
+    done = copy_results_to_host(batch, result)
     kept = batch.copy()
     return StepInFlight(
         sequences=frozenset(request.rid for request in kept.reqs),
         process=lambda: process(kept, result),
-        is_done=result.copy_done.query,
+        is_done=done.query,
     )

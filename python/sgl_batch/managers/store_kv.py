@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import takewhile
-from typing import Any
 
 from sgl_batch.core.admission import Admission, reserve
 from sgl_batch.core.kv_state import KVState
@@ -24,6 +23,9 @@ from sgl_batch.managers.prompt_sharing import PromptSharing
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.moving import take_in
 from sgl_batch.sglang_adapter.scheduling import detach, free_slots, give_prefix, protect_prefix, retract
+from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 def _slots_go_with_sequences(pages: list[int]) -> None:
@@ -33,18 +35,18 @@ def _slots_go_with_sequences(pages: list[int]) -> None:
 class StoreKV:
     """A `KVForm` over an inclusive store: suspending a sequence copies no more than its open page."""
 
-    def __init__(self, scheduler: Any, counters: Counters, tiers: KVTiers) -> None:
+    def __init__(self, scheduler: SGLangScheduler, counters: Counters, tiers: KVTiers) -> None:
         self._scheduler, self._counters, self.tiers = scheduler, counters, tiers
         self.device = device_ledger(scheduler)
         self.admission = PageLedger(tiers.share, scheduler.page_size)
         self.sharing = PromptSharing(scheduler, counters, _slots_go_with_sequences)
         self._prompts = ResidentPrompts[PrefixPage]()
         self._returning: list[Returning] = []
-        self._ready: dict[str, Any] = {}
+        self._ready: dict[str, Request] = {}
         self._is_staged = False
 
     @property
-    def returning(self) -> list[Any]:
+    def returning(self) -> list[Request]:
         return [returning.request for returning in self._returning]
 
     def state(self, view: RankView) -> KVState:
@@ -62,11 +64,13 @@ class StoreKV:
 
     # Prefill, layer by layer to the store.
 
-    def claim(self, unit: Admission, leader: Any, plan: Plan) -> None:
+    def claim(self, unit: Admission, leader: Request, plan: Plan) -> None:
         hold = self.sharing.claim(unit, leader, plan)
         reserve(unit, self.admission, held=len(hold.pages), new=len(hold.own))
 
-    def prefill(self, requests: list[Any], pages: Seq[int] | None, make_batch: Callable[[], Any]) -> Any:
+    def prefill(
+        self, requests: list[Request], pages: Seq[int] | None, make_batch: Callable[[], ScheduleBatch]
+    ) -> ScheduleBatch:
         assert pages is None, "prompts go to the store"
         self._is_staged = True
         holds = [self.sharing.hold_of(request) for request in requests]
@@ -77,21 +81,21 @@ class StoreKV:
         self.tiers.begin_prefill(requests, holds)
         return batch
 
-    def fork(self, leader: Any, follower: Any) -> bool:
+    def fork(self, leader: Request, follower: Request) -> bool:
         self.sharing.join(leader, follower)
         self.fork_stored(leader, follower)
         return False
 
-    def fork_stored(self, leader: Any, follower: Any) -> None:
+    def fork_stored(self, leader: Request, follower: Request) -> None:
         """Let a choice have its leader's prompt, but for the last token, in the same slots of the store."""
         self.tiers.stored.fork(leader.rid, follower.rid, tokens=len(leader.origin_input_ids) - 1)
 
-    def end_pass(self, batch: Any) -> None:
+    def end_pass(self, batch: ScheduleBatch) -> None:
         if self._is_staged and batch.forward_mode.is_extend():
             with self._counters.clock.part("copies"):
                 self.tiers.end_prefill()
 
-    def settle(self, batch: Any, requests: list[Any]) -> None:
+    def settle(self, batch: ScheduleBatch, requests: list[Request]) -> None:
         if self.left_device(batch, requests):
             return
         with self._counters.clock.part("copies"):
@@ -99,7 +103,7 @@ class StoreKV:
         if batch.forward_mode.is_extend():
             self.run_on(requests)
 
-    def left_device(self, batch: Any, requests: list[Any]) -> bool:
+    def left_device(self, batch: ScheduleBatch, requests: list[Request]) -> bool:
         """Whether this was a prefill on its way to the store, where all KV of these requests lies now."""
         if not (self._is_staged and batch.forward_mode.is_extend()):
             return False
@@ -108,13 +112,13 @@ class StoreKV:
             detach(self._scheduler, request)
         return True
 
-    def run_on(self, requests: list[Any]) -> None:
+    def run_on(self, requests: list[Request]) -> None:
         """Choices have computed the last token of their prompts on the device, and run from the next step on."""
         self._ready.update({request.rid: request for request in requests})
 
     # Between the tiers.
 
-    def to_store(self, requests: list[Any]) -> None:
+    def to_store(self, requests: list[Request]) -> None:
         if not requests:
             return
         with self._counters.clock.part("copies"):
@@ -125,7 +129,7 @@ class StoreKV:
                 self.device.release(request.rid)
                 self._leave_device(request.rid)
 
-    def restore(self, request: Any) -> None:
+    def restore(self, request: Request) -> None:
         prompt = self.sharing.pages_of(request.rid)
         with self._counters.clock.part("copies"):
             self.device.add_prompt_pages(len(self._prompts.lacking(prompt)))
@@ -157,12 +161,12 @@ class StoreKV:
             give_prefix(request, self._scheduler, slots, shared)
             found.choices.append(request)
 
-    def prepare_to_run(self, requests: list[Any]) -> None:
+    def prepare_to_run(self, requests: list[Request]) -> None:
         """Their KV lies on the device."""
 
     # Decode.
 
-    def step(self, running: Any, plan: Plan) -> None:
+    def step(self, running: ScheduleBatch, plan: Plan) -> None:
         running.prepare_for_decode()
 
     def stream(self, *, on: bool) -> None:
@@ -170,7 +174,7 @@ class StoreKV:
 
     # What ends.
 
-    def give_up(self, request: Any) -> None:
+    def give_up(self, request: Request) -> None:
         retract(self._scheduler, request)
         self.forget(request.rid)
 

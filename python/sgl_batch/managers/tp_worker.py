@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TypeVar
 
 import safetensors.torch
 
@@ -16,6 +16,9 @@ from sgl_batch.model_executor.model_runner import BatchModelRunner
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.sglang_adapter.forward import TpModelWorker, keep_tensors_for, set_model_runner
 from sgl_batch.sglang_adapter.names import SAFETENSORS
+from sgl_batch.sglang_adapter.types.messages import TensorsUpdate, UpdateGroupRequest, WeightRequest
+
+M = TypeVar("M")
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ _STREAMED = (
 class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
     """SGLang's tensor-parallel worker over `BatchModelRunner`."""
 
-    def __init__(self, *, context: RunContext, **kwargs: Any) -> None:
+    def __init__(self, *, context: RunContext, **kwargs: object) -> None:
         self._context = context
         super().__init__(**kwargs)
 
@@ -52,25 +55,25 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
     # Weights are read and written in their plain order, whatever order the kernels keep them in. Streamed ones stay
     # what their files say: an update would reach the others alone.
 
-    def update_weights_from_disk(self, recv_req: Any) -> Any:
+    def update_weights_from_disk(self, recv_req: object) -> tuple[bool, str]:
         return self._updated(super().update_weights_from_disk, recv_req)
 
-    def update_weights_from_distributed(self, recv_req: Any) -> Any:
+    def update_weights_from_distributed(self, recv_req: object) -> tuple[bool, str]:
         return self._updated(super().update_weights_from_distributed, recv_req)
 
-    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+    def update_weights_from_tensor(self, recv_req: TensorsUpdate) -> tuple[bool, str]:
         if self._context.place is not None:
             keep_tensors_for(recv_req, self._context.place.rank)
         is_file = recv_req.load_format == SAFETENSORS
         return self._updated(self._load_safetensors if is_file else super().update_weights_from_tensor, recv_req)
 
-    def _load_safetensors(self, recv_req: Any) -> tuple[bool, str]:
+    def _load_safetensors(self, recv_req: TensorsUpdate) -> tuple[bool, str]:
         """The weights of a safetensors file that came whole, as bytes; nothing of it is run."""
         weights = safetensors.torch.load(recv_req.serialized_named_tensors[0])
         done: tuple[bool, str] = self.model_runner.weight_updater.update_weights_from_tensor(list(weights.items()))
         return done
 
-    def init_weights_update_group(self, recv_req: Any) -> Any:
+    def init_weights_update_group(self, recv_req: UpdateGroupRequest) -> tuple[bool, str]:
         """Each of several ranks has a place of its own in the group, one after the other; to SGLang all are rank 0."""
         done: tuple[bool, str] = self.model_runner.weight_updater.init_weights_update_group(
             recv_req.master_address,
@@ -82,7 +85,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         )
         return done
 
-    def get_weights_by_name(self, recv_req: Any) -> Any:
+    def get_weights_by_name(self, recv_req: WeightRequest) -> object:
         """SGLang's answer to a weight that it cannot give is None, with the reason in the log."""
         if self._streams_weights and (is_expert_weight(recv_req.name) or is_expert_parameter(recv_req.name)):
             logger.error("%s is not in memory: %s", recv_req.name, _STREAMED)
@@ -96,7 +99,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
             raise ConfigError(f"the model cannot be saved: {_STREAMED}")
         return self._plain_weights()
 
-    def _updated(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+    def _updated(self, update: Callable[[M], tuple[bool, str]], recv_req: M) -> tuple[bool, str]:
         """SGLang's answer: whether weights are new now, and what went wrong."""
         if self._streams_weights:
             return False, f"weights cannot be changed: {_STREAMED}"

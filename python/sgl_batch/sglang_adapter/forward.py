@@ -9,6 +9,7 @@ from typing import Any
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, ScheduleBatch
+from sgl_batch.sglang_adapter.types.messages import TensorsUpdate
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 with bootstrap.importing():
@@ -140,7 +141,7 @@ def set_model_runner(worker: Any, runner: Any) -> None:
     worker._model_runner = runner
 
 
-def keep_tensors_for(update: Any, rank: int) -> None:
+def keep_tensors_for(update: TensorsUpdate, rank: int) -> None:
     """Of tensors that were sent for every rank, keep those of one, where SGLang looks for its rank 0's.
 
     One item alone is for all ranks.

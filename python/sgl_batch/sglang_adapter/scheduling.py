@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeGuard
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.expert_choice import add_choices
 from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
+from sgl_batch.sglang_adapter.types.messages import WeightsUpdate
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
@@ -138,7 +139,7 @@ def put_over_controls(
         handlers[kind] = partial(carry_out, handlers[kind])
 
 
-def updates_weights(asked: object) -> bool:
+def updates_weights(asked: object) -> TypeGuard[WeightsUpdate]:
     """Whether what is asked of the engine changes its weights."""
     return isinstance(asked, _WEIGHT_UPDATES)
 
@@ -267,11 +268,16 @@ def _ends(request: Request) -> bool:
     return bool(request.finished() or request.to_finish is not None or last)
 
 
-def copy_results_to_host(batch: ScheduleBatch, result: BatchResult) -> None:
-    """Begin to copy what the host wants of a step, behind it and before the next; SGLang waits for the copies' end."""
-    result.copy_done = torch.get_device_module(batch.device).Event()
+def copy_results_to_host(batch: ScheduleBatch, result: BatchResult) -> torch.Event:
+    """Begin to copy what the host wants of a step, behind it and before the next; SGLang waits for the copies' end.
+
+    Returns the event of that end.
+    """
+    done: torch.Event = torch.get_device_module(batch.device).Event()
+    result.copy_done = done
     result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
     result.logits_output.next_token_logits = None  # [B, vocab], which nobody wants any more
+    return done
 
 
 def keep_prefix(scheduler: SGLangScheduler, request: Request) -> None:

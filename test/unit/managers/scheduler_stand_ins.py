@@ -13,6 +13,7 @@ def scheduler_stand_in(**parts: Any) -> SimpleNamespace:
         req_to_token_pool=SimpleNamespace(size=512, available_size=lambda: 256),
         grammar_manager=SimpleNamespace(grammar_queue=[]),
         waiting_queue=[],
+        running_batch=SimpleNamespace(reqs=[]),
         **parts,
     )
 

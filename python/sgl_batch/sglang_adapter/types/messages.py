@@ -86,11 +86,52 @@ class Answer(TypedDict, total=False):
     meta_info: AnswerMeta
 
 
+class AbortRequest(Protocol):
+    """Abort requests (SGLang's AbortReq)."""
+
+    rid: str
+    """With what the ids of those that are meant begin; "" where it is not given."""
+
+    abort_all: bool
+
+
 class PauseRequest(Protocol):
     """Begin no step (SGLang's PauseGenerationReqInput)."""
 
     mode: str
     """What becomes of sequences: "abort", "retract" or "in_place"."""
+
+
+class StateChange(Protocol):
+    """Change numbers of a running engine (SGLang's SetInternalStateReq)."""
+
+    server_args: dict[str, int | float]
+
+
+class WeightsUpdate(Protocol):
+    """New weights, from wherever they come (SGLang's Update...ReqInput)."""
+
+    flush_cache: bool
+    """Whether all KV of the old weights goes."""
+
+
+class UpdateGroupRequest(Protocol):
+    """Meet a process that is to send weights (SGLang's InitWeightsUpdateGroupReqInput)."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    """The place in the group of SGLang's rank 0."""
+
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class WeightRequest(Protocol):
+    """Read a weight (SGLang's GetWeightsByNameReqInput)."""
+
+    name: str
 
 
 class TensorsUpdate(Protocol):
