@@ -37,6 +37,20 @@ def _fault(what: str, module: str, old: str, new: str, *tests: str) -> Fault:
 
 FAULTS = (
     _fault(
+        "a chunk of a prompt begins anew instead of going on",
+        "page_boundary",
+        "start = self.begun.computed_tokens",
+        "start = self.begun.shared_tokens",
+        "test_compose.py",
+    ),
+    _fault(
+        "a prompt is cut in the middle of a page",
+        "compose",
+        "room // plan.page_size * plan.page_size",
+        "room",
+        "test_compose.py",
+    ),
+    _fault(
         "a runner is not extended up to the next boundary",
         "residency",
         "pages_for(tokens, size) + FREE_PAGES, pages_for(tokens + plan.boundary_tokens, size)",
