@@ -135,6 +135,10 @@ def run_scheduler_process(run: EngineRun, *args: object, **kwargs: object) -> No
         operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
         operators.register()
     else:
+        # Whatever asks for the current GPU from here on finds this process's, and opens no context on another.
+        gpu_id = args[_GPU_ID]
+        assert isinstance(gpu_id, int), f"{gpu_id!r} is no number of a GPU"
+        torch.cuda.set_device(gpu_id)
         gpu_experts = GpuExperts(config.forward.expert_runner, torch.cuda.get_device_name(), counters)
     context = RunContext(
         in_force=PlanInForce(config),
@@ -165,7 +169,7 @@ def _scheduler(context: RunContext, *args: object, **kwargs: object) -> BatchSch
 
 
 # SGLang's positional arguments of a scheduler process.
-_SERVER_ARGS, _PORT_ARGS, _DP_RANK = 0, 1, 8
+_SERVER_ARGS, _PORT_ARGS, _GPU_ID, _DP_RANK = 0, 1, 2, 8
 # The kernel takes 107 characters for the name of a socket.
 _PREFIX = "sgl-batch-"
 

@@ -109,8 +109,9 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
     merged.update(_rank_arguments(merged))
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
-    if config.memory.weights == "streamed":
-        # A captured graph would compute with the experts of the pass in which it was captured.
+    if config.memory.weights == "streamed" or (merged.get("dp_size") or 1) > 1:
+        # A captured graph would compute with the experts of the pass in which it was captured, and past the exchange
+        # with other ranks.
         merged["disable_cuda_graph"] = True
     _check_choices(config, merged, on_cpu=on_cpu(kwargs))
     if merged.get("speculative_algorithm"):

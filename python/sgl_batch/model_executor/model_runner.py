@@ -346,10 +346,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
 
     def _graph_serves(self, forward_batch: Any) -> bool:
-        """Whether a decode group is one sub-batch for which SGLang has captured a CUDA graph: nothing to gain."""
+        """Whether a decode group is one sub-batch for which SGLang has captured a CUDA graph: nothing to gain.
+
+        Not where ranks exchange rows: its graphs have the experts of this rank alone.
+        """
         graphs = self.decode_cuda_graph_runner
         return bool(
             self.device != "cpu"
+            and self._place is None
             and (self.layer_runner is None or self.layer_runner.on_yield is None)
             and forward_batch.forward_mode.is_cuda_graph()
             and graphs is not None

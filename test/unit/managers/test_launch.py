@@ -238,6 +238,13 @@ def test_weights_are_streamed_to_a_gpu_without_captured_graphs(monkeypatch):
     assert not sglang_arguments({}, from_mapping({})).get("disable_cuda_graph")
 
 
+def test_ranks_that_exchange_rows_capture_no_graphs_of_sglang_s_forward(monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 2)
+    two = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
+    assert sglang_arguments(two, from_mapping({}))["disable_cuda_graph"] is True
+
+
 @pytest.mark.parametrize(
     ("options", "on_cpu", "message"),
     [

@@ -1,0 +1,29 @@
+"""When SGLang's captured graphs serve a decode group: over stand-ins for what is looked at of a runner on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_batch.config import BatchConfig
+from sgl_batch.core.plan import make_plan
+from sgl_batch.model_executor.model_runner import BatchModelRunner
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "of_several", "serves"),
+    [(4, False, True), (4, True, False), (300, False, False)],
+    ids=["one sub-batch", "ranks exchange rows", "several sub-batches"],
+)
+def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_size, of_several, serves):
+    plan = make_plan(BatchConfig(), page_size=64, max_running=512)
+    runner = SimpleNamespace(
+        device="cuda",
+        _place=object() if of_several else None,
+        layer_runner=None,
+        decode_cuda_graph_runner=SimpleNamespace(can_run_graph=lambda batch: True),
+        context=SimpleNamespace(in_force=SimpleNamespace(plan=plan)),
+    )
+    group = SimpleNamespace(forward_mode=SimpleNamespace(is_cuda_graph=lambda: True), batch_size=batch_size)
+    assert BatchModelRunner._graph_serves(runner, group) is serves
