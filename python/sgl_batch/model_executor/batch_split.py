@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sgl_batch.core.plan import cut_sequences
 from sgl_batch.model_executor.kv_staging import Staging
 from sgl_batch.sglang_adapter.forward import decode_slice, extend_slice
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,15 +21,15 @@ class SubBatch:
     """
 
     span: tuple[int, int]
-    forward_batch: Any
-    attention_plan: Any = None
+    forward_batch: ForwardBatch
+    attention_plan: object = None
     number: int = 0
     end_in_part: int = 0
     staging: Staging | None = None
 
 
 def split(
-    forward_batch: Any, spans: Sequence[tuple[int, int]], *, staging: Staging | None = None, first_row: int = 0
+    forward_batch: ForwardBatch, spans: Sequence[tuple[int, int]], *, staging: Staging | None = None, first_row: int = 0
 ) -> list[SubBatch]:
     """Sub-batches of a part's rows `spans`, which cover every row once.
 
@@ -51,17 +51,19 @@ def split(
     ]
 
 
-def _whole(forward_batch: Any, span: tuple[int, int]) -> Any:
+def _whole(forward_batch: ForwardBatch, span: tuple[int, int]) -> ForwardBatch:
     return forward_batch
 
 
-def _decode_part(forward_batch: Any, span: tuple[int, int]) -> Any:
+def _decode_part(forward_batch: ForwardBatch, span: tuple[int, int]) -> ForwardBatch:
     return decode_slice(forward_batch, *span)
 
 
-def _extend_part(forward_batch: Any, span: tuple[int, int]) -> Any:
-    pieces = cut_sequences(forward_batch.extend_seq_lens_cpu, span)
-    prefixes = forward_batch.extend_prefix_lens_cpu
+def _extend_part(forward_batch: ForwardBatch, span: tuple[int, int]) -> ForwardBatch:
+    lengths, prefixes = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    assert lengths is not None, "an extend batch has the lengths of its sequences"
+    assert prefixes is not None, "and says what of each was computed before"
+    pieces = cut_sequences(lengths, span)
     return extend_slice(
         forward_batch,
         *span,

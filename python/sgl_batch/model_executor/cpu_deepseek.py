@@ -22,7 +22,7 @@ from sgl_batch.model_executor.families import DeepseekFamily
 from sgl_batch.sglang_adapter.expert_choice import choice_made
 from sgl_batch.sglang_adapter.layers import put_forwards_under
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
-from sgl_batch.sglang_adapter.types.models import DenseMlp, ExpertChoice, ExpertChooser, Weighted
+from sgl_batch.sglang_adapter.types.models import DenseMlp, ExpertChoice, ExpertChooser, ExpertModules, Weighted
 
 # SGLang's classes.
 _ATTENTION, _MOE, _MLP = "DeepseekV2AttentionMLA", "DeepseekV2MoE", "DeepseekV2MLP"
@@ -75,7 +75,7 @@ class CpuDeepseek:
             return hidden_states
         return latent_attention.run(module, self._weights, positions, hidden_states, forward_batch)
 
-    def _moe(self, module: torch.nn.Module, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    def _moe(self, module: ExpertModules, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         if not len(hidden):
             return hidden
         block = self._family.block_of(module)

@@ -31,7 +31,14 @@ from sgl_batch.sglang_adapter.layers import (
     register_forward,
 )
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
-from sgl_batch.sglang_adapter.types.models import ExpertLayer, ExpertMethod, ExpertOptions, ExpertOutput, RoutedRows
+from sgl_batch.sglang_adapter.types.models import (
+    ExpertLayer,
+    ExpertMethod,
+    ExpertOptions,
+    ExpertOutput,
+    RoutedRows,
+    Router,
+)
 
 
 class CpuOperators:
@@ -148,7 +155,7 @@ class CpuOperators:
         return output
 
 
-def _routers(model: torch.nn.Module, family: Family | None) -> list[torch.nn.Module]:
+def _routers(model: torch.nn.Module, family: Family | None) -> list[Router]:
     """The modules that choose experts; none are known of a family without an adapter."""
     if family is None:
         return []

@@ -5,20 +5,22 @@ Every rank takes part in every exchange, with zero rows where it has none. Whoev
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from sgl_batch.layers.moe.token_dispatcher import TokenDispatcher
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.families import ExpertBlock, Family
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.models import ExpertLayer
 
 
 class ExpertSums(Protocol):
     """Computes what this rank's experts add to each row, in float32; ids are local, -1 is none."""
 
     def __call__(
-        self, experts: Any, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+        self, experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
     ) -> torch.Tensor: ...
 
 
@@ -28,7 +30,9 @@ class ExpertExchange:
     def __init__(self, dispatcher: TokenDispatcher, expert_sums: ExpertSums, counters: Counters) -> None:
         self._dispatcher, self._expert_sums, self._counters = dispatcher, expert_sums, counters
 
-    def run(self, family: Family, layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+    def run(
+        self, family: Family, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None
+    ) -> torch.Tensor:
         """The expert half of `layer` for this rank's rows; a layer without experts needs no exchange."""
         block = family.expert_block(layer)
         if block is None:

@@ -6,7 +6,7 @@ A family is an adapter of tens of lines, registered under its SGLang model class
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,19 @@ import torch
 
 from sgl_batch.core.units import YIELD_OPTIONS
 from sgl_batch.sglang_adapter.layers import forget_attention_inputs, number_scratch
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.models import (
+    AttendingLayer,
+    CausalModel,
+    CommunicatingLayer,
+    DeepseekMoe,
+    ExpertChooser,
+    ExpertLayer,
+    ExpertModules,
+    LatentLayer,
+    MixtralLayer,
+    Router,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +36,10 @@ class ExpertBlock:
     `scale`: what the weights of the choice are still to be multiplied by. Shared experts are whole on every rank.
     """
 
-    gate: Any
-    topk: Any
-    experts: Any
-    shared: Any | None = None
+    gate: Router
+    topk: ExpertChooser
+    experts: ExpertLayer
+    shared: Callable[[torch.Tensor], torch.Tensor] | None = None
     scale: float = 1.0
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,38 +60,47 @@ class Family(ABC):
     yield_options: tuple[str, ...] = YIELD_OPTIONS
     """Where sequences may yield inside a layer (core/units)."""
 
-    def embed(self, model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = model.model.embed_tokens(input_ids)
-        return hidden
+    def embed(self, model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+        given: Any = model
+        own: CausalModel = given
+        return own.model.embed_tokens(input_ids)
 
-    def layers(self, model: Any) -> Sequence[Any]:
+    def layers(self, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
         """The layers that this process holds, in order."""
-        body = model.model
+        given: Any = model
+        own: CausalModel = given
+        body = own.model
         return [body.layers[i] for i in range(body.start_layer, body.end_layer)]
 
     @abstractmethod
     def attention_half(
-        self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Any
+        self,
+        layer: torch.nn.Module,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm, attention, and the norm before the experts; returns (hidden, residual)."""
 
     @abstractmethod
-    def expert_half(self, layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+    def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
         """Router and experts over the combined rows."""
 
     @abstractmethod
-    def expert_block(self, layer: Any) -> ExpertBlock | None:
+    def expert_block(self, layer: torch.nn.Module) -> ExpertBlock | None:
         """What routes a layer's rows and computes them, for the exchange between ranks; None for a dense layer."""
 
     def finish_layer(
-        self, layer: Any, hidden: torch.Tensor, residual: torch.Tensor, batch: Any
+        self, layer: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What follows the experts in a layer; most families leave the residual to the next norm."""
         return hidden, residual
 
-    def final_norm(self, model: Any, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = model.model.norm(hidden, residual)[0]
-        return normed
+    def final_norm(self, model: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        given: Any = model
+        own: CausalModel = given
+        return own.model.norm(hidden, residual)[0]
 
 
 class MixtralFamily(Family):
@@ -87,22 +109,31 @@ class MixtralFamily(Family):
     architectures = ("MixtralForCausalLM",)
 
     def attention_half(
-        self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Any
+        self,
+        layer: torch.nn.Module,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        given: Any = layer
+        own: MixtralLayer = given
         if residual is None:
-            residual, hidden = hidden, layer.input_layernorm(hidden)
+            residual, hidden = hidden, own.input_layernorm(hidden)
         else:
-            hidden, residual = layer.input_layernorm(hidden, residual)
-        hidden = layer.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
-        normed: tuple[torch.Tensor, torch.Tensor] = layer.post_attention_layernorm(hidden, residual)
-        return normed
+            hidden, residual = own.input_layernorm(hidden, residual)
+        hidden = own.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
+        return own.post_attention_layernorm(hidden, residual)
 
-    def expert_half(self, layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-        out: torch.Tensor = layer.block_sparse_moe(hidden)
-        return out
+    def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
+        given: Any = layer
+        own: MixtralLayer = given
+        return own.block_sparse_moe(hidden)
 
-    def expert_block(self, layer: Any) -> ExpertBlock | None:
-        block = layer.block_sparse_moe
+    def expert_block(self, layer: torch.nn.Module) -> ExpertBlock | None:
+        given: Any = layer
+        own: MixtralLayer = given
+        block = own.block_sparse_moe
         return ExpertBlock(gate=block.gate, topk=block.topk, experts=block.experts)
 
 
@@ -110,33 +141,46 @@ class CommunicatingFamily(Family):
     """Families of which SGLang's layer communicator holds the norms, and what tensor parallelism adds around them."""
 
     @abstractmethod
-    def attend(self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+    def attend(
+        self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
         """A layer's attention, between its norms."""
 
     @abstractmethod
-    def block_of(self, moe: Any) -> ExpertBlock:
+    def block_of(self, moe: ExpertModules) -> ExpertBlock:
         """SGLang's modules of a layer that has experts."""
 
     def attention_half(
-        self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Any
+        self,
+        layer: torch.nn.Module,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = layer.layer_communicator.prepare_attn(hidden, residual, batch)
+        given: Any = layer
+        own: CommunicatingLayer = given
+        hidden, residual = own.layer_communicator.prepare_attn(hidden, residual, batch)
         hidden = self.attend(layer, positions, hidden, batch)
-        normed: tuple[torch.Tensor, torch.Tensor] = layer.layer_communicator.prepare_mlp(hidden, residual, batch)
-        return normed
+        return own.layer_communicator.prepare_mlp(hidden, residual, batch)
 
-    def expert_half(self, layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-        out: torch.Tensor = layer.mlp(hidden, batch)
-        return out
+    def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
+        given: Any = layer
+        own: CommunicatingLayer = given
+        return own.mlp(hidden, batch)
 
-    def expert_block(self, layer: Any) -> ExpertBlock | None:
-        return self.block_of(layer.mlp) if hasattr(layer.mlp, "experts") else None
+    def expert_block(self, layer: torch.nn.Module) -> ExpertBlock | None:
+        given: Any = layer
+        own: CommunicatingLayer = given
+        moe: Any = own.mlp
+        return self.block_of(moe) if hasattr(moe, "experts") else None
 
     def finish_layer(
-        self, layer: Any, hidden: torch.Tensor, residual: torch.Tensor, batch: Any
+        self, layer: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        done: tuple[torch.Tensor, torch.Tensor] = layer.layer_communicator.postprocess_layer(hidden, residual, batch)
-        return done
+        given: Any = layer
+        own: CommunicatingLayer = given
+        return own.layer_communicator.postprocess_layer(hidden, residual, batch)
 
 
 class Qwen3MoeFamily(CommunicatingFamily):
@@ -144,11 +188,14 @@ class Qwen3MoeFamily(CommunicatingFamily):
 
     architectures = ("Qwen3MoeForCausalLM",)
 
-    def attend(self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-        attended: torch.Tensor = layer.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
-        return attended
+    def attend(
+        self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        given: Any = layer
+        own: AttendingLayer = given
+        return own.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
 
-    def block_of(self, moe: Any) -> ExpertBlock:
+    def block_of(self, moe: ExpertModules) -> ExpertBlock:
         return ExpertBlock(gate=moe.gate, topk=moe.topk, experts=moe.experts)
 
 
@@ -160,8 +207,12 @@ class DeepseekFamily(CommunicatingFamily):
 
     architectures = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
-    def attend(self, layer: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-        attended: torch.Tensor = layer.self_attn(
+    def attend(
+        self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        given: Any = layer
+        own: LatentLayer = given
+        attended = own.self_attn(
             positions=positions,
             hidden_states=hidden,
             forward_batch=batch,
@@ -170,22 +221,24 @@ class DeepseekFamily(CommunicatingFamily):
         forget_attention_inputs()
         return attended
 
-    def block_of(self, moe: Any) -> ExpertBlock:
+    def block_of(self, moe: ExpertModules) -> ExpertBlock:
         """SGLang's block of routed and shared experts. On a GPU its top-k or its runner scales the weights."""
+        given: Any = moe
+        own: DeepseekMoe = given
         on_cpu = moe.gate.weight.device.type == "cpu"
         return ExpertBlock(
             gate=moe.gate,
             topk=moe.topk,
             experts=moe.experts,
             shared=getattr(moe, "shared_experts", None),
-            scale=moe.routed_scaling_factor if on_cpu else 1.0,
+            scale=own.routed_scaling_factor if on_cpu else 1.0,
         )
 
 
 FAMILIES: tuple[Family, ...] = (MixtralFamily(), Qwen3MoeFamily(), DeepseekFamily())
 
 
-def family_of(model: Any) -> Family | None:
+def family_of(model: torch.nn.Module) -> Family | None:
     """The adapter for a loaded SGLang model, or None when its family is unknown."""
     name = type(model).__name__
     return next((family for family in FAMILIES if name in family.architectures), None)

@@ -160,7 +160,7 @@ class GraphedPass:
         """Lay the pass's rows and plans down; where its hidden states and residuals are."""
         halves, self._num_rows = self._halves, len(hidden)
         self._rows = halves.lay_out(hidden, self._batch)
-        plans = [(sub.attention_plan, int(sub.forward_batch.seq_lens_cpu.sum())) for sub in self._sub_batches]
+        plans = [(sub.attention_plan, _slots_of(sub.forward_batch)) for sub in self._sub_batches]
         if halves.plans is None or not halves.plans.load(plans, self._padded):
             self._shapes = {place: shape for place, shape in self._shapes.items() if shape.half == "experts"}
         return self._rows.load(hidden, self._batch, self._padded)
@@ -221,3 +221,8 @@ class GraphedPass:
             bring(halves.family.expert_half(layer, rows.hidden[part], own), rows.hidden[part])
 
         return work
+
+
+def _slots_of(forward_batch: ForwardBatch) -> int:
+    assert forward_batch.seq_lens_cpu is not None, "a batch over memory that stays is no pass's"
+    return int(forward_batch.seq_lens_cpu.sum())

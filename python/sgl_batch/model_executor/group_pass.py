@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,13 +13,14 @@ from sgl_batch.core.units import FUSED, PassShape
 from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer, Buffer
 from sgl_batch.model_executor.batch_split import SubBatch
 from sgl_batch.model_executor.graphed_halves import GraphedPass
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A forward batch of a pass, the rows [start, end) of the pass that are its own, and how they are cut."""
 
-    batch: Any
+    batch: ForwardBatch
     span: tuple[int, int]
     sub_batches: list[SubBatch]
 
@@ -33,7 +33,7 @@ class Group:
     """
 
     span: tuple[int, int]
-    batch: Any
+    batch: ForwardBatch
     hidden: torch.Tensor
     residual: torch.Tensor | None
     buffer: Buffer
@@ -47,7 +47,7 @@ class GroupPass:
     """
 
     shape: PassShape
-    layers: Sequence[Any]
+    layers: Sequence[torch.nn.Module]
     sub_batches: list[SubBatch]
     groups: list[Group]
     most_rows: int

@@ -23,6 +23,8 @@ from sgl_batch.model_executor.graphed_halves import GraphedHalves, GraphedPass
 from sgl_batch.model_executor.group_pass import Group, GroupPass, Part, groups_of, shape_of
 from sgl_batch.model_executor.kv_staging import Staging
 from sgl_batch.model_executor.yield_callback import YieldCallback
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
+from sgl_batch.sglang_adapter.types.models import AttentionBackend, CausalModel
 
 
 class LayerRunner:
@@ -42,9 +44,9 @@ class LayerRunner:
     def __init__(
         self,
         *,
-        model: Any,
+        model: torch.nn.Module,
         family: Family,
-        attn_backend: Any,
+        attn_backend: AttentionBackend,
         in_force: PlanInForce,
         counters: Counters,
         can_reenter: bool,
@@ -67,11 +69,11 @@ class LayerRunner:
         """The plan in force."""
         return self._in_force.plan
 
-    def forward(self, forward_batch: Any) -> Any:
+    def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         """Logits for a prefill group or a decode group, as the model's own forward gives them."""
         return self.forward_parts([forward_batch])[0]
 
-    def forward_parts(self, batches: Sequence[Any]) -> list[Any]:
+    def forward_parts(self, batches: Sequence[ForwardBatch]) -> list[LogitsOutput]:
         """Logits for each batch of one pass: a prefill group, a decode group, or a decode group and prompts beside it.
 
         Attention takes each batch by itself, in its forward mode; experts take the rows of all. An attention backend
@@ -90,7 +92,7 @@ class LayerRunner:
             self.counters.add("prefill_us", round(1e6 * (time.perf_counter() - begun)))
         return logits
 
-    def _count(self, batches: Sequence[Any]) -> None:
+    def _count(self, batches: Sequence[ForwardBatch]) -> None:
         for batch in batches:
             phase = "decode" if batch.forward_mode.is_decode() else "prefill"
             self.counters.add(f"{phase}_groups")
@@ -98,7 +100,7 @@ class LayerRunner:
         if len(batches) > 1:
             self.counters.add("mixed_passes")
 
-    def _parts(self, batches: Sequence[Any]) -> list[Part]:
+    def _parts(self, batches: Sequence[ForwardBatch]) -> list[Part]:
         parts, first_row = [], 0
         for batch in batches:
             is_decode, num_rows = batch.forward_mode.is_decode(), len(batch.input_ids)
@@ -117,9 +119,11 @@ class LayerRunner:
             return spans
         return row_spans(num_rows, phase.b_attn) if self.can_reenter else [(0, num_rows)]
 
-    def _logits(self, part: Part, hidden: torch.Tensor) -> Any:
+    def _logits(self, part: Part, hidden: torch.Tensor) -> LogitsOutput:
         own, batch = hidden[slice(*part.span)], part.batch
-        return self.model.logits_processor(batch.input_ids, own, self.model.lm_head, batch)
+        loaded: Any = self.model
+        model: CausalModel = loaded
+        return model.logits_processor(batch.input_ids, own, model.lm_head, batch)
 
     def forward_without_rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take part in the exchanges of a forward pass in which this rank has no rows of its own."""
@@ -246,7 +250,7 @@ class LayerRunner:
                 return computed
         return self.family.expert_half(layer, hidden, group.batch)
 
-    def _join_exchanges(self, state: GroupPass, group: Group, layer: Any, calls: int) -> None:
+    def _join_exchanges(self, state: GroupPass, group: Group, layer: torch.nn.Module, calls: int) -> None:
         """After a layer's last group, take part without rows in the calls that other ranks have more of."""
         if self.exchange is None:
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
@@ -47,6 +46,7 @@ from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.partial_loading import leaving_weights
 from sgl_batch.sglang_adapter.private_ports import on_this_machine
 from sgl_batch.sglang_adapter.ranks import expert_shard
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +61,15 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     `before_sampling`: what the host does between the launch of a forward pass and that of its sampling.
     """
 
-    def __init__(self, *args: Any, context: RunContext, **kwargs: Any) -> None:
+    def __init__(self, *args: object, context: RunContext, **kwargs: object) -> None:
         self.context, self._counters, self._place = context, context.counters, context.place
         self.layer_runner: LayerRunner | None = None
         self.expert_choices: ExpertChoices | None = None
         self.before_sampling: Callable[[], None] = _nothing
         self._program_bytes = 0
         self._pass_memory: PassMemory | None = None
-        self._beside: Any | None = None
-        self._logits_beside: Any | None = None
+        self._beside: ForwardBatch | None = None
+        self._logits_beside: LogitsOutput | None = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -318,14 +318,16 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             page_size=self.server_args.page_size, max_running=max_running, can_reenter=self._can_reenter
         )
 
-    def compute_beside(self, prompts: Any) -> None:
+    def compute_beside(self, prompts: ForwardBatch) -> None:
         """Have the next forward pass, of a decode batch, compute a prefill batch as well.
 
         The pass after it, which is to be the prefill batch's own, finds its logits computed.
         """
         self._beside = prompts
 
-    def _forward_raw(self, forward_batch: Any, pp_proxy_tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _forward_raw(
+        self, forward_batch: ForwardBatch, pp_proxy_tensors: object, *args: object, **kwargs: object
+    ) -> ModelRunnerOutput:
         if self._logits_beside is not None:
             logits, self._logits_beside = self._logits_beside, None
             return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
@@ -345,7 +347,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             self._logits_beside = beside[0] if beside else None
             return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
 
-    def _graph_serves(self, forward_batch: Any) -> bool:
+    def _graph_serves(self, forward_batch: ForwardBatch) -> bool:
         """Whether a decode group is one sub-batch for which SGLang has captured a CUDA graph: nothing to gain.
 
         Not where ranks exchange rows: its graphs have the experts of this rank alone.
@@ -362,7 +364,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             and graphs.can_run_graph(forward_batch)
         )
 
-    def sample(self, logits_output: Any, forward_batch: Any) -> torch.Tensor:
+    def sample(self, logits_output: LogitsOutput, forward_batch: ForwardBatch) -> torch.Tensor:
         self.before_sampling()
         with self._counters.clock.part("sampling"):
             tokens: torch.Tensor = super().sample(logits_output, forward_batch)

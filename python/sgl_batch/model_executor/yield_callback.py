@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.scheduler import SlotPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class YieldedKV:
     changed for all of them.
     """
 
-    def __init__(self, pool: Any, table: torch.Tensor, layer_id: int) -> None:
+    def __init__(self, pool: SlotPool, table: torch.Tensor, layer_id: int) -> None:
         self._pool, self._table, self._layer_id = pool, table, layer_id
 
     def get(self, sequence: YieldedSequence) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,14 +64,16 @@ OnYield = Callable[[Sequence[YieldedSequence], int, YieldedKV], None]
 class YieldCallback:
     """Calls a user's callback for sub-batches whose KV is in the pages of `pool`; `table`: slots by sequence."""
 
-    def __init__(self, on_yield: OnYield, pool: Any, table: torch.Tensor) -> None:
+    def __init__(self, on_yield: OnYield, pool: SlotPool, table: torch.Tensor) -> None:
         self._on_yield, self._pool, self._table = on_yield, pool, table
 
-    def __call__(self, forward_batch: Any, index: int) -> None:
+    def __call__(self, forward_batch: ForwardBatch, index: int) -> None:
         """A sub-batch yields after attention of a layer, counted from this process's first."""
+        assert forward_batch.seq_lens_cpu is not None, "a batch over memory that stays is for graphs"
         lengths = forward_batch.seq_lens_cpu.tolist()
         new = [1] * len(lengths) if forward_batch.forward_mode.is_decode() else forward_batch.extend_seq_lens_cpu
-        ids = forward_batch.rids or [None] * len(lengths)
+        assert new is not None, "an extend batch has the lengths of its sequences"
+        ids: Sequence[str | None] = forward_batch.rids or [None] * len(lengths)
         sequences = [
             YieldedSequence(request_id=name, row=row, num_tokens=tokens, num_new=added)
             for name, row, tokens, added in zip(ids, forward_batch.req_pool_indices.tolist(), lengths, new, strict=True)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import pytest
+import torch
 import zmq
 
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
@@ -25,7 +26,9 @@ with bootstrap.importing():
     from sglang.srt.constrained.grammar_manager import GrammarManager
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.communicator import LayerCommunicator
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.linear import LinearBase, ReplicatedLinear
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
@@ -43,7 +46,30 @@ with bootstrap.importing():
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-    from sglang.srt.models.deepseek_v2 import DeepseekV2MLP, MoEGate
+    from sglang.srt.models.deepseek_v2 import (
+        DeepseekV2AttentionMLA,
+        DeepseekV2DecoderLayer,
+        DeepseekV2ForCausalLM,
+        DeepseekV2MLP,
+        DeepseekV2Model,
+        DeepseekV2MoE,
+        MoEGate,
+    )
+    from sglang.srt.models.mixtral import (
+        MixtralAttention,
+        MixtralDecoderLayer,
+        MixtralForCausalLM,
+        MixtralModel,
+        MixtralMoE,
+    )
+    from sglang.srt.models.qwen3_moe import (
+        Qwen3MoeAttention,
+        Qwen3MoeDecoderLayer,
+        Qwen3MoeForCausalLM,
+        Qwen3MoeMLP,
+        Qwen3MoeModel,
+        Qwen3MoeSparseMoeBlock,
+    )
     from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
     from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -71,6 +97,7 @@ _BEHIND: dict[type, list[tuple[type, ...]]] = {
     batches.ForwardBatch: [(ForwardBatch,)],
     scheduler.SlotTable: [(ReqToTokenPool,)],
     scheduler.PagePool: [(DevicePagePool,), (LatentPagePool,), (GpuPagePool,), (GpuLatentPool,)],
+    scheduler.SlotPool: [(DevicePagePool,), (LatentPagePool,)],
     scheduler.PageAllocator: [(PageAllocator,)],
     scheduler.PrefixCache: [(ChunkCache,)],
     scheduler.GrammarManager: [(GrammarManager,)],
@@ -92,6 +119,22 @@ _BEHIND: dict[type, list[tuple[type, ...]]] = {
     models.ChoiceOptions: [(TopKConfig,)],
     models.ExpertChooser: [(TopK,)],
     models.ExpertChoice: [(StandardTopKOutput,)],
+    models.Router: [(MoEGate,), (ReplicatedLinear, LinearBase, UnquantizedLinearMethod)],
+    models.ExpertModules: [(MixtralMoE,), (Qwen3MoeSparseMoeBlock,), (DeepseekV2MoE,)],
+    models.MixtralMoe: [(MixtralMoE,)],
+    models.DenseBlock: [(Qwen3MoeMLP,), (DeepseekV2MLP,)],
+    models.SparseBlock: [(Qwen3MoeSparseMoeBlock,), (DeepseekV2MoE,)],
+    models.DeepseekMoe: [(DeepseekV2MoE,)],
+    models.Norm: [(RMSNorm,)],
+    models.Attention: [(MixtralAttention,), (Qwen3MoeAttention,)],
+    models.LatentAttention: [(DeepseekV2AttentionMLA,)],
+    models.LayerCommunicator: [(LayerCommunicator,)],
+    models.MixtralLayer: [(MixtralDecoderLayer,)],
+    models.CommunicatingLayer: [(Qwen3MoeDecoderLayer,), (DeepseekV2DecoderLayer,)],
+    models.AttendingLayer: [(Qwen3MoeDecoderLayer,)],
+    models.LatentLayer: [(DeepseekV2DecoderLayer,)],
+    models.DecoderBody: [(MixtralModel,), (Qwen3MoeModel,), (DeepseekV2Model,)],
+    models.CausalModel: [(MixtralForCausalLM,), (Qwen3MoeForCausalLM,), (DeepseekV2ForCausalLM,)],
     models.RoutedRows: [(StandardDispatchOutput,)],
     messages.OpenAIRequest: [(ChatCompletionRequest,), (CompletionRequest,)],
     messages.GenerationRequest: [(io_struct.GenerateReqInput,)],
@@ -151,9 +194,12 @@ def _has(classes: tuple[type, ...]) -> set[str]:
 
 def _takes(real: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
     """What is wrong with calling `real` as `ours` is called."""
-    given, wanted = inspect.signature(ours).parameters, inspect.signature(real).parameters
+    given, every = inspect.signature(ours).parameters, list(inspect.signature(real).parameters.values())
+    # What is given by its place alone may have any name.
+    by_place = [name for name, parameter in given.items() if parameter.kind is parameter.POSITIONAL_ONLY]
+    wanted = {parameter.name: parameter for parameter in every[len(by_place) :]}
     kinds = {parameter.kind for parameter in wanted.values()}
-    by_name = [name for name in given if name != "self"]
+    by_name = [name for name in given if name != "self" and name not in by_place]
     faults = [
         f"no parameter {name}" for name in by_name if name not in wanted and inspect.Parameter.VAR_KEYWORD not in kinds
     ]
@@ -170,7 +216,10 @@ def lacking(protocol: type, classes: tuple[type, ...]) -> list[str]:
         if name not in there:
             faults.append(f"{classes[0].__name__} has no {name}")
         elif callable(ours):
-            faults += [f"{classes[0].__name__}.{name}: {fault}" for fault in _takes(getattr(classes[0], name), ours)]
+            # Calling a module of torch's calls its `forward`.
+            is_call = name == "__call__" and issubclass(classes[0], torch.nn.Module)
+            real = getattr(classes[0], "forward" if is_call else name)
+            faults += [f"{classes[0].__name__}.{name}: {fault}" for fault in _takes(real, ours)]
     return faults
 
 

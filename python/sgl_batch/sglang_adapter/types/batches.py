@@ -19,6 +19,9 @@ class ForwardMode(Protocol):
     def is_extend(self) -> bool:
         """Prompts, or pieces of them."""
 
+    def is_cuda_graph(self) -> bool:
+        """What SGLang's graphs can be captured for."""
+
 
 class Penalties(Protocol):
     """The penalties of a batch's rows (SGLang's BatchedPenalizerOrchestrator)."""

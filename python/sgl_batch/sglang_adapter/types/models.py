@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, overload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
-    from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+    from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
 
 
 class AttentionBackend(Protocol):
@@ -96,6 +96,9 @@ class ExpertChooser(Protocol):
     topk_config: ChoiceOptions
     layer_id: int
 
+    def __call__(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> ExpertChoice:
+        """Choose for rows [T, M] with logits [T, E]."""
+
 
 class ExpertChoice(Protocol):
     """The choice of experts of T rows (SGLang's StandardTopKOutput)."""
@@ -115,3 +118,149 @@ class RoutedRows(Protocol):
 
     topk_output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Weights [R, K], ids [R, K], and the router's logits [R, E]."""
+
+
+class Router(Protocol):
+    """What scores experts (SGLang's MoEGate, or a linear layer, which answers with its bias as well)."""
+
+    weight: torch.Tensor
+    """[E, M]."""
+
+    def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor | tuple[torch.Tensor, object]:
+        """Logits [T, E] of rows [T, M]."""
+
+
+class ExpertModules(Protocol):
+    """A block of experts, of any family."""
+
+    gate: Router
+    topk: ExpertChooser
+    experts: ExpertLayer
+
+
+class MixtralMoe(ExpertModules, Protocol):
+    """Mixtral's block of experts, whole."""
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What it adds to rows [T, M]."""
+
+
+class DenseBlock(Protocol):
+    """What follows attention in a layer without experts."""
+
+    def __call__(self, hidden: torch.Tensor, forward_batch: ForwardBatch | None, /) -> torch.Tensor:
+        """What it adds to rows [T, M]."""
+
+
+class SparseBlock(ExpertModules, Protocol):
+    """What follows attention in a layer with experts."""
+
+    def __call__(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch | None) -> torch.Tensor:
+        """What it adds to rows [T, M]."""
+
+
+class DeepseekMoe(Protocol):
+    """DeepSeek's block of experts, beside what any has. It may have `shared_experts`."""
+
+    routed_scaling_factor: float
+
+
+class Norm(Protocol):
+    """A layer's norm (SGLang's RMSNorm)."""
+
+    @overload
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [T, M], normed."""
+
+    @overload
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of both, normed and as it is. It may lie in the memory that was given."""
+
+
+class Attention(Protocol):
+    """A layer's attention."""
+
+    def __call__(
+        self, *, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Rows [T, M]."""
+
+
+class LatentAttention(Protocol):
+    """A layer's latent attention (SGLang's DeepseekV2AttentionMLA)."""
+
+    def __call__(
+        self,
+        *,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        zero_allocator: object,
+    ) -> torch.Tensor:
+        """Rows [T, M]."""
+
+
+class LayerCommunicator(Protocol):
+    """A layer's norms, and what tensor parallelism adds around them. Hidden states and residuals are [T, M]."""
+
+    def prepare_attn(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None, forward_batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes before attention."""
+
+    def prepare_mlp(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes between attention and experts."""
+
+    def postprocess_layer(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What follows the experts."""
+
+
+class MixtralLayer(Protocol):
+    """A decoder layer of Mixtral."""
+
+    input_layernorm: Norm
+    self_attn: Attention
+    post_attention_layernorm: Norm
+    block_sparse_moe: MixtralMoe
+
+
+class CommunicatingLayer(Protocol):
+    """A decoder layer whose communicator holds the norms; its attention is AttendingLayer's or LatentLayer's."""
+
+    layer_communicator: LayerCommunicator
+    mlp: DenseBlock | SparseBlock
+
+
+class AttendingLayer(Protocol):
+    """A decoder layer with attention over keys and values (SGLang's Qwen3MoeDecoderLayer)."""
+
+    self_attn: Attention
+
+
+class LatentLayer(Protocol):
+    """A decoder layer with latent attention (SGLang's DeepseekV2DecoderLayer)."""
+
+    self_attn: LatentAttention
+
+
+class DecoderBody(Protocol):
+    """The layers of a model and what lies around them; this process holds [start_layer, end_layer)."""
+
+    embed_tokens: Callable[[torch.Tensor], torch.Tensor]
+    layers: Sequence[torch.nn.Module]
+    start_layer: int
+    end_layer: int
+    norm: Norm
+
+
+class CausalModel(Protocol):
+    """A whole model."""
+
+    model: DecoderBody
+    lm_head: object
+    logits_processor: Callable[[torch.Tensor, torch.Tensor, object, ForwardBatch], LogitsOutput]
+    """Called with token ids [T], hidden states [T, M], `lm_head` and the batch."""
