@@ -270,3 +270,27 @@ class _MadeUpProperty(Protocol):
 )
 def test_the_comparison_sees_what_is_not_there(made_up: type, faults: list[str]) -> None:
     assert lacking(made_up, (schedule_batch.Req,)) == faults
+
+
+class _MadeUpCall(Protocol):
+    def __call__(self, hidden_states: object, mood: object) -> object: ...
+
+
+class _CallByPlace(Protocol):
+    def __call__(self, anything: object, /) -> object: ...
+
+
+class _CallOfNothing(Protocol):
+    def __call__(self, /) -> object: ...
+
+
+@pytest.mark.parametrize(
+    ("made_up", "faults"),
+    [
+        (_MadeUpCall, ["MixtralMoE.__call__: no parameter mood"]),
+        (_CallByPlace, []),
+        (_CallOfNothing, ["MixtralMoE.__call__: also wants hidden_states"]),
+    ],
+)
+def test_the_call_of_a_module_is_compared_with_its_forward(made_up: type, faults: list[str]) -> None:
+    assert lacking(made_up, (MixtralMoE,)) == faults

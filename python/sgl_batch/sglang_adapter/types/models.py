@@ -1,4 +1,7 @@
-"""What we use of the layers of SGLang's models, and of its attention backends. A whole model is a torch.nn.Module."""
+"""What we use of the layers of SGLang's models, and of its attention backends.
+
+A whole model, and each of its layers, is handed on as a torch.nn.Module. Those who read one know it by these types.
+"""
 
 from __future__ import annotations
 
