@@ -21,7 +21,18 @@ from sgl_batch.core.sequence import Sequence
 from sgl_batch.core.sequence_queue import of_prompt
 
 VERSION = 3
-COUNTS = ("running", "steps", "slots", "free_slots", "filling", "changed", "returning", "forked", "queued_tokens")
+COUNTS = (
+    "running",
+    "steps",
+    "slots",
+    "free_slots",
+    "filling",
+    "changed",
+    "returning",
+    "forked",
+    "queued_tokens",
+    "urgent",
+)
 
 Plain = dict[str, Any]
 

@@ -27,7 +27,8 @@ class State:
     `slots` is how many sequences the device can hold, `free_slots` how many more it can take now. `returning` counts
     those that neither run nor wait, because their KV is on its way back to the device, `forked` the choices whose
     leader has computed their prompt. `begun`: the sequence of whose prompt decode steps have computed a part.
-    `queued_tokens`: of all queued prompts together.
+    `queued_tokens`: of all queued prompts together. `urgent`: whether a boundary was asked for before its time, by an
+    arrival that cannot wait or by memory that runs short.
     """
 
     queued: Seq[Sequence]
@@ -42,6 +43,7 @@ class State:
     forked: int = 0
     queued_tokens: int = 0
     begun: Sequence | None = None
+    urgent: bool = False
 
     @property
     def rest(self) -> Chunk | None:
@@ -62,7 +64,7 @@ def boundary_due(state: State, plan: Plan) -> bool:
     need not wait for its end while the group is small. It asks only when something has changed: where pages keep the
     group small, each step would be a boundary otherwise.
     """
-    if state.running == 0 or state.steps >= plan.boundary_tokens:
+    if state.running == 0 or state.urgent or state.steps >= plan.boundary_tokens:
         return True
     waiting = len(state.ready) + len(state.queued)
     return state.changed and state.running * 2 <= plan.decode.b_moe and waiting >= state.running

@@ -89,7 +89,7 @@ def _next_step(headers: Seq[RankHeader], plan: Plan) -> Step:
 
 def rank_is_due(state: State, plan: Plan) -> bool:
     """Whether a rank would have a boundary now. Unlike a lone rank, one without runners may wait for the others."""
-    if state.steps >= plan.boundary_tokens:
+    if state.urgent or state.steps >= plan.boundary_tokens:
         return state.running > 0
     waiting = len(state.ready) + len(state.queued)
     if not (state.changed and waiting):

@@ -109,6 +109,7 @@ class BoundaryExecutor:
         self._changes_at_boundary = -1
         self._interval = IntervalClock()
         self._boundaries = 0
+        self._urgent = False
         self.beside: ScheduleBatch | None = None
         self.paused = False
 
@@ -300,7 +301,12 @@ class BoundaryExecutor:
             forked=len(self._unbatched.forked),
             queued_tokens=self._unbatched.queued.tokens,
             begun=self.begun,
+            urgent=self._urgent,
         )
+
+    def ask_boundary(self) -> None:
+        """Have the boundary come before its time, with the next step; on several ranks for all of them."""
+        self._urgent = True
 
     @property
     def begun(self) -> Sequence | None:
@@ -409,7 +415,7 @@ class BoundaryExecutor:
     def begin_interval(self, running: ScheduleBatch, boundary_began: float) -> None:
         """A boundary is past: count steps from here."""
         self._counters.add("boundaries")
-        self._filling = False
+        self._filling = self._urgent = False
         self._steps = 0
         self._boundaries += 1
         self._changes_at_boundary = self.table.changes

@@ -68,6 +68,7 @@ def test_a_small_group_under_which_nothing_has_changed_waits_for_its_boundary():
     waiting = state(running=2, steps=1, queued=sequences(20), changed=False)
     assert not boundary_due(waiting, PLAN)
     assert boundary_due(dataclasses.replace(waiting, steps=4), PLAN)
+    assert boundary_due(dataclasses.replace(waiting, urgent=True), PLAN), "it is asked for"
     assert boundary_due(dataclasses.replace(waiting, running=0), PLAN)
 
 
@@ -174,11 +175,13 @@ def plans(draw):
     plan=plans(),
     tokens=st.integers(64, 2000),
     spare_slots=st.integers(0, 12),
+    urgent_every=st.sampled_from([0, 1, 3]),
 )
-def test_every_schedule_ends_with_everybody_finished_in_fair_order(drawn, plan, tokens, spare_slots):
+def test_every_schedule_ends_with_everybody_finished_in_fair_order(drawn, plan, tokens, spare_slots, urgent_every):
     todo = build(drawn)
     pages, slots = tokens // plan.page_size, plan.ready_target + spare_slots
-    log = VirtualSchedule(todo, plan, pages=pages, slots=slots).run(most_decisions=5000)
+    schedule = VirtualSchedule(todo, plan, pages=pages, slots=slots, urgent_every=urgent_every)
+    log = schedule.run(most_decisions=5000)
     everybody = range(sum(request.choices for request in todo))
     assert sorted(log.finished + log.refused) == list(everybody)
     assert log.most_running <= plan.decode.b_moe

@@ -55,9 +55,18 @@ class VirtualSchedule:
     """Runs requests to their ends. A fault of the decisions shows as an AssertionError or as `Log` unlike the rule."""
 
     def __init__(
-        self, requests: list[Request], plan: Plan, *, pages: int, slots: int, order: OrderPolicy | None = None
+        self,
+        requests: list[Request],
+        plan: Plan,
+        *,
+        pages: int,
+        slots: int,
+        order: OrderPolicy | None = None,
+        urgent_every: int = 0,
     ) -> None:
+        """`urgent_every`: before each so many decisions a boundary is asked for; 0: never."""
         self.plan, self.slots = plan, slots
+        self._urgent_every, self._urgent = urgent_every, False
         self.ledger = PageLedger(pages, plan.page_size)
         self.log = Log()
         self.records: list[dict[str, Any]] = []
@@ -79,6 +88,8 @@ class VirtualSchedule:
         while self._arriving or len(self._queued) or self._ready or self._running or self._begun:
             assert self.log.decisions < most_decisions, f"no end after {most_decisions} decisions"
             self._arrive()
+            if self._urgent_every and self.log.decisions % self._urgent_every == 0:
+                self._urgent = True
             self._do(self._decide())
             self.log.decisions += 1
             assert self.ledger.prompt_pages == self._tree.num_pages
@@ -120,6 +131,7 @@ class VirtualSchedule:
             changed=self._changed,
             queued_tokens=self._queued.tokens,
             begun=self._begun,
+            urgent=self._urgent,
         )
         kv = KVState(device=self.ledger, admission=self.ledger, runners=lambda: self._running, foresee=self._foresee)
         free_before = self.ledger.free_pages
@@ -144,7 +156,7 @@ class VirtualSchedule:
                     self._refill(sequences)
                 case BeginInterval():
                     self._steps = 0
-                    self._changed = False
+                    self._changed = self._urgent = False
                 case Step(prefill=chunks):
                     assert sum(chunk.tokens for chunk in chunks) <= self.plan.mix_prefill
                     whole = [chunk.sequence for chunk in chunks if self._compute(chunk)]

@@ -58,6 +58,18 @@ def test_steps_go_on_unseen_up_to_the_boundary_and_not_over_it():
     assert steps == executor.plan.boundary_tokens
 
 
+def test_a_boundary_that_is_asked_for_comes_with_the_next_step_and_once():
+    executor = executor_with_queue(0)
+    running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
+    executor.next_batch(running)
+    boundaries = executor._counters.counts["boundaries"]
+    executor.ask_boundary()
+    assert not executor.goes_on(running)
+    for _ in range(3):
+        executor.next_batch(running)
+    assert executor._counters.counts["boundaries"] == boundaries + 1
+
+
 def test_steps_do_not_go_on_where_nobody_runs_or_choices_wait_for_their_prefill():
     executor = executor_with_queue(0)
     running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
