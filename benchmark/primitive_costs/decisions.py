@@ -98,6 +98,8 @@ def _request(name: str, context: int) -> Any:
         sampling_params=SimpleNamespace(max_new_tokens=_OUTPUT_LEN),
         extra_key=None,
         to_finish=None,
+        return_logprob=False,
+        return_routed_experts=False,
     )
 
 

@@ -49,7 +49,7 @@ def _check_changes_of_the_plan(engine: Engine) -> None:
         engine.set_plan(b_moe_prefill=1024)
     assert engine.batch_stats()["plan"]["prefill"]["b_moe"] == engine.batch_config.forward.b_moe_prefill == 512
     engine.set_plan(b_moe_prefill=64, b_attn_prefill=64)
-    assert engine.batch_stats()["plan"]["prefill"] == {"b_attn": 64, "b_moe": 64}
+    assert engine.batch_stats()["plan"]["prefill"] == {"b_attn": 64, "b_moe": 64, "yield_option": "split"}
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
     assert engine.generate(input_ids=[5] * 512, sampling_params=sampling)["meta_info"]["completion_tokens"] == 2
     with pytest.raises(ConfigError, match=r"^device_memory is 1073741824 and cannot become 2147483648 while the eng"):

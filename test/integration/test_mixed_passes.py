@@ -43,8 +43,10 @@ def test_all_is_as_in_two_passes_to_the_bit(told: list[dict[str, Any]]) -> None:
     free = [(False, False, 3, accumulate, True) for accumulate in (True, False)]
     names = ("model", "dtype", "sink", "source", "b_attn", "accumulate", "any_order")
     assert [tuple(one[name] for name in names) for one in passes] == [
-        (*model, *form) for model in itertools.product(FAMILIES, ("float32", "bfloat16")) for form in (*staged, *free)
-    ], "each model, in both number types: with and without stagings and sub-batches, and units in any order"
+        (*model, *form)
+        for model in (*((family, "float32") for family in FAMILIES), (FAMILIES[0], "bfloat16"))
+        for form in (*staged, *free)
+    ], "each model, one in bfloat16: with and without stagings and sub-batches, and units in any order"
     for one in passes:
         assert one["same_decode"], one
         assert one["same_prompts"], one
