@@ -183,8 +183,9 @@ class SequenceTable:
         sequence = self._sequences[request.rid]
         sequence.generated_tokens = len(request.output_ids)
         if sequence.status is not Status.QUEUED:
+            in_part = sequence.status is Status.PREFILLING
             self.record([advance(sequence, Event.RETRACT, "its KV is given up")])
-            sequence.lost_tokens = min(sequence.kv_tokens, sequence.computed_tokens or sequence.kv_tokens)
+            sequence.lost_tokens = sequence.computed_tokens if in_part else sequence.kv_tokens
         self._leave_ready(request.rid)
         self._give_back(sequence)
         sequence.prompt_group, sequence.choice = None, 0

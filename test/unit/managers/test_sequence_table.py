@@ -121,6 +121,24 @@ def test_who_is_retracted_is_queued_again_with_what_it_has_generated_and_holds_n
     assert table.ledger.free_pages == 10
 
 
+@pytest.mark.parametrize(
+    ("computed", "in_decode", "lost"),
+    [(100, True, 104), (64, False, 64)],
+    ids=["all that it had, of decode steps too", "of a prompt computed in part, that part"],
+)
+def test_what_a_retracted_sequence_has_lost_is_the_kv_that_it_had(table, computed, in_decode, lost):
+    retracted = request(1, output_ids=[1] * 5 if in_decode else [])
+    sequence = table.enter(retracted)
+    table.record(combine([sequence], Event.COMBINE_PREFILL, "test"))
+    sequence.computed_tokens = computed
+    if in_decode:
+        table.record([table.prefilled("r1")])
+        table.take_ready("r1")
+        table.record(combine([sequence], Event.COMBINE_DECODE, "test"))
+    assert table.retracted(retracted).lost_tokens == lost
+    assert sequence.computed_tokens == 0
+
+
 def test_a_request_that_another_engine_has_begun_is_queued_with_its_tokens_and_has_no_kv(table):
     begun = request(1, max_new_tokens=80)
     begun.output_ids = [5] * 50
