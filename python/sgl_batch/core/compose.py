@@ -106,7 +106,7 @@ class MixPrefill:
         for unit in chosen:
             rows = unit.leader.prefill_rows
             whole = rooms is not None or unit.leader.in_one_pass or unit.leader.generated_tokens > 0
-            if unit.followers or room < (rows if whole else min(rows, plan.page_size)):
+            if room < (rows if whole else min(rows, plan.page_size)):
                 break
             taken.append(unit)
             room -= rows
@@ -114,7 +114,7 @@ class MixPrefill:
 
 
 def _heads(state: State, room: int) -> Iterator[Admission]:
-    """The first units of the queue, until their prompts have `room` tokens."""
+    """The first units of the queue, each a sequence alone, until their prompts have `room` tokens."""
     for unit in group_by_prompt(state.queued, most_members=state.slots):
         if unit.followers or room <= 0:
             return

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sgl_batch.core.actions import Abort, Actions, Join, PrefillChoices, Step
-from sgl_batch.core.admission import group_by_prompt, refusal
+from sgl_batch.core.actions import Abort, Actions, Join, Prefill, PrefillChoices, Step
+from sgl_batch.core.admission import Admission, group_by_prompt, refusal
 from sgl_batch.core.compose import StepView, step_policy
 from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import KVState
@@ -31,7 +31,7 @@ def decide(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Actions:
         foresee(state, kv)
         units = prefill_units(state, plan, kv.admission, policy.rooms(state, kv, plan))
         if units or state.begun is not None:
-            return (replace(policy.prefill(tuple(units), state, kv, plan), rest=state.rest),)
+            return (prefill_of(tuple(units), state, kv, plan, policy),)
     actions = policy.at_boundary(state, kv, plan)
     return (*actions[:-1], compose(state, kv, plan, policy)) if isinstance(actions[-1], Step) else actions
 
@@ -42,6 +42,11 @@ def on_arrival(
     """What is done with a sequence that has come: it is queued (no action), or aborted where it can never fit."""
     why = refusal(sequence, device, store, most_prompt_tokens=most_prompt_tokens)
     return () if why is None else (Abort(sequences=(sequence,), why=why),)
+
+
+def prefill_of(units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Prefill:
+    """A prefill of these units, and first of what is left of a prompt that was begun, with where KV is to lie."""
+    return replace(policy.prefill(units, state, kv, plan), rest=state.rest)
 
 
 def compose(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Step:

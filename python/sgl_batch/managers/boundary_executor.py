@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import TypeVar
 
 from sgl_batch.core import decide
@@ -373,8 +372,7 @@ class BoundaryExecutor:
 
     def placed(self, units: tuple[Admission, ...], running: ScheduleBatch) -> Prefill:
         """A prefill of these units, with where their KV is to lie."""
-        state = self.state(running)
-        return replace(self._policy.prefill(units, state, self.kv_state(running), self.plan), rest=state.rest)
+        return decide.prefill_of(units, self.state(running), self.kv_state(running), self.plan, self._policy)
 
     def refill(self, sequences: tuple[Sequence, ...], running: ScheduleBatch) -> ScheduleBatch:
         """The decode batch with these waiting sequences combined into it."""
@@ -461,12 +459,11 @@ class BoundaryExecutor:
         `requests`: those of the batch that have a result of it; others ended while it was under way.
         """
         prefilled = batch.forward_mode.is_extend()
-        if not prefilled:
-            self.kv.end_pass(batch)
-            self._interval.end_step()
         if prefilled:
             self._prompts.count_results(batch, requests)
         else:
+            self.kv.end_pass(batch)
+            self._interval.end_step()
             self._counters.add("output_tokens", len(requests))
         self.table.record(self._changes_of(requests, prefilled=prefilled))
         for request in requests:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -61,14 +61,12 @@ class Family(ABC):
     """Where sequences may yield inside a layer (core/units)."""
 
     def embed(self, model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-        given: Any = model
-        own: CausalModel = given
+        own = cast(CausalModel, model)
         return own.model.embed_tokens(input_ids)
 
     def layers(self, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
         """The layers that this process holds, in order."""
-        given: Any = model
-        own: CausalModel = given
+        own = cast(CausalModel, model)
         body = own.model
         return [body.layers[i] for i in range(body.start_layer, body.end_layer)]
 
@@ -98,8 +96,7 @@ class Family(ABC):
         return hidden, residual
 
     def final_norm(self, model: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        given: Any = model
-        own: CausalModel = given
+        own = cast(CausalModel, model)
         return own.model.norm(hidden, residual)[0]
 
 
@@ -116,8 +113,7 @@ class MixtralFamily(Family):
         residual: torch.Tensor | None,
         batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        given: Any = layer
-        own: MixtralLayer = given
+        own = cast(MixtralLayer, layer)
         if residual is None:
             residual, hidden = hidden, own.input_layernorm(hidden)
         else:
@@ -126,13 +122,11 @@ class MixtralFamily(Family):
         return own.post_attention_layernorm(hidden, residual)
 
     def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
-        given: Any = layer
-        own: MixtralLayer = given
+        own = cast(MixtralLayer, layer)
         return own.block_sparse_moe(hidden)
 
     def expert_block(self, layer: torch.nn.Module) -> ExpertBlock | None:
-        given: Any = layer
-        own: MixtralLayer = given
+        own = cast(MixtralLayer, layer)
         block = own.block_sparse_moe
         return ExpertBlock(gate=block.gate, topk=block.topk, experts=block.experts)
 
@@ -158,28 +152,24 @@ class CommunicatingFamily(Family):
         residual: torch.Tensor | None,
         batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        given: Any = layer
-        own: CommunicatingLayer = given
+        own = cast(CommunicatingLayer, layer)
         hidden, residual = own.layer_communicator.prepare_attn(hidden, residual, batch)
         hidden = self.attend(layer, positions, hidden, batch)
         return own.layer_communicator.prepare_mlp(hidden, residual, batch)
 
     def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
-        given: Any = layer
-        own: CommunicatingLayer = given
+        own = cast(CommunicatingLayer, layer)
         return own.mlp(hidden, batch)
 
     def expert_block(self, layer: torch.nn.Module) -> ExpertBlock | None:
-        given: Any = layer
-        own: CommunicatingLayer = given
+        own = cast(CommunicatingLayer, layer)
         moe: Any = own.mlp
         return self.block_of(moe) if hasattr(moe, "experts") else None
 
     def finish_layer(
         self, layer: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        given: Any = layer
-        own: CommunicatingLayer = given
+        own = cast(CommunicatingLayer, layer)
         return own.layer_communicator.postprocess_layer(hidden, residual, batch)
 
 
@@ -191,8 +181,7 @@ class Qwen3MoeFamily(CommunicatingFamily):
     def attend(
         self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        given: Any = layer
-        own: AttendingLayer = given
+        own = cast(AttendingLayer, layer)
         return own.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
 
     def block_of(self, moe: ExpertModules) -> ExpertBlock:
@@ -210,8 +199,7 @@ class DeepseekFamily(CommunicatingFamily):
     def attend(
         self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        given: Any = layer
-        own: LatentLayer = given
+        own = cast(LatentLayer, layer)
         attended = own.self_attn(
             positions=positions,
             hidden_states=hidden,
@@ -223,8 +211,7 @@ class DeepseekFamily(CommunicatingFamily):
 
     def block_of(self, moe: ExpertModules) -> ExpertBlock:
         """SGLang's block of routed and shared experts. On a GPU its top-k or its runner scales the weights."""
-        given: Any = moe
-        own: DeepseekMoe = given
+        own = cast(DeepseekMoe, moe)
         on_cpu = moe.gate.weight.device.type == "cpu"
         return ExpertBlock(
             gate=moe.gate,

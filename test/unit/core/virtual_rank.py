@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from virtual_sequences import Batch, Fate, Request, Running, prompt_of
+from virtual_sequences import Batch, Fate, Request, Running, computed_with, prompt_of
 
 from sgl_batch.core.actions import Chunk, Prefill
 from sgl_batch.core.admission import Admission, group_by_prompt, refusal, reserve
@@ -198,19 +198,8 @@ class VirtualRank:
         return Batch(decode=True, sequences=tuple(running.reqs), rows=len(running.reqs) + tokens, prompts=whole)
 
     def _compute(self, chunk: Chunk) -> bool:
-        """Whether a prompt is computed with this chunk; it follows on what is computed, and ends with a page."""
-        sequence, end = chunk.sequence, chunk.start + chunk.tokens
-        if sequence is not self.begun:
-            assert self.begun is None, "one prompt at a time is computed in part"
-            assert chunk.start == sequence.shared_tokens
-            self._take(Admission(leader=sequence))
-            combine([sequence], Event.COMBINE_PREFILL, "")
-        else:
-            assert chunk.start == sequence.computed_tokens
-        assert chunk.tokens > 0
-        assert end == sequence.prompt_tokens or end % self.plan.page_size == 0
-        sequence.computed_tokens = end
-        self.begun = None if end == sequence.prompt_tokens else sequence
+        """Whether a prompt is computed with this chunk."""
+        self.begun = computed_with(chunk, self.begun, self.plan, self._take)
         return self.begun is None
 
     def _take(self, unit: Admission) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from virtual_sequences import prompt_of
+from virtual_sequences import computed_with, prompt_of
 
 from sgl_batch.core.actions import Actions, BeginInterval, Chunk, Idle, Prefill, Refill, Step
 from sgl_batch.core.admission import Admission, refusal, reserve
@@ -203,19 +203,8 @@ class VirtualSchedule:
         self._leave(sequence) if finished else self._ready.append(sequence)
 
     def _compute(self, chunk: Chunk) -> bool:
-        """Whether a prompt is computed with this chunk; it follows on what is computed, and ends with a page."""
-        sequence, end = chunk.sequence, chunk.start + chunk.tokens
-        if sequence is self._begun:
-            assert chunk.start == sequence.computed_tokens
-        else:
-            assert self._begun is None, "one prompt at a time is computed in part"
-            assert chunk.start == sequence.shared_tokens
-            self._take(Admission(leader=sequence))
-            combine([sequence], Event.COMBINE_PREFILL, "")
-        assert chunk.tokens > 0
-        assert end == sequence.prompt_tokens or end % self.plan.page_size == 0
-        sequence.computed_tokens = end
-        self._begun = None if end == sequence.prompt_tokens else sequence
+        """Whether a prompt is computed with this chunk."""
+        self._begun = computed_with(chunk, self._begun, self.plan, self._take)
         return self._begun is None
 
     def _refill(self, sequences: tuple[Sequence, ...]) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from sgl_batch.core.actions import Chunk
+from sgl_batch.core.admission import Admission
+from sgl_batch.core.coroutine import Event
 from sgl_batch.core.plan import Plan, num_expert_calls
+from sgl_batch.core.primitives import combine
 from sgl_batch.core.sequence import Sequence
 
 
@@ -63,6 +68,27 @@ class Running:
 
     def is_empty(self) -> bool:
         return not self.reqs
+
+
+def computed_with(
+    chunk: Chunk, begun: Sequence | None, plan: Plan, take: Callable[[Admission], None]
+) -> Sequence | None:
+    """Compute a chunk, which follows on what is computed of its prompt and ends with a page, unless the prompt does.
+
+    `begun`: the sequence whose prompt is computed in part; returned is that after it. `take`: admits a queued one.
+    """
+    sequence, end = chunk.sequence, chunk.start + chunk.tokens
+    if sequence is begun:
+        assert chunk.start == sequence.computed_tokens
+    else:
+        assert begun is None, "one prompt at a time is computed in part"
+        assert chunk.start == sequence.shared_tokens
+        take(Admission(leader=sequence))
+        combine([sequence], Event.COMBINE_PREFILL, "")
+    assert chunk.tokens > 0
+    assert end == sequence.prompt_tokens or end % plan.page_size == 0
+    sequence.computed_tokens = end
+    return None if end == sequence.prompt_tokens else sequence
 
 
 def prompt_of(sequence: Sequence) -> array[int]:
