@@ -16,7 +16,7 @@ from sgl_batch.managers.line_answers import LineAnswers
 from sgl_batch.managers.rank_stats import merged_stats
 from sgl_batch.model_directory import ModelPlace, check_model
 from sgl_batch.sglang_adapter import processes
-from sgl_batch.sglang_adapter.child_processes import SPAWN
+from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN
 from sgl_batch.sglang_adapter.known_models import is_known_architecture
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
@@ -32,16 +32,19 @@ class Engine(processes.RankedEngine):
     init_tokenizer_manager_func = staticmethod(launch.start_tokenizer_manager)
 
     def __init__(self, **kwargs: Any) -> None:
-        server_args, start_method = kwargs.pop("server_args", None), kwargs.pop("start_method", SPAWN)
+        server_args, start_method = kwargs.pop("server_args", None), kwargs.pop("start_method", None)
         self.batch_config: BatchConfig = kwargs.pop("batch_config", None) or BatchConfig()
         if server_args is None:
             self.batch_config, rest = split_kwargs(kwargs)
             check_model(model_place(rest), is_known_architecture)
             rest.setdefault("log_level", "error")
             server_args = make_server_args(rest, self.batch_config)
+        platform = launch.child_platform(server_args)
+        if start_method is None:  # a process that has met a GPU, as imports beside one do, cannot be forked
+            start_method = FORKSERVER if platform == CPU_PLATFORM else SPAWN
         self._run = self.run_scheduler_process_func = EngineRun.begin(self.batch_config, start_method)
         self.run_detokenizer_process_func = self._run.detokenizer
-        with processes.platform(launch.child_platform(server_args)), launch.start_errors(self._run):
+        with processes.platform(platform), launch.start_errors(self._run):
             super().__init__(server_args=server_args)
         self.own_processes = processes.processes_of(self.get_all_child_pids())
         infos = self._run.infos(self._scheduler_init_result.scheduler_infos)

@@ -53,6 +53,7 @@ def test_decisions_are_passed_over_and_replayed_when_asked_for(
         "changed": False,
         "queued_tokens": 0,
         "begun": None,
+        "urgent": False,
     }
     nothing = {"rows": [], "count": 0}
     plan = {"prefill": {"b_attn": 8, "b_moe": 8}, "decode": {"b_attn": 8, "b_moe": 8}, "page_size": 16}

@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned
 from sgl_batch.sglang_adapter import processes
-from sgl_batch.sglang_adapter.child_processes import SPAWN
+from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN, start_method_of
+from sgl_batch.sglang_adapter.fork_server import Surroundings
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.private_ports import LONGEST_NAME
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
@@ -68,6 +70,7 @@ class EngineRun:
     start_method: str
     graphs: Callable[[], Graphs | None] = device_graphs
     owned: OwnedDirectory | None = None
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
     @classmethod
     def begin(cls, config: BatchConfig, start_method: str, directory: Path | None = None) -> EngineRun:
@@ -116,18 +119,19 @@ class EngineRun:
 
     def controller(self, **kwargs: object) -> None:
         """Body of the process that starts the ranks."""
-        _begin_as_child()
-        run_rank_controller(self.directory, **kwargs)
+        _begin_as_child(self)
+        with start_method_of(self) if self.start_method == FORKSERVER else nullcontext():
+            run_rank_controller(self.directory, **kwargs)
 
     def detokenizer(self, *args: object, **kwargs: object) -> None:
         """Body of the detokenizer process: SGLang's own, imported through our adapter so that it starts on a CPU."""
-        _begin_as_child()
+        _begin_as_child(self)
         processes.run_detokenizer_process(*args, **kwargs)
 
 
 def run_scheduler_process(run: EngineRun, *args: object, **kwargs: object) -> None:
     """Body of a scheduler process: ours, in SGLang's process function."""
-    _begin_as_child()
+    _begin_as_child(run)
     belongs_to(run.directory, processes.load_file(args[_PORT_ARGS]))
     config, place = run.config, _place(run.directory, args)
     counters, operators, gpu_experts = Counters(), None, None
@@ -191,13 +195,14 @@ def _place(directory: Path, args: tuple[Any, ...]) -> RankPlace | None:
     return place
 
 
-def _begin_as_child() -> None:
+def _begin_as_child(run: EngineRun) -> None:
     """What a forked child has of its parent and a new process has not: handlers of signals, and how children start.
 
     Ctrl-C on a terminal reaches every process of the group; the parent alone decides what it means. A parent that was
     killed while this process began has no other way to end it.
     """
     processes.end_with_parent()
+    run.surroundings.take()
     read_pickles_strictly()
     for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):

@@ -6,12 +6,14 @@ The main thread may stand in a collective that would never end; nothing can be s
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 import time
 
 import msgspec
+import psutil
 
 from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout, RankError
 from sgl_batch.distributed.rank_place import RankPlace
@@ -83,7 +85,9 @@ class RankHeartbeat:
             self._place.rendezvous.await_failure(_CONTROLLER_TELLS_S)
         self._place.rendezvous.report_failure(failure_text(error))
         logger.error("rank %d ends because %s", self._place.rank, error)
-        # The controller is this process's parent: when it ends, all ranks end with it, and the engine's own process
+        # The controller has asked for this process: when it ends, all ranks end with it, and the engine's own process
         # learns of it at once.
-        os.kill(os.getppid(), signal.SIGTERM)
+        controller = multiprocessing.parent_process()
+        assert controller is not None, "this is no child process"
+        psutil.Process(controller.pid).terminate()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""Owns how SGLang's child processes come into being: in which environment, forked from this process or started anew.
+"""Owns how SGLang's child processes come into being: in which environment, and forked from this process, from a fork
+server, or started anew.
 
 It decides nothing about what runs in them. It imports no SGLang: much of what a child finds in its environment has to
 stand there before its libraries are imported, and a forked child's libraries are this process's.
@@ -15,10 +16,11 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
+from sgl_batch.sglang_adapter import fork_server
 from sgl_batch.sglang_adapter.bootstrap import collector_paused
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 
-FORK, SPAWN = "fork", "spawn"
+FORK, FORKSERVER, SPAWN = "fork", "forkserver", "spawn"
 
 _CPU_ENVIRONMENT = {
     # Python's own tracker of semaphores tells the user of those of processes that were ended, and removes them itself.
@@ -92,11 +94,16 @@ def environment(settings: Mapping[str, str], defaults: Mapping[str, str] = Mappi
 def start_method_of(process_function: Callable[..., Any]) -> Iterator[None]:
     """Processes of `process_function` start inside this block as the `start_method` of its owner says.
 
-    Where this process has threads by now, they start anew all the same: a fork has none of the threads, but all their
-    locks.
+    Where this process has threads by now, none is forked from it: a fork has none of the threads, but all their locks.
+    The fork server has none.
     """
     owner = getattr(process_function, "__self__", process_function)
-    if getattr(owner, "start_method", SPAWN) != FORK or not is_single_threaded():
+    start_method = getattr(owner, "start_method", SPAWN)
+    if start_method == FORKSERVER:
+        with fork_server.forked(type(owner).__module__, _ONE_THREAD):
+            yield
+        return
+    if start_method != FORK or not is_single_threaded():
         yield
         return
     before = multiprocessing.get_start_method()

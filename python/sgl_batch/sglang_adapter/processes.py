@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter import bootstrap, fork_server
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
 from sgl_batch.sglang_adapter.http_errors import refuse_unexpected_types
 from sgl_batch.sglang_adapter.internal_key import OnlyWithKey
@@ -115,6 +115,8 @@ def load_file(port_args: Any) -> Path:
 def end_with_parent() -> None:
     """This child process is killed when its parent ends, from now on; SGLang has not heard of one that ended before."""
     kill_itself_when_parent_died()
+    if fork_server.begin_as_forked():
+        return
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is no child process"
     if os.getppid() != parent.pid:

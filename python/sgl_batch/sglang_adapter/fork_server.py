@@ -1,0 +1,144 @@
+"""Owns a process that has imported what engine processes need and forks them: they begin in a moment, not in seconds.
+
+A program that makes an engine has threads, so that nothing can be forked from it safely. Its fork server is a process
+of its own, multiprocessing's, that has one thread and runs nothing; processes of every later engine come from it too.
+It lasts as long as the program. Processes share the memory of what was imported until they write to it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+
+# Imported last in the server, see there.
+_AFTER_IMPORTS = "sgl_batch.sglang_adapter.fork_server_process"
+# Variables that change from engine to engine; no library reads them as it is imported.
+_CHANGING = frozenset({"COLUMNS", "LINES", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "SGLANG_RUN_ID"})
+_STREAMS = (1, 2)
+
+
+class _Server:
+    """A fork server, and the environment in which its libraries were imported."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = _lasting(environment)
+        self.server = forkserver.ForkServer()
+
+    def start(self, module: str, settings: Mapping[str, str]) -> None:
+        """Start it if it does not run; it imports `module`. `settings` are in its environment, besides this one's."""
+        before = dict(os.environ)
+        self.server.set_forkserver_preload([module, _AFTER_IMPORTS])
+        os.environ.update({key: value for key, value in settings.items() if key not in before})
+        try:
+            self.server.ensure_running()
+        finally:
+            for key in settings.keys() - before.keys():
+                del os.environ[key]
+
+
+class _ParentsServer(forkserver.ForkServer):
+    """The server that this process came from."""
+
+    def __init__(self, address: str, alive_fd: int) -> None:
+        super().__init__()
+        self._forkserver_address, self._forkserver_alive_fd = address, alive_fd
+
+    def ensure_running(self) -> None:
+        """It runs as long as a process that came from it."""
+        resource_tracker.ensure_running()
+
+
+_own: _Server | None = None
+_parents: _ParentsServer | None = None
+
+
+@contextmanager
+def forked(module: str, settings: Mapping[str, str]) -> Iterator[bool]:
+    """Inside this block multiprocessing's processes come from the fork server, which has imported `module`.
+
+    Yields False, and changes nothing, where the environment is another than the server's libraries have met. The first
+    use starts the server, with `settings` where the environment does not say otherwise.
+    """
+    global _own
+    if _parents is not None:
+        server: forkserver.ForkServer = _parents
+    else:
+        if _own is None:
+            _own = _Server(os.environ)
+        if _own.environment != _lasting(os.environ):
+            yield False
+            return
+        _own.start(module, settings)
+        server = _own.server
+    before, connect = multiprocessing.get_start_method(), forkserver.connect_to_new_process
+    multiprocessing.set_start_method("forkserver", force=True)
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    try:
+        yield True
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+        forkserver.connect_to_new_process = connect
+
+
+def begin_as_forked() -> bool:
+    """Whether this process comes from a fork server; call it first in one.
+
+    Such a process is no child of the one that asked for it. From now on a thread kills it when that one ends, and
+    psutil calls that one its parent: SGLang's processes send a signal there when they fail.
+    """
+    global _own, _parents
+    if _parents is not None or forkserver.get_inherited_fds() is None:
+        return _parents is not None
+    of_server: Any = forkserver.get_inherited_fds.__self__  # type: ignore[attr-defined]
+    _own, _parents = None, _ParentsServer(of_server._forkserver_address, of_server._forkserver_alive_fd)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is no child process"
+    asked, parent_of = psutil.Process(parent.pid), psutil.Process.parent
+    psutil.Process.parent = lambda process: asked if process.pid == os.getpid() else parent_of(process)
+    threading.Thread(target=_end_with, args=(parent,), name="parent watch", daemon=True).start()
+    return True
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Surroundings:
+    """What a process that the fork server makes has not from the one that asks for it, on its way there.
+
+    That is the output and error streams, and those variables of the environment that change.
+    """
+
+    def __init__(self, streams: tuple[Any, ...] = (), variables: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._streams, self._variables = streams, variables
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if getattr(get_spawning_popen(), "method", None) != "forkserver":  # other children inherit it all
+            return Surroundings, ()
+        streams = tuple(DupFd(number) for number in _STREAMS)
+        return Surroundings, (streams, {key: os.environ[key] for key in _CHANGING & os.environ.keys()})
+
+    def take(self) -> None:
+        """Have them from now on, where they came from another process."""
+        os.environ.update(self._variables)
+        for number, sent in zip(_STREAMS, self._streams, strict=False):
+            descriptor = sent.detach()
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if key not in _CHANGING}
