@@ -8,13 +8,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from sgl_batch import Engine
+from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import ConfigError, EngineError
 
 from .beside import beside
@@ -41,13 +42,22 @@ class Start:
         return next(self._directory.glob("sgl-batch-*/*"), None)
 
     def first_rank(self) -> int | None:
-        """Some rank, as soon as both have been started: they alone are children of a child, the controller."""
-        found = [one.pid for one in self._seen if "spawn_main" in _command(one) and one.ppid() != os.getpid()]
-        return found[0] if len(found) == 2 else None
+        """The first rank, as soon as both have begun."""
+        told = self.told()
+        begun = Rendezvous(told.parent).published("pid") if told else {}
+        return int(begun[0]) if len(begun) == 2 else None
 
     def alive(self) -> list[psutil.Process]:
-        """Those of the engine's processes seen that still run, without Python's own helpers of processes."""
-        return [one for one in self._seen if _command(one) and "resource_tracker" not in _command(one)]
+        """Those of the engine's processes seen that still run, without the program's own helpers of processes."""
+        return [one for one in self._seen if _command(one) and not _is_helper(one)]
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """Whether it follows this program's semaphores, or is its fork server: both outlast an engine."""
+    with suppress(psutil.Error):
+        served = "forkserver" in _command(process) and process.ppid() == os.getpid()
+        return served or "resource_tracker" in _command(process)
+    return False
 
 
 def _command(process: psutil.Process) -> str:

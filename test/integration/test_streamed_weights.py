@@ -134,10 +134,8 @@ def updates_are_refused(engine: Any, checkpoint: Path) -> None:
 
 
 def test_a_file_that_is_cut_short_while_the_engine_runs_ends_it_with_its_name(copied: Path) -> None:
-    before = set(psutil.Process().children())
     engine = Engine(model_path=str(copied), **STREAMED, weight_memory=QWEN_RING)
-    began = set(psutil.Process().children()) - before
-    children = [child for child in began if "resource_tracker" not in " ".join(child.cmdline())]
+    children = engine.own_processes
     assert len(children) >= 2
     try:
         bytes_read_twice_the_same(engine)
