@@ -21,7 +21,7 @@ def test_a_process_takes_its_own_gpu_before_anything_asks_for_the_current_one(
     def note(name: str) -> Any:
         return lambda *args, **kwargs: asked.append(f"{name} {args[0]}" if args else name)
 
-    monkeypatch.setattr(engine_run, "_begin_as_child", lambda: None)
+    monkeypatch.setattr(engine_run, "_begin_as_child", lambda _run: None)
     monkeypatch.setattr(engine_run, "_is_on_cpu", lambda: False)
     monkeypatch.setattr(engine_run, "belongs_to", lambda *_: None)
     monkeypatch.setattr(engine_run, "register_triton_attention", lambda: None)
