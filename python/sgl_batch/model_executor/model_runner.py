@@ -28,9 +28,11 @@ from sgl_batch.model_executor.families import FAMILIES, Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.graphed_halves import GraphedHalves
 from sgl_batch.model_executor.layer_runner import LayerRunner
+from sgl_batch.model_executor.loaded_weights import LoadedWeights
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.model_executor.yield_callback import YieldCallback, find_on_yield
+from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, choosing_layers
 from sgl_batch.sglang_adapter.forward import (
     REENTRANT_BACKENDS,
@@ -43,7 +45,6 @@ from sgl_batch.sglang_adapter.forward import (
 from sgl_batch.sglang_adapter.gpu_pools import use_our_pools
 from sgl_batch.sglang_adapter.memory import kv_token_bytes, set_kv_bytes
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
-from sgl_batch.sglang_adapter.partial_loading import leaving_weights
 from sgl_batch.sglang_adapter.private_ports import on_this_machine
 from sgl_batch.sglang_adapter.ranks import expert_shard
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
@@ -53,6 +54,10 @@ logger = logging.getLogger(__name__)
 
 def _nothing() -> None:
     pass
+
+
+def _never(_name: str) -> bool:
+    return False
 
 
 class BatchModelRunner(ModelRunner):  # type: ignore[misc]
@@ -93,15 +98,26 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         place, memory = self._place, self.context.config.memory
         shard = nullcontext() if place is None else expert_shard(place.expert_shard, place.topology.num_expert_shards)
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
+        watch = self._watch_of_weights()
         with shard, huge_parameters():
             if memory.weights == "resident":
-                super().load_model()
+                with loading_weights(self.server_args, watch):
+                    super().load_model()
             else:
-                with unloaded_experts(), leaving_weights(self.server_args, is_expert_weight) as files:
+                with unloaded_experts(), loading_weights(self.server_args, watch, is_expert_weight) as files:
                     super().load_model()
                 held = 0 if place is None else place.expert_shard
                 self._operators.stream(self.model, files, memory, expert_shard=held)
         forget_peak()
+
+    def _watch_of_weights(self) -> LoadedWeights:
+        config, place = self.model_config.hf_text_config, self._place
+        return LoadedWeights(
+            config.num_hidden_layers,
+            is_tied=bool(getattr(config, "tie_word_embeddings", False)),
+            # Each rank loads its own experts, and all of everything else.
+            is_elsewhere=is_expert_weight if place is not None and place.topology.num_expert_shards > 1 else _never,
+        )
 
     def init_kv_cache_configurator(self) -> None:
         """With a budget for the device, pages of KV get what the rest leaves of it. Raises ConfigError."""

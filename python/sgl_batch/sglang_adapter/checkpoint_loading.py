@@ -1,0 +1,79 @@
+"""Owns how SGLang's loader reads a checkpoint for us: some weights stay in their files, and a watch sees the rest.
+
+It decides neither which weights stay nor what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from sgl_batch.sglang_adapter import bootstrap
+
+with bootstrap.importing():
+    from sglang.srt.configs.load_config import LoadFormat
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+__all__ = ["WeightWatch", "loading_weights"]
+
+# Formats that SGLang's default loader reads. Another is another loader's, which reads whatever it likes.
+_PLAIN_FORMATS = ("auto", "safetensors", "pt", "npcache")
+
+
+class WeightWatch(Protocol):
+    """Sees the weights of a checkpoint on their way into the parameters of a model."""
+
+    def load(
+        self,
+        model: nn.Module,
+        weights: Iterable[tuple[str, Tensor]],
+        load_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
+    ) -> None:
+        """Call `load_weights`, the model's own, with `weights`, (name, tensor) of a checkpoint."""
+
+
+@contextmanager
+def loading_weights(
+    server_args: Any, watch: WeightWatch, leave: Callable[[str], bool] | None = None
+) -> Iterator[list[str]]:
+    """Inside, `watch` sees how a checkpoint is loaded, but for the tensors whose names `leave` holds for.
+
+    Yields the safetensors files. The list is filled when the model is loaded; it stays empty for a checkpoint of
+    another format.
+    """
+    files: list[str] = []
+    given = server_args.load_format
+
+    class Loader(DefaultModelLoader):  # type: ignore[misc]
+        def __init__(self, load_config: Any) -> None:
+            load_config.load_format = LoadFormat(given) if leave is None else LoadFormat.AUTO
+            super().__init__(load_config)
+
+        def _prepare_weights(self, *args: Any, **kwargs: Any) -> Any:
+            folder, found, use_safetensors = super()._prepare_weights(*args, **kwargs)
+            files[:] = found if use_safetensors else []
+            return folder, found, use_safetensors
+
+        def _get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            everything = super()._get_all_weights(*args, **kwargs)
+            return ((name, weight) for name, weight in everything if leave is None or not leave(name))
+
+        def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:
+            load_weights = model.load_weights
+            model.load_weights = lambda weights: watch.load(model, weights, load_weights)
+            try:
+                super().load_weights_and_postprocess(model, weights, target_device)
+            finally:
+                del model.load_weights
+
+    if given not in _PLAIN_FORMATS:
+        yield files
+        return
+    server_args.load_format = Loader
+    try:
+        yield files
+    finally:
+        server_args.load_format = given
