@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import signal
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,27 +17,35 @@ from typing import Any
 from comparison import machine
 from comparison.terminal import exit_code, say
 from gpu_comparison.cases import Regime, Role, Settings
-from gpu_comparison.regimes import OURS, REGIMES, STOCK, Place, build
+from gpu_comparison.found import Found, compared
+from gpu_comparison.machine_rates import measure_machine
+from gpu_comparison.place import OURS, STOCK, Place
+from gpu_comparison.record import About, Record, regime_line, result_line, run_line, visit_lines
+from gpu_comparison.regimes import REGIMES, build, names_of
 from gpu_comparison.repeated_checkpoint import write_checkpoint
-from gpu_comparison.report import About, as_json, markdown
-from gpu_comparison.visits import Found, Run, compared
+from gpu_comparison.report import markdown, summary
+from gpu_comparison.visits import Run
 
 from sgl_batch.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 DESCRIPTION = """\
-Measure one regime through sgl_batch and stock SGLang on one GPU, each visit in a fresh process. Weights are dummies on
-the shape of a real model; prompts are random token ids, and every sequence generates as many tokens as were asked for.
+Compare sgl_batch with stock SGLang on one GPU, each visit in a fresh process. Weights are dummies on the shape of a
+real model; prompts are random token ids; tokens are sampled at temperature 1 from seeds, as many as were asked for.
+Goals, for one H200, against stock tuned in the same run:
 
-  kv            decode with ten times the KV that the device may hold (12 GiB): asked for 1.3 times stock
+  kv            decode with ten times the KV that the device may hold (12 GiB): 1.3 times stock
   tight         120 GB of weights leave little room for KV: 1.5 times
-  weights       weights larger than a device budget of 24 GiB: 3 times, and 70 % of what the host's copy rate allows
-  prefill       prompts of 8,192 tokens, 1,024 generated: 1.1 times
-  accumulation  the same kernels with one expert call for a group and with many: what the design itself gains
+  weights       weights larger than a device budget of 24 GiB: 3 times, and 70 % of the copy bound
+  prefill       prompts of 8,192 tokens, 1,024 generated, experts by DeepGEMM: 1.5 times
+  resident      all KV and weights on the device: in no round below 1.0 times
+  accumulation  the same kernels, memory and limits with one expert call for a group and with many: a finding
+  accumulation-graphs  the same, with CUDA graphs in all
 
-The first round has our configuration and all of stock's, a small sweep; the fastest of these is compared in the later
-rounds, with the order changed each time. Both engines have the same attention backend. A configuration that fails is
-reported with the last line of its log, and the run goes on. The record and the report are written after each visit.
+The first round has ours (overlap and graphs on) and all of stock's, a small sweep; the fastest of these is compared in
+the later rounds, with the order changed each time. Then ours with overlap or graphs off is visited once. Each figure
+has the distinct experts of a layer and step, counted, and its bound: bytes and FLOP against the rates of this machine,
+measured in the same run, and of its data sheet. A configuration that fails is reported and the run goes on.
 """
 EPILOG = """\
 what a visit takes, by arithmetic for one H200 (nothing has been measured): start-up 40 to 70 s, and then
@@ -44,18 +54,20 @@ what a visit takes, by arithmetic for one H200 (nothing has been measured): star
   tight         50 to 70 s; start-up is longer, as 120 GB of dummies are drawn
   weights       40 s, and once a minute to write 41 GB into --scratch; loading takes 40 to 100 s; 60 GB of host memory
   prefill       30 to 40 s
+  resident      30 to 60 s
   accumulation  15 to 60 s
 Host memory: kv 64 GiB for the store, tight 48. A longer sweep is several calls with --peers, each within its time.
 
 examples:
-  python benchmark/gpu.py kv --layers 24 --profile
-  python benchmark/gpu.py prefill --minutes 9.5
-  python benchmark/gpu.py kv --peers "its defaults" "hierarchical" --rounds 2
-  python benchmark/gpu.py kv tight weights prefill accumulation --device cpu --scale tiny
-      every regime for real on a CPU with a tiny shape, about a minute and a half each: a test of this program alone
+  python benchmark/gpu.py --cases kv --layers 24 --profile
+  python benchmark/gpu.py --cases kv,tight --minutes 60 --rounds 5
+  python benchmark/gpu.py --cases kv --peers "its defaults" "hierarchical" --rounds 2
+  python benchmark/gpu.py --device cpu --scale tiny --minutes 30
+      every comparison for real on a CPU with a tiny shape, about two minutes each: a test of this program alone
 
-The report goes to standard output, progress to standard error, the record, logs and traces to --out.
-Exit codes: 0 our configuration and a peer have run, 1 bad usage, 2 not so, 130 interrupted.
+The report goes to standard output, progress to standard error; --out has report.md, which can be pasted, results.jsonl,
+a line for each visit and result as it comes, logs and traces.
+Exit codes: 0 our configuration and a peer have run in each, 1 bad usage, 2 not so, 130 interrupted.
 """
 
 
@@ -64,7 +76,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("regimes", nargs="+", choices=list(REGIMES), metavar="REGIME", help=", ".join(REGIMES))
+    parser.add_argument("--cases", default=",".join(REGIMES), metavar="NAME,...", help="which of them, in order (all)")
     where = parser.add_argument_group("where")
     where.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto: a GPU if there is one)"
@@ -78,8 +90,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     size.add_argument("--num-prompts", type=int)
     size.add_argument("--input-len", type=int)
     size.add_argument("--output-len", type=int)
-    size.add_argument("--rounds", type=int, default=2, help="(2)")
-    size.add_argument("--minutes", type=float, default=9.5, help="in which a regime has to be done (9.5)")
+    size.add_argument("--rounds", type=int, default=3, help="(3)")
+    size.add_argument(
+        "--minutes", type=float, default=9.5, help="for the whole call; what does not fit is reported as not run (9.5)"
+    )
     size.add_argument("--timeout-s", type=float, default=300.0, help="limit of one visit, start included (300)")
     what = parser.add_argument_group("what")
     what.add_argument("--peers", nargs="+", metavar="WORDS", help="only those whose names have these words in them")
@@ -142,59 +156,80 @@ def place_of(options: argparse.Namespace, gpus: list[str]) -> Place:
 
 
 class Comparison:
-    """One regime of a call of the command, in a directory of its own."""
+    """One regime of a call of the command, in a directory of its own, within `until_s` seconds."""
 
     def __init__(
-        self, regime: Regime, options: argparse.Namespace, place: Place, about: About, out: Path, scratch: Path
+        self,
+        regime: Regime,
+        options: argparse.Namespace,
+        place: Place,
+        about: About,
+        record: Record,
+        *,
+        out: Path,
+        until_s: float,
     ) -> None:
-        self._regime, self._about, self._scratch = regime, about, scratch
+        self.regime, self._about, self._record = regime, about, record
         self.found = Found()
+        self._recorded = 0
+        scratch: Path = options.scratch or out
         self._settings = Settings(
             model=(scratch / f"{regime.name}-{regime.shape.layers}-layers").resolve(),
             out=out,
             rounds=options.rounds,
-            until_s=60 * options.minutes,
+            until_s=until_s,
             limit_s=options.timeout_s,
             device="cuda" if place.on_gpu else "cpu",
+            routing=place.routing(load_format="auto" if regime.checkpoint else "dummy"),
             profile_steps=options.profile_steps if options.profile else 0,
-            environment={} if place.on_gpu else {"CUDA_VISIBLE_DEVICES": ""},
+            environment=environment_of(place),
         )
 
     def run(self) -> None:
         """Make the model and all visits."""
         self._settings.out.mkdir(parents=True, exist_ok=True)
-        say(f"{self._regime.name}: {self._regime.workload.description}; logs in {self._settings.out}")
-        if self._regime.checkpoint:
-            write_checkpoint(self._regime.shape, self._settings.model, say)
+        say(f"{self.regime.name}: {self.regime.workload.description}; logs in {self._settings.out}")
+        self._record.add("regime", regime_line(self.regime, self._settings))
+        began = time.monotonic()
+        if self.regime.checkpoint:
+            write_checkpoint(self.regime.shape, self._settings.model, say)
         else:
-            self._regime.shape.write(self._settings.model)
-        Run(self._regime, self._settings, self.found, say=say, changed=self.write).all()
+            self.regime.shape.write(self._settings.model)
+        left = max(0.0, self._settings.until_s - (time.monotonic() - began))
+        settings = dataclasses.replace(self._settings, until_s=left)
+        Run(self.regime, settings, self.found, say=say, changed=self._write).all()
+        self._record.add("result", result_line(self.regime, self.found, self._about))
 
-    def write(self) -> None:
-        """Put the record and the report of what was found so far where those of before were."""
-        record = as_json(self._regime, self.found, self._settings, self._about)
-        for name, text in (("record.json", json.dumps(record, indent=1) + "\n"), ("report.md", self.report())):
-            partial = self._settings.out / f"{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self._settings.out / name)
-
-    def report(self) -> str:
-        """In Markdown."""
-        return markdown(self._regime, self.found, self._settings, self._about)
+    def _write(self) -> None:
+        """Append the visits that are new to the record, and put the report where that of before was."""
+        for line in visit_lines(self.regime, self.found, self._recorded):
+            self._record.add("visit", line)
+        self._recorded = len(self.found.visits)
+        replace_text(self._settings.out / f"{self.regime.name}.md", markdown(self.regime, self.found, self._about))
 
     @property
     def is_whole(self) -> bool:
-        """Whether ours and a peer have run, or would have where this machine lacks what every peer needs."""
-        ours, best = compared(self._regime, self.found)
-        peers = self._regime.of_role(Role.PEER)
-        return ours is not None and (best is not None or all(case.lacking is not None for case in peers))
+        """Whether ours and a peer have run, or would have where this machine lacks what all of one side need."""
+        ours, best = compared(self.regime, self.found)
+        lacking = {role: all(case.lacking for case in self.regime.of_role(role)) for role in (Role.OURS, Role.PEER)}
+        return (ours is not None or lacking[Role.OURS]) and (best is not None or lacking[Role.PEER])
 
 
-def measure(options: argparse.Namespace, argv: list[str]) -> int:
-    """Run what is asked for and print the reports; returns the exit code."""
-    started, here = datetime.now().astimezone(), machine.hardware()
-    place = place_of(options, here["gpus"])
-    about = About(
+def environment_of(place: Place) -> dict[str, str]:
+    """Of the processes that are measured."""
+    return {} if place.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def about_of(argv: list[str], here: dict[str, Any], place: Place, started: datetime) -> About:
+    """Where and how a call is made."""
+    return About(
         command=["python", "benchmark/gpu.py", *argv],
         started=started,
         machine=here,
@@ -204,23 +239,45 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
         else "attention: each engine's own on a CPU",
         is_tiny=place.tiny,
     )
-    regimes = [build(name, place, options) for name in dict.fromkeys(options.regimes)]
+
+
+def measure(options: argparse.Namespace, argv: list[str]) -> int:
+    """Run what is asked for and print the report; returns the exit code."""
+    started, began, here = datetime.now().astimezone(), time.monotonic(), machine.hardware()
+    place = place_of(options, here["gpus"])
+    regimes = [build(name, place, options) for name in names_of(options.cases)]
     out = (options.out or ROOT / "benchmark" / "out" / f"gpu-{started:%Y%m%d-%H%M%S}").resolve()
     # Asked to end, report as after Ctrl-C: an engine's process is in a session of its own and would stay behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    whole = True
-    for regime in regimes:
+    out.mkdir(parents=True, exist_ok=True)
+    rates = measure_machine(
+        out, here["gpus"], on_gpu=place.on_gpu, limit_s=options.timeout_s, environment=environment_of(place)
+    )
+    about = dataclasses.replace(about_of(argv, here, place, started), rates=rates)
+    record = Record(out / "results.jsonl")
+    record.add("run", run_line(about))
+    done: list[Comparison] = []
+    interrupted = False
+    for number, regime in enumerate(regimes):
+        left = 60 * options.minutes - (time.monotonic() - began)
+        # What one leaves of its share goes to the next ones.
+        until = left / (len(regimes) - number)
         own = out if len(regimes) == 1 else out / regime.name
-        comparison = Comparison(regime, options, place, about, own, options.scratch or own)
+        done.append(Comparison(regime, options, place, about, record, out=own, until_s=until))
         try:
-            comparison.run()
+            done[-1].run()
         except KeyboardInterrupt:
             say("interrupted; reporting what is finished")
-            print(comparison.report(), flush=True)
-            return 130
-        print(comparison.report(), flush=True)
-        whole = whole and comparison.is_whole
-    return 0 if whole else 2
+            interrupted = True
+            break
+    parts = [(one.regime, one.found) for one in done]
+    text = summary(about, parts, [regime.name for regime in regimes[len(done) :]])
+    text = "\n".join([text, *(markdown(regime, found, about) for regime, found in parts)])
+    replace_text(out / "report.md", text)
+    print(text, flush=True)
+    if interrupted:
+        return 130
+    return 0 if all(one.is_whole for one in done) else 2
 
 
 def main(argv: list[str]) -> int:

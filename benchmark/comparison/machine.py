@@ -23,7 +23,7 @@ def parse_cpuinfo(text: str) -> tuple[str, list[str]]:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, cores this process may use, instruction sets, memory in bytes, and GPUs where there are."""
+    """CPU model, cores this process may use, instruction sets, memory in bytes, and GPUs: name, memory, driver."""
     cpuinfo = Path("/proc/cpuinfo")
     model, flags = parse_cpuinfo(cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "")
     return {
@@ -31,7 +31,7 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "cpu_flags": flags,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": _lines("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"),
+        "gpus": _lines("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
         "system": platform.platform(),
     }
 

@@ -1,4 +1,4 @@
-"""Owns what a regime is made of: its engines' configurations, its workload, and the bars it is held against."""
+"""Owns what a regime is made of: its engines' configurations, its workload, and what is asked of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from comparison.workload import Workload
 
+from gpu_comparison.goals import Goal
 from gpu_comparison.shapes import ModelShape
 
-NEVER_BELOW = 1.0
+_DEFAULT_PREFILL = 8192  # tokens of a prefill group or chunk where a case says none, in both engines
 
 
 class Role(enum.Enum):
-    """What a case is in the comparison. Of peers the fastest counts; a reference is shown and compared with nobody."""
+    """What a case is in the comparison. Of peers the fastest counts; a reference is shown and compared with none."""
 
     OURS = "ours"
     PEER = "peer"
@@ -35,14 +36,19 @@ class Case:
     arguments: dict[str, Any]
     lacking: str | None = None
 
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of prompts that go through the model together."""
+        asked: int = self.arguments.get("b_moe_prefill") or self.arguments.get("chunked_prefill_size") or 0
+        return asked if asked > 0 else _DEFAULT_PREFILL
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
     """One comparison. The first of ours that runs is the one compared, so that nothing of ours is picked afterwards.
 
-    `bar`: how many times as fast as the best peer is asked for; None where it is a finding and not a demand.
-    `bound_bar`: the share of the host's copy rate at which the experts that are needed should come, where asked for.
-    `checkpoint`: whether the model needs weights in files; else a config.json is all.
+    `goals`: none where it is a finding and not a demand. `checkpoint`: whether the model needs weights in files; else a
+    config.json is all.
     """
 
     name: str
@@ -50,8 +56,7 @@ class Regime:
     shape: ModelShape
     workload: Workload
     cases: tuple[Case, ...]
-    bar: float | None
-    bound_bar: float | None = None
+    goals: tuple[Goal, ...] = ()
     checkpoint: bool = False
     notes: tuple[str, ...] = ()
 
@@ -64,7 +69,8 @@ class Settings:
     """What holds for every visit of a run.
 
     `until_s`: seconds after the start at which the run has to be over, `limit_s`: the most that one visit may take,
-    its start included. `profile_steps`: forward passes in the trace, 0 for none. `environment`: of the children.
+    its start included. `profile_steps`: forward passes in the trace, 0 for none. `routing`: the engine and arguments
+    that say which experts the tokens of the others chose. `environment`: of the children.
     """
 
     model: Path
@@ -73,5 +79,6 @@ class Settings:
     until_s: float
     limit_s: float
     device: str
+    routing: Case
     profile_steps: int = 0
     environment: dict[str, str] = field(default_factory=dict)

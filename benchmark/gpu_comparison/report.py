@@ -1,66 +1,86 @@
-"""Owns what a GPU comparison looks like: the table of cases, the verdicts, and the JSON record. Measures nothing."""
+"""Owns what a GPU comparison looks like in Markdown: figures, bounds and goals. Measures nothing and judges nothing."""
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from typing import Any
 
 from comparison import machine
-from comparison.figures import Spread, paired_ratios, spread
+from comparison.figures import Spread, spread
 from comparison.report import table
 
-from gpu_comparison.cases import NEVER_BELOW, Regime, Settings
+from gpu_comparison.bounds import CaseBound, case_bound, ratio, verdicts
+from gpu_comparison.cases import Regime
+from gpu_comparison.found import Found, Visit, compared
+from gpu_comparison.goals import Verdict
+from gpu_comparison.machine_rates import describe
+from gpu_comparison.record import About
 from gpu_comparison.trace_overlap import overlap_of, read_trace
-from gpu_comparison.visits import Found, Visit, compared
 from sgl_batch.byte_sizes import format_bytes
 
 NOTE = """\
 Median (smallest-largest) of the rounds; starting and a warm-up are not in the seconds. Suspended: KV kept in host \
 memory and read back (ours); retracted: KV dropped and computed again (stock). Computed twice: tokens whose KV was \
-there before; ours are counters of the engine, stock's are read from its log. Peak: resident host memory."""
+there before; ours are counters of the engine, stock's are read from its log. Peak: resident host memory. Tokens are \
+sampled at temperature 1 from seeds, since greedy decoding of random weights soon gives all sequences the same tokens; \
+distinct tokens: their share among the sequences at one output position."""
+BOUND_NOTE = """\
+A step: a decode step of the rows that ran together (~: not said by the engine, all prompts are assumed). Distinct \
+experts: of a layer, counted over the rows in brackets at one output position, by computing the tokens of the run \
+again (~: not counted, expected of even routing). Bound: the least time for the whole workload, of weights, KV, \
+products and counted copies; share: of that in the time taken. Stock's copies are not counted."""
 TINY_NOTE = "A tiny shape on a CPU: this run shows that the benchmark works. Its figures say nothing of a GPU."
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """Where and how a run was made. `label`: of attention, which both engines have, or each its own."""
-
-    command: Sequence[str]
-    started: datetime
-    machine: dict[str, Any]
-    source: dict[str, Any]
-    label: str
-    is_tiny: bool
-
-
-def markdown(regime: Regime, found: Found, settings: Settings, about: About) -> str:
-    """The report of all that was found so far."""
+def summary(about: About, done: Sequence[tuple[Regime, Found]], not_run: Sequence[str]) -> str:
+    """The head of a call's report: where it was made, and every goal."""
     source = about.source["commit"] or "no git commit"
     changed = f" with {about.source['changed_files']} changed files" if about.source["changed_files"] else ""
-    versions = next((visit.versions for visit in found.visits if visit.versions), {})
-    shape = regime.shape
+    versions = next((visit.versions for _, found in done for visit in found.visits if visit.versions), {})
+    rows = []
+    for regime, found in done:
+        times = ratio(regime, found)
+        judged = verdicts(regime, found, about.rates, is_tiny=about.is_tiny)
+        rows += [_goal_row(regime.name, verdict) for verdict in judged]
+        if not judged:
+            rows.append([regime.name, "none", "" if times is None else f"{times.text(2)}x", "a finding"])
+    rows += [[name, "", "", "not run"] for name in not_run]
     sections = [
-        f"# {regime.name}: {regime.title}",
-        f"{shape.name}, {format_bytes(shape.weight_bytes)} of weights in bfloat16"
-        f"{'' if regime.checkpoint else ', dummies'}; {format_bytes(shape.kv_token_bytes)} of KV a token. "
-        f"{regime.workload.description}. {about.label}.",
+        f"# GPU comparison, {about.started:%Y-%m-%d}",
+        f"`{shlex.join(about.command)}` at {source[:12]}{changed}; "
+        f"{', '.join(f'{name} {number}' for name, number in versions.items()) or 'no versions known'}; {about.label}.",
         f"{machine.describe(about.machine)}.",
-        f"{about.started:%Y-%m-%d}, {source[:12]}{changed}: `{shlex.join(about.command)}`; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items()) or 'no versions known'}.",
+        describe(about.rates),
         TINY_NOTE if about.is_tiny else "",
-        _table(regime, found, settings),
-        "\n".join(f"- {line}" for line in verdicts(regime, found)),
-        _parts(regime, found),
-        "\n".join(f"- {name}: {fault}" for name, fault in _faults(regime, found)),
-        " ".join([NOTE, *regime.notes]),
+        table(["comparison", "goal for one H200", "measured", "result"], rows),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _table(regime: Regime, found: Found, settings: Settings) -> str:
+def _goal_row(name: str, verdict: Verdict) -> list[str]:
+    return [name, verdict.asked, verdict.found, verdict.text]
+
+
+def markdown(regime: Regime, found: Found, about: About) -> str:
+    """The report of all that was found so far of one regime."""
+    shape = regime.shape
+    sections = [
+        f"## {regime.name}: {regime.title}",
+        f"{shape.name}, {format_bytes(shape.weight_bytes)} of weights in bfloat16"
+        f"{'' if regime.checkpoint else ', dummies'}; {format_bytes(shape.kv_token_bytes)} of KV a token. "
+        f"{regime.workload.description}.",
+        _table(regime, found),
+        _bound_table(regime, found, about),
+        "\n".join(f"- {line}" for line in _lines(regime, found, about)),
+        _parts(regime, found),
+        "\n".join(f"- {name}: {fault}" for name, fault in _faults(regime, found)),
+        " ".join([NOTE, *regime.notes]),
+        BOUND_NOTE,
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _table(regime: Regime, found: Found) -> str:
     ours, best = compared(regime, found)
     both = regime.workload.prompt_tokens + regime.workload.output_tokens
     rows = []
@@ -74,6 +94,7 @@ def _table(regime: Regime, found: Found, settings: Settings) -> str:
                 _cell(visits, lambda visit: visit.wall_s, 2),
                 _cell(visits, lambda visit: both / visit.wall_s, 0),
                 _cell(visits, lambda visit: regime.workload.output_tokens / visit.wall_s, 0),
+                _cell(visits, lambda visit: 100 * visit.distinct_tokens, 0),
                 _cell(visits, lambda visit: visit.interrupted, 0),
                 _cell(visits, lambda visit: visit.recomputed_tokens, 0),
                 _cell(visits, lambda visit: visit.peak_rss_bytes / 2**30, 1),
@@ -81,8 +102,70 @@ def _table(regime: Regime, found: Found, settings: Settings) -> str:
                 _status(case.lacking, visits, found.fault_of(case.name)),
             ]
         )
-    headings = ["", "role", "seconds", "tokens/s", "output tokens/s", "suspended or retracted", "computed twice"]
-    return table([*headings, "peak GiB", "start s", "status"], rows)
+    headings = ["", "role", "seconds", "tokens/s", "output tokens/s", "distinct tokens %", "suspended or retracted"]
+    return table([*headings, "computed twice", "peak GiB", "start s", "status"], rows)
+
+
+def _bound_table(regime: Regime, found: Found, about: About) -> str:
+    """What each case had to do, and how near it came to what the machine does."""
+    rows = []
+    for case in regime.cases:
+        bound = case_bound(regime, found, about.rates, case)
+        if bound is not None:
+            rows.append([case.name, *_step_cells(regime, found, case.name, bound), *_against_cells(bound)])
+    if not rows:
+        return ""
+    step = ["rows a step", "distinct experts a layer and step", "weights of a step", "KV of a step", "GFLOP of a step"]
+    copies = ["copied in", "copied out"]
+    return table(["", *step, *copies, "bound s", "bounded by", "share, measured rates", "share, data sheet"], rows)
+
+
+def _step_cells(regime: Regime, found: Found, name: str, bound: CaseBound) -> list[str]:
+    decode, counted = bound.work.decode, found.distinct.get(name)
+    experts = f"{bound.distinct:.1f} of {regime.shape.experts}"
+    return [
+        f"{'' if bound.rows_said else '~'}{decode.rows:.1f}",
+        f"~{experts}" if counted is None else f"{experts} ({counted.rows} rows)",
+        format_bytes(round(decode.weight_bytes)),
+        format_bytes(round(decode.kv_bytes)),
+        f"{decode.flop / 1e9:,.3g}",
+        format_bytes(round(bound.work.copy_in_bytes)),
+        format_bytes(round(bound.work.copy_out_bytes)),
+    ]
+
+
+def _against_cells(bound: CaseBound) -> list[str]:
+    """Bound, resource and share by measured rates, or the data sheet's where nothing was measured."""
+    if not bound.against:
+        return ["", "", "", ""]
+    first = bound.against[0]
+    shares = {one.rates.source: _text_percent(one.share) for one in bound.against}
+    measured = [share for source, share in shares.items() if not source.startswith("data sheet")]
+    sheet = [share for source, share in shares.items() if source.startswith("data sheet")]
+    return [f"{first.bound.seconds:.3g}", first.bound.resource, "".join(measured), "".join(sheet)]
+
+
+def _text_percent(share: Spread) -> str:
+    if share.count == 1:
+        return f"{share.median:.2%}"
+    return f"{share.median:.2%} ({share.low:.2%}-{share.high:.2%})"
+
+
+def _lines(regime: Regime, found: Found, about: About) -> list[str]:
+    """What was compared and how it came out against each goal, a line each."""
+    ours, best = compared(regime, found)
+    times = ratio(regime, found)
+    lines = []
+    if times is None or ours is None or best is None:
+        missing = [text for text, case in (("none of ours", ours), ("no peer", best)) if case is None]
+        lines.append(f"No ratio: {' and '.join(missing) + ' has run' if missing else 'no round has both'}.")
+    else:
+        lines.append(f"{ours.name} is {times.text(2)} times as fast as {best.name}, by {times.count} paired rounds.")
+    for verdict in verdicts(regime, found, about.rates, is_tiny=about.is_tiny):
+        lines.append(f"Goal {verdict.asked}; measured {verdict.found or 'nothing'}; {verdict.text}.")
+    if found.routing_fault is not None:
+        lines.append(f"Distinct experts were not counted: {found.routing_fault}.")
+    return lines + _profile_lines(found)
 
 
 def _parts(regime: Regime, found: Found) -> str:
@@ -119,67 +202,6 @@ def _text(value: Spread, digits: int) -> str:
     return value.text(digits) if value.low != value.high else f"{value.median:,.{digits}f}"
 
 
-def ratio(regime: Regime, found: Found) -> Spread | None:
-    """How many times as fast as the best peer ours is, paired by round; None where they share none."""
-    ours, best = compared(regime, found)
-    if ours is None or best is None:
-        return None
-    walls = [{number: visit.wall_s for number, visit in found.ran(case.name).items()} for case in (best, ours)]
-    return paired_ratios(walls[0], walls[1])
-
-
-def bound_share(regime: Regime, found: Found) -> Spread | None:
-    """Of the time that the experts needed take at the host's copy rate, in what ours took; None where not known."""
-    ours, rate = compared(regime, found)[0], (found.copy_rate or {}).get("bytes_per_s")
-    if ours is None or rate is None:
-        return None
-    visits = found.ran(ours.name).values()
-    return spread(needed_bytes(regime, visit) / rate / visit.wall_s for visit in visits)
-
-
-def needed_bytes(regime: Regime, visit: Visit) -> int:
-    """Of experts that the passes of a visit of ours asked for, each once a pass, those that were there included."""
-    return visit.counters.get("weights_routed", 0) * regime.shape.expert_bytes
-
-
-def verdicts(regime: Regime, found: Found) -> list[str]:
-    """What was asked for and what was found, a line each."""
-    ours, best = compared(regime, found)
-    times = ratio(regime, found)
-    lines = []
-    if times is None:
-        missing = [name for name, case in (("none of ours", ours), ("no peer", best)) if case is None]
-        why = " and ".join(missing) + " has run" if missing else "no round has both"
-        lines.append(f"No ratio: {why}.")
-    else:
-        assert ours is not None, "a ratio is of two cases"
-        assert best is not None, "a ratio is of two cases"
-        lines.append(f"{ours.name} is {times.text(2)} times as fast as {best.name}.")
-        if regime.bar is not None:
-            lines.append(f"Bar of {regime.bar} times: {_reached(times.median >= regime.bar)}.")
-        lines.append(f"Never below {NEVER_BELOW} times, in any round: {_reached(times.low >= NEVER_BELOW)}.")
-    if regime.bound_bar is not None:
-        lines += _bound_lines(regime, found, regime.bound_bar)
-    return lines + _profile_lines(found)
-
-
-def _bound_lines(regime: Regime, found: Found, bar: float) -> list[str]:
-    share, rate, ours = bound_share(regime, found), found.copy_rate or {}, compared(regime, found)[0]
-    if "fault" in rate:
-        return [f"No bound: the host's copy rate could not be measured ({rate['fault']})."]
-    if share is None or ours is None:
-        return ["No bound: none of ours has run."]
-    visits = list(found.ran(ours.name).values())
-    needed, read = needed_bytes(regime, visits[0]), visits[0].counters.get("weights_bytes_read", 0)
-    rate_text = f"{rate['bytes_per_s'] / 1e9:.1f} GB/s ({rate['low'] / 1e9:.1f}-{rate['high'] / 1e9:.1f})"
-    return [
-        f"Copy rate, {rate['what']}: {rate_text}. The passes of a round needed {needed / 1e9:.2f} GB of experts and "
-        f"fetched {read / 1e9:.2f} GB.",
-        f"Share of the bound, needed bytes at that rate: {100 * share.median:.0f} % ({100 * share.low:.0f}-"
-        f"{100 * share.high:.0f}); bar of {100 * bar:.0f} %: {_reached(share.median >= bar)}.",
-    ]
-
-
 def _profile_lines(found: Found) -> list[str]:
     if found.profile_fault is not None:
         return [f"No profile: {found.profile_fault}."]
@@ -189,33 +211,3 @@ def _profile_lines(found: Found) -> list[str]:
         said = "a trace without a GPU" if overlap is None else overlap.text()
         lines.append(f"Profile ({trace.name}): {said}.")
     return lines
-
-
-def _reached(reached: bool) -> str:
-    return "reached" if reached else "NOT reached"
-
-
-def as_json(regime: Regime, found: Found, settings: Settings, about: About) -> dict[str, Any]:
-    """The whole record: what was asked, where, raw figures of every visit, and what is said of them."""
-    ours, best = compared(regime, found)
-    times, share = ratio(regime, found), bound_share(regime, found)
-    return {
-        "date": about.started.astimezone(UTC).isoformat(timespec="seconds"),
-        "command": list(about.command),
-        "source": about.source,
-        "machine": about.machine,
-        "regime": {"name": regime.name, "title": regime.title, "bar": regime.bar, "bound_bar": regime.bound_bar},
-        "shape": dataclasses.asdict(regime.shape),
-        "workload": regime.workload.description,
-        "label": about.label,
-        "settings": {**dataclasses.asdict(settings), "model": str(settings.model), "out": str(settings.out)},
-        "cases": [{**dataclasses.asdict(case), "role": case.role.value} for case in regime.cases],
-        "visits": [dataclasses.asdict(visit) for visit in found.visits],
-        "copy_rate": found.copy_rate,
-        "traces": [str(trace) for trace in found.traces],
-        "profile_fault": found.profile_fault,
-        "compared": {"ours": None if ours is None else ours.name, "best_peer": None if best is None else best.name},
-        "times_as_fast": None if times is None else dataclasses.asdict(times),
-        "share_of_bound": None if share is None else dataclasses.asdict(share),
-        "verdicts": verdicts(regime, found),
-    }

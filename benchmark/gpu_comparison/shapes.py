@@ -13,6 +13,7 @@ from typing import Any
 from random_checkpoint import model_config
 
 ITEM_BYTES = 2  # bfloat16, of weights and of KV
+LEAST_HEAD_DIM = 64  # SGLang's fused write of rotated keys to KV takes no less on CUDA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,9 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     context: int
+
+    def __post_init__(self) -> None:
+        assert self.head_dim >= LEAST_HEAD_DIM, f"heads of {self.head_dim} channels do not run on a GPU"
 
     @property
     def kv_token_bytes(self) -> int:
@@ -51,6 +55,23 @@ class ModelShape:
         heads = (2 * self.query_heads + 2 * self.kv_heads) * self.head_dim
         layer = (heads + self.experts) * self.hidden * ITEM_BYTES
         return self.layers * layer + self.all_expert_bytes + 2 * self.vocabulary * self.hidden * ITEM_BYTES
+
+    @property
+    def token_flop(self) -> int:
+        """Products of one token in all layers, without attention's over other tokens."""
+        heads = (2 * self.query_heads + 2 * self.kv_heads) * self.head_dim
+        layer = (heads + self.experts) * self.hidden + 3 * self.top_k * self.hidden * self.expert_width
+        return 2 * self.layers * layer
+
+    @property
+    def head_flop(self) -> int:
+        """Products of one token's logits."""
+        return 2 * self.vocabulary * self.hidden
+
+    @property
+    def attention_flop(self) -> int:
+        """Products of a query with one token's keys, and of its weight with the values, in all layers."""
+        return 4 * self.layers * self.query_heads * self.head_dim
 
     def config(self) -> dict[str, Any]:
         """The model's config.json."""
@@ -101,7 +122,7 @@ def tiny(layers: int) -> ModelShape:
         expert_width=64,
         query_heads=4,
         kv_heads=2,
-        head_dim=32,
+        head_dim=64,
         vocabulary=1024,
         context=4096,
     )

@@ -1,6 +1,7 @@
 """Owns one visit of the GPU comparison: start one engine, warm it up, time one workload, perhaps with a profile.
 
-Called by the comparing side as `PYTHON gpu_round.py SPEC RESULT`. Tokens are counted and not kept: weights are dummies.
+Called by the comparing side as `PYTHON gpu_round.py SPEC RESULT`. Of tokens those of some sequences are kept: weights
+are dummies, and what matters of tokens is whether sequences have become alike.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def cuda_version() -> dict[str, str]:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Run the visit that `spec` describes."""
+    from gpu_comparison.routing import MOST_ROWS, distinct_tokens
+
     from runners.run_round import versions
     from runners.sglang_engines import start
 
@@ -82,6 +85,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "warm_up_s": warm - started,
         "wall_s": wall,
         "num_output_tokens": [len(output) for output in outputs],
+        "some_outputs": outputs[:MOST_ROWS],
+        "distinct_tokens": distinct_tokens(outputs),
         "warm_up_prompt_tokens": sum(map(len, warm_up)),
         "details_before": before,
         "details_after": runner.details(),

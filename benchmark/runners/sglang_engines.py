@@ -15,14 +15,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class SglangRunner:
-    """An engine with sglang.Engine's interface, asked for exact numbers of greedy tokens."""
+    """An engine with sglang.Engine's interface, asked for exact numbers of tokens.
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    `temperature`: 0 is greedy. Else each prompt has a seed of its own, which stock takes in its deterministic mode
+    only: otherwise it samples by the engine's `random_seed`.
+    """
+
+    def __init__(self, engine: Any, *, temperature: float = 0.0) -> None:
+        self.engine, self._temperature = engine, temperature
         atexit.register(engine.shutdown)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
-        sampling = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in output_lens]
+        sampling: list[dict[str, Any]] = [
+            {"temperature": self._temperature, "max_new_tokens": n, "ignore_eos": True} for n in output_lens
+        ]
+        if self._temperature:
+            for seed, asked in enumerate(sampling):
+                asked["sampling_seed"] = seed
         answers = self.engine.generate(input_ids=prompts, sampling_params=sampling)
         return [answer["output_ids"] for answer in answers]
 
@@ -42,11 +51,12 @@ class SglangRunner:
 
 def start(spec: dict[str, Any]) -> SglangRunner:
     """The engine that the spec names: sgl_batch, a variant of it, or stock."""
+    temperature = spec.get("temperature", 0.0)
     arguments = {"model_path": spec["model"], "dtype": spec["dtype"], "log_level": "error", **spec["arguments"]}
     if spec["engine"] == "stock":
         from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
-        return SglangRunner(StockEngine(**arguments))
+        return SglangRunner(StockEngine(**arguments), temperature=temperature)
     from sgl_batch import Engine
 
-    return SglangRunner(Engine(**arguments, **VARIANTS[spec["engine"]]))
+    return SglangRunner(Engine(**arguments, **VARIANTS[spec["engine"]]), temperature=temperature)

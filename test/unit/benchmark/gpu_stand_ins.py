@@ -6,6 +6,7 @@ from pathlib import Path
 
 from comparison.workload import Workload
 from gpu_comparison.cases import Case, Regime, Role, Settings
+from gpu_comparison.goals import GOALS
 from gpu_comparison.shapes import tiny
 
 OURS, STORE = "sgl_batch, no store", "sgl_batch, host KV store"
@@ -20,10 +21,11 @@ def case(name: str, role: Role = Role.PEER, lacking: str | None = None) -> Case:
 
 def regime(*cases: Case, **more) -> Regime:
     known = (case(OURS, Role.OURS), case(SLOW), case(FAST))
-    given = {"name": "kv", "title": "t", "shape": tiny(2), "workload": WORKLOAD, "bar": 1.3}
+    given = {"name": "kv", "title": "t", "shape": tiny(2), "workload": WORKLOAD, "goals": GOALS["kv"]}
     return Regime(**{**given, "cases": cases or known, **more})
 
 
 def settings(out: Path, **more) -> Settings:
     given = {"rounds": 3, "until_s": 600.0, "limit_s": 100.0, "device": "cpu"}
-    return Settings(model=out, out=out, **{**given, **more})
+    routing = Case(name="routing", role=Role.REFERENCE, engine="sgl_batch", arguments={"device": "cpu"})
+    return Settings(model=out, out=out, routing=routing, **{**given, **more})

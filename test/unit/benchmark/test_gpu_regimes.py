@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import cache
+
 import pytest
 from gpu import gpu_bytes, main, parse, read_arguments
 from gpu_comparison.cases import Role
-from gpu_comparison.regimes import FULL, OURS, REGIMES, STOCK, Place, build
-from gpu_comparison.shapes import qwen3_30b, tiny
+from gpu_comparison.place import OURS, STOCK, Place
+from gpu_comparison.regimes import REGIMES, build, names_of
+from gpu_comparison.shapes import LEAST_HEAD_DIM, qwen3_30b, tiny
+from gpu_comparison.sizes import FULL
 
 from sgl_batch.config import field_names
 from sgl_batch.errors import ConfigError
@@ -20,8 +25,9 @@ def place(*, on_gpu: bool) -> Place:
     return Place(on_gpu=on_gpu, tiny=not on_gpu, backend="triton", gpu_bytes=H200, extra={OURS: {}, STOCK: {}})
 
 
+@cache
 def regime(name: str, *argv: str, on_gpu: bool = True):
-    return build(name, place(on_gpu=on_gpu), parse([name, *argv]))
+    return build(name, place(on_gpu=on_gpu), parse([*argv]))
 
 
 def test_the_shape_has_the_parameters_of_the_released_model():
@@ -49,7 +55,7 @@ def test_a_regime_at_full_size_fits_the_host_and_the_device(name):
     host = sizes.store_bytes + (shape.all_expert_bytes if name == "weights" else 0)
     assert host < 0.7 * HOST
     resident = shape.weight_bytes if name != "weights" else 0
-    pool = sizes.pool_tokens or (sizes.need_tokens if name in ("prefill", "accumulation") else 0)
+    pool = sizes.pool_tokens or (0 if name in ("tight", "weights") else sizes.need_tokens)
     assert resident + pool * shape.kv_token_bytes < 0.88 * H200
 
 
@@ -59,6 +65,7 @@ def test_both_engines_have_the_same_attention_backend_and_weights_on_a_gpu(name)
     assert {case.arguments["attention_backend"] for case in cases} == {"triton"}
     assert len({case.arguments["load_format"] for case in cases}) == 1
     assert all(case.lacking is None for case in cases)
+    assert {case.arguments["random_seed"] for case in cases} == {0}
 
 
 @pytest.mark.parametrize("name", REGIMES)
@@ -76,13 +83,34 @@ def test_ours_comes_first_and_there_are_peers_to_sweep(name):
     cases = regime(name).cases
     assert cases[0].role is Role.OURS
     assert len({case.name for case in cases}) == len(cases)
-    assert sum(case.role is Role.PEER for case in cases) >= 3
+    assert sum(case.role is Role.PEER for case in cases) >= 2
+
+
+@pytest.mark.parametrize("name", ["kv", "tight", "prefill", "resident"])
+def test_ours_has_overlap_and_graphs_on_and_then_each_and_both_off(name):
+    ours = regime(name).of_role(Role.OURS)
+    switched = [(case.arguments["overlap"], "decode_graph_memory" in case.arguments) for case in ours]
+    assert switched == [("on", True), ("on", False), ("off", True), ("off", False)]
+    assert ["disable_cuda_graph" in case.arguments for case in ours] == [False, True, False, True]
+    on_cpu = regime(name, on_gpu=False).of_role(Role.OURS)
+    assert [case.lacking is None for case in on_cpu] == [False, True, False, True]
+
+
+def test_streamed_experts_are_compared_with_overlap_and_without():
+    assert [case.arguments["overlap"] for case in regime("weights").of_role(Role.OURS)] == ["on", "off"]
+
+
+def test_long_prompts_have_their_experts_by_deepgemm_and_stock_may_have_it_too():
+    cases = regime("prefill").cases
+    assert {case.arguments["expert_runner"] for case in cases if case.role is Role.OURS} == {"deepgemm"}
+    assert "deep_gemm" in {case.arguments.get("moe_runner_backend") for case in cases if case.role is Role.PEER}
+    assert all("deepgemm" not in case.arguments.values() for case in regime("prefill", on_gpu=False).cases)
 
 
 def test_the_pool_is_the_same_in_every_case_of_kv():
     cases = regime("kv").cases
     assert {case.arguments["max_total_tokens"] for case in cases} == {131072}
-    assert [case.name for case in cases if "kv_store_bytes" in case.arguments] == ["sgl_batch, host KV store"]
+    assert {case.role for case in cases if "kv_store_bytes" in case.arguments} == {Role.OURS}
 
 
 def test_streamed_experts_and_kv_fit_the_budget_that_stock_has_as_a_fraction():
@@ -96,11 +124,29 @@ def test_streamed_experts_and_kv_fit_the_budget_that_stock_has_as_a_fraction():
     assert cases[-1].role is Role.REFERENCE
 
 
-def test_accumulation_differs_from_its_peers_in_the_group_alone():
-    plan, shut, equal, _ = regime("accumulation").cases
+@pytest.mark.parametrize("name", ["accumulation", "accumulation-graphs"])
+def test_accumulation_differs_from_its_peers_in_the_group_alone(name):
+    plan, shut, equal = regime(name).cases
     assert {**shut.arguments, "accumulate": True} == {**plan.arguments, "accumulate": True}
+    differing = {key for key in plan.arguments if plan.arguments[key] != equal.arguments[key]}
+    assert differing == {"b_moe_decode"}
+    assert plan.arguments.keys() == equal.arguments.keys()
     assert equal.arguments["b_moe_decode"] == equal.arguments["b_attn_decode"] == plan.arguments["b_attn_decode"]
     assert {case.engine for case in (plan, shut, equal)} == {OURS}
+    assert plan.arguments["max_running_requests"] > plan.arguments["b_moe_decode"]
+    assert plan.arguments["max_total_tokens"] >= FULL[name].need_tokens
+    assert ("decode_graph_memory" in plan.arguments) == (name == "accumulation-graphs")
+
+
+def test_no_shape_has_heads_too_narrow_for_a_gpu():
+    assert tiny(2).head_dim >= LEAST_HEAD_DIM
+    with pytest.raises(AssertionError, match="do not run on a GPU"):
+        dataclasses.replace(tiny(2), head_dim=32)
+
+
+def test_cases_are_named_with_commas_each_once():
+    assert names_of("kv, tight,kv") == ["kv", "tight"]
+    assert names_of(parse([]).cases) == list(REGIMES)
 
 
 def test_what_stock_has_on_a_gpu_alone_is_said_to_be_lacking_on_a_cpu():
@@ -119,13 +165,15 @@ def test_flags_choose_sizes_and_peers_and_layers_take_the_kv_along():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["kv", "--device", "cpu"], "--scale is full, which is for a GPU"),
-        (["kv", "--device", "cpu", "--scale", "tiny", "--rounds", "0"], "--rounds is 0"),
-        (["kv", "--device", "cpu", "--scale", "tiny", "--minutes", "0"], "--minutes is 0.0"),
-        (["kv", "--device", "cpu", "--scale", "tiny", "--layers", "0"], "--layers is 0"),
-        (["kv", "--device", "cpu", "--scale", "tiny", "--output-len", "300"], "and kv has room for 256"),
-        (["kv", "--device", "cpu", "--scale", "tiny", "--peers", "vllm"], "--peers names 'vllm'"),
-        (["kv", "--device", "cpu", "--scale", "tiny", "--stock-arg", "x"], "--stock-arg is 'x'"),
+        (["--device", "cpu"], "--scale is full, which is for a GPU"),
+        (["--device", "cpu", "--scale", "tiny", "--rounds", "0"], "--rounds is 0"),
+        (["--device", "cpu", "--scale", "tiny", "--minutes", "0"], "--minutes is 0.0"),
+        (["--device", "cpu", "--scale", "tiny", "--layers", "0"], "--layers is 0"),
+        (["--device", "cpu", "--scale", "tiny", "--cases", "kv,decode"], "--cases has 'decode'"),
+        (["--device", "cpu", "--scale", "tiny", "--cases", ","], "--cases names none"),
+        (["--device", "cpu", "--scale", "tiny", "--output-len", "300"], "and kv has room for 256"),
+        (["--device", "cpu", "--scale", "tiny", "--peers", "vllm"], "--peers names 'vllm'"),
+        (["--device", "cpu", "--scale", "tiny", "--stock-arg", "x"], "--stock-arg is 'x'"),
     ],
 )
 def test_a_bad_argument_ends_the_command_with_one_line(argv, said, capsys, tmp_path):
@@ -146,13 +194,13 @@ def test_arguments_are_json_where_they_parse_as_such():
 
 
 def test_the_memory_of_the_first_gpu_is_read_from_what_nvidia_smi_says():
-    assert gpu_bytes(["NVIDIA H200, 143771 MiB"]) == H200
+    assert gpu_bytes(["NVIDIA H200, 143771 MiB, 580.95.05"]) == H200
     assert gpu_bytes([]) == 0
 
 
 def test_a_users_argument_goes_over_those_of_a_regime():
     extra = {OURS: {"b_moe_decode": 7}, STOCK: {}}
     given = Place(on_gpu=True, tiny=False, backend="fa3", gpu_bytes=H200, extra=extra)
-    cases = build("kv", given, parse(["kv"])).cases
+    cases = build("kv", given, parse([])).cases
     assert {case.arguments.get("b_moe_decode") for case in cases} == {7, None}
     assert {case.arguments["attention_backend"] for case in cases} == {"fa3"}

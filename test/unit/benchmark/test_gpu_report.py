@@ -1,4 +1,4 @@
-"""The report of a GPU comparison: the ratio by round, which bars are reached, and the share of the copies' bound."""
+"""The report of a GPU comparison: goals, figures and bounds of every case, and its record in JSON lines."""
 
 from __future__ import annotations
 
@@ -6,103 +6,127 @@ import dataclasses
 import gzip
 import json
 from datetime import UTC, datetime
-from pathlib import Path
+from typing import Any
 
-import pytest
 from gpu_comparison.cases import Role
-from gpu_comparison.report import About, as_json, bound_share, markdown, verdicts
-from gpu_comparison.shapes import tiny
-from gpu_comparison.visits import Found, Visit
+from gpu_comparison.data_sheets import Rates
+from gpu_comparison.found import Found, Visit
+from gpu_comparison.machine_rates import Machine
+from gpu_comparison.record import About, Record, regime_line, result_line, run_line, visit_lines
+from gpu_comparison.report import markdown, summary
+from gpu_comparison.routing import Distinct
 from gpu_stand_ins import FAST, OURS, SLOW, case, regime, settings
 
+MEASURED = Rates(source="measured in this run", memory_bytes_per_s=1e6, flop_per_s=1e9, copy_in_bytes_per_s=5e9)
+SHEET = Rates(source="data sheet of X", memory_bytes_per_s=2e6, flop_per_s=2e9, fp8_flop_per_s=4e12)
 ABOUT = About(
-    command=["python", "benchmark/gpu.py", "kv"],
+    command=["python", "benchmark/gpu.py", "--cases", "kv"],
     started=datetime(2026, 1, 2, tzinfo=UTC),
-    machine={"cpu": "CPU", "cores": 2, "cpu_flags": [], "memory_bytes": 1 << 30, "gpus": ["GPU, 1 MiB"]},
+    machine={"cpu": "CPU", "cores": 2, "cpu_flags": [], "memory_bytes": 1 << 30, "gpus": ["GPU, 1 MiB, 580.1"]},
     source={"commit": "0123456789abcdef", "changed_files": 0},
     label="attention backend of both: triton",
     is_tiny=False,
+    rates=Machine(measured=MEASURED, sheet=SHEET),
 )
 
 
-def found(ours: list[float], best: list[float], **more) -> Found:
+def found(ours: list[float], best: list[float], **more: Any) -> Found:
     visits = [Visit(case=OURS, round=number, wall_s=wall, versions={"torch": "9"}) for number, wall in enumerate(ours)]
     visits += [Visit(case=FAST, round=number, wall_s=wall, interrupted=3) for number, wall in enumerate(best)]
     visits.append(Visit(case=SLOW, round=1, fault="failed in round 1: no memory"))
     return Found(visits=visits, **more)
 
 
-def test_a_ratio_is_paired_by_round_and_held_against_the_bar_and_the_floor():
-    lines = verdicts(regime(), found([10.0, 10.0], [14.0, 13.0]))
-    assert lines[0] == f"{OURS} is 1.35 (1.30-1.40) times as fast as {FAST}."
-    assert lines[1:] == ["Bar of 1.3 times: reached.", "Never below 1.0 times, in any round: reached."]
+def rows_of(text: str) -> dict[str, str]:
+    return {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| s")}
 
 
-def test_one_slow_round_breaks_the_floor_and_a_low_median_the_bar():
-    lines = verdicts(regime(), found([10.0, 10.0, 10.0], [14.0, 12.0, 9.0]))
-    assert lines[1:] == ["Bar of 1.3 times: NOT reached.", "Never below 1.0 times, in any round: NOT reached."]
+def test_the_head_says_where_it_was_made_and_what_became_of_every_goal():
+    failed = regime(name="tight"), found([10.0], [])
+    text = summary(ABOUT, [(regime(), found([10.0, 10.0], [14.0, 13.0])), failed], ["weights"])
+    assert "2026-01-02" in text
+    assert "`python benchmark/gpu.py --cases kv` at 0123456789ab; torch 9; attention backend of both: triton." in text
+    assert "GPU, 1 MiB, 580.1" in text
+    assert "- rates, measured in this run: device memory 0 GB/s" in text
+    assert "- rates, data sheet of X: " in text
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    asked = "1.3x (times stock, median)"
+    assert lines[2:] == [
+        ["kv", asked, "1.35 (1.30-1.40)x", "met"],
+        ["tight", asked, "", "not run: no stock has"],
+        ["weights", "", "", "not run"],
+    ]
+
+
+def test_a_missed_goal_says_which_resource_bounds_ours_and_how_near_it_came():
+    done = found([10.0], [11.0], distinct={OURS: Distinct(mean=4.0, least=2, rows=2)})
+    text = markdown(regime(), done, ABOUT)
+    line = next(line for line in text.splitlines() if line.startswith("- Goal"))
+    assert "measured 1.10x; missed: " in line
+    assert line.endswith("of the bound by device memory.")
+
+
+def test_each_case_has_its_figures_and_what_it_had_to_do():
+    made = regime(case(OURS, Role.OURS), case(SLOW), case(FAST), case("stock, cache", lacking="not available on a CPU"))
+    done = found([10.0, 12.0], [14.0, 15.0], distinct={OURS: Distinct(mean=4.0, least=2, rows=2)})
+    text = markdown(made, done, ABOUT)
+    figures, bounds = (rows_of(part) for part in text.split("rows a step"))
+    assert list(figures) == [f"{OURS} (compared)", SLOW, f"{FAST} (best, compared)", "stock, cache"]
+    assert "11.00 (10.00-12.00)" in figures[f"{OURS} (compared)"]
+    assert "failed in round 1" in figures[SLOW]
+    assert "not available on a CPU" in figures["stock, cache"]
+    assert list(bounds) == [OURS, FAST], "those that ran"
+    assert "4.0 of 8 (2 rows)" in bounds[OURS]
+    assert "~2.0" in bounds[OURS], "an engine that does not say its rows"
+    assert "~3.5 of 8" in bounds[FAST], "experts that were not counted"
+    assert "device memory" in bounds[OURS]
+    assert f"- {SLOW}: failed in round 1: no memory" in text
 
 
 def test_without_a_peer_there_is_no_ratio():
-    assert verdicts(regime(), found([10.0], [])) == ["No ratio: no peer has run."]
-    assert verdicts(regime(), found([], [1.0])) == ["No ratio: none of ours has run."]
+    assert "- No ratio: no peer has run." in markdown(regime(), found([10.0], []), ABOUT)
+    assert "- No ratio: none of ours has run." in markdown(regime(), found([], [1.0]), ABOUT)
+    faulty = Found(routing_fault="no case has run")
+    text = markdown(regime(), faulty, ABOUT)
+    assert "- No ratio: none of ours and no peer has run." in text
+    assert "- Distinct experts were not counted: no case has run." in text
 
 
-def test_the_share_of_the_bound_is_the_time_of_needed_experts_at_the_measured_rate():
-    made = regime(bound_bar=0.7)
-    rate = {"what": "pinned", "bytes_per_s": 1e6, "low": 9e5, "high": 1.1e6}
-    needed = 3_000_000 // tiny(2).expert_bytes
-    visit = Visit(case=OURS, round=1, wall_s=4.0, counters={"weights_routed": needed, "weights_bytes_read": 2_000_000})
-    whole = Found(visits=[visit], copy_rate=rate)
-    share = bound_share(made, whole)
-    assert share is not None
-    assert share.median == pytest.approx(needed * tiny(2).expert_bytes / 1e6 / 4.0)
-    assert share.median == pytest.approx(0.75, abs=0.02)
-    assert verdicts(made, whole)[-1].endswith("bar of 70 %: reached.")
-    failed = Found(visits=[visit], copy_rate={"fault": "no memory"})
-    assert verdicts(made, failed)[-1] == "No bound: the host's copy rate could not be measured (no memory)."
-
-
-def test_the_report_says_where_it_was_made_and_has_a_row_for_each_case():
-    made = regime(case(OURS, Role.OURS), case(SLOW), case(FAST), case("stock, cache", lacking="not available on a CPU"))
-    text = markdown(made, found([10.0, 12.0], [14.0, 15.0]), settings(Path()), ABOUT)
-    assert "2026-01-02, 0123456789ab: `python benchmark/gpu.py kv`; torch 9." in text
-    assert "attention backend of both: triton" in text
-    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| s")}
-    assert list(rows) == [f"{OURS} (compared)", SLOW, f"{FAST} (best, compared)", "stock, cache"]
-    assert "11.00 (10.00-12.00)" in rows[f"{OURS} (compared)"]
-    assert "failed in round 1" in rows[SLOW]
-    assert "not available on a CPU" in rows["stock, cache"]
-    assert f"- {SLOW}: failed in round 1: no memory" in text
-    assert "says nothing" not in text
-
-
-def test_where_our_time_goes_is_told_of_the_round_of_median_time():
+def test_where_our_time_goes_is_said_of_the_round_of_median_time():
     visits = [
         Visit(case=OURS, round=number, wall_s=number, part_s={"copies": number, "weights": 0}) for number in (3, 1, 2)
     ]
-    text = markdown(regime(), Found(visits=visits), settings(Path()), ABOUT)
+    text = markdown(regime(), Found(visits=visits), ABOUT)
     assert f"Seconds of {OURS} by part, as the host sees them: copies 2.0." in text
 
 
-def test_a_tiny_run_says_that_its_figures_mean_nothing():
-    text = markdown(regime(), Found(), settings(Path()), dataclasses.replace(ABOUT, is_tiny=True))
+def test_a_tiny_run_says_that_its_figures_mean_nothing_and_judges_no_goal():
+    text = summary(dataclasses.replace(ABOUT, is_tiny=True), [(regime(), found([10.0], [20.0]))], [])
     assert "Its figures say nothing of a GPU" in text
-    assert "No ratio: none of ours and no peer has run." in text
+    assert "not judged: a tiny scale" in text
+    assert "says nothing of a GPU" not in summary(ABOUT, [], [])
 
 
-def test_the_record_is_json_and_has_every_visit(tmp_path):
-    record = json.loads(json.dumps(as_json(regime(), found([10.0], [14.0]), settings(tmp_path), ABOUT)))
-    assert [visit["case"] for visit in record["visits"]] == [OURS, FAST, SLOW]
-    assert record["times_as_fast"]["median"] == pytest.approx(1.4)
-    assert record["compared"] == {"ours": OURS, "best_peer": FAST}
+def test_the_record_has_a_line_for_the_run_each_visit_and_each_result(tmp_path):
+    record, made, done = Record(tmp_path / "results.jsonl"), regime(), found([10.0], [14.0])
+    record.add("run", run_line(ABOUT))
+    record.add("regime", regime_line(made, settings(tmp_path)))
+    for line in visit_lines(made, done, 1):
+        record.add("visit", line)
+    record.add("result", result_line(made, done, ABOUT))
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["kind"] for line in lines] == ["run", "regime", "visit", "visit", "result"]
+    assert lines[0]["rates"]["measured"]["copy_in_bytes_per_s"] == 5e9
+    assert [line["case"] for line in lines[2:4]] == [FAST, SLOW]
+    result = lines[-1]
+    assert (result["ours"], result["best_peer"], result["goals"][0]["met"]) == (OURS, FAST, True)
+    assert result["bounds"][OURS]["against"][0]["bound"]["resource"] == "device memory"
 
 
 def test_a_trace_is_read_for_the_report(tmp_path):
     path = tmp_path / "a.trace.json.gz"
     events = [{"ph": "X", "cat": "kernel", "ts": 0, "dur": 2000, "name": "k"}]
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    lines = verdicts(regime(), found([10.0], [14.0], traces=[path]))
-    assert lines[-1].startswith("Profile (a.trace.json.gz): in 2.0 ms the GPU computed for 2.0 ms")
-    lines = verdicts(regime(), found([10.0], [14.0], profile_fault="no time"))
-    assert lines[-1] == "No profile: no time."
+    text = markdown(regime(), found([10.0], [14.0], traces=[path]), ABOUT)
+    assert "- Profile (a.trace.json.gz): in 2.0 ms the GPU computed for 2.0 ms" in text
+    assert "- No profile: no time." in markdown(regime(), found([10.0], [14.0], profile_fault="no time"), ABOUT)

@@ -11,10 +11,14 @@ from comparison.child import ChildEnd
 from comparison.workload import Workload
 from gpu_comparison import visits
 from gpu_comparison.cases import Regime, Role
-from gpu_comparison.visits import Found, Run, compared, figures_of, last_line
+from gpu_comparison.found import Found, compared, figures_of
+from gpu_comparison.routing import Distinct
+from gpu_comparison.visits import Run, last_line
 from gpu_stand_ins import FAST, OURS, SLOW, STORE, WORKLOAD, case, regime, settings
 
 COUNTERS = {"suspensions": 7, "recomputed_tokens_planned": 1, "prefill_groups": 2, "decode_groups": 16}
+
+LOG = "Retract requests. #retracted_reqs: 2\nDecode batch, #running-req: 3\nout of memory\n\n"
 
 
 @dataclass
@@ -26,17 +30,24 @@ class Children:
     took_s: float = 30.0
     specs: list[dict] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
+    routing: dict | None = None
+    routing_reason: str | None = None
 
     def run(self, python, spec, result, log, *, limit_s, threads, runner, environment) -> ChildEnd:
         asked = json.loads(spec.read_text(encoding="utf-8"))
         self.now += self.took_s
         self.limits.append(limit_s)
-        if runner == "host_copy_rate.py":
-            result.write_text(json.dumps({"what": "x", "bytes_per_s": 1e9, "low": 1e9, "high": 1e9}), encoding="utf-8")
-            return self._end(None)
+        if runner == "routing_round.py":
+            self.routing = asked
+            log.write_text("out of memory", encoding="utf-8")
+            counted = {name: {"mean": 6.5, "least": 5, "rows": len(rows)} for name, rows in asked["outputs"].items()}
+            result.write_text(json.dumps(counted), encoding="utf-8")
+            return self._end(self.routing_reason)
         self.specs.append(asked)
         wall = self.walls[self._name(spec)]
-        log.write_text("Retract requests. #retracted_reqs: 2\nout of memory\n\n", encoding="utf-8")
+        log.write_text(
+            "Retract requests. #retracted_reqs: 2\nDecode batch, #running-req: 3\nout of memory\n\n", encoding="utf-8"
+        )
         if wall is None:
             return self._end("RuntimeError: no memory")
         ours = asked["engine"] == "sgl_batch"
@@ -45,6 +56,8 @@ class Children:
             "wall_s": wall,
             "start_s": 10.0,
             "num_output_tokens": [4, 4],
+            "some_outputs": [[1, 2, 3, 4], [5, 6, 7, int(wall)]],
+            "distinct_tokens": 0.5,
             "warm_up_prompt_tokens": 5,
             "details_before": {"part_s": {"attention": 0.0}, "counters": {}} if ours else {},
             "details_after": details,
@@ -81,7 +94,7 @@ def order(found: Found) -> list[tuple[int, str]]:
 def test_the_first_round_has_all_and_later_ones_ours_and_the_fastest_peer_by_turns(monkeypatch, tmp_path):
     found, lengths = run(monkeypatch, tmp_path, Children({OURS: 2.0, SLOW: 9.0, FAST: 4.0}), regime())
     assert order(found) == [(1, OURS), (1, SLOW), (1, FAST), (2, FAST), (2, OURS), (3, OURS), (3, FAST)]
-    assert lengths == [1, 2, 3, 4, 5, 6, 7], "what is found is written as it comes"
+    assert lengths == [1, 2, 3, 4, 5, 6, 7, 7], "what is found is written as it comes, and the routing at last"
     assert [one.name for one in compared(regime(), found) if one is not None] == [OURS, FAST]
 
 
@@ -113,6 +126,7 @@ def test_a_visit_that_the_time_does_not_suffice_for_is_left_out_and_said_to_be(m
     assert [visit.fault is None for visit in found.visits] == [True] * 3 + [False] * 4
     assert "10 s were left" in (found.fault_of(FAST) or "")
     assert children.limits == [100.0, 70.0, 40.0], "a visit ends with the run's time at the latest"
+    assert found.routing_fault == "10 s were left (--minutes)"
 
 
 def test_what_a_machine_lacks_is_reported_and_not_run(monkeypatch, tmp_path):
@@ -123,11 +137,33 @@ def test_what_a_machine_lacks_is_reported_and_not_run(monkeypatch, tmp_path):
     assert found.fault_of(FAST) == "not available on a CPU"
 
 
-def test_the_copy_rate_is_measured_where_a_bound_is_asked_for(monkeypatch, tmp_path):
-    children = Children({OURS: 2.0, SLOW: 9.0, FAST: 4.0})
-    found, _ = run(monkeypatch, tmp_path, children, regime(bound_bar=0.7), rounds=1)
-    assert found.copy_rate is not None
-    assert found.copy_rate["bytes_per_s"] == 1e9
+def test_others_of_ours_and_references_come_once_behind_the_rounds(monkeypatch, tmp_path):
+    made = regime(case(STORE, Role.OURS), case(OURS, Role.OURS), case(FAST), case("stock, whole", Role.REFERENCE))
+    children = Children({STORE: 3.0, OURS: 1.0, FAST: 4.0, "stock, whole": 1.0})
+    found, _ = run(monkeypatch, tmp_path, children, made, rounds=2)
+    assert order(found) == [(1, STORE), (1, FAST), (2, FAST), (2, STORE), (1, OURS), (1, "stock, whole")]
+    found, _ = run(monkeypatch, tmp_path, Children(children.walls), made, rounds=2, until_s=170.0)
+    assert found.fault_of(OURS) == "not run in round 1: 50 s were left (--minutes)", "the routing has its time kept"
+    assert found.distinct[STORE].mean == 6.5
+
+
+def test_every_visit_samples_and_the_experts_of_all_their_tokens_are_asked_for(monkeypatch, tmp_path):
+    children = Children({OURS: 2.0, SLOW: 9.0, FAST: None})
+    found, _ = run(monkeypatch, tmp_path, children, regime(), rounds=1)
+    assert {spec["temperature"] for spec in children.specs} == {1.0}
+    assert children.routing is not None
+    assert children.routing["outputs"] == {OURS: [[1, 2, 3, 4], [5, 6, 7, 2]], SLOW: [[1, 2, 3, 4], [5, 6, 7, 9]]}
+    assert children.routing["prompts"] == WORKLOAD.prompts
+    assert children.routing["rows"] == {OURS: 1, SLOW: 2}, "of those that were replayed"
+    assert (children.routing["layers"], children.routing["top_k"]) == (2, 2)
+    assert found.distinct == {name: Distinct(mean=6.5, least=5, rows=2) for name in (OURS, SLOW)}
+
+
+def test_a_routing_that_fails_is_said(monkeypatch, tmp_path):
+    children = Children({OURS: 2.0, SLOW: 9.0, FAST: 3.0}, routing_reason="RuntimeError: no pinned memory")
+    found, _ = run(monkeypatch, tmp_path, children, regime(), rounds=1)
+    assert found.distinct == {}
+    assert (found.routing_fault or "").startswith("RuntimeError: no pinned memory (last line of 0-routing.log: out")
 
 
 def test_ours_counts_for_itself_and_stocks_log_is_read(monkeypatch, tmp_path):
@@ -135,11 +171,14 @@ def test_ours_counts_for_itself_and_stocks_log_is_read(monkeypatch, tmp_path):
     ours, stock = found.ran(OURS)[1], found.ran(SLOW)[1]
     assert (ours.interrupted, ours.recomputed_tokens, ours.part_s) == (7, 1, {"attention": 1.0})
     assert (stock.interrupted, stock.counters) == (2, {})
+    assert ours.decode_rows == (8 - 2) / 16, "a prefill gives the first token of each sequence"
+    assert stock.decode_rows == 3
+    assert (ours.distinct_tokens, stock.distinct_tokens) == (0.5, 0.5)
 
 
 def test_what_stock_prefilled_beyond_prompts_and_warm_up_was_computed_twice():
     log = "Prefill batch, #new-token: 10\nPrefill batch, #new-token: 9\nRetract requests. #retracted_reqs: 1\n"
-    done = {"wall_s": 1.0, "start_s": 1.0, "versions": {}, "warm_up_prompt_tokens": 5}
+    done = {"wall_s": 1.0, "start_s": 1.0, "versions": {}, "warm_up_prompt_tokens": 5, "distinct_tokens": 1.0}
     figures = figures_of({**done, "details_before": {}, "details_after": {}}, WORKLOAD, log)
     assert figures["recomputed_tokens"] == 19 - 5 - 5 - 1
 

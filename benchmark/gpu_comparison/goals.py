@@ -1,0 +1,82 @@
+"""Owns what is asked for in each comparison, and whether a measurement meets it. Pure; goals are for one H200."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from comparison.figures import Spread
+
+
+class Kind(enum.Enum):
+    """What a goal is of: times as fast as the best stock, in the median or in every round, or a share of a bound."""
+
+    TIMES = "times stock, median"
+    FLOOR = "times stock, every round"
+    COPY_BOUND = "share of the host's copy rate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """At least `limit`."""
+
+    kind: Kind
+    limit: float
+
+
+GOALS: dict[str, tuple[Goal, ...]] = {
+    "kv": (Goal(kind=Kind.TIMES, limit=1.3),),
+    "tight": (Goal(kind=Kind.TIMES, limit=1.5),),
+    "weights": (Goal(kind=Kind.TIMES, limit=3.0), Goal(kind=Kind.COPY_BOUND, limit=0.7)),
+    "prefill": (Goal(kind=Kind.TIMES, limit=1.5),),
+    "resident": (Goal(kind=Kind.FLOOR, limit=1.0),),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """What was reached of the bound: the share of the least time at measured rates, and the resource that sets it."""
+
+    share: float
+    resource: str
+
+    def text(self) -> str:
+        return f"{self.share:.0%} of the bound by {self.resource}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A goal and what was measured; `met` is None where nothing was, or where the goal is not for this scale."""
+
+    goal: Goal
+    measured: Spread | None
+    met: bool | None
+    text: str
+
+    @property
+    def asked(self) -> str:
+        """The goal in words."""
+        limit = f"{self.goal.limit:.0%}" if self.goal.kind is Kind.COPY_BOUND else f"{self.goal.limit:.1f}x"
+        return f"{limit} ({self.goal.kind.value})"
+
+    @property
+    def found(self) -> str:
+        """The measurement in words: median, and smallest to largest of the rounds."""
+        if self.measured is None:
+            return ""
+        if self.goal.kind is not Kind.COPY_BOUND:
+            return f"{self.measured.text(2)}x"
+        return f"{self.measured.median:.0%} ({self.measured.low:.0%}-{self.measured.high:.0%})"
+
+
+def judge(goal: Goal, measured: Spread | None, reached: Reached | None, *, is_tiny: bool, fault: str) -> Verdict:
+    """Hold a measurement against a goal. `fault`: why nothing was measured. A tiny scale is not judged."""
+    if measured is None:
+        return Verdict(goal=goal, measured=None, met=None, text=fault)
+    if is_tiny:
+        return Verdict(goal=goal, measured=measured, met=None, text="not judged: a tiny scale")
+    value = measured.low if goal.kind is Kind.FLOOR else measured.median
+    if value >= goal.limit:
+        return Verdict(goal=goal, measured=measured, met=True, text="met")
+    why = "no bound is known" if reached is None else reached.text()
+    return Verdict(goal=goal, measured=measured, met=False, text=f"missed: {why}")

@@ -1,0 +1,113 @@
+"""Owns the regimes in which all fits the device: long prompts, plain decode, and accumulation against none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comparison.workload import Workload
+
+from gpu_comparison.cases import Regime, Role
+from gpu_comparison.goals import GOALS
+from gpu_comparison.place import DEFAULT_STOCK, Place
+from gpu_comparison.shapes import ModelShape
+from gpu_comparison.sizes import Sizes
+
+
+def prefill(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
+    """Long prompts: large expert groups, by DeepGEMM where there is a GPU."""
+    chunks = (256, 1024) if place.tiny else (16384, 32768)
+    rows = (512, 2048) if place.tiny else (8192, 32768)
+    group: dict[str, Any] = {"b_attn_prefill": rows[0], "b_moe_prefill": rows[1]}
+    memory: dict[str, Any] = {"mem_fraction_static": 0.88} if place.on_gpu else {}
+    deep = {**memory, **group, "expert_runner": "deepgemm" if place.on_gpu else "auto"}
+    fast = {"overlap": "on", **place.graphs(on=True)}
+
+    def chunked(chunk: int) -> dict[str, Any]:
+        return {**memory, "chunked_prefill_size": chunk, "max_prefill_tokens": chunk}
+
+    return Regime(
+        name="prefill",
+        title=f"prompts of {sizes.input_len:,} tokens, {sizes.output_len:,} generated",
+        shape=shape,
+        workload=workload,
+        cases=(
+            *place.switched("DeepGEMM" if place.on_gpu else "large groups", **deep),
+            place.stock(DEFAULT_STOCK),
+            *(place.stock(f"chunks of {chunk}", **chunked(chunk)) for chunk in chunks),
+            place.stock(
+                f"chunks of {chunks[0]}, DeepGEMM", gpu_only=True, **chunked(chunks[0]), moe_runner_backend="deep_gemm"
+            ),
+            place.ours(
+                "SGLang's experts", role=Role.REFERENCE, gpu_only=True, **{**deep, "expert_runner": "sglang"}, **fast
+            ),
+            place.ours("Triton", role=Role.REFERENCE, gpu_only=True, **{**deep, "expert_runner": "triton"}, **fast),
+        ),
+        goals=GOALS["prefill"],
+    )
+
+
+def resident(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
+    """All KV and weights on the device, one sub-batch: nothing of ours can gain, and nothing may lose."""
+    running: dict[str, Any] = {"max_running_requests": sizes.num_prompts}
+    memory: dict[str, Any] = {"mem_fraction_static": 0.88} if place.on_gpu else {}
+    most: dict[str, Any] = {"cuda_graph_max_bs_decode": sizes.num_prompts}
+    group: dict[str, Any] = {"b_attn_decode": sizes.num_prompts, "b_moe_decode": sizes.num_prompts}
+    chunk = 1024 if place.tiny else 16384
+    return Regime(
+        name="resident",
+        title=f"{sizes.num_prompts} sequences, all of whose KV fits the device",
+        shape=shape,
+        workload=workload,
+        cases=(
+            *place.switched("one sub-batch", **memory, **most, **group),
+            place.stock(DEFAULT_STOCK),
+            place.stock("graphs for all", gpu_only=True, **memory, **running, **most),
+            place.stock(f"chunks of {chunk}", **memory, **running, chunked_prefill_size=chunk),
+        ),
+        goals=GOALS["resident"],
+    )
+
+
+def accumulation(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
+    """One expert call for a group or one a sub-batch, all without graphs."""
+    return _accumulation("accumulation", sizes, shape, workload, place, graphs=False)
+
+
+def accumulation_graphs(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
+    """The same, all with CUDA graphs."""
+    return _accumulation("accumulation-graphs", sizes, shape, workload, place, graphs=True)
+
+
+def _accumulation(
+    name: str, sizes: Sizes, shape: ModelShape, workload: Workload, place: Place, *, graphs: bool
+) -> Regime:
+    """All cases have the same engine, KV, limit of requests, prefill groups, overlap and graphs."""
+    small = max(1, sizes.num_prompts // 8)
+    rows = (256, 1024) if place.tiny else (2048, 16384)
+    same: dict[str, Any] = {
+        "max_total_tokens": -(-sizes.need_tokens // 1024) * 1024 + 64 * sizes.num_prompts,
+        "max_running_requests": 2 * sizes.num_prompts,
+        "b_attn_prefill": rows[0],
+        "b_moe_prefill": rows[1],
+        "b_attn_decode": small,
+        "overlap": "off",
+        **place.graphs(on=graphs),
+    }
+    group = {**same, "b_moe_decode": sizes.num_prompts}
+    return Regime(
+        name=name,
+        title=f"groups of {sizes.num_prompts} sequences, attention by {small}: one expert call for the group, or not"
+        f"; {'CUDA graphs' if graphs else 'no graphs'} in all",
+        shape=shape,
+        workload=workload,
+        cases=(
+            place.ours(f"the plan: b_attn {small}, b_moe {sizes.num_prompts}", gpu_only=graphs, **group),
+            place.ours("accumulation off", role=Role.PEER, gpu_only=graphs, **group, accumulate=False),
+            place.ours(f"b_moe = b_attn = {small}", role=Role.PEER, gpu_only=graphs, **same, b_moe_decode=small),
+        ),
+        notes=(
+            "All are sgl_batch with the same memory for KV, limit of requests, prefill groups, overlap and graphs. "
+            "`accumulation off` calls the experts once a sub-batch in both phases; `b_moe = b_attn` runs an eighth of "
+            "the sequences at once and prefills as the plan does.",
+        ),
+    )
