@@ -9,7 +9,7 @@ from typing import Any
 
 from comparison.workload import Workload
 
-from gpu_comparison.cases import Regime, Role
+from gpu_comparison.cases import Case, Regime, Role
 from gpu_comparison.goals import GOALS
 from gpu_comparison.place import DEFAULT_STOCK, Place
 from gpu_comparison.shapes import ModelShape
@@ -50,17 +50,17 @@ def kv(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Reg
 
 
 def tight(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
-    """On a GPU weights leave little for KV; on a CPU, where weights are tiny, the pool is said."""
-    pool: dict[str, Any] = {} if place.on_gpu else {"max_total_tokens": sizes.pool_tokens}
+    """On a GPU weights leave little for KV; at a tiny scale the pool is said."""
+    pool: dict[str, Any] = {} if place.full_gpu else {"max_total_tokens": sizes.pool_tokens}
 
     def memory(fraction: float) -> dict[str, Any]:
-        return {**pool, "mem_fraction_static": fraction if place.on_gpu else 0.5}
+        return {**pool, "mem_fraction_static": fraction if place.full_gpu else 0.5}
 
     left = max(int(0.9 * place.gpu_bytes) - shape.weight_bytes, GIB)
     return Regime(
         name="tight",
         title=f"{shape.weight_bytes / 1e9:.0f} GB of weights on a device of {place.gpu_bytes / 1e9:.0f} GB"
-        if place.on_gpu
+        if place.full_gpu
         else f"KV on the device: {sizes.pool_tokens:,} tokens, said and not left by the weights",
         shape=shape,
         workload=workload,
@@ -80,32 +80,23 @@ def tight(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> 
 
 
 def weights(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
-    """A device for fewer bytes than the weights: on a GPU by mem_fraction_static, on a CPU by the slots for experts."""
+    """A device for fewer bytes than the weights: by mem_fraction_static, at a tiny scale by the slots for experts."""
     kv_tokens = -(-sizes.need_tokens // 1024) * 1024 + 64 * sizes.num_prompts
-    kv_bytes = kv_tokens * shape.kv_token_bytes
-    beside = _OFFLOAD_BESIDE_GIB * GIB if place.on_gpu else 0
-    slots = _slot_bytes(sizes, shape, kv_bytes + beside, place)
-    fraction: dict[str, Any] = (
-        {"mem_fraction_static": round(sizes.budget_bytes / place.gpu_bytes, 3)} if place.on_gpu else {}
-    )
+    beside = kv_tokens * shape.kv_token_bytes + (_OFFLOAD_BESIDE_GIB * GIB if place.full_gpu else 0)
     shared: dict[str, Any] = {"load_format": "auto", "max_total_tokens": kv_tokens}
-    stock = {**shared, **fraction, "max_running_requests": sizes.num_prompts}
-    # Stock keeps on the device what is left beside the same KV.
-    offload = max(1, -(-(shape.weight_bytes + kv_bytes + beside - sizes.budget_bytes) // GIB))
-    groups: dict[str, Any] = {
-        "offload_group_size": 2,
-        "offload_num_in_group": 1,
-        "offload_prefetch_step": 1,
-        "offload_mode": "cpu",
-    }
+    budget = dict(shared)
+    if place.full_gpu:
+        budget["mem_fraction_static"] = round(sizes.budget_bytes / place.gpu_bytes, 3)
     ours: dict[str, Any] = {
-        **shared,
-        **fraction,
+        **budget,
         "b_moe_decode": sizes.num_prompts,
         "b_attn_decode": min(256, sizes.num_prompts),
         "weights": "streamed",
-        "weight_memory": slots,
+        "weight_memory": _slot_bytes(sizes, shape, beside, place),
     }
+    running = {"max_running_requests": sizes.num_prompts}
+    # Stock keeps on the device what is left beside the same KV.
+    offload = max(1, -(-(shape.weight_bytes + beside - sizes.budget_bytes) // GIB))
     return Regime(
         name="weights",
         title=f"{format_bytes(shape.weight_bytes)} of weights, a device budget of {format_bytes(sizes.budget_bytes)}",
@@ -114,21 +105,8 @@ def weights(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -
         cases=(
             place.ours("experts streamed, overlap", **ours, overlap="on"),
             place.ours("experts streamed", **ours, overlap="off"),
-            place.stock(f"cpu_offload_gb {offload}", gpu_only=True, **stock, cpu_offload_gb=offload),
-            place.stock(
-                f"cpu_offload_gb {offload}, no graphs",
-                gpu_only=True,
-                **stock,
-                cpu_offload_gb=offload,
-                disable_cuda_graph=True,
-            ),
-            place.stock("layer groups offloaded", gpu_only=True, **stock, **groups),
-            place.stock(
-                "all weights on the device, no budget",
-                role=Role.REFERENCE,
-                **shared,
-                max_running_requests=sizes.num_prompts,
-            ),
+            *_offloading(place, {**budget, **running}, offload),
+            place.stock("all weights on the device, no budget", role=Role.REFERENCE, **{**shared, **running}),
         ),
         goals=GOALS["weights"],
         checkpoint=True,
@@ -139,10 +117,21 @@ def weights(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -
     )
 
 
+def _offloading(place: Place, budget: dict[str, Any], offload_gib: int) -> tuple[Case, ...]:
+    """The ways in which stock computes with more weights than the device may hold."""
+    name, some = f"cpu_offload_gb {offload_gib}", {**budget, "cpu_offload_gb": offload_gib}
+    groups = {"offload_group_size": 2, "offload_num_in_group": 1, "offload_prefetch_step": 1, "offload_mode": "cpu"}
+    return (
+        place.stock(name, gpu_only=True, **some),
+        place.stock(f"{name}, no graphs", gpu_only=True, **some, disable_cuda_graph=True),
+        place.stock("layer groups offloaded", gpu_only=True, **{**budget, **groups}),
+    )
+
+
 def _slot_bytes(sizes: Sizes, shape: ModelShape, beside_bytes: int, place: Place) -> int:
     """Memory for streamed experts. Raises ConfigError where the budget leaves less than two layers'."""
     least = 2 * shape.experts * shape.expert_bytes
-    if not place.on_gpu:
+    if not place.full_gpu:
         return least
     experts = sizes.budget_bytes - (shape.weight_bytes - shape.all_expert_bytes) - beside_bytes
     if experts < least:

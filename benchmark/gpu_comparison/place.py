@@ -25,6 +25,11 @@ class Place:
     gpu_bytes: int
     extra: dict[str, dict[str, Any]]
 
+    @property
+    def full_gpu(self) -> bool:
+        """Whether weights and KV are of a size that fills a GPU."""
+        return self.on_gpu and not self.tiny
+
     def arguments(self, engine: str, more: dict[str, Any]) -> dict[str, Any]:
         """A constructor's arguments: what all cases have, then the case's own, then the user's."""
         device = {"device": "cuda", "attention_backend": self.backend} if self.on_gpu else {"device": "cpu"}

@@ -108,6 +108,7 @@ def _accumulation(
         notes=(
             "All are sgl_batch with the same memory for KV, limit of requests, prefill groups, overlap and graphs. "
             "`accumulation off` calls the experts once a sub-batch in both phases; `b_moe = b_attn` runs an eighth of "
-            "the sequences at once and prefills as the plan does.",
+            "the sequences at once and prefills as the plan does"
+            + (", and its groups of one sub-batch may run in SGLang's own graphs." if graphs else "."),
         ),
     )

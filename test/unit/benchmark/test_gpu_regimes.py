@@ -138,6 +138,15 @@ def test_accumulation_differs_from_its_peers_in_the_group_alone(name):
     assert ("decode_graph_memory" in plan.arguments) == (name == "accumulation-graphs")
 
 
+@pytest.mark.parametrize("name", REGIMES)
+def test_a_gpu_takes_the_tiny_scale_too(name):
+    given = Place(on_gpu=True, tiny=True, backend="triton", gpu_bytes=H200, extra={OURS: {}, STOCK: {}})
+    cases = build(name, given, parse([])).cases
+    assert all(case.lacking is None for case in cases)
+    assert all(case.arguments["max_total_tokens"] <= 16384 for case in cases)
+    assert all(case.arguments.get("mem_fraction_static", 0.5) >= 0.5 for case in cases)
+
+
 def test_no_shape_has_heads_too_narrow_for_a_gpu():
     assert tiny(2).head_dim >= LEAST_HEAD_DIM
     with pytest.raises(AssertionError, match="do not run on a GPU"):
