@@ -132,10 +132,8 @@ def _verdict(goal: Goal, regime: Regime, found: Found, machine: Machine, *, is_t
         fault = "not run" if ours is None else "no copy rate was measured between host and device"
     else:
         measured = ratio(regime, found)
-        fault = "not run: " + " and ".join(
-            text for text, case in (("none of ours has", ours), ("no stock has", best)) if case is None
-        )
-        fault = fault if ours is None or best is None else "not run: no round has both"
+        missing = [text for text, case in (("ours", ours), ("stock", best)) if case is None]
+        fault = f"not run: no visit of {' and of '.join(missing) or 'both in one round'} has ended well"
     bound = None if ours is None else case_bound(regime, found, machine, ours)
     reached = None
     if bound is not None and bound.against:

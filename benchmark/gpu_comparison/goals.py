@@ -23,6 +23,11 @@ class Goal:
     kind: Kind
     limit: float
 
+    def text(self) -> str:
+        """In words."""
+        limit = f"{self.limit:.0%}" if self.kind is Kind.COPY_BOUND else f"{self.limit:.1f}x"
+        return f"{limit} ({self.kind.value})"
+
 
 GOALS: dict[str, tuple[Goal, ...]] = {
     "kv": (Goal(kind=Kind.TIMES, limit=1.3),),
@@ -52,12 +57,6 @@ class Verdict:
     measured: Spread | None
     met: bool | None
     text: str
-
-    @property
-    def asked(self) -> str:
-        """The goal in words."""
-        limit = f"{self.goal.limit:.0%}" if self.goal.kind is Kind.COPY_BOUND else f"{self.goal.limit:.1f}x"
-        return f"{limit} ({self.goal.kind.value})"
 
     @property
     def found(self) -> str:

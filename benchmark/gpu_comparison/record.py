@@ -97,4 +97,4 @@ def _bound(bound: CaseBound) -> dict[str, Any]:
 
 def _goal(verdict: Verdict) -> dict[str, Any]:
     measured = None if verdict.measured is None else dataclasses.asdict(verdict.measured)
-    return {"goal": verdict.asked, "measured": measured, "met": verdict.met, "text": verdict.text}
+    return {"goal": verdict.goal.text(), "measured": measured, "met": verdict.met, "text": verdict.text}

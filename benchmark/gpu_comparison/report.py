@@ -12,7 +12,7 @@ from comparison.report import table
 from gpu_comparison.bounds import CaseBound, case_bound, ratio, verdicts
 from gpu_comparison.cases import Regime
 from gpu_comparison.found import Found, Visit, compared
-from gpu_comparison.goals import Verdict
+from gpu_comparison.goals import GOALS, Verdict
 from gpu_comparison.machine_rates import describe
 from gpu_comparison.record import About
 from gpu_comparison.trace_overlap import overlap_of, read_trace
@@ -44,7 +44,9 @@ def summary(about: About, done: Sequence[tuple[Regime, Found]], not_run: Sequenc
         rows += [_goal_row(regime.name, verdict) for verdict in judged]
         if not judged:
             rows.append([regime.name, "none", "" if times is None else f"{times.text(2)}x", "a finding"])
-    rows += [[name, "", "", "not run"] for name in not_run]
+    for name in not_run:
+        asked = [goal.text() for goal in GOALS.get(name, ())] or ["none"]
+        rows += [[name, goal, "", "not run"] for goal in asked]
     sections = [
         f"# GPU comparison, {about.started:%Y-%m-%d}",
         f"`{shlex.join(about.command)}` at {source[:12]}{changed}; "
@@ -58,7 +60,7 @@ def summary(about: About, done: Sequence[tuple[Regime, Found]], not_run: Sequenc
 
 
 def _goal_row(name: str, verdict: Verdict) -> list[str]:
-    return [name, verdict.asked, verdict.found, verdict.text]
+    return [name, verdict.goal.text(), verdict.found, verdict.text]
 
 
 def markdown(regime: Regime, found: Found, about: About) -> str:
@@ -162,7 +164,7 @@ def _lines(regime: Regime, found: Found, about: About) -> list[str]:
     else:
         lines.append(f"{ours.name} is {times.text(2)} times as fast as {best.name}, by {times.count} paired rounds.")
     for verdict in verdicts(regime, found, about.rates, is_tiny=about.is_tiny):
-        lines.append(f"Goal {verdict.asked}; measured {verdict.found or 'nothing'}; {verdict.text}.")
+        lines.append(f"Goal {verdict.goal.text()}; measured {verdict.found or 'nothing'}; {verdict.text}.")
     if found.routing_fault is not None:
         lines.append(f"Distinct experts were not counted: {found.routing_fault}.")
     return lines + _profile_lines(found)

@@ -165,7 +165,7 @@ def test_the_share_of_the_copies_is_of_experts_that_had_to_come():
     assert share is not None
     assert share.median == pytest.approx(0.75)
     times, copies = verdicts(made, whole, Machine(measured=rates), is_tiny=False)
-    assert (times.met, copies.met, copies.asked, copies.found) == (
+    assert (times.met, copies.met, copies.goal.text(), copies.found) == (
         True,
         True,
         "70% (share of the host's copy rate)",

@@ -43,7 +43,7 @@ def rows_of(text: str) -> dict[str, str]:
 
 def test_the_head_says_where_it_was_made_and_what_became_of_every_goal():
     failed = regime(name="tight"), found([10.0], [])
-    text = summary(ABOUT, [(regime(), found([10.0, 10.0], [14.0, 13.0])), failed], ["weights"])
+    text = summary(ABOUT, [(regime(), found([10.0, 10.0], [14.0, 13.0])), failed], ["weights", "accumulation"])
     assert "2026-01-02" in text
     assert "`python benchmark/gpu.py --cases kv` at 0123456789ab; torch 9; attention backend of both: triton." in text
     assert "GPU, 1 MiB, 580.1" in text
@@ -53,8 +53,10 @@ def test_the_head_says_where_it_was_made_and_what_became_of_every_goal():
     asked = "1.3x (times stock, median)"
     assert lines[2:] == [
         ["kv", asked, "1.35 (1.30-1.40)x", "met"],
-        ["tight", asked, "", "not run: no stock has"],
-        ["weights", "", "", "not run"],
+        ["tight", asked, "", "not run: no visit of stock has ended well"],
+        ["weights", "3.0x (times stock, median)", "", "not run"],
+        ["weights", "70% (share of the host's copy rate)", "", "not run"],
+        ["accumulation", "none", "", "not run"],
     ]
 
 
