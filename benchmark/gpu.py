@@ -24,7 +24,7 @@ from gpu_comparison.record import About, Record, regime_line, result_line, run_l
 from gpu_comparison.regimes import REGIMES, build, names_of
 from gpu_comparison.repeated_checkpoint import write_checkpoint
 from gpu_comparison.report import markdown, summary
-from gpu_comparison.visits import Run
+from gpu_comparison.visits import LEAST_VISIT_S, Run
 
 from sgl_batch.errors import ConfigError
 
@@ -92,7 +92,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     size.add_argument("--output-len", type=int)
     size.add_argument("--rounds", type=int, default=3, help="(3)")
     size.add_argument(
-        "--minutes", type=float, default=9.5, help="for the whole call; what does not fit is reported as not run (9.5)"
+        "--minutes",
+        type=float,
+        default=9.5,
+        help="for the whole call, in order; what does not fit is not run (9.5)",
     )
     size.add_argument("--timeout-s", type=float, default=300.0, help="limit of one visit, start included (300)")
     what = parser.add_argument_group("what")
@@ -258,12 +261,13 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
     record.add("run", run_line(about))
     done: list[Comparison] = []
     interrupted = False
-    for number, regime in enumerate(regimes):
+    for regime in regimes:
         left = 60 * options.minutes - (time.monotonic() - began)
-        # What one leaves of its share goes to the next ones.
-        until = left / (len(regimes) - number)
+        if left < LEAST_VISIT_S:
+            say(f"{regime.name} and what comes behind it: not run, {max(left, 0):.0f} s were left (--minutes)")
+            break
         own = out if len(regimes) == 1 else out / regime.name
-        done.append(Comparison(regime, options, place, about, record, out=own, until_s=until))
+        done.append(Comparison(regime, options, place, about, record, out=own, until_s=left))
         try:
             done[-1].run()
         except KeyboardInterrupt:
@@ -277,7 +281,7 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
     print(text, flush=True)
     if interrupted:
         return 130
-    return 0 if all(one.is_whole for one in done) else 2
+    return 0 if len(done) == len(regimes) and all(one.is_whole for one in done) else 2
 
 
 def main(argv: list[str]) -> int:

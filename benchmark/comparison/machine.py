@@ -10,6 +10,13 @@ from typing import Any
 
 # What decides how fast a CPU multiplies in bf16 and int8.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
+_GPU_QUERY = "--query-gpu=name,memory.total,driver_version"
+
+
+def gpu_text(line: str) -> str:
+    """A GPU as a line of nvidia-smi has it: name, memory, driver."""
+    *known, driver = line.split(", ")
+    return ", ".join([*known, f"driver {driver}"])
 
 
 def parse_cpuinfo(text: str) -> tuple[str, list[str]]:
@@ -31,7 +38,7 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "cpu_flags": flags,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": _lines("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
+        "gpus": [gpu_text(line) for line in _lines("nvidia-smi", _GPU_QUERY, "--format=csv,noheader")],
         "system": platform.platform(),
     }
 

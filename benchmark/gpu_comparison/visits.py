@@ -21,7 +21,7 @@ from gpu_comparison.cases import Case, Regime, Role, Settings
 from gpu_comparison.found import Found, Visit, compared, figures_of
 from gpu_comparison.routing import Distinct, replayed_rows
 
-_LEAST_VISIT_S = 20.0  # in which no engine starts and answers
+LEAST_VISIT_S = 20.0  # in which no engine starts and answers
 TEMPERATURE = 1.0
 
 
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def _shortest_s(self) -> float:
-        return min((min(took) for took in self._took.values()), default=_LEAST_VISIT_S)
+        return min((min(took) for took in self._took.values()), default=LEAST_VISIT_S)
 
     def _round(self, number: int, cases: Sequence[Case], *, kept_s: float = 0.0) -> None:
         """Visit these cases. `kept_s`: seconds that have to be left for the routing behind them."""

@@ -37,7 +37,7 @@ def spread(*values: float) -> Spread:
 @pytest.mark.parametrize(
     ("name", "source", "memory", "flop"),
     [
-        ("NVIDIA H200, 143771 MiB", "data sheet of H200 SXM", 4.8e12, 989.5e12),
+        ("NVIDIA H200, 143771 MiB, driver 580.95.05", "data sheet of H200 SXM", 4.8e12, 989.5e12),
         ("NVIDIA H200 NVL, 143771 MiB", "data sheet of H200 NVL", 4.8e12, 835.5e12),
         ("NVIDIA H100 80GB HBM3, 81559 MiB", "data sheet of H100 SXM", 3.35e12, 989.5e12),
         ("NVIDIA H100 PCIe, 81559 MiB", "data sheet of H100 PCIe", 2.0e12, 756.5e12),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import cache
 
+import gpu
 import pytest
+from comparison.machine import gpu_text
 from gpu import gpu_bytes, main, parse, read_arguments
 from gpu_comparison.cases import Role
+from gpu_comparison.machine_rates import Machine
 from gpu_comparison.place import OURS, STOCK, Place
 from gpu_comparison.regimes import REGIMES, build, names_of
 from gpu_comparison.shapes import LEAST_HEAD_DIM, qwen3_30b, tiny
@@ -193,6 +197,23 @@ def test_a_bad_argument_ends_the_command_with_one_line(argv, said, capsys, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_what_the_minutes_do_not_suffice_for_is_reported_as_not_run(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gpu, "measure_machine", lambda *_, **__: Machine(fault="not measured in this test"))
+    argv = ["--cases", "weights,resident", "--device", "cpu", "--scale", "tiny", "--minutes", "0.01"]
+    assert main([*argv, "--out", str(tmp_path)]) == 2
+    report = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith("| ")]
+    assert [(row[0], row[-1]) for row in rows[2:]] == [
+        ("weights", "not run"),
+        ("weights", "not run"),
+        ("resident", "not run"),
+    ]
+    assert "- rates could not be measured: not measured in this test" in report
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == report.rstrip("\n") + "\n"
+    [line] = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["kind"] == "run"
+
+
 def test_a_budget_without_room_for_two_layers_of_experts_is_refused():
     with pytest.raises(ConfigError, match="less than two layers'"):
         regime("weights", "--num-prompts", "1600")
@@ -203,7 +224,9 @@ def test_arguments_are_json_where_they_parse_as_such():
 
 
 def test_the_memory_of_the_first_gpu_is_read_from_what_nvidia_smi_says():
-    assert gpu_bytes(["NVIDIA H200, 143771 MiB, 580.95.05"]) == H200
+    line = gpu_text("NVIDIA H200, 143771 MiB, 580.95.05")
+    assert line == "NVIDIA H200, 143771 MiB, driver 580.95.05"
+    assert gpu_bytes([line]) == H200
     assert gpu_bytes([]) == 0
 
 
