@@ -62,7 +62,7 @@ def build_parser(argv: Sequence[str], add_more: Callable[[argparse.ArgumentParse
     add_more(parser)
     batch_config.add_cli_flags(parser)
     add_engine_flags(parser)
-    parser.set_defaults(**launch.default_arguments({"device": known.device}, known.b_moe_decode))
+    parser.set_defaults(**launch.default_arguments({"device": known.device}, known.b_moe_decode, known.b_moe_prefill))
     return parser
 
 
@@ -96,7 +96,8 @@ def _check_early(argv: Sequence[str]) -> None:
 def _what_defaults_depend_on(argv: Sequence[str]) -> argparse.Namespace:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--device")
-    first.add_argument("--b-moe-decode", type=int, default=None)
+    for flag in ("--b-moe-decode", "--b-moe-prefill"):
+        first.add_argument(flag, type=int, default=None)
     return first.parse_known_args(list(argv))[0]
 
 

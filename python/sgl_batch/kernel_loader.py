@@ -10,6 +10,8 @@ from sgl_batch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_BUILD = "build them with scripts/install or, beside a GPU, `pip install --no-build-isolation ./sgl-kernel`"
+
 
 @cache
 def native_kernels() -> ModuleType | None:
@@ -47,8 +49,8 @@ def kv_store_kernels() -> ModuleType:
         else:
             return kv_store
     raise ConfigError(
-        "the host KV store needs the native kernels, which cannot be loaded here or are of an older version: build "
-        "them with scripts/install, or run without a store"
+        "the host KV store (--kv-store-bytes) needs the native kernels, which cannot be loaded here or are of an older "
+        f"version: {_BUILD}; or run without a store"
     )
 
 
@@ -65,8 +67,8 @@ def expert_loader_kernels() -> ModuleType:
         else:
             return expert_loader
     raise ConfigError(
-        "--weights streamed needs the native kernels, which cannot be loaded here or are of an older version: build "
-        "them with scripts/install, or use --weights resident"
+        "--weights streamed needs the native kernels, which cannot be loaded here or are of an older version: "
+        f"{_BUILD}; or use --weights resident"
     )
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ _TOKENIZER_PATTERNS = ("*.tiktoken", "tiktoken.model", "tokenization_*.py", "*.t
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _PLAIN_LOAD_FORMATS = (None, "auto", "safetensors")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_QUANTIZATION = ("quantization_config", "compression_config")
+# What names the layers that are not quantised.
+_SPARED = ("ignore", "ignored_layers", "modules_to_not_convert")
 _LFS_POINTER = b"version https://git-lfs"
 _REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -63,15 +66,45 @@ def check_model(place: ModelPlace, is_known: Callable[[str], bool]) -> None:
 
 def num_experts(model: str) -> int | None:
     """How many routed experts a layer of a local model has; None where its config does not say."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+    for part in _text_configs(model, None):
         for name in _EXPERT_COUNTS:
-            if isinstance(part, dict) and isinstance(part.get(name), int):
+            if isinstance(part.get(name), int):
                 return int(part[name])
     return None
+
+
+def architectures(model: str, revision: str | None = None) -> tuple[str, ...] | None:
+    """The architectures that a model's config names; None where there is no config here."""
+    for part in _text_configs(model, revision):
+        return tuple(map(str, part.get("architectures") or ()))
+    return None
+
+
+def quantization(model: str, revision: str | None = None) -> str | None:
+    """How the weights of a model's experts are quantised, such as "fp8"; None where its config does not say so."""
+    for part in _text_configs(model, revision):
+        for name in _QUANTIZATION:
+            asked = part.get(name)
+            if isinstance(asked, dict) and not any("experts" in str(asked.get(spared)) for spared in _SPARED):
+                return str(asked.get("quant_method", name))
+    return None
+
+
+def _text_configs(model: str, revision: str | None) -> Iterator[dict[str, Any]]:
+    """A model's config, local or in the hub's cache, and the part of it that is about text."""
+    path = Path(model) / "config.json"
+    if not Path(model).exists() and _HUB_NAME.fullmatch(model):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+        path = Path(cached) if isinstance(cached, str) else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        if isinstance(part, dict):
+            yield part
 
 
 def _check_config(directory: Path, is_known: Callable[[str], bool], name: str) -> None:

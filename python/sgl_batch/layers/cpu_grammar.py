@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import xgrammar
 
-from sgl_batch.sglang_adapter.layers import XGrammarGrammar, XGrammarGrammarBackend, register_grammar_backend
+from sgl_batch.sglang_adapter.layers import (
+    XGrammarGrammar,
+    XGrammarGrammarBackend,
+    apply_token_bitmask_inplace,
+    register_grammar_backend,
+)
 from sgl_batch.sglang_adapter.names import CPU_GRAMMAR
 
 
@@ -15,7 +19,7 @@ class CpuGrammar(XGrammarGrammar):  # type: ignore[misc]
     """One sequence's grammar state; SGLang's own refuses logits on a CPU."""
 
     def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+        apply_token_bitmask_inplace(logits, vocab_mask)
 
     def copy(self) -> CpuGrammar:
         return _as_cpu(super().copy())
@@ -37,7 +41,7 @@ class CpuGrammarBackend(XGrammarGrammarBackend):  # type: ignore[misc]
 
     @staticmethod
     def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+        apply_token_bitmask_inplace(logits, vocab_mask)
 
     def _from_context(self, ctx: Any, key_string: str, grammar_stats: Any) -> CpuGrammar:
         return _as_cpu(super()._from_context(ctx, key_string, grammar_stats))

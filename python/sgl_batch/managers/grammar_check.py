@@ -139,6 +139,17 @@ class GrammarCheck:
         return await self._compile_fault(asked)
 
 
+def refuse_grammars(sampling_params: object) -> None:
+    """Raise RefusalError for a grammar in a request's sampling parameters, in an engine that computes none."""
+    for kind, _ in _grammars(sampling_params):
+        raise RefusalError(
+            "this engine takes no grammars: its grammar_backend is 'none', as it is without xgrammar; install xgrammar "
+            "and start it anew, or leave the grammar out",
+            code=INVALID_GRAMMAR,
+            param=kind,
+        )
+
+
 def _grammars(sampling_params: object) -> Iterator[tuple[str, str]]:
     """The grammars of one or several sets of sampling parameters; what is no text is refused elsewhere."""
     for one in sampling_params if isinstance(sampling_params, list) else [sampling_params]:

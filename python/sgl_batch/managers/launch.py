@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -16,17 +17,21 @@ from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
 from sgl_batch.core.topology import Topology, check_runnable
 from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError
-from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.kernel_loader import kv_store_kernels, native_kernels
 from sgl_batch.layers.moe.expert_runner import check_runner
 from sgl_batch.managers.argument_ranges import check_ranges
 from sgl_batch.managers.budget_checks import check_budgets
 from sgl_batch.managers.engine_run import EngineRun
+from sgl_batch.managers.gpu_arguments import chosen_arguments, machine_facts
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
-from sgl_batch.model_directory import num_experts
+from sgl_batch.model_directory import architectures, num_experts, quantization
+from sgl_batch.model_executor.families import FAMILIES
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 EXPECTED_CLASSES = {
     "scheduler": "BatchScheduler",
@@ -74,17 +79,23 @@ def on_cpu(kwargs: Mapping[str, object]) -> bool:
     return kwargs.get("device") == "cpu" or not torch.cuda.is_available()
 
 
-def default_arguments(kwargs: dict[str, Any], b_moe_decode: int | None) -> dict[str, Any]:
+def default_arguments(
+    kwargs: dict[str, Any], b_moe_decode: int | None, b_moe_prefill: int | None = None
+) -> dict[str, Any]:
     """Our defaults for SGLang's arguments on the device that `kwargs` ask for."""
-    running = 2 * (b_moe_decode or BatchConfig().forward.b_moe_decode)
-    return {**_DEFAULTS, **(_CPU_DEFAULTS if on_cpu(kwargs) else _GPU_DEFAULTS), "max_running_requests": running}
+    forward = BatchConfig().forward
+    defaults = {**_DEFAULTS, "max_running_requests": 2 * (b_moe_decode or forward.b_moe_decode)}
+    if on_cpu(kwargs):
+        return {**defaults, **_CPU_DEFAULTS}
+    # SGLang keeps 1.5 MB of the GPU free for each of these tokens.
+    return {**defaults, **_GPU_DEFAULTS, "max_prefill_tokens": b_moe_prefill or forward.b_moe_prefill}
 
 
 def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, Any]:
     """SGLang's arguments with our defaults where none was given. Raises ConfigError for what cannot work."""
     check_runner(config.forward.expert_runner, on_cpu=on_cpu(kwargs))
     _check_weight_dtype(config.forward, on_cpu=on_cpu(kwargs))
-    merged = default_arguments(kwargs, config.forward.b_moe_decode)
+    merged = default_arguments(kwargs, config.forward.b_moe_decode, config.forward.b_moe_prefill)
     merged.update({name: value for name, value in kwargs.items() if value is not None or name not in merged})
     for name in _FIXED:
         if merged[name] != _DEFAULTS[name]:
@@ -112,11 +123,38 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     if config.memory.weights == "streamed" or (merged.get("dp_size") or 1) > 1:
         # A captured graph would compute with the experts of the pass in which it was captured, and past the exchange
         # with other ranks.
+        _check_no_graphs(merged)
         merged["disable_cuda_graph"] = True
+    merged.update(_settled(config, merged))
     _check_choices(config, merged, on_cpu=on_cpu(kwargs))
     if merged.get("speculative_algorithm"):
         raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
     return merged
+
+
+def _check_no_graphs(merged: Mapping[str, object]) -> None:
+    """SGLang takes these over --disable-cuda-graph. Raises ConfigError."""
+    for name in ("cuda_graph_config", "cuda_graph_backend_decode"):
+        if merged.get(name) not in (None, "disabled"):
+            raise ConfigError(
+                f"{name} is {merged[name]!r}; with streamed weights, and on several ranks, a captured graph would "
+                f"compute with experts that are no longer there or are on another rank: leave {name} out"
+            )
+
+
+def _settled(config: BatchConfig, merged: Mapping[str, object]) -> dict[str, object]:
+    """What is still open, decided by what the machine has, and said. Raises ConfigError."""
+    known = architectures(str(merged.get("model_path")), _text(merged, "revision"))
+    split = known is None or any(name in family.architectures for family in FAMILIES for name in known)
+    choice = chosen_arguments(merged, config.forward, machine_facts(on_cpu=on_cpu(merged)), split=split)
+    for words in choice.sentences:
+        logger.warning("%s", words)
+    return choice.arguments
+
+
+def _text(arguments: Mapping[str, object], name: str) -> str | None:
+    value = arguments.get(name)
+    return None if value is None else str(value)
 
 
 def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
@@ -145,6 +183,7 @@ def _check_store(memory: MemoryConfig, attention: str | None, *, on_cpu: bool) -
             "decode_kv is 'streamed', for which all KV lies in the store, and kv_store_mode is 'exclusive': choose "
             "'inclusive'"
         )
+    kv_store_kernels()
     if on_cpu:
         return
     asked = f"kv_store_bytes is {memory.kv_store_bytes}"
@@ -174,6 +213,12 @@ def _check_streaming(config: BatchConfig, merged: Mapping[str, object], *, on_cp
         )
     if merged.get("load_format") not in (None, "auto", "safetensors"):
         raise ConfigError(f"load_format is {merged['load_format']!r}; streamed weights are read from safetensors files")
+    rounded = merged.get("quantization") or quantization(str(merged.get("model_path")), _text(merged, "revision"))
+    if rounded is not None:
+        raise ConfigError(
+            f"weights are to be streamed, and the model's are quantised ({rounded}); streamed weights are bf16 or "
+            "float32: name a checkpoint that is not quantised, or leave --weights out"
+        )
 
 
 def _check_choices(config: BatchConfig, merged: Mapping[str, object], *, on_cpu: bool) -> None:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from sgl_batch.managers.asked_aborts import AskedAborts
 from sgl_batch.managers.field_checks import check_generation_fields, check_openai_fields
-from sgl_batch.managers.grammar_check import CompileProcess, GrammarCheck
+from sgl_batch.managers.grammar_check import CompileProcess, GrammarCheck, refuse_grammars
 from sgl_batch.managers.line_recordings import LineRecordings
 from sgl_batch.managers.profile_limits import check_activities, check_directory, steps_of
 from sgl_batch.managers.prompt_groups import ChoiceTag
@@ -146,6 +146,8 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             check_shape(obj)
             given = await json_of(request) if request is not None and request.url.path == "/generate" else {}
             check_generation_fields(obj, given, reads_media=self.mm_processor is not None)
+            if self.server_args.grammar_backend == "none":
+                refuse_grammars(obj.sampling_params)
             if self.tokenizer is not None and compiles_with_xgrammar(self.server_args):
                 await self._grammars.check(obj.sampling_params)
         async for out in super().generate_request(obj, request):

@@ -11,9 +11,11 @@ import importlib.util
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter.absent_packages import beside_gpu, is_installed, stood_in_for
 
 KNOWN_SGLANG_VERSIONS = ("0.5.16",)
 
@@ -38,6 +40,16 @@ def sglang_version() -> str:
     return version
 
 
+@cache
+def _check_kernels() -> None:
+    """Beside a GPU, SGLang imports its kernels at once. Raises ConfigError where they are not installed."""
+    if beside_gpu() and not is_installed("sgl_kernel"):
+        raise ConfigError(
+            "this machine has a GPU, and SGLang's kernels for it (sglang-kernel) are not installed: "
+            "pip install 'sgl-batch[cuda]'"
+        )
+
+
 def _torchvision_operators_load() -> bool:
     spec = importlib.util.find_spec("torchvision")
     if spec is None:
@@ -48,7 +60,7 @@ def _torchvision_operators_load() -> bool:
 
 
 def prepare() -> None:
-    """Check SGLang's version and let torchvision import beside a CPU build of torch. Idempotent.
+    """Check SGLang's version and its kernels, and let torchvision import beside a CPU build of torch. Idempotent.
 
     Also silences SGLang's warnings, at import, about GPU quantisation kernels that a CPU has no use for.
 
@@ -56,6 +68,7 @@ def prepare() -> None:
     Python files only need the schemas of two of them, which nothing on our path ever calls.
     """
     sglang_version()
+    _check_kernels()
     warnings.filterwarnings("ignore", message="Only CUDA.* support|Triton is not supported on current platform")
     if _libraries or _torchvision_operators_load():
         return
@@ -75,7 +88,7 @@ def importing() -> Iterator[None]:
     a fifth of the import's time.
     """
     prepare()
-    with collector_paused(), _nothing_compiled():
+    with collector_paused(), _nothing_compiled(), stood_in_for():
         yield
 
 

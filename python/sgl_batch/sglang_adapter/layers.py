@@ -33,6 +33,7 @@ with bootstrap.importing():
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
     from sglang.srt.utils import BumpAllocator
+    from xgrammar import apply_token_bitmask_inplace
 
 __all__ = [
     "TOP_K_ALL",
@@ -50,6 +51,7 @@ __all__ = [
     "XGrammarGrammar",
     "XGrammarGrammarBackend",
     "allow_plain_positions",
+    "apply_token_bitmask_inplace",
     "expert_layers",
     "forget_attention_inputs",
     "is_plain_norm",

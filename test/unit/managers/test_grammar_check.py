@@ -6,13 +6,19 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import xgrammar
 
-from sgl_batch.managers.grammar_check import MAX_GRAMMAR_BYTES, CompileProcess, GrammarCheck
+from sgl_batch.managers.grammar_check import MAX_GRAMMAR_BYTES, CompileProcess, GrammarCheck, refuse_grammars
+from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
+from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.grammars import Compilation
 from sgl_batch.sglang_adapter.refusals import RefusalError
+
+with bootstrap.importing():
+    from sglang.srt.managers.io_struct import GenerateReqInput
 
 WORDS = ["</s>", *(chr(code) for code in range(32, 127)), "true", "false"]
 DEEP = '{"items":' * 20_000 + "{}" + "}" * 20_000
@@ -140,3 +146,14 @@ def test_a_request_that_is_given_up_does_not_take_the_answer_from_others() -> No
             await second
 
     asyncio.run(scenario())
+
+
+def test_without_a_backend_every_grammar_is_refused_with_what_is_missing():
+    manager = BatchTokenizerManager.__new__(BatchTokenizerManager)
+    manager.server_args, manager.mm_processor = SimpleNamespace(grammar_backend="none"), None
+    for kind, text in (("json_schema", "{}"), ("regex", "a"), ("ebnf", "root ::= 'a'"), ("structural_tag", "{}")):
+        request = GenerateReqInput(text="a", sampling_params={kind: text})
+        with pytest.raises(RefusalError, match=r"takes no grammars: .* install xgrammar and start it anew") as refused:
+            asyncio.run(anext(manager.generate_request(request)))
+        assert (refused.value.param, refused.value.code) == (kind, "invalid_grammar")
+    refuse_grammars({"temperature": 0.0})

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 
 import pytest
 
+from sgl_batch import kernel_loader
 from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.managers import launch
 from sgl_batch.managers.engine_run import EngineRun
+from sgl_batch.managers.gpu_arguments import MachineFacts
 from sgl_batch.managers.launch import sglang_arguments, start_errors
 
 SPAWN = multiprocessing.get_context("spawn")
+HOPPER = MachineFacts(capability=(9, 0), flash_attention_3=True, flashinfer=True, xgrammar=True)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU, where a test says that there is one, it is a whole Hopper."""
+    facts = lambda on_cpu: replace(HOPPER, capability=None) if on_cpu else HOPPER  # noqa: E731
+    monkeypatch.setattr(launch, "machine_facts", facts)
 
 
 @pytest.fixture
@@ -165,6 +177,64 @@ def test_beside_a_gpu_a_store_brings_the_attention_that_it_works_with(monkeypatc
     assert sglang_arguments({}, from_mapping({})).get("attention_backend") is None
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_store_without_the_kernels_is_refused_with_the_command_that_builds_them(on_cpu, monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
+    monkeypatch.setattr(kernel_loader, "native_kernels", lambda: None)
+    with pytest.raises(ConfigError, match=r"--kv-store-bytes.*pip install --no-build-isolation ./sgl-kernel.; or run"):
+        sglang_arguments({}, from_mapping({"kv_store_bytes": "1G"}))
+
+
+def test_beside_a_gpu_the_memory_that_sglang_keeps_free_follows_the_prefill_group(monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
+    config = from_mapping({"b_moe_prefill": 4096})
+    assert sglang_arguments({}, config)["max_prefill_tokens"] == 4096
+    assert sglang_arguments({"max_prefill_tokens": 9000}, config)["max_prefill_tokens"] == 9000
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: True)
+    assert "max_prefill_tokens" not in sglang_arguments({}, config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "chosen"), [("Qwen3MoeForCausalLM", "triton"), ("LlamaForCausalLM", None), (None, "triton")]
+)
+def test_what_the_machine_decides_is_said_once_for_models_that_are_split(
+    architecture, chosen, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
+    monkeypatch.setattr(launch, "machine_facts", lambda on_cpu: replace(HOPPER, capability=(8, 0)))
+    if architecture:
+        (tmp_path / "config.json").write_text(f'{{"architectures": ["{architecture}"]}}')
+    arguments = sglang_arguments({"model_path": str(tmp_path)}, from_mapping({"b_moe_decode": 300}))
+    assert arguments.get("attention_backend") == chosen
+    assert arguments["cuda_graph_max_bs_decode"] == 256
+    assert [record.message.partition(",")[0] for record in caplog.records] == (
+        ["attention backend: triton"] if chosen else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "words"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, r"are quantised \(fp8\)"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, {}, r"are quantised \(awq\)"),
+        ({}, {"quantization": "fp8"}, r"are quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:.*experts.*"]}}, {}, None),
+    ],
+)
+def test_quantised_weights_are_not_streamed_and_that_is_told_before_any_is_loaded(
+    config, arguments, words, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = {"model_path": str(tmp_path), **arguments}
+    assert sglang_arguments(given, from_mapping({}))
+    if words is None:
+        assert sglang_arguments(given, from_mapping(STREAMED))
+        return
+    with pytest.raises(ConfigError, match=f"weights are to be streamed.*{words}; .* leave --weights out"):
+        sglang_arguments(given, from_mapping(STREAMED))
+
+
 def test_triton_attention_on_a_cpu_is_for_tests_and_says_how(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     arguments = {"device": "cpu", "attention_backend": "triton"}
@@ -236,6 +306,9 @@ def test_weights_are_streamed_to_a_gpu_without_captured_graphs(monkeypatch):
     monkeypatch.setattr(launch, "native_kernels", lambda: None)
     assert sglang_arguments({}, from_mapping(STREAMED))["disable_cuda_graph"] is True
     assert not sglang_arguments({}, from_mapping({})).get("disable_cuda_graph")
+    for name in ("cuda_graph_backend_decode", "cuda_graph_config"):
+        with pytest.raises(ConfigError, match=f"{name} is 'full'; with streamed weights.*: leave {name} out"):
+            sglang_arguments({name: "full"}, from_mapping(STREAMED))
 
 
 def test_ranks_that_exchange_rows_capture_no_graphs_of_sglang_s_forward(monkeypatch):

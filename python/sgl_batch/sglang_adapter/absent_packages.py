@@ -1,0 +1,92 @@
+"""Owns importing SGLang where packages are missing that it imports at once and uses only on request.
+
+What runs in their place is decided in managers/gpu_arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# The names that SGLang imports of a package whether it has a use for them or not, by module.
+_NAMES = {
+    "flashinfer": (),
+    "flashinfer.prefill": ("cudnn_batch_prefill_with_kv_cache",),
+    "flashinfer.sampling": ("min_p_sampling_from_probs", "top_k_top_p_sampling_from_probs"),
+    "xgrammar": (
+        "CompiledGrammar",
+        "GrammarCompiler",
+        "GrammarMatcher",
+        "StructuralTagItem",
+        "TokenizerInfo",
+        "allocate_token_bitmask",
+        "apply_token_bitmask_inplace",
+    ),
+}
+# Those for which it has a value of its own without the package.
+_VALUES: dict[str, dict[str, Any]] = {"xgrammar": {"StructuralTag": Any, "get_model_structural_tag": None}}
+# What it asks before it imports more of flashinfer.
+_FLASHINFER_SWITCH = "SGLANG_IS_FLASHINFER_AVAILABLE"
+
+
+def beside_gpu() -> bool:
+    """Whether SGLang, which asks this as it is imported, takes the machine for one with NVIDIA GPUs."""
+    import torch
+
+    return bool(torch.version.cuda and torch.cuda.is_available())
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there; it is not imported."""
+    return find_spec(package) is not None
+
+
+def has_flash_attention_3() -> bool:
+    """Whether SGLang's kernels have the library of attention backend fa3, which trimmed wheels lack."""
+    spec = find_spec("sgl_kernel")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return any(any(Path(folder).glob("flash_ops.*so")) for folder in folders)
+
+
+@contextmanager
+def stood_in_for() -> Iterator[None]:
+    """Inside, SGLang can import names of a package that is missing; one of them that is called raises ImportError.
+
+    SGLang imports flashinfer beside a GPU alone.
+    """
+    absent = [] if is_installed("xgrammar") else ["xgrammar"]
+    if beside_gpu() and not is_installed("flashinfer"):
+        absent.append("flashinfer")
+        os.environ[_FLASHINFER_SWITCH] = "false"  # child processes read it too
+    names = [name for name in _NAMES if name.partition(".")[0] in absent]
+    before = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update((name, _stand_in(name)) for name in names)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _stand_in(module_name: str) -> ModuleType:
+    module = ModuleType(module_name)
+    module.__path__ = []  # it may be a package
+    package = module_name.partition(".")[0]
+    for name in _NAMES[module_name]:
+        setattr(module, name, type(name, (), {"__new__": _refusal(package, name)}))
+    vars(module).update(_VALUES.get(module_name, {}))
+    return module
+
+
+def _refusal(package: str, name: str) -> Any:
+    def refuse(*_: object, **__: object) -> None:
+        raise ImportError(f"{package} is not installed, and {name} is of it: pip install {package}", name=package)
+
+    return refuse

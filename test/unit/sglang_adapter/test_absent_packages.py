@@ -1,0 +1,63 @@
+"""SGLang imports names of packages that are missing; whoever uses one is told which package to install."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter import absent_packages, bootstrap
+from sgl_batch.sglang_adapter.absent_packages import has_flash_attention_3, stood_in_for
+
+
+def test_names_of_a_missing_package_can_be_imported_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    import xgrammar
+
+    monkeypatch.setattr(absent_packages, "is_installed", lambda package: False)
+    monkeypatch.setattr(absent_packages, "beside_gpu", lambda: True)
+    monkeypatch.setenv("SGLANG_IS_FLASHINFER_AVAILABLE", "true")
+    with stood_in_for():
+        from flashinfer.sampling import min_p_sampling_from_probs
+        from xgrammar import GrammarCompiler, get_model_structural_tag
+
+        with pytest.raises(ImportError, match="cannot import name 'mm_fp4'"):
+            from flashinfer import mm_fp4  # noqa: F401
+    with pytest.raises(ImportError, match=r"flashinfer is not installed, .*: pip install flashinfer"):
+        min_p_sampling_from_probs()
+    with pytest.raises(ImportError, match="xgrammar is not installed"):
+        GrammarCompiler(info=None)
+    assert get_model_structural_tag is None
+    assert sys.modules["xgrammar"] is xgrammar
+    assert "flashinfer" not in sys.modules
+    assert os.environ["SGLANG_IS_FLASHINFER_AVAILABLE"] == "false"
+
+
+def test_beside_a_cpu_flashinfer_is_left_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_IS_FLASHINFER_AVAILABLE", raising=False)
+    with stood_in_for():
+        assert "flashinfer" not in sys.modules
+    assert "SGLANG_IS_FLASHINFER_AVAILABLE" not in os.environ
+
+
+def test_kernels_without_flash_attention_are_told_from_whole_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "sgl_kernel"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('it is not imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not has_flash_attention_3()
+    (package / "flash_ops.abi3.so").touch()
+    assert has_flash_attention_3()
+
+
+def test_a_gpu_without_sglangs_kernels_is_told_what_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "beside_gpu", lambda: True)
+    monkeypatch.setattr(bootstrap, "is_installed", lambda package: False)
+    bootstrap._check_kernels.cache_clear()
+    with pytest.raises(ConfigError, match=r"has a GPU, and SGLang's kernels .* pip install 'sgl-batch.cuda.'"):
+        bootstrap.prepare()
+    bootstrap._check_kernels.cache_clear()
