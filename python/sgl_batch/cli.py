@@ -16,6 +16,7 @@ commands:
   run     run a JSONL file of OpenAI batch requests: sgl-batch run -i in.jsonl -o out.jsonl --model PATH
   serve   serve the model over HTTP; takes SGLang's flags and ours, as python -m sgl_batch.launch_server does
   jobs    jobs of a server: sgl-batch jobs submit in.jsonl --watch -o out.jsonl
+  doctor  look at this machine: devices, packages, kernels, rates, limits; says what is missing and what to do
   trace   print how one sequence went through the engine: sgl-batch trace trace.jsonl ID
 
 `sgl-batch COMMAND --help` explains a command. `sgl-batch --version` prints the version.
@@ -37,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_batch.cli_jobs.command import jobs_command
 
         return jobs_command(rest)
+    if command == "doctor":
+        from sgl_batch.cli_doctor.command import doctor_command
+
+        return doctor_command(rest)
     if command == "trace":
         from sgl_batch.cli_trace import trace_command
 

@@ -1,4 +1,4 @@
-"""Owns measuring how fast a checkpoint can be read past the page cache, by as many threads as an engine reads with.
+"""Owns measuring how fast files can be read past the page cache, by as many threads as an engine reads with.
 
 Reads go into huge pages: into small ones the same disk gave a third, as the kernel then cuts them into short requests.
 """

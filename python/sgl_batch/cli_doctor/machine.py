@@ -1,0 +1,50 @@
+"""Owns what the doctor's checks read of a machine: its files, environment, packages. It judges nothing.
+
+Tests give checks another machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """`root`: where /proc and /sys are. `model`: the directory of the model asked about, if any.
+
+    `load` imports a module by its name, and `version_of` gives the version of an installed package, or None.
+    """
+
+    root: Path = Path("/")
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    model: Path | None = None
+    load: Callable[[str], Any] = importlib.import_module
+    version_of: Callable[[str], str | None] = _version_of
+
+    def text(self, path: str) -> str | None:
+        """The text of a file below `root`; None where it is not there or cannot be read."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return None
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether torch finds a GPU. Imports torch, and False where that fails."""
+        try:
+            return bool(self.load("torch").cuda.is_available())
+        except (ImportError, OSError):
+            return False
