@@ -1,0 +1,155 @@
+"""Decides which forward pass computes decode groups, from what each was measured to take and to answer.
+
+How steps are run and timed, and where the choice is kept, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+# Values of --decode-forward. The first two are settled at the start; the others are modes.
+AUTO, MEASURE = "auto", "measure"
+# `default`: SGLang's own forward for a group that one of its CUDA graphs serves, the coroutine forward for any other.
+# `eager`: the coroutine forward without the CUDA graphs that it may have.
+DEFAULT, COROUTINE, EAGER, SGLANG = "default", "coroutine", "eager", "sglang"
+MODES = (DEFAULT, COROUTINE, EAGER, SGLANG)
+
+WINS_BY = 1.05
+# Two best logits that are nearer than this share of the best one's size: bfloat16 keeps 8 bits of each of many sums.
+NEAR_TIE = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Decode steps of one mode. Steps are the same in all modes: the same sequences, with the same tokens put in.
+
+    `seconds`: of one step, for each size of group, the largest first. `tokens`: the likeliest, of all steps and rows in
+    one order. `margins`: by how much each beats the second, as a share of its size; empty where it is not known.
+    """
+
+    seconds: tuple[float, ...]
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A mode that could not be measured."""
+
+    why: str
+
+
+Outcome = Measured | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeChoice:
+    """The mode that computes decode groups, and why, in a sentence. `seconds`: of a step of each measured mode."""
+
+    mode: str
+    why: str
+    seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeForms:
+    """What an engine has for its decode groups.
+
+    `has_adapter`: the coroutine forward; `sglang_graph`: a graph of SGLang's for the largest group; `own_graph`: graphs
+    of ours; `hindered`: why SGLang's own forward cannot compute them, or None.
+    """
+
+    has_adapter: bool
+    sglang_graph: bool = False
+    own_graph: bool = False
+    hindered: str | None = None
+
+
+def candidates(forms: DecodeForms) -> tuple[str, ...]:
+    """The modes that compute the largest group each in another way; first the one without a measurement."""
+    if not forms.has_adapter:
+        return (DEFAULT,)
+    own = (EAGER,) if forms.own_graph else ()
+    if forms.sglang_graph:
+        return (DEFAULT, COROUTINE, *own)
+    return (DEFAULT, *own) if forms.hindered is not None else (DEFAULT, *own, SGLANG)
+
+
+def refusal(mode: str, forms: DecodeForms) -> str | None:
+    """Why an engine's decode groups cannot be computed in a mode that was asked for; None where they can."""
+    if mode == SGLANG:
+        return forms.hindered
+    if mode in (COROUTINE, EAGER) and not forms.has_adapter:
+        return "this model has no family adapter"
+    return None
+
+
+def has_time(elapsed_s: float, took_s: Sequence[float], budget_s: float) -> bool:
+    """Whether one more measurement ends within the budget, if it takes as long as the longest so far."""
+    return elapsed_s + max(took_s, default=0.0) <= budget_s
+
+
+def choose(modes: Sequence[str], outcomes: Mapping[str, Outcome], *, deterministic: bool = False) -> DecodeChoice:
+    """The mode to use. `modes`: as `candidates` gives them; one without an outcome was not measured.
+
+    The first stays unless another gives its tokens, up to near ties, and takes at most 1 / 1.05 of its time with the
+    largest group and at most 1.05 of it with the others.
+    """
+    default = modes[0]
+    if deterministic:
+        return DecodeChoice(mode=default, why=f"{default}: the deterministic mode never switches by time")
+    if len(modes) == 1:
+        return DecodeChoice(mode=default, why=f"{default}: no other forward pass can compute this engine's groups")
+    seconds = {name: found.seconds for name in modes if isinstance(found := outcomes.get(name), Measured)}
+    if not seconds:
+        return DecodeChoice(mode=default, why=f"{default}: nothing could be measured ({_failures(modes, outcomes)})")
+    reference = next(iter(seconds))
+    why_not = {name: _why_not(outcomes.get(name), outcomes[reference], reference) for name in modes}
+    winners = [name for name, why in why_not.items() if why is None]
+    mode = min(winners, key=lambda name: seconds[name][0], default=reference)
+    others = "; ".join(f"{name} {why}" for name, why in why_not.items() if name not in (mode, reference) and why)
+    return DecodeChoice(mode=mode, why=_sentence(mode, reference, seconds, others), seconds=seconds)
+
+
+def _sentence(mode: str, reference: str, seconds: Mapping[str, Sequence[float]], others: str) -> str:
+    said = f"{mode}: {_ms(seconds[mode][0])} a decode step"
+    if mode != reference:
+        ratio = seconds[reference][0] / seconds[mode][0]
+        said += f", {ratio:.2f} times as fast as {reference} ({_ms(seconds[reference][0])}), with the same tokens"
+    return f"{said}; {others}" if others else said
+
+
+def _why_not(outcome: Outcome | None, reference: Outcome, name: str) -> str | None:
+    """Why a mode is not taken in place of the reference; None where it is faster."""
+    assert isinstance(reference, Measured), "the reference was measured"
+    if outcome is None:
+        return "was not measured: the time was up"
+    if isinstance(outcome, Failed):
+        return f"failed: {outcome.why}"
+    differing = _differing(outcome, reference)
+    if differing:
+        return f"gave {differing} other tokens than {name}"
+    first, *rest = zip(outcome.seconds, reference.seconds, strict=True)
+    if first[0] * WINS_BY > first[1]:
+        return f"takes {_ms(first[0])}, and 5 % less than {_ms(first[1])} was needed"
+    slower = [pair for pair in rest if pair[0] > pair[1] * WINS_BY]
+    if slower:
+        return f"takes {_ms(slower[0][0])} with a small group, and {name} {_ms(slower[0][1])}"
+    return None
+
+
+def _differing(outcome: Measured, reference: Measured) -> int:
+    """How many tokens are others, where the reference's logits were no near tie."""
+    margins = reference.margins or (1.0,) * len(reference.tokens)
+    rows = zip(outcome.tokens, reference.tokens, margins, strict=True)
+    return sum(token != wanted and margin > NEAR_TIE for token, wanted, margin in rows)
+
+
+def _failures(modes: Sequence[str], outcomes: Mapping[str, Outcome]) -> str:
+    failed = {name: found.why for name in modes if isinstance(found := outcomes.get(name), Failed)}
+    return "; ".join(f"{name}: {why}" for name, why in failed.items()) or "the time was up"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"

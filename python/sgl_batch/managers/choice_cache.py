@@ -1,0 +1,113 @@
+"""Owns where choices that a self-check has made are kept between starts: a file for each, in the user's cache.
+
+What is chosen is decided in core/decode_choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from sgl_batch.core.decode_choice import MODES, DecodeChoice
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "sgl_batch.decode_choice/1"
+_PACKAGES = ("sgl-batch", "sglang", "torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceKey:
+    """What a choice holds for. `model`: a hash of its configuration; `settings`: flags by which steps differ."""
+
+    device: str
+    model: str
+    versions: Mapping[str, str | None]
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def file_name(self) -> str:
+        """The same for equal keys."""
+        text = json.dumps(asdict(self), sort_keys=True, default=str)
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def versions() -> dict[str, str | None]:
+    """The packages' versions with which a choice is measured anew."""
+    found: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def model_hash(model: str) -> str:
+    """What stands for a model's shape: a hash of its config.json, or of its name where it is not a local directory."""
+    try:
+        content = (Path(model) / "config.json").read_bytes()
+    except OSError:
+        content = model.encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
+    """The directory of this user's choices."""
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "sgl_batch" / "decode_choices"
+
+
+class ChoiceCache:
+    """Choices in a directory. A file that is not one of ours is passed over, with a line that says so."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def find(self, key: ChoiceKey) -> DecodeChoice | None:
+        """The choice of this key, if one was kept."""
+        path = self._directory / key.file_name
+        found = self._read(path)
+        return None if found is None or found[0] != key else found[1]
+
+    def kept(self) -> list[tuple[ChoiceKey, DecodeChoice]]:
+        """All choices, of any machine and model."""
+        try:
+            paths = sorted(self._directory.glob("*.json"))
+        except OSError:
+            return []
+        return [found for path in paths if (found := self._read(path)) is not None]
+
+    def keep(self, key: ChoiceKey, choice: DecodeChoice) -> None:
+        """Write in one step: a reader sees the old file or the new one, whole. A full disk costs the file alone."""
+        path = self._directory / key.file_name
+        content = {"format": FORMAT, "key": asdict(key), "choice": asdict(choice)}
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._directory, delete=False, encoding="utf-8") as draft:
+                json.dump(content, draft, indent=2)
+            os.replace(draft.name, path)
+        except OSError as error:
+            logger.warning("the choice of a decode forward is not kept, and is measured again: %s: %s", path, error)
+
+    def _read(self, path: Path) -> tuple[ChoiceKey, DecodeChoice] | None:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
+            choice = DecodeChoice(**content["choice"])
+            if choice.mode not in MODES:
+                raise ValueError(f"there is no mode {choice.mode!r}")
+            return ChoiceKey(**content["key"]), choice
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.warning("%s holds no choice of a decode forward and is measured again: %s", path, error)
+            return None
