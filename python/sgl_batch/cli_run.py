@@ -5,6 +5,7 @@ It wires the parts together; what a line is and how it is computed is decided el
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Protocol
 
 from sgl_batch.cli_run_options import STDIN, RunOptions, check_paths, parse_run_options, run_flags
 from sgl_batch.cli_stop import StopSignals, signals_restored
+from sgl_batch.core.decode_choice import MEASURE, MODES
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.jobs.file_run import FileRun, RunSettings
 from sgl_batch.jobs.line_engine import LineEngine
@@ -110,6 +112,24 @@ def resume_command(argv: Sequence[str], options: RunOptions) -> str:
     return f"{shlex.join(['sgl-batch', 'run', *files, '--model', options.model])} ... --resume (all flags as before)"
 
 
+def _settled_before(options: RunOptions) -> list[str]:
+    """Flags for what the start of an earlier run has measured: one that goes on with it computes in the same way.
+
+    Another --decode-forward than `measure` on the command line is the user's word, and stands.
+    """
+    if not options.resume or not options.manifest.exists() or _decode_forward(options) not in (None, MEASURE):
+        return []
+    mode = read_manifest(options.manifest).get("plan", {}).get("decode_forward", {}).get("mode")
+    return ["--decode-forward", mode] if mode in MODES else []
+
+
+def _decode_forward(options: RunOptions) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--decode-forward")
+    value: str | None = parser.parse_known_args(list(options.engine_argv))[0].decode_forward
+    return value
+
+
 def _complain(message: str, exit_code: int) -> int:
     sys.stderr.write(f"sgl-batch run: error: {message}\n")
     return exit_code
@@ -129,7 +149,7 @@ class _Run:
     def run(self, prepare_engine: PrepareEngine) -> int:
         options = self._options
         self._display.note(f"{options.input} -> {self._shown_output}, model {options.model}")
-        start_engine = prepare_engine(options.engine_argv)
+        start_engine = prepare_engine([*options.engine_argv, *_settled_before(options)])
         spool = self._begin_spool()
         try:
             input_path = self._local_input(spool.path)

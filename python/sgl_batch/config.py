@@ -32,6 +32,7 @@ def _flag(
 
 
 CPU_WEIGHT_DTYPES = ("auto", "int8")
+DECODE_FORWARDS = ("auto", "measure", "default", "coroutine", "eager", "sglang")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")
 DECODE_KV_PLACES = ("auto", "resident", "streamed")
 EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
@@ -65,6 +66,15 @@ class ForwardConfig:
         "what computes the experts: auto (native on a CPU; on a GPU the fastest as measured there, else SGLang's own), "
         "or one of sglang, triton, deepgemm (GPU), native (CPU), torch",
         choices=EXPERT_RUNNERS,
+    )
+    decode_forward: str = _flag(
+        "auto",
+        "which forward pass computes decode groups: default, SGLang's own where one of its CUDA graphs serves the "
+        "group, else the coroutine forward; coroutine, or eager (without CUDA graphs), or sglang, for all groups; "
+        "measure runs a few steps each way at the start, in at most 20 s, and takes another than the default only if "
+        "it gives the same tokens and is 5 % faster (kept in the user's cache by device, model and versions); auto "
+        "measures on a GPU and is the default on a CPU",
+        choices=DECODE_FORWARDS,
     )
     decode_graph_memory: int = _flag(
         0,

@@ -84,6 +84,7 @@ class Engine(processes.RankedEngine):
             "flags": self.batch_config.flat(),
             "kernels": self.running["kernels"],
             "expert_runner": self.running["expert_runner"],
+            "decode_forward": self.running["decode_forward"],
         }
 
     def set_plan(self, **limits: int | float | str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,7 +18,9 @@ from sgl_batch.cli_doctor.command import doctor_command
 from sgl_batch.cli_doctor.machine import Machine
 from sgl_batch.cli_doctor.rows import Check, Row, State, can_run, table
 from sgl_batch.cli_doctor.running import run_checks
+from sgl_batch.core.decode_choice import DecodeChoice
 from sgl_batch.errors import ConfigError
+from sgl_batch.managers.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny-qwen3-moe"
 
@@ -171,8 +174,8 @@ def test_another_sglang_than_ours_has_failed_and_none_is_missing(monkeypatch, tm
         raise ConfigError("sglang 9 is installed; install sglang==0.5.16")
 
     monkeypatch.setattr(package_checks.bootstrap, "sglang_version", refuse)
-    for versions, state in (({"sglang": "9"}, State.FAILED), ({}, State.MISSING)):
-        (row,) = package_checks.sglang(machine(tmp_path, versions))
+    for installed, state in (({"sglang": "9"}, State.FAILED), ({}, State.MISSING)):
+        (row,) = package_checks.sglang(machine(tmp_path, installed))
         assert (row.state, row.prevents_run, row.found[:8]) == (state, True, "sglang 9")
 
 
@@ -243,6 +246,24 @@ def test_a_model_that_cannot_be_loaded_prevents_a_run(tmp_path):
     (bad,) = model_checks.model(Machine(model=tmp_path))
     assert bad.prevents_run
     assert "config.json" in bad.found
+
+
+def test_what_self_checks_have_found_on_this_device_is_told(tmp_path):
+    here = Machine(environment={"XDG_CACHE_HOME": str(tmp_path)}, load=loader(torch=Gpu), model=MODEL)
+    (none,) = model_checks.decode_forward(here)
+    assert none.found == "not measured on this machine"
+    cache, settings = ChoiceCache(user_cache(here.environment)), {"sizes": [256, 16]}
+    for device, model, why in (
+        ("NVIDIA H200", model_hash(str(MODEL)), "sglang: 1.00 ms"),
+        ("NVIDIA H200", "another", "eager: 2.00 ms"),
+        ("cpu", model_hash(str(MODEL)), "default: 9.00 ms"),
+    ):
+        key = ChoiceKey(device=device, model=model, versions=versions(), settings=settings)
+        cache.keep(key, DecodeChoice(mode=why.partition(":")[0], why=why, seconds={"default": [1.0]}))
+    (one,) = model_checks.decode_forward(here)
+    assert one.found == f"model {model_hash(str(MODEL))[:8]}, groups of [256, 16]: sglang: 1.00 ms"
+    (both,) = model_checks.decode_forward(dataclasses.replace(here, model=None))
+    assert {choice["mode"] for choice in both.values["choices"]} == {"sglang", "eager"}
 
 
 def test_rates_are_measured_on_small_pieces(tmp_path):

@@ -237,3 +237,25 @@ def test_where_nothing_is_left_no_engine_is_started_and_nothing_is_written(job: 
     assert run_command(job.argv("--progress", "off", "--resume"), none_needed) == 2
     assert "nothing is left to do: all 8 lines are done, 3 of them failed (--retry-failed" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in job.directory.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "asked"),
+    [
+        ([], [], "sglang"),
+        (["--decode-forward", "measure"], ["--decode-forward", "measure"], "sglang"),
+        ([], ["--decode-forward", "eager"], "eager"),
+        ([], ["--decode-forward=auto"], "auto"),
+        (["--decode-forward", "eager"], [], "eager"),
+    ],
+)
+def test_a_run_that_goes_on_computes_decode_as_the_earlier_one_has_settled(
+    job: Job, first: list[str], again: list[str], asked: str
+) -> None:
+    job.write("a", "b")
+    assert job.run(*first) == 0
+    job.keep("out.jsonl", [0])
+    for _ in range(2):
+        assert job.run("--resume", *again) == 0
+        assert job.manifest["plan"]["decode_forward"]["asked"] == asked
+        job.keep("out.jsonl", [0])

@@ -1,4 +1,4 @@
-"""The doctor's checks of a model, and of which forward pass was measured as the fastest for it here."""
+"""The doctor's checks of a model, and of which forward pass was measured as the fastest for it on this device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.cli_doctor.machine import Machine
 from sgl_batch.cli_doctor.rows import Row, State
+from sgl_batch.core.decode_choice import DecodeChoice
 from sgl_batch.errors import ConfigError
+from sgl_batch.managers.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
 from sgl_batch.model_directory import ModelPlace, check_model, num_experts
 from sgl_batch.sglang_adapter.known_models import is_known_architecture
 
@@ -24,3 +26,29 @@ def model(machine: Machine) -> Sequence[Row]:
     size, experts = sum(file.stat().st_size for file in path.glob("*.safetensors")), num_experts(str(path))
     found = f"{path}: {format_bytes(size)} of weights, {experts or 'no'} experts in a layer"
     return [Row(check="model", state=State.OK, found=found, required=True, values={"weight_bytes": size})]
+
+
+def decode_forward(machine: Machine) -> Sequence[Row]:
+    """Which forward pass won the self-checks of decode on this device, with these versions."""
+    device = machine.load("torch").cuda.get_device_name(0) if machine.has_gpu else "cpu"
+    kept = [
+        (key, choice)
+        for key, choice in ChoiceCache(user_cache(machine.environment)).kept()
+        if key.device == device and key.versions == versions()
+    ]
+    wanted = None if machine.model is None else model_hash(str(machine.model))
+    shown = [one for one in kept if wanted in (None, one[0].model)]
+    remedy = "" if shown else "an engine measures at its start: on a GPU, or with --decode-forward measure"
+    return [
+        Row(
+            check="decode forward",
+            state=State.OK,
+            found=" | ".join(_said(key, choice) for key, choice in shown) or "not measured on this machine",
+            remedy=remedy,
+            values={"choices": [{"model": key.model, "mode": choice.mode} for key, choice in shown]},
+        )
+    ]
+
+
+def _said(key: ChoiceKey, choice: DecodeChoice) -> str:
+    return f"model {key.model[:8]}, groups of {key.settings.get('sizes')}: {choice.why}"

@@ -132,7 +132,7 @@ def _why_not(outcome: Outcome | None, reference: Outcome, name: str) -> str | No
         return f"gave {differing} other tokens than {name}"
     first, *rest = zip(outcome.seconds, reference.seconds, strict=True)
     if first[0] * WINS_BY > first[1]:
-        return f"takes {_ms(first[0])}, and 5 % less than {_ms(first[1])} was needed"
+        return f"takes {_ms(first[0])}, which is not 5 % less"
     slower = [pair for pair in rest if pair[0] > pair[1] * WINS_BY]
     if slower:
         return f"takes {_ms(slower[0][0])} with a small group, and {name} {_ms(slower[0][1])}"

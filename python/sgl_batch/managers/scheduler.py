@@ -5,6 +5,7 @@ What runs next is decided in core/ and carried out by `BoundaryExecutor`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use, native_kernels
 from sgl_batch.managers import recorded_tokens
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.decode_setup import settle_decode
 from sgl_batch.managers.kv_choice import kv_form
 from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.profile_limits import ProfileWatch
@@ -84,6 +86,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
+        self.decode_choice = settle_decode(self.tp_worker.model_runner, context)
         self.executor = self._make_executor(context)
         self.in_flight = StepsInFlight()
         self.tp_worker.model_runner.before_sampling = self._process_while_computing
@@ -172,6 +175,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "plan": self.context.in_force.plan.as_dict(),
             "kernels": kernels_in_use() if self.context.cpu_operators is not None else "sglang",
             "expert_runner": runner.expert_runner,
+            "decode_forward": dataclasses.asdict(self.decode_choice),
         }
         if self.context.place is not None:
             self.context.place.rendezvous.publish("info", self.context.place.rank, json.dumps(info["sgl_batch"]))

@@ -67,8 +67,9 @@ def _run(steps: Steps, mode: str) -> Outcome:
         return steps.run_steps(mode)
     except Exception as error:
         logger.debug("decode steps failed in the mode %s", mode, exc_info=True)
-        words = (str(error).strip().splitlines() or ["without a word"])[0]
-        return Failed(why=f"{type(error).__name__}: {words}")
+        why = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['without a word'])[0]}"
+        logger.warning("decode groups are not computed in the mode %r, which failed in the self-check: %s", mode, why)
+        return Failed(why=why)
 
 
 def _merged(before: Outcome | None, now: Outcome) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -83,6 +83,21 @@ class Counters:
         if self.tokens_per_expert is None:
             self.tokens_per_expert = torch.zeros_like(rows_per_expert)
         self.tokens_per_expert += rows_per_expert
+
+    @contextmanager
+    def uncounted(self, names: Collection[str] = ()) -> Iterator[None]:
+        """Inside, only these counts change, and all time counts to `other`."""
+        counts, per_expert, part_s = dict(self.counts), self.tokens_per_expert, self.clock.read()
+        self.tokens_per_expert = None
+        try:
+            yield
+        finally:
+            kept = {name: self.counts[name] for name in names if name in self.counts}
+            self.counts.clear()
+            self.counts.update({**counts, **kept})
+            self.tokens_per_expert = per_expert
+            for part, seconds in self.clock.read().items():
+                self.clock.shift(seconds - part_s[part], source=part, target="other")
 
     def as_dict(self) -> dict[str, object]:
         per_expert = self.tokens_per_expert

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
+from sgl_batch.core.decode_choice import DEFAULT, EAGER, SGLANG
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.graph_capture import graph_budget
 from sgl_batch.core.plan import Plan
@@ -74,6 +75,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._program_bytes = 0
         self._pass_memory: PassMemory | None = None
         self._beside: ForwardBatch | None = None
+        self._decode_mode = DEFAULT
+        self._graphed: GraphedHalves | None = None
         self._logits_beside: LogitsOutput | None = None
         super().__init__(*args, **kwargs)
 
@@ -352,8 +355,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         mode, runner = forward_batch.forward_mode, self.layer_runner
         if self._pass_memory is not None:
             self._pass_memory.make_room(*batches)
-        graph_serves = len(batches) == 1 and self._graph_serves(forward_batch)
-        if runner is None or not (mode.is_decode() or mode.is_extend()) or graph_serves:
+        is_sglangs = len(batches) == 1 and self._sglang_computes(forward_batch)
+        if runner is None or not (mode.is_decode() or mode.is_extend()) or is_sglangs:
             self._counters.add("forwards_by_sglang")
             return super()._forward_raw(forward_batch, pp_proxy_tensors, *args, **kwargs)
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
@@ -363,7 +366,19 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             self._logits_beside = beside[0] if beside else None
             return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
 
-    def _graph_serves(self, forward_batch: ForwardBatch) -> bool:
+    def compute_decode_by(self, mode: str) -> None:
+        """From now on decode groups are computed in this mode (core/decode_choice)."""
+        self._decode_mode = mode
+        if self.layer_runner is not None:
+            self._graphed = self._graphed or self.layer_runner.graphed
+            self.layer_runner.graphed = None if mode == EAGER else self._graphed
+
+    def _sglang_computes(self, forward_batch: ForwardBatch) -> bool:
+        if self._decode_mode == DEFAULT or not forward_batch.forward_mode.is_decode():
+            return self.graph_serves(forward_batch)
+        return self._decode_mode == SGLANG
+
+    def graph_serves(self, forward_batch: ForwardBatch) -> bool:
         """Whether a decode group is one sub-batch for which SGLang has captured a CUDA graph: nothing to gain.
 
         Not where ranks exchange rows: its graphs have the experts of this rank alone.

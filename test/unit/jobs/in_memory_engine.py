@@ -88,7 +88,8 @@ def request(custom_id: str, prompt: str = "hello", **body: object) -> dict[str, 
 class InMemoryBatchEngine:
     """The engine as a whole, as the command needs it."""
 
-    def __init__(self, line_engine: InMemoryEngine) -> None:
+    def __init__(self, line_engine: InMemoryEngine, decode_forward: str | None = None) -> None:
+        self._decode_forward = decode_forward
         self.loop = asyncio.new_event_loop()
         self.is_shut_down = False
         self._line_engine = line_engine
@@ -97,7 +98,10 @@ class InMemoryBatchEngine:
         return self._line_engine
 
     def plan_manifest(self) -> Mapping[str, object]:
-        return {"b_attn_decode": 64}
+        """With the mode that was asked for, or the one that a self-check of this engine would find."""
+        wanted = self._decode_forward
+        mode = "sglang" if wanted in (None, "auto", "measure") else wanted
+        return {"b_attn_decode": 64, "decode_forward": {"mode": mode, "asked": wanted}}
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -127,7 +131,9 @@ def prepare_in_memory(engine_argv: Sequence[str]) -> Callable[[], InMemoryBatchE
                         raise
         return None
 
-    return lambda: InMemoryBatchEngine(InMemoryEngine(before, (args.served_model_name or args.model_path,)))
+    return lambda: InMemoryBatchEngine(
+        InMemoryEngine(before, (args.served_model_name or args.model_path,)), args.decode_forward
+    )
 
 
 def _parse_engine_argv(engine_argv: Sequence[str]) -> argparse.Namespace:
@@ -135,6 +141,7 @@ def _parse_engine_argv(engine_argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model-path")
     parser.add_argument("--served-model-name")
     parser.add_argument("--log-level")
+    parser.add_argument("--decode-forward")
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--release", action="store_true")
     args, unknown = parser.parse_known_args(engine_argv)

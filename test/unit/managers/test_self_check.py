@@ -56,11 +56,15 @@ def test_no_measurement_goes_beyond_the_budget():
     assert slow.settle(budget_s=20.0).why.endswith("sglang was not measured: the time was up")
 
 
-def test_a_mode_that_raises_has_failed_and_is_not_tried_again():
+def test_a_mode_that_raises_has_failed_with_one_line_and_is_not_tried_again(caplog):
     steps = ScriptedSteps(coroutine=[3.0] * 3, sglang=[RuntimeError("no kernel image\nmore")])
     choice = steps.settle()
     assert (choice.mode, steps.ran.count(SGLANG)) == (COROUTINE, 1)
     assert choice.why.endswith("sglang failed: RuntimeError: no kernel image")
+    assert [record.getMessage() for record in caplog.records] == [
+        "decode groups are not computed in the mode 'sglang', which failed in the self-check: "
+        "RuntimeError: no kernel image"
+    ]
 
 
 def test_the_deterministic_mode_measures_nothing():

@@ -87,3 +87,20 @@ def test_new_counters_can_be_read_and_sent():
 def test_the_time_without_work_is_named_idle_and_no_part_is_named_waiting():
     assert "idle" in PARTS
     assert "waiting" not in PARTS
+
+
+def test_what_is_uncounted_leaves_only_its_time_and_the_named_counts(wall):
+    counters = Counters()
+    counters.add("decode_groups", 2)
+    counters.add_expert_call(torch.tensor([1, 2]))
+    before = counters.as_dict()
+    with counters.uncounted(["graphs_captured"]):
+        counters.add("decode_groups", 5)
+        counters.add("graphs_captured")
+        counters.add_expert_call(torch.tensor([7, 7]))
+        with counters.clock.part("attention"):
+            wall[0] += 3
+    after = counters.as_dict()
+    assert after["counters"] == {**before["counters"], "graphs_captured": 1}
+    assert after["tokens_per_expert"] == [1, 2]
+    assert after["part_s"] == {**dict.fromkeys(PARTS, 0.0), "other": 3.0}

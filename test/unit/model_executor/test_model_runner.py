@@ -1,4 +1,4 @@
-"""When SGLang's captured graphs serve a decode group: over stand-ins for what is looked at of a runner on a GPU."""
+"""Which forward pass computes a decode group: over stand-ins for what is looked at of a runner on a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.decode_choice import COROUTINE, DEFAULT, EAGER, MODES, SGLANG
 from sgl_batch.core.plan import make_plan
 from sgl_batch.model_executor.model_runner import BatchModelRunner
 
@@ -26,4 +27,17 @@ def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_siz
         context=SimpleNamespace(in_force=SimpleNamespace(plan=plan)),
     )
     group = SimpleNamespace(forward_mode=SimpleNamespace(is_cuda_graph=lambda: True), batch_size=batch_size)
-    assert BatchModelRunner._graph_serves(runner, group) is serves
+    assert BatchModelRunner.graph_serves(runner, group) is serves
+
+
+@pytest.mark.parametrize(("is_decode", "served"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_mode_decides_for_decode_groups_alone(is_decode, served):
+    loop = object()
+    runner = SimpleNamespace(layer_runner=SimpleNamespace(graphed=loop), _graphed=None, graph_serves=lambda _: served)
+    group, found = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: is_decode)), {}
+    for mode in (*MODES, DEFAULT):
+        BatchModelRunner.compute_decode_by(runner, mode)
+        assert runner.layer_runner.graphed is (None if mode == EAGER else loop)
+        found[mode] = BatchModelRunner._sglang_computes(runner, group)
+    by_mode = {DEFAULT: served, COROUTINE: False, EAGER: False, SGLANG: True}
+    assert found == (by_mode if is_decode else dict.fromkeys(MODES, served))

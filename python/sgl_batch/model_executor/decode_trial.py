@@ -1,0 +1,141 @@
+"""Owns decode steps on a loaded model before it has any sequence: how long they take in a mode, and their tokens.
+
+Which modes are tried, and what follows, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from sgl_batch.core.decode_choice import DEFAULT, Measured
+from sgl_batch.sglang_adapter.trial_batches import trial_decode_batch
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
+
+# A size is captured as a graph when it has been met a few times; steps before are not timed, unless time is up.
+_FIRST_TIMED = 6
+_MOST_STEPS = 18
+_COMPARED_STEPS = 4
+_MOST_S = 1.0
+_SEED = 20
+
+
+class _Output(Protocol):
+    logits_output: LogitsOutput
+
+
+class _SlotTable(Protocol):
+    req_to_token: torch.Tensor
+    """[sequences, context length], int32."""
+
+
+class TrialRunner(Protocol):
+    """What a trial takes of a model runner. Its pool of KV and its table of slots are used by nobody else meanwhile."""
+
+    device: str
+    max_total_num_tokens: int
+    req_to_token_pool: _SlotTable
+
+    def compute_decode_by(self, mode: str) -> None:
+        """From now on decode groups are computed in this mode."""
+
+    def graph_serves(self, forward_batch: ForwardBatch) -> bool:
+        """Whether the default mode leaves a decode group to a CUDA graph of SGLang's."""
+
+    def forward(self, forward_batch: ForwardBatch) -> _Output:
+        """One pass."""
+
+
+class DecodeTrial:
+    """Steps of groups of `sizes` sequences, the largest first, each from its first token on.
+
+    All sequences have the same tokens put in, whatever the model answers: a step has the same inputs in each mode, so
+    that tokens can be compared one by one. `page_size`: of KV; each sequence has pages of its own.
+    """
+
+    def __init__(self, runner: TrialRunner, sizes: Sequence[int], *, page_size: int, vocabulary: int) -> None:
+        self._runner, self._page_size = runner, page_size
+        table = runner.req_to_token_pool.req_to_token
+        self._pages_each = -(-min(_MOST_STEPS, table.shape[1]) // page_size)
+        room = min(runner.max_total_num_tokens // page_size // self._pages_each, len(table) - 1)
+        assert room > 0, "the pool has room for one sequence"
+        self._sizes = tuple(dict.fromkeys(min(size, room) for size in sizes))
+        draw = torch.Generator().manual_seed(_SEED)
+        self._ids = torch.randint(vocabulary, (_MOST_STEPS, self._sizes[0]), generator=draw).to(runner.device)
+        self._num_steps = min(_MOST_STEPS, table.shape[1])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The groups' sizes, as far as the pool has room."""
+        return self._sizes
+
+    def graph_serves(self) -> bool:
+        """Whether the default mode leaves the largest group to a CUDA graph of SGLang's."""
+        return self._runner.graph_serves(self._batch(self._sizes[0], 0))
+
+    def run_steps(self, mode: str) -> Measured:
+        """Run the steps in this mode; afterwards the runner is in its default mode."""
+        with torch.no_grad(), self._slots_laid():
+            self._runner.compute_decode_by(mode)
+            try:
+                runs = [self._run(size) for size in self._sizes]
+            finally:
+                self._runner.compute_decode_by(DEFAULT)
+        best, margins = self._likeliest([logits for _, answers in runs for logits in answers])
+        return Measured(seconds=tuple(seconds for seconds, _ in runs), tokens=best, margins=margins)
+
+    def _run(self, size: int) -> tuple[float, list[torch.Tensor]]:
+        """Seconds of a step, and the first steps' logits [size, vocabulary]."""
+        took: list[float] = []
+        answers: list[torch.Tensor] = []
+        for step in range(self._num_steps):
+            if step >= _COMPARED_STEPS and sum(took) > _MOST_S:
+                break
+            batch = self._batch(size, step)
+            self._finish()
+            begun = time.perf_counter()
+            logits = self._runner.forward(batch).logits_output.next_token_logits
+            self._finish()
+            took.append(time.perf_counter() - begun)
+            assert logits is not None, "a decode step gives logits"
+            if step < _COMPARED_STEPS:
+                # SGLang's graphs answer in memory that the next step overwrites.
+                answers.append(logits.clone())
+        timed = took[_FIRST_TIMED:] or took[-1:]
+        return statistics.median(timed), answers
+
+    def _batch(self, size: int, step: int) -> ForwardBatch:
+        rows = torch.arange(1, size + 1, device=self._runner.device)
+        first_pages = 1 + (rows - 1) * self._pages_each
+        slots = first_pages * self._page_size + step
+        runner: Any = self._runner
+        return trial_decode_batch(runner, self._ids[step, :size], slots, rows, step)
+
+    @contextmanager
+    def _slots_laid(self) -> Iterator[None]:
+        """Inside, the table of slots has those of the sequences."""
+        table = self._runner.req_to_token_pool.req_to_token
+        rows, steps = slice(1, self._sizes[0] + 1), slice(0, self._num_steps)
+        before = table[rows, steps].clone()
+        for step in range(self._num_steps):
+            table[rows, step] = self._batch(self._sizes[0], step).out_cache_loc.to(table.dtype)
+        try:
+            yield
+        finally:
+            table[rows, steps] = before
+
+    def _finish(self) -> None:
+        if self._runner.device != "cpu":
+            torch.cuda.synchronize()
+
+    def _likeliest(self, answers: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The tokens of all rows, and by how much each beats the second."""
+        logits = torch.cat([answer.float() for answer in answers])
+        two = logits.topk(2, dim=-1)
+        gaps = (two.values[:, 0] - two.values[:, 1]) / two.values[:, 0].abs().clamp(min=1e-6)
+        return tuple(two.indices[:, 0].tolist()), tuple(gaps.tolist())

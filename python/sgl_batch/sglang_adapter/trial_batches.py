@@ -1,0 +1,43 @@
+"""Owns decode batches of sequences that are made up, as a model runner takes them. It decides nothing about them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+
+with bootstrap.importing():
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch as SGLangForwardBatch
+
+if TYPE_CHECKING:
+    from sgl_batch.sglang_adapter.forward import ModelRunner
+
+
+def trial_decode_batch(
+    runner: ModelRunner, input_ids: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, position: int
+) -> ForwardBatch:
+    """A decode step of sequences of which each has `position` tokens with KV.
+
+    `input_ids`: their next tokens [B], int64; `slots`: where KV of these goes [B], int64; `rows`: of the table of slots
+    [B], int64. All on the runner's device.
+    """
+    lengths = torch.full_like(rows, position + 1)
+    made: ForwardBatch = SGLangForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(rows),
+        input_ids=input_ids,
+        req_pool_indices=rows,
+        seq_lens=lengths,
+        seq_lens_cpu=torch.full((len(rows),), position + 1),
+        seq_lens_sum=len(rows) * (position + 1),
+        orig_seq_lens=lengths.to(torch.int32),
+        out_cache_loc=slots,
+        positions=torch.full_like(rows, position),
+        return_logprob=False,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        spec_algorithm=runner.spec_algorithm,
+    )
+    return made

@@ -1,0 +1,63 @@
+"""The self-check of decode in a real engine: it measures, keeps its choice, and the next start computes by that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_batch import Engine
+
+pytestmark = pytest.mark.engine
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "page_size": 16,
+    "b_moe_decode": 8,
+    "b_attn_decode": 3,
+    "max_total_tokens": 2048,
+    "decode_forward": "measure",
+}
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+PROMPTS = ["Return the", "What does os.path.join do?", "The", "A list of"]
+
+
+def answers(engine: Any) -> list[Any]:
+    return [one["output_ids"] for one in engine.generate(PROMPTS, GREEDY)]
+
+
+def test_the_self_check_keeps_what_it_has_measured_and_the_next_start_computes_so(
+    model_path: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = Engine(model_path=model_path("tiny-qwen3-moe"), **SETTINGS)
+    try:
+        choice = engine.plan_manifest()["decode_forward"]
+        assert engine.plan_manifest()["flags"]["decode_forward"] == "measure"
+        assert set(choice["seconds"]) == {"default", "sglang"}
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in choice["seconds"].values())
+        assert "tokens than" not in choice["why"]
+        assert "failed" not in choice["why"]
+        assert engine.batch_stats()["counters"].get("decode_groups", 0) == 0
+        wanted = answers(engine)
+    finally:
+        engine.shutdown()
+    (kept,) = (tmp_path / "sgl_batch" / "decode_choices").glob("*.json")
+    content = json.loads(kept.read_text())
+    assert content["choice"]["mode"] == choice["mode"]
+    content["choice"] |= {"mode": "sglang", "why": "sglang: as the test says"}
+    kept.write_text(json.dumps(content))
+
+    engine = Engine(model_path=model_path("tiny-qwen3-moe"), **SETTINGS)
+    try:
+        assert engine.running["decode_forward"]["why"] == "sglang: as the test says (measured at an earlier start)"
+        assert answers(engine) == wanted
+        counters = engine.batch_stats()["counters"]
+        assert counters["forwards_by_sglang"] > 0
+        assert counters.get("decode_groups", 0) == 0
+        assert counters["prefill_groups"] > 0
+    finally:
+        engine.shutdown()
