@@ -58,6 +58,8 @@ def _measured(
     sizes = (largest, max(1, largest // _SMALL_SHARE))
     vocabulary = runner.model_config.vocab_size
     trial = DecodeTrial(runner, sizes, page_size=args.page_size, vocabulary=vocabulary)
+    if not trial.sizes:
+        return DecodeChoice(mode=DEFAULT, why="default: the pool of KV has no room for a measurement")
     own_graph = runner.layer_runner is not None and runner.layer_runner.graphed is not None
     forms = DecodeForms(
         has_adapter=has_adapter, sglang_graph=trial.graph_serves(), own_graph=own_graph, hindered=hindered

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +18,10 @@ from sgl_batch.core.decode_choice import DEFAULT, Measured
 from sgl_batch.sglang_adapter.trial_batches import trial_decode_batch
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
 
-# A size is captured as a graph when it has been met a few times; steps before are not timed, unless time is up.
+# A size is captured as a graph when it has been met a few times: steps before are neither timed nor compared.
 _FIRST_TIMED = 6
+_COMPARED = range(_FIRST_TIMED, _FIRST_TIMED + 4)
 _MOST_STEPS = 18
-_COMPARED_STEPS = 4
 _MOST_S = 1.0
 _SEED = 20
 
@@ -51,6 +52,15 @@ class TrialRunner(Protocol):
         """One pass."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Steps of one size of group. `tokens`: the likeliest of the compared steps' rows; `margins`: as `Measured` has."""
+
+    step_s: float
+    tokens: Sequence[int]
+    margins: Sequence[float]
+
+
 class DecodeTrial:
     """Steps of groups of `sizes` sequences, the largest first, each from its first token on.
 
@@ -63,15 +73,15 @@ class DecodeTrial:
         table = runner.req_to_token_pool.req_to_token
         self._pages_each = -(-min(_MOST_STEPS, table.shape[1]) // page_size)
         room = min(runner.max_total_num_tokens // page_size // self._pages_each, len(table) - 1)
-        assert room > 0, "the pool has room for one sequence"
-        self._sizes = tuple(dict.fromkeys(min(size, room) for size in sizes))
+        self._sizes = tuple(dict.fromkeys(min(size, room) for size in sizes if room > 0))
         draw = torch.Generator().manual_seed(_SEED)
-        self._ids = torch.randint(vocabulary, (_MOST_STEPS, self._sizes[0]), generator=draw).to(runner.device)
+        shape = _MOST_STEPS, max(self._sizes, default=0)
+        self._ids = torch.randint(vocabulary, shape, generator=draw).to(runner.device)
         self._num_steps = min(_MOST_STEPS, table.shape[1])
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The groups' sizes, as far as the pool has room."""
+        """The groups' sizes, as far as the pool has room; none where it has room for no sequence."""
         return self._sizes
 
     def graph_serves(self) -> bool:
@@ -80,21 +90,25 @@ class DecodeTrial:
 
     def run_steps(self, mode: str) -> Measured:
         """Run the steps in this mode; afterwards the runner is in its default mode."""
+        runs: list[_Run] = []
         with torch.no_grad(), self._slots_laid():
             self._runner.compute_decode_by(mode)
             try:
-                runs = [self._run(size) for size in self._sizes]
+                runs += [self._run(size) for size in self._sizes]
             finally:
                 self._runner.compute_decode_by(DEFAULT)
-        best, margins = self._likeliest([logits for _, answers in runs for logits in answers])
-        return Measured(seconds=tuple(seconds for seconds, _ in runs), tokens=best, margins=margins)
+        return Measured(
+            seconds=tuple(run.step_s for run in runs),
+            tokens=tuple(token for run in runs for token in run.tokens),
+            margins=tuple(margin for run in runs for margin in run.margins),
+        )
 
-    def _run(self, size: int) -> tuple[float, list[torch.Tensor]]:
-        """Seconds of a step, and the first steps' logits [size, vocabulary]."""
+    def _run(self, size: int) -> _Run:
         took: list[float] = []
-        answers: list[torch.Tensor] = []
+        tokens: list[int] = []
+        margins: list[float] = []
         for step in range(self._num_steps):
-            if step >= _COMPARED_STEPS and sum(took) > _MOST_S:
+            if step >= _COMPARED.stop and sum(took[_FIRST_TIMED:]) > _MOST_S:
                 break
             batch = self._batch(size, step)
             self._finish()
@@ -103,11 +117,13 @@ class DecodeTrial:
             self._finish()
             took.append(time.perf_counter() - begun)
             assert logits is not None, "a decode step gives logits"
-            if step < _COMPARED_STEPS:
-                # SGLang's graphs answer in memory that the next step overwrites.
-                answers.append(logits.clone())
-        timed = took[_FIRST_TIMED:] or took[-1:]
-        return statistics.median(timed), answers
+            if step in _COMPARED:
+                # At once: the logits of one step take as much as the device may have left.
+                two = logits.topk(2, dim=-1)
+                best, second = two.values.float().unbind(-1)
+                tokens += two.indices[:, 0].tolist()
+                margins += ((best - second) / best.abs().clamp(min=1e-6)).tolist()
+        return _Run(step_s=statistics.median(took[_FIRST_TIMED:] or took), tokens=tokens, margins=margins)
 
     def _batch(self, size: int, step: int) -> ForwardBatch:
         rows = torch.arange(1, size + 1, device=self._runner.device)
@@ -132,10 +148,3 @@ class DecodeTrial:
     def _finish(self) -> None:
         if self._runner.device != "cpu":
             torch.cuda.synchronize()
-
-    def _likeliest(self, answers: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The tokens of all rows, and by how much each beats the second."""
-        logits = torch.cat([answer.float() for answer in answers])
-        two = logits.topk(2, dim=-1)
-        gaps = (two.values[:, 0] - two.values[:, 1]) / two.values[:, 0].abs().clamp(min=1e-6)
-        return tuple(two.indices[:, 0].tolist()), tuple(gaps.tolist())
