@@ -5,11 +5,16 @@ It decides nothing about seeds; the choice index is folded into the seed where r
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sgl_batch.layers.nucleus import draw, kept, sample_nucleus
 from sgl_batch.sglang_adapter.layers import TOP_K_ALL, Sampler
+from sgl_batch.sglang_adapter.sampling_rows import RowParameters
+from sgl_batch.sglang_adapter.uploads import upload
 
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit integer (splitmix64)
 _MIX_1 = -4658895280553007687
@@ -40,42 +45,31 @@ def counter_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
     return _shift_right(x, 11).to(torch.float64) * 2.0**-53
 
 
-def _width(top_k: int, vocab_size: int) -> int:
+def width_of(top_k: int, vocab_size: int) -> int:
     """How many of the largest probabilities to sort for a row: depends on the row alone, never on neighbours."""
     return vocab_size if top_k >= TOP_K_ALL or 2 * top_k > vocab_size else 1 << (top_k - 1).bit_length()
 
 
-def sample_rows(
+def sample_top_k(
     probs: torch.Tensor,
+    width: int,
     top_ks: torch.Tensor,
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Sample one token per row by inverse transform; int64 [B].
+    """One token per row by inverse transform, int64 [B], for rows whose `top_ks` are all of one `width`.
 
     `probs`: [B, vocab] float32 after softmax. Filters keep, in descending order of probability, the first
     `top_ks` tokens, those before which at most `top_ps` has been kept, and those of at least `min_ps` times
-    the largest. Rows are grouped by how much of them must be sorted; the group does not change a row's result.
+    the largest.
     """
-    vocab_size = probs.shape[-1]
-    out = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
-    widths = torch.tensor([_width(int(k), vocab_size) for k in top_ks.tolist()], device=probs.device)
-    for width in widths.unique().tolist():
-        rows = torch.nonzero(widths == width).squeeze(1)
-        if width < vocab_size:
-            values, tokens = probs[rows].topk(width, dim=-1)
-        else:
-            values, tokens = probs[rows].sort(dim=-1, descending=True, stable=True)
-        before = values.cumsum(-1) - values
-        ranks = torch.arange(width, device=probs.device)
-        keep = (ranks < top_ks[rows, None]) & (before <= top_ps[rows, None])
-        keep &= values >= values[:, :1] * min_ps[rows, None]
-        total = torch.where(keep, values, 0.0).double().cumsum(-1)
-        threshold = uniforms[rows, None] * total[:, -1:]
-        chosen = (total <= threshold).sum(-1).clamp(max=width - 1)
-        out[rows] = tokens.gather(1, chosen[:, None]).squeeze(1)
-    return out
+    if width < probs.shape[-1]:
+        values, tokens = probs.topk(width, dim=-1)
+    else:
+        values, tokens = probs.sort(dim=-1, descending=True, stable=True)
+    keep = kept(values, top_ps, min_ps) & (torch.arange(width, device=probs.device) < top_ks[:, None])
+    return tokens.gather(1, draw(values, keep, uniforms)).squeeze(1)
 
 
 def sample_unfiltered(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -85,15 +79,53 @@ def sample_unfiltered(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tens
     return (total <= threshold).sum(-1).clamp(max=probs.shape[-1] - 1)
 
 
-def _few_rows(mask: torch.Tensor, vocab_size: int) -> list[torch.Tensor]:
-    """The rows of a mask, as many at a time as the scratch memory of sampling is for; a row knows no neighbour."""
-    rows = torch.nonzero(mask).squeeze(1)
-    scratch = _SCRATCH_BYTES if rows.device.type == "cpu" else _GPU_SCRATCH_BYTES
-    return list(rows.split(max(1, scratch // (_BYTES_PER_PROBABILITY * vocab_size)))) if len(rows) else []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Rows of a batch that are sampled alike: `index` [N] on the device, or None where they are all `count` rows.
+
+    `width`: what `width_of` says of their top_k; None where no filter narrows them.
+    """
+
+    width: int | None
+    count: int
+    index: torch.Tensor | None
+    only_nucleus: bool = False
+
+    def pieces(self, vocab_size: int, device: torch.device) -> Iterator[slice | torch.Tensor]:
+        """The rows, as many at a time as the scratch memory of sampling is for; a row knows no neighbour."""
+        scratch = _SCRATCH_BYTES if device.type == "cpu" else _GPU_SCRATCH_BYTES
+        size = max(1, scratch // (_BYTES_PER_PROBABILITY * vocab_size))
+        if self.index is not None:
+            yield from self.index.split(size)
+            return
+        for start in range(0, self.count, size):
+            yield slice(start, start + size)
+
+
+def _groups_of(rows: Sequence[RowParameters], vocab_size: int, device: torch.device) -> list[_Group]:
+    """The groups of a batch's rows, but for greedy ones."""
+    found: dict[tuple[int | None, bool], list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.top_k > 1:
+            filtered = row.top_k < TOP_K_ALL or row.top_p != 1.0 or row.min_p > 0
+            width = width_of(row.top_k, vocab_size) if filtered else None
+            found.setdefault((width, filtered and row.top_k >= TOP_K_ALL), []).append(index)
+    return [
+        _Group(
+            width=width,
+            count=len(own),
+            index=None if len(own) == len(rows) else upload(own, torch.int64, device),
+            only_nucleus=only_nucleus,
+        )
+        for (width, only_nucleus), own in found.items()
+    ]
 
 
 class CounterSampler(Sampler):  # type: ignore[misc]
-    """SGLang's sampler with our draw. Every row carries a seed; greedy rows take the largest logit."""
+    """SGLang's sampler with our draw. Every row carries a seed; greedy rows take the largest logit.
+
+    What rows ask for is read on the host, from `KnownSampling`: no step waits for the device here.
+    """
 
     def forward(
         self,
@@ -118,13 +150,29 @@ class CounterSampler(Sampler):  # type: ignore[misc]
         seeds = sampling_info.sampling_seed
         assert seeds is not None, "the scheduler gives every row a seed"
         uniforms = counter_uniform(seeds, positions)
-        top_ks = sampling_info.top_ks
-        filtered = (top_ks < TOP_K_ALL) | (sampling_info.top_ps != 1.0) | (sampling_info.min_ps > 0)
-        greedy = top_ks <= 1
-        out = probs.argmax(-1)
-        for plain in _few_rows(~filtered & ~greedy, probs.shape[-1]):
-            out[plain] = sample_unfiltered(probs[plain], uniforms[plain])
-        for rows in _few_rows(filtered & ~greedy, probs.shape[-1]):
-            top_ps, min_ps = sampling_info.top_ps[rows], sampling_info.min_ps[rows]
-            out[rows] = sample_rows(probs[rows], top_ks[rows], top_ps, min_ps, uniforms[rows])
+        rows: list[RowParameters] = sampling_info.rows
+        vocab_size = probs.shape[-1]
+        if sampling_info.groups is None:
+            sampling_info.groups = _groups_of(rows, vocab_size, probs.device)
+        groups: list[_Group] = sampling_info.groups
+        num_sampled = sum(group.count for group in groups)
+        out = probs.argmax(-1) if num_sampled < len(rows) else torch.empty_like(seeds)
+        for group in groups:
+            for some in group.pieces(vocab_size, probs.device):
+                out[some] = self._sample_group(group, probs[some], sampling_info, some, uniforms[some])
         return out
+
+    def _sample_group(
+        self,
+        group: _Group,
+        probs: torch.Tensor,
+        sampling_info: Any,
+        rows: slice | torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> torch.Tensor:
+        if group.width is None:
+            return sample_unfiltered(probs, uniforms)
+        top_ps, min_ps = sampling_info.top_ps[rows], sampling_info.min_ps[rows]
+        if group.only_nucleus:
+            return sample_nucleus(probs, top_ps, min_ps, uniforms)
+        return sample_top_k(probs, group.width, sampling_info.top_ks[rows], top_ps, min_ps, uniforms)

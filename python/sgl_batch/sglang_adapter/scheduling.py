@@ -10,10 +10,12 @@ from typing import Any, TypeGuard
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.expert_choice import add_choices
+from sgl_batch.sglang_adapter.sampling_rows import keep_rows_on_host
 from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 from sgl_batch.sglang_adapter.types.messages import WeightsUpdate
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
+from sgl_batch.sglang_adapter.uploads import upload
 
 with bootstrap.importing():
     import torch
@@ -119,7 +121,7 @@ def _new_batch(scheduler: SGLangScheduler, requests: list[Request]) -> ScheduleB
 
 
 def _make_repeatable(batch: ScheduleBatch) -> None:
-    """Give the sampler each row's seed, and penalties an order.
+    """Give the sampler each row's seed and what it asks for, and penalties an order.
 
     SGLang itself sets seeds only in its deterministic mode, and keeps penalties in a set of classes, whose order is
     another one in every process.
@@ -127,7 +129,8 @@ def _make_repeatable(batch: ScheduleBatch) -> None:
     orchestrator = batch.sampling_info.penalizer_orchestrator
     orchestrator.penalizers = dict(sorted(orchestrator.penalizers.items(), key=lambda item: item[0].__name__))
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
-    batch.sampling_info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+    batch.sampling_info.sampling_seed = upload(seeds, torch.int64, batch.device)
+    keep_rows_on_host(batch)
 
 
 def put_over_controls(
@@ -183,11 +186,12 @@ def decode_batch(scheduler: SGLangScheduler, requests: list[Request]) -> Schedul
     device = batch.device
     lengths = [request.kv_committed_len for request in requests]
     batch.forward_mode = ForwardMode.DECODE
-    batch.req_pool_indices_cpu = torch.tensor([request.req_pool_idx for request in requests])
-    batch.req_pool_indices = batch.req_pool_indices_cpu.to(device)
+    places = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
+    batch.req_pool_indices_cpu = torch.tensor(places)
+    batch.req_pool_indices = upload(places, torch.int64, device)
     batch.seq_lens_cpu = torch.tensor(lengths)
-    batch.seq_lens = batch.seq_lens_cpu.to(device)
-    batch.orig_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    batch.seq_lens = upload(lengths, torch.int64, device)
+    batch.orig_seq_lens = upload(lengths, torch.int32, device)
     batch.multimodal_inputs = [None] * len(requests)
     if batch.return_logprob:
         batch.top_logprobs_nums = [request.logprob.top_logprobs_num for request in requests]
@@ -195,7 +199,7 @@ def decode_batch(scheduler: SGLangScheduler, requests: list[Request]) -> Schedul
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
     _recall_penalties(batch)
     _make_repeatable(batch)
-    last_tokens = torch.tensor([request.output_ids[-1] for request in requests], device=device)
+    last_tokens = upload([request.output_ids[-1] for request in requests], torch.int64, device)
     scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens))
     return batch
 
@@ -211,7 +215,7 @@ def _recall_penalties(batch: ScheduleBatch) -> None:
         return
     assert len(batch.reqs) == 1, "sequences that go on with penalties join one by one"
     for token in batch.reqs[0].output_ids[:-1]:
-        orchestrator.cumulate_output_tokens(torch.tensor([token], dtype=torch.int64, device=batch.device))
+        orchestrator.cumulate_output_tokens(upload([token], torch.int64, batch.device))
 
 
 def decode_batches(scheduler: SGLangScheduler, requests: list[Request]) -> Iterator[ScheduleBatch]:

@@ -12,9 +12,12 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sgl_batch.layers.counter_sampler import (
     CounterSampler,
     counter_uniform,
-    sample_rows,
+    sample_top_k,
     sample_unfiltered,
+    width_of,
 )
+from sgl_batch.layers.nucleus import by_candidates, by_sort, by_thresholds
+from sgl_batch.sglang_adapter.sampling_rows import RowParameters
 
 DRAWS = 100_000
 
@@ -114,22 +117,53 @@ def test_a_sample_respects_top_k_top_p_and_min_p_exactly(seed):
                 chooser.choice([0.0, 1 - 2.0**-53, chooser.random()]),
             )
         )
-    weights, top_ks, top_ps, min_ps, drawn = zip(*rows, strict=True)
-    tokens = sample_rows(
-        torch.tensor(weights) / SCALE,
-        torch.tensor(top_ks, dtype=torch.int32),
-        torch.tensor(top_ps),
-        torch.tensor(min_ps),
-        torch.tensor(drawn, dtype=torch.float64),
-    )
-    assert tokens.tolist() == [by_the_rule(*row) for row in rows]
+    expected = [by_the_rule(*row) for row in rows]
+    assert [by_top_k(*row) for row in rows] == expected
+    nuclei = [row for row in rows if row[1] >= 1000]
+    weights, _, *limits, drawn = zip(*nuclei, strict=True)
+    given = torch.tensor(weights) / SCALE, *map(torch.tensor, limits), torch.tensor(drawn, dtype=torch.float64)
+    for find in (by_sort, by_candidates, by_thresholds):
+        tokens = find(*given)
+        assert tokens.tolist() == [by_the_rule(*row) for row in nuclei], find.__name__
+
+
+def by_top_k(weights: list[int], top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+    probs, limits = torch.tensor([weights]) / SCALE, torch.tensor([[top_p], [min_p]])
+    drawn = torch.tensor([uniform], dtype=torch.float64)
+    return sample_top_k(probs, width_of(top_k, len(weights)), torch.tensor([top_k]), *limits, drawn).item()
+
+
+@pytest.mark.parametrize("with_ties", [False, True])
+@pytest.mark.parametrize("spread", [0.5, 2.0, 6.0])
+def test_a_cut_without_a_sort_draws_what_a_sort_of_the_vocabulary_draws(spread, with_ties):
+    """Nuclei of a few tokens and of most; equal probabilities on both sides of a cut."""
+    draws = torch.Generator().manual_seed(int(10 * spread))
+    logits = spread * torch.randn(96, 5000, generator=draws)
+    probs = torch.softmax(logits.bfloat16().float() if with_ties else logits, dim=-1)
+    top_ps = torch.rand(96, generator=draws).index_fill(0, torch.arange(0, 96, 7), 1.0)
+    min_ps = torch.where(torch.rand(96, generator=draws) < 0.5, 0.0, 0.2 * torch.rand(96, generator=draws))
+    drawn = torch.rand(96, generator=draws, dtype=torch.float64)
+    expected = by_sort(probs, top_ps, min_ps, drawn)
+    assert torch.equal(by_candidates(probs, top_ps, min_ps, drawn), expected)
+    assert torch.equal(by_thresholds(probs, top_ps, min_ps, drawn), expected)
+
+
+def test_of_equal_probabilities_across_a_cut_the_first_tokens_stay():
+    """More of them than a cut looks at: 3,000 equal ones, of which a nucleus takes half."""
+    probs = torch.full((16, 3000), 1 / 4096)
+    limits = torch.full((16,), 1500.5 / 4096), torch.zeros(16)
+    drawn = torch.arange(16, dtype=torch.float64) / 16
+    expected = [int(1501 * number) for number in drawn.tolist()]
+    for find in (by_sort, by_candidates, by_thresholds):
+        assert find(probs, *limits, drawn).tolist() == expected, find.__name__
 
 
 def test_a_number_at_the_edge_between_two_tokens_draws_the_later_one():
     probs = torch.tensor([[0.25, 0.5, 0.125, 0.125]]).expand(5, -1)
     drawn = torch.tensor([0.0, 0.4999, 0.5, 0.75, 0.9999], dtype=torch.float64)
-    top_ks, ones = torch.full((5,), TOP_K_ALL), torch.ones(5)
-    assert sample_rows(probs, top_ks, ones, 0 * ones, drawn).tolist() == [1, 1, 0, 2, 3]
+    ones = torch.ones(5)
+    for find in (by_sort, by_candidates, by_thresholds):
+        assert find(probs, ones, 0 * ones, drawn).tolist() == [1, 1, 0, 2, 3], find.__name__
 
 
 def test_a_sample_without_filters_inverts_the_distribution_as_it_lies():
@@ -181,6 +215,8 @@ def sampled(probs: torch.Tensor, rows: list[Row]) -> torch.Tensor:
         top_ks=torch.tensor([row.top_k for row in rows], dtype=torch.int32),
         top_ps=torch.tensor([row.top_p for row in rows]),
         min_ps=torch.tensor([row.min_p for row in rows]),
+        rows=[RowParameters(row.top_k, row.top_p, row.min_p) for row in rows],
+        groups=None,
     )
     sampler = CounterSampler.__new__(CounterSampler)  # its constructor wants SGLang's process groups
     return sampler._sample_from_probs(probs, info, torch.tensor([row.position for row in rows]), False)

@@ -28,6 +28,8 @@ class SamplingParams(Protocol):
 
     n: int
     top_k: int
+    top_p: float
+    min_p: float
     sampling_seed: int | None
     logit_bias: dict[str, float] | None
     stop_token_ids: set[int] | None
