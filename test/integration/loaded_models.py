@@ -5,7 +5,7 @@ SGLang keeps what it runs in globals, so this is for a process of its own, for e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,20 @@ PAGE, PAGES = 16, 512
 
 def load(model: str, dtype: str, directory: Path, **ours: Any) -> Any:
     """The `BatchModelRunner` of a model. `ours`: flags of ours."""
+    return load_worker(model, dtype, directory, **ours).model_runner
+
+
+def load_worker(
+    model: str, dtype: str, directory: Path, *, sglang: Mapping[str, Any] | None = None, **ours: Any
+) -> BatchTpWorker:
+    """The worker of a model. `ours`: flags of ours; `sglang`: flags of SGLang's."""
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.server_args import set_global_server_args_for_scheduler
 
     config, counters = from_mapping(ours), Counters()
-    wanted = {"model_path": model, "dtype": dtype, "device": "cpu", "page_size": PAGE, "log_level": "error"}
-    server_args = make_server_args({**wanted, "max_total_tokens": PAGES * PAGE, "skip_tokenizer_init": True}, config)
+    wanted: dict[str, Any] = {"model_path": model, "dtype": dtype, "device": "cpu", "page_size": PAGE}
+    wanted |= {"log_level": "error", "max_total_tokens": PAGES * PAGE, "skip_tokenizer_init": True, **(sglang or {})}
+    server_args = make_server_args(wanted, config)
     set_global_server_args_for_scheduler(server_args)
     operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
     operators.register()
@@ -42,7 +50,8 @@ def load(model: str, dtype: str, directory: Path, **ours: Any) -> Any:
     worker = BatchTpWorker(context=context, server_args=server_args, gpu_id=0, ps=place, nccl_port=0)
     worker.alloc_memory_pool()
     worker.init_attention_backends()
-    return worker.model_runner
+    worker.init_cuda_graphs()
+    return worker
 
 
 def forward_parts(runner: Any, batches: Sequence[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_sync_pass import run_counted
 from loaded_models import PAGE, PAGES, decode_batch, extend_batch, forward_parts, load, slots_of
 from yield_callbacks import ROUNDED_LAYER, round_trip
 
@@ -290,6 +291,7 @@ def main() -> None:
     works.append((run, models[0], "bfloat16"))
     works += [(run_callback, model, "round_kv") for model in (models[0], models[-1])]
     works.append((run_callback, models[0], "leave_as_it_is"))
+    works.append((run_counted, models[0]))
     works.append((run_refused, models[0], {"on_yield": "yield_callbacks:round_kv", "kv_store_bytes": 1 << 20}))
     fork = multiprocessing.get_context("fork")
     for number, (work, *given) in enumerate(works):

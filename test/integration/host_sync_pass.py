@@ -1,0 +1,123 @@
+"""Decode steps of a model as a GPU runs them, and what of each would make the host wait for that GPU.
+
+They run on a CPU, with SGLang's Triton attention under Triton's interpreter: SGLang's batches, their forward passes and
+sampling, without an engine around them.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from interpreter import TRITON
+from loaded_models import load_worker
+
+from sgl_batch.layers import nucleus
+from sgl_batch.layers.counter_sampler import CounterSampler
+from sgl_batch.sglang_adapter.scheduling import decode_batch, merge_into, prefill_batch
+from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
+
+sys.path.append(str(Path(__file__).parents[1]))
+from host_syncs import HostSyncs
+
+# The second opens a page in the first decode step.
+LENGTHS = (5, 16, 9, 3)
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.9},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 0.9, "top_k": 5, "min_p": 0.05},
+    {"temperature": 0},
+)
+
+
+class Steps:
+    """A scheduler's part of a step: `begin` prefills sequences, `step` makes one decode step of them."""
+
+    def __init__(self, worker: Any) -> None:
+        from sglang.srt.managers.overlap_utils import FutureMap
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.chunk_cache import ChunkCache
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        self._worker, runner = worker, worker.model_runner
+        runner.sampler = CounterSampler()
+        pool, allocator = worker.get_memory_pool()
+        cache = CacheInitParams(
+            disable=True, req_to_token_pool=pool, token_to_kv_pool_allocator=allocator, page_size=runner.page_size
+        )
+        self._scheduler: Any = SimpleNamespace(
+            req_to_token_pool=pool,
+            token_to_kv_pool_allocator=allocator,
+            tree_cache=ChunkCache(cache),
+            model_config=worker.model_config,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+            future_map=FutureMap(runner.device, SpeculativeAlgorithm.NONE, pool),
+            running_batch=SimpleNamespace(reqs=[]),
+        )
+        self._batch: Any = None
+
+    def begin(self, parameters: tuple[dict[str, Any], ...]) -> None:
+        """Prefill sequences, each with sampling parameters of its own."""
+        requests = [self._request(index, given) for index, given in enumerate(parameters)]
+        batch = prefill_batch(self._scheduler, requests, {})
+        self._launch(batch)
+        parts = [decode_batch(self._scheduler, requests[:2]), decode_batch(self._scheduler, requests[2:])]
+        self._batch = merge_into(*parts)
+
+    def step(self) -> None:
+        """Make one decode step, up to its tokens on the host."""
+        self._batch.prepare_for_decode()
+        self._launch(self._batch)
+
+    def _request(self, index: int, given: dict[str, Any]) -> Any:
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        parameters = SamplingParams(**given, sampling_seed=7 + index, max_new_tokens=20, ignore_eos=True)
+        parameters.normalize(None)
+        ids = array.array("q", range(10, 10 + LENGTHS[index]))
+        return Req(f"{index}", "", ids, parameters, vocab_size=self._worker.model_config.vocab_size)
+
+    def _launch(self, batch: Any) -> None:
+        from sglang.srt.managers.overlap_utils import RelayPayload, resolve_forward_inputs
+
+        future_map = self._scheduler.future_map
+        resolve_forward_inputs(batch, future_map)
+        result = self._worker.forward_batch_generation(batch)
+        future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=result.next_token_ids))
+        batch.input_ids = None
+        for request, token in zip(batch.reqs, result.next_token_ids.tolist(), strict=True):
+            request.output_ids.append(token)
+
+
+def _plant(runner: Any) -> None:
+    """Have each layer look at what its attention is given, as careless code would."""
+    family = runner.layer_runner.family
+    attend = type(family).attention_half
+
+    def looking(layer: Any, positions: Any, hidden: torch.Tensor, *others: Any) -> Any:
+        assert hidden.abs().max().item() > 0
+        return attend(family, layer, positions, hidden, *others)
+
+    object.__setattr__(family, "attention_half", looking)
+
+
+@torch.no_grad()
+def run_counted(directory: Path, model: str) -> None:
+    """Print what is counted in a prefill, in a decode step, and in one whose layers look at a number each."""
+    register_triton_attention()
+    nucleus.by_candidates = nucleus.by_thresholds  # as on a GPU
+    flags = {**TRITON, "triton_attention_num_kv_splits": 1}
+    worker = load_worker(model, "float32", directory, sglang=flags, b_attn_decode=3, b_attn_prefill=64)
+    steps, counted = Steps(worker), []
+    with HostSyncs() as syncs:
+        for work in (lambda: steps.begin(SAMPLED), steps.step, lambda: _plant(worker.model_runner), steps.step):
+            work()
+            counted.append([[sync.where, sync.kind, times] for sync, times in sorted(syncs.take().items())])
+    sys.stdout.write(json.dumps({"syncs": counted}) + "\n")
+    sys.stdout.flush()
