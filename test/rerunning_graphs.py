@@ -12,7 +12,7 @@ class RerunningGraphs:
 
     def __init__(self, num_bytes: int = 1000, refused_from: int | None = None) -> None:
         self.num_bytes, self.refused_from = num_bytes, refused_from
-        self.num_captured = 0
+        self.num_captured = self.num_released = 0
 
     def capture(self, run: Callable[[], None]) -> Captured:
         run()
@@ -20,3 +20,6 @@ class RerunningGraphs:
             raise CaptureError("operation not permitted")
         self.num_captured += 1
         return Captured(replay=run, num_bytes=self.num_bytes)
+
+    def release(self) -> None:
+        self.num_released += 1

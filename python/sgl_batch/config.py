@@ -78,9 +78,11 @@ class ForwardConfig:
     )
     decode_graph_memory: int = _flag(
         0,
-        "on a GPU: memory for CUDA graphs of the halves of layers, of decode groups that take several attention "
-        "sub-batches; each shape is captured when it has been met a few times (0: none, the default until they "
-        "have run on a GPU; SGLang's own graphs, for groups of one sub-batch, have flags of their own)",
+        "on a GPU: memory for CUDA graphs of whole decode steps, all sub-batches and layers in one launch, of groups "
+        "that SGLang's own graphs do not serve (those of several attention sub-batches); groups are padded to some "
+        "sizes, the largest is captured first and each other when it has been met a few times. For one rank, resident "
+        "weights, decode KV on the device, and the attention backends triton and fa3 (0: none, the default until they "
+        "have run on a GPU; SGLang's own graphs have flags of their own)",
         minimum=0,
         in_bytes=True,
     )

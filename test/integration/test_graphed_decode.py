@@ -1,4 +1,4 @@
-"""Halves of decode groups as graphs, under SGLang's attention for GPUs, on a CPU: tokens are those of the CPU's engine.
+"""Decode steps as graphs, under SGLang's attention for GPUs, on a CPU: tokens are those of the CPU's engine.
 
 The graphs run their work anew, and Triton's interpreter its kernels: all that is copied and padded is as on a GPU.
 """
@@ -71,13 +71,15 @@ def graphed(family: str, expected: Any, model_path: Callable[[str], str], monkey
     engine.shutdown()
 
 
-def test_tokens_are_those_of_eager_halves(graphed: Any, expected: Any, prompts: Any) -> None:
+def test_tokens_are_those_of_eager_steps(graphed: Any, expected: Any, prompts: Any) -> None:
     assert graphed.running["classes"]["attention"] == "TritonAttention"
     assert answers(graphed, prompts) == expected
     before = graphed.batch_stats()["counters"]
     assert before["graph_replays"] > before["graphs_captured"] > 0
     assert before["graph_bytes"] > 1000 * before["graphs_captured"], "each says 1000, and there is what stays"
-    assert answers(graphed, prompts) == expected, "all shapes are captured by now"
+    assert answers(graphed, prompts) == expected, "all sizes are captured by now"
     after = graphed.batch_stats()["counters"]
-    replayed, eager = (after[name] - before[name] for name in ("graph_replays", "eager_halves"))
+    replayed, eager = (after[name] - before[name] for name in ("graph_replays", "eager_steps"))
     assert replayed > eager
+    steps = after["decode_groups"] - before["decode_groups"]
+    assert replayed + eager == steps - (after["graphs_captured"] - before["graphs_captured"]), "one replay a step"

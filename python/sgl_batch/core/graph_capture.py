@@ -1,11 +1,10 @@
-"""Decides which shapes of a decode step's halves run as captured graphs, and for how many rows. Pure bookkeeping."""
+"""Decides for how many rows a decode step is captured as a graph, and when. Pure bookkeeping."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
-# A capture costs about as much as a few passes that launch every kernel, and a shape met as often is likely to come
+# A capture costs about as much as a few passes that launch every kernel, and a size met as often is likely to come
 # again: group sizes change at boundaries, tens of steps apart.
 MEETINGS = 4
 _STEPS_TO_DOUBLE = 4
@@ -22,58 +21,60 @@ def captured_rows(num_rows: int, most: int) -> int:
     return min(-(-num_rows // step) * step, most)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalfShape:
-    """One half (`attention` or `experts`) of any layer, for rows [start, start + rows) of a group, padding included."""
-
-    half: str
-    start: int
-    rows: int
-
-
-def padded_shapes(half: str, spans: list[tuple[int, int]], padded: int) -> list[HalfShape]:
-    """A half's shapes for rows `spans` of a group, of which the last goes on to row `padded`."""
-    ends = [end for _, end in spans[:-1]] + [padded]
-    return [HalfShape(half=half, start=start, rows=end - start) for (start, _), end in zip(spans, ends, strict=True)]
-
-
 def graph_budget(
-    asked_bytes: int, *, device_captures: bool, num_ranks: int, streamed_weights: bool, choices_told: bool
+    asked_bytes: int,
+    *,
+    device_captures: bool,
+    plans_on_device: bool,
+    num_ranks: int,
+    streamed_weights: bool,
+    choices_told: bool,
+    yields_to_user: bool,
 ) -> int:
-    """Device memory for graphs of halves: what is asked for, or 0 where they cannot be.
+    """Device memory for graphs of decode steps: what is asked for, or 0 where they cannot be.
 
-    `device_captures`: there is a GPU whose graphs nobody has switched off. A graph could not fetch weights or wait for
-    other ranks, and would tell the choice of experts of the pass in which it was captured.
+    `device_captures`: there is a GPU, and its graphs are not switched off. `plans_on_device`: attention plans a step
+    without the host. A graph cannot fetch weights, wait for other ranks or call a user's function (`yields_to_user`),
+    and would tell the choice of experts of the pass in which it was captured.
     """
-    usable = device_captures and num_ranks == 1 and not streamed_weights and not choices_told
-    return asked_bytes if usable else 0
+    hindered = num_ranks > 1 or streamed_weights or choices_told or yields_to_user
+    return asked_bytes if device_captures and plans_on_device and not hindered else 0
 
 
 class Captures:
-    """Which shapes are captured, within `budget_bytes` (0: none). A shape's layers are captured one by one.
+    """Which sizes are captured, within `budget_bytes` (0: none).
 
-    The budget is full when what was captured has reached it, so that the last capture may go beyond.
+    The largest size comes first: captures share their memory, and the smaller ones fit into what it took. The budget is
+    full when what was captured has reached it, so that the last capture may go beyond.
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes, self._used_bytes = budget_bytes, 0
-        self._met: Counter[HalfShape] = Counter()
-        self._captured: set[HalfShape] = set()
+        self._budget_bytes, self._used_bytes, self._captured_bytes = budget_bytes, 0, 0
+        self._met: Counter[int] = Counter()
+        self._captured: set[int] = set()
 
     @property
-    def goes_on(self) -> bool:
-        """Whether more may be captured."""
+    def _goes_on(self) -> bool:
         return self._used_bytes < self._budget_bytes
 
-    def meet(self, shape: HalfShape) -> bool:
-        """A pass has this shape: whether graphs run it, captured before or in this pass."""
-        self._met[shape] += 1
-        return shape in self._captured or (self.goes_on and self._met[shape] >= MEETINGS)
+    def size_for(self, num_rows: int, most: int) -> int | None:
+        """At which size a pass of `num_rows` rows runs as a graph, captured before or in this pass; None: eagerly.
 
-    def add(self, shape: HalfShape, num_bytes: int) -> None:
-        """One layer of a shape is captured."""
-        self._captured.add(shape)
-        self.spend(num_bytes)
+        `most`: the size of the largest group.
+        """
+        size = captured_rows(num_rows, most)
+        self._met[size] += 1
+        if size in self._captured:
+            return size
+        if not self._goes_on or self._met[size] < MEETINGS:
+            return None
+        return size if self._captured else most
+
+    def add(self, size: int, num_bytes: int) -> None:
+        """A size is captured."""
+        self._captured.add(size)
+        self._captured_bytes += num_bytes
+        self._used_bytes += num_bytes
 
     def spend(self, num_bytes: int) -> None:
         """Memory that captures need beside their own."""
@@ -82,3 +83,11 @@ class Captures:
     def stop(self) -> None:
         """Nothing more is captured; what is, stays."""
         self._budget_bytes = 0
+
+    def forget(self) -> int:
+        """Nothing is captured any more: the limits of groups have changed. Returns the bytes that are free again."""
+        freed, self._captured_bytes = self._captured_bytes, 0
+        self._used_bytes -= freed
+        self._met.clear()
+        self._captured.clear()
+        return freed

@@ -100,14 +100,14 @@ def _store(stats: EngineStats) -> list[str]:
 
 
 def _graphs(stats: EngineStats) -> list[str]:
-    """How decode ran the halves of its layers; nothing where none was captured as a graph."""
+    """How decode steps ran; nothing where none was captured as a graph."""
     counters = stats.counters
     captured, replays = counters.get("graphs_captured", 0), counters.get("graph_replays", 0)
     if not captured:
         return []
     return [
-        f"CUDA graphs of halves of layers: {captured:,.0f} captured in {format_bytes(counters.get('graph_bytes', 0))}, "
-        f"{replays:,.0f} replays; {counters.get('eager_halves', 0):,.0f} halves ran kernel by kernel"
+        f"CUDA graphs of decode steps: {captured:,.0f} captured in {format_bytes(counters.get('graph_bytes', 0))}, "
+        f"{replays:,.0f} replays; {counters.get('eager_steps', 0):,.0f} steps ran kernel by kernel"
     ]
 
 

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 
-def bring(rows: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy rows to their place, unless that is where they are."""
+def _bring(rows: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy rows to their place, unless that is where they are: norms of a GPU answer in the memory they are given."""
     if rows.data_ptr() != place.data_ptr():
         place.copy_(rows)
 
@@ -38,7 +38,7 @@ class Buffer(Protocol):
 class AccumulationBuffer:
     """A `Buffer` that has rows ready when all of the group are there (BatchGen Algorithm 1, lines 7 and 8).
 
-    A sub-batch that is the whole group is handed on as it is, without a copy, unless the memory is given.
+    A sub-batch that is the whole group is handed on as it is, without a copy.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -46,18 +46,10 @@ class AccumulationBuffer:
         self._spans: list[tuple[int, int]] = []
         self._hidden: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
-        self._is_given = False
-
-    @classmethod
-    def over(cls, hidden: torch.Tensor, residual: torch.Tensor) -> AccumulationBuffer:
-        """One whose memory is given: what a sub-batch has already written there stays where it is."""
-        buffer = cls(len(hidden))
-        buffer._hidden, buffer._residual, buffer._is_given = hidden, residual, True
-        return buffer
 
     def put(self, span: tuple[int, int], hidden: torch.Tensor, residual: torch.Tensor) -> None:
         start, end = span
-        if end - start == self._num_rows and not self._is_given:
+        if end - start == self._num_rows:
             assert not self._written, f"span {span} is all rows, and {self._written} are written"
             self._hidden, self._residual, self._written = hidden, residual, end
             return
@@ -67,9 +59,8 @@ class AccumulationBuffer:
         if self._hidden is None or self._residual is None:
             shape = (self._num_rows, hidden.shape[-1])
             self._hidden, self._residual = hidden.new_empty(shape), residual.new_empty(shape)
-        # In this order: a residual that begins with the hidden states may lie in their place.
-        bring(residual, self._residual[start:end])
-        bring(hidden, self._hidden[start:end])
+        _bring(residual, self._residual[start:end])
+        _bring(hidden, self._hidden[start:end])
         self._spans.append(span)
         self._written += end - start
 

@@ -32,6 +32,9 @@ class Graphs(Protocol):
     def capture(self, run: Callable[[], None]) -> Captured:
         """Run it for its effect, once, and give what runs it again. Raises CaptureError."""
 
+    def release(self) -> None:
+        """Give back the memory of what was captured, none of which is replayed any more."""
+
 
 class CudaGraphs:
     """Graphs of torch's current GPU, all in one pool of memory: they run one after the other, on one stream at a time.
@@ -54,11 +57,15 @@ class CudaGraphs:
             graph = self._record(run)
         return Captured(replay=graph.replay, num_bytes=max(free_bytes - torch.cuda.mem_get_info()[0], 0))
 
+    def release(self) -> None:
+        # A pool whose last graph has gone cannot be captured into again.
+        self._pool = torch.cuda.graph_pool_handle()
+
     def _record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """The graph of a run without effect. Other threads' copies go on meanwhile."""
         graph = torch.cuda.CUDAGraph()
         try:
-            # Not by torch.cuda.graph, which would empty the allocator's cache for each of hundreds of captures.
+            # Not by torch.cuda.graph, which would empty the allocator's cache in the middle of a run.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()

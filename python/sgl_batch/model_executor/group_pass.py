@@ -12,7 +12,6 @@ import torch
 from sgl_batch.core.units import FUSED, PassShape
 from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer, Buffer
 from sgl_batch.model_executor.batch_split import SubBatch
-from sgl_batch.model_executor.graphed_halves import GraphedPass
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 
@@ -51,7 +50,6 @@ class GroupPass:
     sub_batches: list[SubBatch]
     groups: list[Group]
     most_rows: int
-    graphed: GraphedPass | None
     calls: int = 0
 
     def group_of(self, number: int) -> Group:
@@ -69,10 +67,8 @@ def shape_of(parts: Sequence[Part], num_layers: int, yield_option: str) -> PassS
     return PassShape(num_layers, tuple(after), yield_option)
 
 
-def groups_of(
-    parts: Sequence[Part], yield_option: str, hidden: torch.Tensor, residual: torch.Tensor | None = None
-) -> list[Group]:
-    """The groups of a pass whose rows begin as `hidden`. `residual`: with `hidden`, memory for what is yielded."""
+def groups_of(parts: Sequence[Part], yield_option: str, hidden: torch.Tensor) -> list[Group]:
+    """The groups of a pass whose rows begin as `hidden`."""
     sub_batches = [sub for part in parts for sub in part.sub_batches]
     if yield_option == FUSED and len(sub_batches) > 1:
         given = [(sub.span, sub.forward_batch) for sub in sub_batches]
@@ -81,7 +77,5 @@ def groups_of(
     groups = []
     for span, batch in given:
         own = hidden if len(given) == 1 else hidden[slice(*span)]
-        memory = None if residual is None else AccumulationBuffer.over(own, residual[slice(*span)])
-        buffer = memory or AccumulationBuffer(len(own))
-        groups.append(Group(span=span, batch=batch, hidden=own, residual=None, buffer=buffer))
+        groups.append(Group(span=span, batch=batch, hidden=own, residual=None, buffer=AccumulationBuffer(len(own))))
     return groups

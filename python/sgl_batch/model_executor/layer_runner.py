@@ -19,7 +19,7 @@ from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family
-from sgl_batch.model_executor.graphed_halves import GraphedHalves, GraphedPass
+from sgl_batch.model_executor.graphed_loop import GraphedLoop
 from sgl_batch.model_executor.group_pass import Group, GroupPass, Part, groups_of, shape_of
 from sgl_batch.model_executor.kv_staging import Staging
 from sgl_batch.model_executor.yield_callback import YieldCallback
@@ -34,10 +34,10 @@ class LayerRunner:
     `expert_part`: the part of the clock that an expert call counts to, beside what kernels count themselves.
     `exchange`: where experts lie on several ranks, the way to them; then `expert_calls` says how many calls each layer
     takes on every rank in the coming forward passes.
-    `graphed`: the halves of decode groups that run as captured graphs, where there is no exchange; with a decode
-    source, or prompts beside the group, all run eagerly. `prefill_sink`, `decode_source`: what takes the KV of prompts
-    away, and what brings that of decode rows, in the coming passes. `order`: the units of a pass, in any order that is
-    admissible; all but the static one are for passes whose KV is in the pool's own pages, on one rank, without graphs.
+    `graphed`: decode groups whose passes run as captured graphs, where there is neither an exchange nor `on_yield`;
+    with a decode source, or prompts beside the group, all run eagerly. `prefill_sink`, `decode_source`: what takes the
+    KV of prompts away, and what brings that of decode rows, in the coming passes. `order`: the units of a pass, in any
+    order that is admissible; all but the static one are for passes whose KV is in the pool's own pages, on one rank.
     `on_yield`: called for a sub-batch after its attention in a layer.
     """
 
@@ -52,12 +52,13 @@ class LayerRunner:
         can_reenter: bool,
         expert_part: str,
         exchange: ExpertExchange | None = None,
-        graphed: GraphedHalves | None = None,
+        graphed: GraphedLoop | None = None,
         on_yield: YieldCallback | None = None,
     ) -> None:
         self.model, self.family, self.attn_backend = model, family, attn_backend
         self._in_force, self.counters, self.can_reenter = in_force, counters, can_reenter
         self.expert_part, self.exchange, self.graphed = expert_part, exchange, graphed
+        assert graphed is None or (exchange is None and on_yield is None), "no graph exchanges rows or calls a user"
         self.on_yield = on_yield
         self.expert_calls = 1
         self.order: Callable[[PassShape], Iterable[Unit]] = static_order
@@ -80,14 +81,16 @@ class LayerRunner:
         that cannot hold the plans of several sub-batches (`can_reenter`) takes one batch a pass.
         """
         assert len(batches) == 1 or self.can_reenter, "the attention backend holds the plan of one batch"
-        clock, begun = self.counters.clock, time.perf_counter()
+        begun = time.perf_counter()
         self._count(batches)
-        with clock.part("attention"):
-            parts = self._parts(batches)
-            self._plan_attention(parts)
-        ids = batches[0].input_ids if len(batches) == 1 else torch.cat([batch.input_ids for batch in batches])
-        hidden = self._run_units(parts, self.family.embed(self.model, ids))
-        logits = [self._logits(part, hidden) for part in parts]
+        hidden = self._graphed_pass(batches)
+        if hidden is None:
+            hidden = self._pass(batches)
+        logits, first_row = [], 0
+        for batch in batches:
+            last_row = first_row + len(batch.input_ids)
+            logits.append(self._logits(batch, hidden[first_row:last_row]))
+            first_row = last_row
         if len(batches) == 1 and not batches[0].forward_mode.is_decode():
             self.counters.add("prefill_us", round(1e6 * (time.perf_counter() - begun)))
         return logits
@@ -97,33 +100,55 @@ class LayerRunner:
             phase = "decode" if batch.forward_mode.is_decode() else "prefill"
             self.counters.add(f"{phase}_groups")
             self.counters.add(f"{phase}_rows", len(batch.input_ids))
+            calls = len(self._spans(batch)) * len(self.family.layers(self.model))
+            self.counters.add("attention_calls", calls)
         if len(batches) > 1:
             self.counters.add("mixed_passes")
+
+    def _graphed_pass(self, batches: Sequence[ForwardBatch]) -> torch.Tensor | None:
+        """What the pass of a decode group leaves, where it runs as a captured graph."""
+        if self.graphed is None or not batches[0].forward_mode.is_decode():
+            return None
+        hidden = None
+        if len(batches) == 1 and self.decode_source is None and self.order is static_order:
+            hidden = self.graphed.run(batches[0], self.plan.decode, lambda batch: self._pass([batch]))
+        self.counters.add("eager_steps", int(hidden is None))
+        return hidden
+
+    def _pass(self, batches: Sequence[ForwardBatch]) -> torch.Tensor:
+        """The hidden states [rows of all batches, hidden] that a pass leaves, its last norm included."""
+        with self.counters.clock.part("attention"):
+            parts = self._parts(batches)
+            self._plan_attention(parts)
+        ids = batches[0].input_ids if len(batches) == 1 else torch.cat([batch.input_ids for batch in batches])
+        return self._run_units(parts, self.family.embed(self.model, ids))
 
     def _parts(self, batches: Sequence[ForwardBatch]) -> list[Part]:
         parts, first_row = [], 0
         for batch in batches:
-            is_decode, num_rows = batch.forward_mode.is_decode(), len(batch.input_ids)
-            phase = self.plan.decode if is_decode else self.plan.prefill
-            staging = self.decode_source if is_decode else self.prefill_sink
-            spans = self._spans(num_rows, phase, staging)
-            sub_batches = split(batch, spans, staging=staging, first_row=first_row)
+            num_rows = len(batch.input_ids)
+            sub_batches = split(batch, self._spans(batch), staging=self._staging(batch), first_row=first_row)
             parts.append(Part(batch=batch, span=(first_row, first_row + num_rows), sub_batches=sub_batches))
             first_row += num_rows
         return parts
 
-    def _spans(self, num_rows: int, phase: PhasePlan, staging: Staging | None) -> Sequence[tuple[int, int]]:
-        """The rows of each sub-batch of a part."""
+    def _staging(self, batch: ForwardBatch) -> Staging | None:
+        """What the KV of a batch goes through, if not the pool's own pages."""
+        return self.decode_source if batch.forward_mode.is_decode() else self.prefill_sink
+
+    def _spans(self, batch: ForwardBatch) -> Sequence[tuple[int, int]]:
+        """The rows of each sub-batch of a batch."""
+        staging, num_rows = self._staging(batch), len(batch.input_ids)
         spans = None if staging is None else staging.spans
         if spans is not None:
             return spans
+        phase = self.plan.decode if batch.forward_mode.is_decode() else self.plan.prefill
         return row_spans(num_rows, phase.b_attn) if self.can_reenter else [(0, num_rows)]
 
-    def _logits(self, part: Part, hidden: torch.Tensor) -> LogitsOutput:
-        own, batch = hidden[slice(*part.span)], part.batch
+    def _logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> LogitsOutput:
         loaded: Any = self.model
         model: CausalModel = loaded
-        return model.logits_processor(batch.input_ids, own, model.lm_head, batch)
+        return model.logits_processor(batch.input_ids, hidden, model.lm_head, batch)
 
     def forward_without_rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take part in the exchanges of a forward pass in which this rank has no rows of its own."""
@@ -136,6 +161,7 @@ class LayerRunner:
                     self.exchange.run(self.family, layer, nothing, None)
 
     def _plan_attention(self, parts: Sequence[Part]) -> None:
+        share_scratch = getattr(self.attn_backend, "share_scratch", None)
         for part in parts:
             staging = part.sub_batches[0].staging
             if staging is not None:
@@ -143,6 +169,8 @@ class LayerRunner:
             for sub in part.sub_batches:
                 self.attn_backend.init_forward_metadata(sub.forward_batch)
                 sub.attention_plan = getattr(self.attn_backend, "forward_metadata", None)
+                if share_scratch is not None:
+                    share_scratch(sub.attention_plan, part.sub_batches[0].attention_plan)
             if staging is not None:
                 staging.lead_back()
 
@@ -161,21 +189,16 @@ class LayerRunner:
     def _begin(self, parts: Sequence[Part], hidden: torch.Tensor) -> GroupPass:
         limits, layers = self._limits(parts), self.family.layers(self.model)
         assert limits.yield_option in self.family.yield_options, f"{limits.yield_option} is not offered by the family"
-        graphed, memory = self._graphed_pass(parts, limits), None
-        if graphed is not None:
-            with self.counters.clock.part("attention"):
-                hidden, memory = graphed.load(hidden)
         state = GroupPass(
             shape=shape_of(parts, len(layers), limits.yield_option),
             layers=layers,
             sub_batches=[sub for part in parts for sub in part.sub_batches],
-            groups=groups_of(parts, limits.yield_option, hidden, memory),
+            groups=groups_of(parts, limits.yield_option, hidden),
             most_rows=limits.expert_rows,
-            graphed=graphed,
         )
         if self.order is not static_order:
-            fixed = graphed is not None or self.exchange is not None or any(sub.staging for sub in state.sub_batches)
-            assert not fixed, "staged KV, ranks and graphs need the static order of units"
+            fixed = self.exchange is not None or any(sub.staging for sub in state.sub_batches)
+            assert not fixed, "staged KV and ranks need the static order of units"
         return state
 
     def _limits(self, parts: Sequence[Part]) -> PhasePlan:
@@ -183,15 +206,6 @@ class LayerRunner:
         if len(parts) > 1:
             return self.plan.mixed
         return self.plan.decode if parts[0].batch.forward_mode.is_decode() else self.plan.prefill
-
-    def _graphed_pass(self, parts: Sequence[Part], limits: PhasePlan) -> GraphedPass | None:
-        """What of a decode group runs as captured graphs, if anything does."""
-        batch, sub_batches = parts[0].batch, parts[0].sub_batches
-        alone = len(parts) == 1 and batch.forward_mode.is_decode() and self.decode_source is None
-        if self.graphed is None or not alone:
-            return None
-        spans = row_spans(len(batch.input_ids), limits.expert_rows)
-        return self.graphed.begin(batch, sub_batches, spans, limits)
 
     def _attend(self, state: GroupPass, index: int, number: int) -> None:
         """One attention coroutine of a sub-batch in a layer, up to its yield point before the experts."""
@@ -215,14 +229,10 @@ class LayerRunner:
         self, state: GroupPass, index: int, sub: SubBatch, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention half of a layer for a sub-batch's rows, under its own plan."""
-        self.counters.add("attention_calls")
-        layer, graphed = state.layers[index], state.graphed
-        yielded = None if graphed is None else graphed.attention(index, layer, sub.span, hidden, residual)
-        if yielded is not None:
-            return yielded
-        if graphed is not None or len(state.sub_batches) > 1:
+        if len(state.sub_batches) > 1:
             self.attn_backend.forward_metadata = sub.attention_plan
-        return self.family.attention_half(layer, sub.forward_batch.positions, hidden, residual, sub.forward_batch)
+        batch = sub.forward_batch
+        return self.family.attention_half(state.layers[index], batch.positions, hidden, residual, batch)
 
     def _combine(self, state: GroupPass, index: int, number: int) -> None:
         """The expert coroutine of a group in a layer: one call, or several where it has more rows than one may have."""
@@ -230,24 +240,16 @@ class LayerRunner:
         outputs, residuals = [], []
         with self.counters.clock.part(self.expert_part):
             while group.buffer.ready():
-                span, hidden, residual = group.buffer.take(state.most_rows)
-                outputs.append(self._expert_call(state, index, group, span, hidden))
+                _, hidden, residual = group.buffer.take(state.most_rows)
+                outputs.append(self._expert_call(layer, group, hidden))
                 residuals.append(residual)
             self._join_exchanges(state, group, layer, len(outputs))
         hidden, residual = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in (outputs, residuals))
         group.hidden, group.residual = self.family.finish_layer(layer, hidden, residual, group.batch)
 
-    def _expert_call(
-        self, state: GroupPass, index: int, group: Group, span: tuple[int, int], hidden: torch.Tensor
-    ) -> torch.Tensor:
-        layer = state.layers[index]
+    def _expert_call(self, layer: torch.nn.Module, group: Group, hidden: torch.Tensor) -> torch.Tensor:
         if self.exchange is not None:
             return self.exchange.run(self.family, layer, hidden, group.batch)
-        if state.graphed is not None:
-            rows = span[0] + group.span[0], span[1] + group.span[0]
-            computed = state.graphed.experts(index, layer, rows, hidden)
-            if computed is not None:
-                return computed
         return self.family.expert_half(layer, hidden, group.batch)
 
     def _join_exchanges(self, state: GroupPass, group: Group, layer: torch.nn.Module, calls: int) -> None:
@@ -269,7 +271,4 @@ class LayerRunner:
             hiddens.append(group.hidden)
             residuals.append(group.residual)
         hidden, residual = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in (hiddens, residuals))
-        if state.graphed is not None:
-            # The norm may answer in the memory that it is given, which the next pass overwrites.
-            hidden = hidden.clone()
         return self.family.final_norm(self.model, hidden, residual)

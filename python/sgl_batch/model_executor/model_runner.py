@@ -27,7 +27,7 @@ from sgl_batch.model_executor.expert_choices import ExpertChoices
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import FAMILIES, Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
-from sgl_batch.model_executor.graphed_halves import GraphedHalves
+from sgl_batch.model_executor.graphed_loop import GraphedLoop
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.loaded_weights import LoadedWeights
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
@@ -36,6 +36,7 @@ from sgl_batch.model_executor.yield_callback import YieldCallback, find_on_yield
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, choosing_layers
 from sgl_batch.sglang_adapter.forward import (
+    DEVICE_PLANNING_BACKENDS,
     REENTRANT_BACKENDS,
     ForwardContext,
     ModelRunner,
@@ -206,7 +207,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             can_reenter=self._can_reenter,
             expert_part="router" if self.device == "cpu" else "experts",
             exchange=None if self._place is None else self._exchange(self._place, family),
-            graphed=self._graphed_halves(family),
+            graphed=self._graphed_loop(),
             on_yield=self._yield_callback(),
         )
 
@@ -230,28 +231,38 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     @property
     def _graph_bytes(self) -> int:
-        """What graphs of the halves of layers may take of the device; 0 where none are captured."""
+        """What graphs of decode steps may take of the device; 0 where none are captured."""
+        forward = self.context.config.forward
         return graph_budget(
-            self.context.config.forward.decode_graph_memory,
+            forward.decode_graph_memory,
             device_captures=self.context.graphs is not None and graphs_wanted(self.server_args),
+            plans_on_device=self.server_args.attention_backend in DEVICE_PLANNING_BACKENDS,
             num_ranks=1 if self._place is None else self._place.topology.num_ranks,
             streamed_weights=self._operators.streams_weights,
             choices_told=bool(self.server_args.enable_return_routed_experts),
+            yields_to_user=forward.on_yield is not None,
         )
 
-    def _graphed_halves(self, family: Family) -> GraphedHalves | None:
-        budget_bytes = self._graph_bytes
+    def _graphed_loop(self) -> GraphedLoop | None:
+        wanted, budget_bytes = self.context.config.forward.decode_graph_memory, self._graph_bytes
         if self.context.graphs is None or budget_bytes == 0:
+            if wanted:
+                logger.warning(
+                    "decode_graph_memory is %d, and no decode step runs as a CUDA graph of ours: that takes a GPU, one "
+                    "rank, resident weights, one of the attention backends %s, and neither --on-yield, "
+                    "--enable-return-routed-experts nor --disable-cuda-graph",
+                    wanted,
+                    ", ".join(sorted(DEVICE_PLANNING_BACKENDS)),
+                )
             return None
-        return GraphedHalves(
-            model=self.model,
-            family=family,
-            attn_backend=self.attn_backend,
+        return GraphedLoop(
             graphs=self.context.graphs,
             counters=self._counters,
             budget_bytes=budget_bytes,
             most_rows=self.max_running_requests,
             most_slots=self.max_total_num_tokens,
+            hidden_size=self.model_config.hidden_size,
+            dtype=self.model_config.dtype,
         )
 
     def init_routed_experts_capturer(self) -> None:

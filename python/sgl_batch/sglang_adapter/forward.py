@@ -23,6 +23,8 @@ with bootstrap.importing():
     from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
 __all__ = [
+    "DEVICE_PLANNING_BACKENDS",
+    "REENTRANT_BACKENDS",
     "ForwardContext",
     "ModelRunner",
     "ModelRunnerOutput",
@@ -43,6 +45,9 @@ __all__ = [
 # ahead and re-entered; others keep shared workspaces and run a group as one sub-batch. Each of these also writes the KV
 # of all rows before it attends, so that a prompt may read pages that another of the same batch computes.
 REENTRANT_BACKENDS = frozenset({CPU_ATTENTION, "torch_native", "triton", "fa3"})
+
+# Those of them that plan a decode batch without its lengths on the host (`seq_lens_cpu` None), as a graph has to.
+DEVICE_PLANNING_BACKENDS = frozenset({"triton", "fa3"})
 
 
 def graphs_wanted(server_args: Any) -> bool:
@@ -70,8 +75,9 @@ def _slice(forward_batch: ForwardBatch, rows: slice, **fields: Any) -> ForwardBa
     part.out_cache_loc = forward_batch.out_cache_loc[rows]
     part.num_token_non_padded = None
     part.sampling_info = None
-    part.seq_lens_sum = int(fields["seq_lens_cpu"].sum())
-    part.batch_size = len(fields["seq_lens_cpu"])
+    lengths = fields["seq_lens_cpu"]
+    part.seq_lens_sum = None if lengths is None else int(lengths.sum())
+    part.batch_size = len(fields["seq_lens"])
     for name, value in fields.items():
         setattr(part, name, value)
     return part
@@ -80,13 +86,13 @@ def _slice(forward_batch: ForwardBatch, rows: slice, **fields: Any) -> ForwardBa
 def decode_slice(forward_batch: ForwardBatch, start: int, end: int) -> ForwardBatch:
     """The sequences [start, end) of a decode batch, as a forward batch of their own."""
     rows = slice(start, end)
-    assert forward_batch.seq_lens_cpu is not None, "a batch that is cut has its lengths on the host"
+    lengths = forward_batch.seq_lens_cpu
     return _slice(
         forward_batch,
         rows,
         req_pool_indices=forward_batch.req_pool_indices[rows],
         seq_lens=forward_batch.seq_lens[rows],
-        seq_lens_cpu=forward_batch.seq_lens_cpu[rows],
+        seq_lens_cpu=None if lengths is None else lengths[rows],
         orig_seq_lens=forward_batch.orig_seq_lens[rows],
         rids=forward_batch.rids and forward_batch.rids[rows],
     )
@@ -95,13 +101,13 @@ def decode_slice(forward_batch: ForwardBatch, start: int, end: int) -> ForwardBa
 def decode_batch_over(forward_batch: ForwardBatch, rows: Mapping[str, torch.Tensor]) -> ForwardBatch:
     """A decode batch like this one over other memory: tensors by their names in the batch, a row for each sequence.
 
-    It has no lengths on the host, since those that it stands for change.
+    It has neither lengths nor names on the host, since those that it stands for change.
     """
     other = copy.copy(forward_batch)
     for name, tensor in rows.items():
         setattr(other, name, tensor)
     other.batch_size = len(rows["input_ids"])
-    other.seq_lens_cpu = other.seq_lens_sum = other.num_token_non_padded = other.sampling_info = None
+    other.seq_lens_cpu = other.seq_lens_sum = other.num_token_non_padded = other.sampling_info = other.rids = None
     return other
 
 

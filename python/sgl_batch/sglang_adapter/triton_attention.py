@@ -5,9 +5,9 @@ It runs on a CPU under Triton's interpreter, which is how this is tested.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from sgl_batch.sglang_adapter.fixed_plans import FixedPlans
 from sgl_batch.sglang_adapter.layers import register_attention_backend
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 
@@ -25,6 +25,12 @@ def _create(runner: Any) -> Any:
         """Each plan has memory of its own, and pages where the pool's layers are led to."""
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
+            if forward_batch.seq_lens_sum is None and forward_batch.forward_mode.is_decode():
+                # Its lengths are on the device alone: room for all that they may come to. SGLang's own bound is that of
+                # sequences which are all as long as the model allows.
+                sequences, slots = forward_batch.batch_size, self.token_to_kv_pool.size
+                forward_batch = copy.copy(forward_batch)
+                forward_batch.seq_lens_sum = sequences + min(slots, sequences * self.max_context_len)
             super().init_forward_metadata(forward_batch)
             plan = self.forward_metadata
             # SGLang's point into buffers that its next plan overwrites.
@@ -35,11 +41,14 @@ def _create(runner: Any) -> Any:
             if first_page:
                 plan.kv_indices = plan.kv_indices - first_page * self.page_size
 
-        def fixed_plans(self, num_rows: int, num_slots: int) -> FixedPlans | None:
-            """Room for the plans of decode groups of `num_rows` sequences; None where plans have more to them."""
-            translates = self._translate_kv_loc is not None or self.use_sliding_window_kv_pool
-            if translates or self.sliding_window_size is not None or self.dcp_size > 1:
-                return None
-            return FixedPlans(num_rows, num_slots, self.kv_indptr.device)
+        def share_scratch(self, plan: Any, first: Any) -> None:
+            """Let a sub-batch's partial sums lie where those of its part's first, and largest, do.
+
+            Sub-batches attend one after the other, and latent attention has gigabytes of these for each.
+            """
+            if plan is first or plan.attn_logits is None or len(plan.attn_logits) > len(first.attn_logits):
+                return
+            plan.attn_logits = first.attn_logits[: len(plan.attn_logits)]
+            plan.attn_lse = first.attn_lse[: len(plan.attn_lse)]
 
     return TritonAttention(runner)

@@ -1,4 +1,4 @@
-"""Which shapes of a decode step's halves are captured, for how many rows, and until when."""
+"""For how many rows a decode step is captured, when, and until when."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_batch.core.graph_capture import MEETINGS, Captures, HalfShape, captured_rows, graph_budget, padded_shapes
-from sgl_batch.core.plan import row_spans
+from sgl_batch.core.graph_capture import MEETINGS, Captures, captured_rows, graph_budget
 
 NO_LIMIT = 1 << 20
-SHAPE = HalfShape(half="experts", start=0, rows=8)
-
-
-def met(captures: Captures, shape: HalfShape, times: int) -> list[bool]:
-    return [captures.meet(shape) for _ in range(times)]
+MOST = 32
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000))
@@ -40,57 +35,74 @@ def test_sizes_are_few() -> None:
     assert captured_rows(49, 50) == 50, "the largest group is captured as it is"
 
 
-@given(st.integers(1, 300), st.integers(1, 100), st.integers(0, 40))
-def test_shapes_cover_the_padded_rows_once_and_only_the_last_is_padded(num_rows: int, limit: int, more: int) -> None:
-    spans, end = row_spans(num_rows, limit), 0
-    for span, shape in zip(spans, padded_shapes("attention", spans, num_rows + more), strict=True):
-        assert (shape.half, shape.start) == ("attention", span[0])
-        assert shape.start == end
-        assert span == spans[-1] or shape.rows == span[1] - span[0]
-        end = shape.start + shape.rows
-    assert end == num_rows + more
+def sizes_for(captures: Captures, num_rows: int, times: int) -> list[int | None]:
+    """The sizes at which as many passes run, each of which is captured at once."""
+    sizes = []
+    for _ in range(times):
+        sizes.append(captures.size_for(num_rows, MOST))
+        if sizes[-1] is not None:
+            captures.add(sizes[-1], 10)
+    return sizes
 
 
-def test_a_shape_is_captured_when_it_has_been_met_a_few_times_and_from_then_on() -> None:
-    captures = Captures(1000)
-    assert met(captures, SHAPE, MEETINGS) == [False] * (MEETINGS - 1) + [True]
-    captures.add(SHAPE, 10)
-    assert captures.meet(SHAPE)
-    other = HalfShape(half="attention", start=0, rows=8)
-    assert not captures.meet(other), "each shape counts for itself"
+def test_a_size_is_captured_when_it_has_been_met_a_few_times_and_the_largest_before_it() -> None:
+    captures, eager = Captures(1000), [None] * (MEETINGS - 1)
+    assert sizes_for(captures, 9, MEETINGS + 2) == [*eager, MOST, 10, 10]
+    assert sizes_for(captures, 10, 1) == [10], "rows that round up to one size share it"
+    assert sizes_for(captures, 21, MEETINGS) == [*eager, 24], "each size counts for itself"
+    assert sizes_for(captures, MOST, 1) == [MOST]
 
 
 def test_when_the_budget_is_full_nothing_more_is_captured_and_what_is_serves() -> None:
-    captures = Captures(100)
-    met(captures, SHAPE, MEETINGS)
-    captures.add(SHAPE, 60)
-    assert captures.goes_on
-    captures.spend(40)
-    assert not captures.goes_on
-    assert captures.meet(SHAPE)
-    assert met(captures, HalfShape(half="experts", start=0, rows=4), 2 * MEETINGS) == [False] * 2 * MEETINGS
+    captures = Captures(30)
+    captures.spend(15)
+    assert sizes_for(captures, 9, MEETINGS + 1)[-2:] == [MOST, 10]
+    assert sizes_for(captures, 21, 2 * MEETINGS) == [None] * 2 * MEETINGS
+    assert sizes_for(captures, 9, 1) == [10]
 
 
 def test_stopping_keeps_what_is_captured() -> None:
-    captures = Captures(100)
-    met(captures, SHAPE, MEETINGS)
-    captures.add(SHAPE, 1)
+    captures = Captures(1000)
+    sizes_for(captures, 9, MEETINGS)
     captures.stop()
-    assert not captures.goes_on
-    assert captures.meet(SHAPE)
+    assert sizes_for(captures, 9, 2) == [None, None]
+    assert sizes_for(captures, MOST, 1) == [MOST]
+
+
+def test_what_is_forgotten_is_free_for_others() -> None:
+    captures = Captures(30)
+    captures.spend(15)
+    sizes_for(captures, 9, MEETINGS + 1)
+    assert captures.forget() == 20
+    assert sizes_for(captures, 9, MEETINGS) == [*[None] * (MEETINGS - 1), MOST]
+    assert captures.forget() == 10
 
 
 def test_a_budget_of_nothing_captures_nothing() -> None:
-    assert met(Captures(0), SHAPE, 2 * MEETINGS) == [False] * 2 * MEETINGS
+    assert sizes_for(Captures(0), 9, 2 * MEETINGS) == [None] * 2 * MEETINGS
 
 
 @pytest.mark.parametrize(
     "hindrance",
-    [{"device_captures": False}, {"num_ranks": 2}, {"streamed_weights": True}, {"choices_told": True}],
+    [
+        {"device_captures": False},
+        {"plans_on_device": False},
+        {"num_ranks": 2},
+        {"streamed_weights": True},
+        {"choices_told": True},
+        {"yields_to_user": True},
+    ],
     ids=lambda hindrance: next(iter(hindrance)),
 )
 def test_what_no_graph_can_do_leaves_no_budget(hindrance: dict[str, int]) -> None:
-    fit = {"device_captures": True, "num_ranks": 1, "streamed_weights": False, "choices_told": False}
+    fit = {
+        "device_captures": True,
+        "plans_on_device": True,
+        "num_ranks": 1,
+        "streamed_weights": False,
+        "choices_told": False,
+        "yields_to_user": False,
+    }
     assert graph_budget(1000, **fit) == 1000
     assert graph_budget(0, **fit) == 0
     assert graph_budget(1000, **{**fit, **hindrance}) == 0

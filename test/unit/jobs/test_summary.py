@@ -66,13 +66,13 @@ def test_it_says_what_the_host_store_was_used_for():
     assert "Host KV store" not in format_summary(result(stats=EngineStats(counters={"decode_groups": 295})))
 
 
-def test_it_says_how_often_graphs_of_halves_served():
-    counters = {"graphs_captured": 192, "graph_replays": 24_000, "graph_bytes": 3 << 29, "eager_halves": 768}
+def test_it_says_how_often_graphs_of_decode_steps_served():
+    counters = {"graphs_captured": 12, "graph_replays": 24_000, "graph_bytes": 3 << 29, "eager_steps": 768}
     assert (
-        "CUDA graphs of halves of layers: 192 captured in 1.50 GiB, 24,000 replays; 768 halves ran kernel by kernel"
+        "CUDA graphs of decode steps: 12 captured in 1.50 GiB, 24,000 replays; 768 steps ran kernel by kernel"
         in format_summary(result(stats=EngineStats(counters=counters)))
     )
-    assert "CUDA graphs" not in format_summary(result(stats=EngineStats(counters={"eager_halves": 768})))
+    assert "CUDA graphs" not in format_summary(result(stats=EngineStats(counters={"eager_steps": 768})))
 
 
 def test_failures_are_grouped_by_code_with_their_first_line():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,13 +66,13 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    device = Device()
+    device, pools = Device(), count(1)
     for name, stand_in in {
         "Stream": device.new_stream,
         "stream": device.stream,
         "current_stream": device.current_stream,
         "CUDAGraph": device.new_graph,
-        "graph_pool_handle": lambda: "the pool",
+        "graph_pool_handle": lambda: f"pool {next(pools)}",
         "mem_get_info": lambda: (device.free_bytes, 0),
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -84,13 +85,22 @@ def test_work_has_its_effect_once_then_it_is_captured_and_replayed_where_the_cal
         "side waits for computing",
         "work on side",
         "host waits for side",
-        "capture into the pool, thread_local",
+        "capture into pool 1, thread_local",
         "capture ends",
     ]
     captured.replay()
     captured.replay()
     assert device.notes[5:] == ["work on computing"] * 2
     assert captured.num_bytes == 30
+
+
+def test_captures_share_a_pool_until_it_is_released(device: Device) -> None:
+    graphs = CudaGraphs()
+    for _ in range(2):
+        graphs.capture(lambda: device.do("work"))
+    graphs.release()
+    graphs.capture(lambda: device.do("work"))
+    assert [note.split()[3] for note in device.notes if note.startswith("capture into")] == ["1,", "1,", "2,"]
 
 
 def test_work_that_cannot_be_captured_has_had_its_effect_and_no_capture_is_left_open(device: Device) -> None:

@@ -1,11 +1,10 @@
-"""A group's rows where they stay: what a pass brings, padding that harms nobody, and batches that are views of both."""
+"""A group's rows where they stay: what a pass brings, and padding that harms no sequence."""
 
 from __future__ import annotations
 
 import torch
 from toy_model import decode_batch
 
-from sgl_batch.model_executor.accumulation_buffer import AccumulationBuffer
 from sgl_batch.model_executor.fixed_rows import FixedRows
 
 MOST, HIDDEN = 8, 3
@@ -19,61 +18,38 @@ PADDING = {
 }
 
 
-def hidden_of(num_rows: int) -> torch.Tensor:
-    return torch.arange(1.0, num_rows * HIDDEN + 1).view(num_rows, HIDDEN)
-
-
 def loaded(num_rows: int, padded: int) -> FixedRows:
     """Rows of a full group, then those of a smaller one with its padding."""
-    rows = FixedRows(MOST, hidden_of(2), decode_batch([3, 4]))
-    rows.load(hidden_of(MOST), decode_batch([20 + i for i in range(MOST)]), MOST)
-    rows.load(hidden_of(num_rows), decode_batch([5 + i for i in range(num_rows)]), padded)
+    rows = FixedRows(MOST, decode_batch([3, 4]), HIDDEN, torch.float32)
+    rows.load(decode_batch([20 + i for i in range(MOST)]), MOST)
+    rows.load(decode_batch([5 + i for i in range(num_rows)]), padded)
     return rows
 
 
 def test_a_batch_has_the_groups_rows_then_padding_at_position_0_and_slot_0_with_one_token() -> None:
-    given, own = decode_batch([5, 6, 7, 8, 9]), loaded(5, 7).batch(decode_batch([1]), 3, 4)
+    given, own = decode_batch([5, 6, 7, 8, 9]), loaded(5, 7).batch(decode_batch([1]), 7)
     for name, padding in PADDING.items():
-        assert getattr(own, name).tolist() == [*getattr(given, name)[3:].tolist(), padding, padding], name
+        assert getattr(own, name).tolist() == [*getattr(given, name).tolist(), padding, padding], name
         assert getattr(own, name).dtype == getattr(given, name).dtype
-    assert own.batch_size == 4
+    assert own.batch_size == 7
     assert own.forward_mode.is_decode()
 
 
 def test_a_batch_has_no_lengths_on_the_host_for_these_will_be_others() -> None:
-    own = loaded(5, 7).batch(decode_batch([1]), 0, 7)
+    own = loaded(5, 7).batch(decode_batch([1]), 7)
     assert own.seq_lens_cpu is None
     assert own.seq_lens_sum is None
+    assert own.rids is None
 
 
 def test_a_batch_of_one_pass_is_that_of_the_next() -> None:
     rows = loaded(5, 7)
-    own = rows.batch(decode_batch([1]), 0, 4)
-    rows.load(hidden_of(3), decode_batch([50, 60, 70]), 4)
+    own = rows.batch(decode_batch([1]), 4)
+    rows.load(decode_batch([50, 60, 70]), 4)
     assert own.positions.tolist() == [49, 59, 69, 0]
-
-
-def test_hidden_states_of_padding_are_0() -> None:
-    rows = loaded(5, 7)
-    assert torch.equal(rows.hidden[:5], hidden_of(5))
-    assert not rows.hidden[5:7].any()
-
-
-def test_what_is_left_in_the_groups_place_needs_no_copy_to_its_buffer() -> None:
-    rows = loaded(4, 4)
-    buffer = AccumulationBuffer.over(*rows.load(hidden_of(4), decode_batch([5, 6, 7, 8]), 4))
-    rows.hidden[:4] += 1
-    rows.residual[:4] = 7.0
-    for span in ((0, 3), (3, 4)):
-        part = slice(*span)
-        buffer.put(span, rows.hidden[part], rows.residual[part])
-    _, hidden, residual = buffer.take(4)
-    assert hidden.data_ptr() == rows.hidden.data_ptr()
-    assert torch.equal(hidden, hidden_of(4) + 1)
-    assert (residual == 7.0).all()
 
 
 def test_its_bytes_are_those_of_all_that_stays() -> None:
     rows = loaded(4, 4)
-    per_row = 2 * HIDDEN * 4 + sum(getattr(decode_batch([1]), name).element_size() for name in PADDING)
+    per_row = HIDDEN * 4 + sum(getattr(decode_batch([1]), name).element_size() for name in PADDING)
     assert rows.num_bytes == MOST * per_row

@@ -1,0 +1,119 @@
+"""Owns the decode passes that run as captured graphs: all layers of a group in one launch, instead of one a kernel.
+
+Which sizes are captured, and when, is core/graph_capture's. What a pass computes is layer_runner's: the very same loop
+over sub-batches and layers, on rows at addresses that stay, padded to the size. Attention plans inside the graph, from
+lengths and page tables on the device.
+
+This has not run on a GPU yet: it is tested on a CPU, with graphs that run their work anew on the same memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from sgl_batch.core.graph_capture import Captures
+from sgl_batch.core.plan import PhasePlan, row_spans
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.cuda_graphs import CaptureError, Graphs
+from sgl_batch.model_executor.fixed_rows import FixedRows
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+
+logger = logging.getLogger(__name__)
+
+Compute = Callable[[ForwardBatch], torch.Tensor]
+"""What is captured: the hidden states [rows, hidden_size] that a decode batch's pass leaves, its last norm included."""
+
+
+class GraphedLoop:
+    """The graphs of one model, one for each padded size of a decode group, and what they read and write.
+
+    `most_rows`: sequences of the largest group; `most_slots`: of the pool of KV; `budget_bytes`: device memory for all.
+    Graphs are of groups with the limits of one plan: other limits cut sub-batches elsewhere, and begin anew. Weights
+    and KV stay where they were at a capture, as SGLang's own graphs want it: an update of weights writes into their
+    place.
+    """
+
+    def __init__(
+        self,
+        *,
+        graphs: Graphs,
+        counters: Counters,
+        budget_bytes: int,
+        most_rows: int,
+        most_slots: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.captures = Captures(budget_bytes)
+        self.rows: FixedRows | None = None
+        self._graphs, self._counters = graphs, counters
+        self._most_rows, self._most_slots = most_rows, most_slots
+        self._hidden_size, self._dtype = hidden_size, dtype
+        self._limits: PhasePlan | None = None
+        self._replays: dict[int, Callable[[], None]] = {}
+
+    def run(self, forward_batch: ForwardBatch, limits: PhasePlan, compute: Compute) -> torch.Tensor | None:
+        """What a decode group's pass leaves [rows, hidden_size], by a graph; None where it is to be run eagerly."""
+        if limits != self._limits:
+            self._begin_anew(limits)
+        num_rows, most = forward_batch.batch_size, min(limits.b_moe, self._most_rows)
+        if num_rows > most or self._most_slots_of(forward_batch, limits) > self._most_slots:
+            return None
+        size = self.captures.size_for(num_rows, most)
+        if size is None:
+            return None
+        rows = self._lay_out(forward_batch)
+        rows.load(forward_batch, size)
+        self._replay_or_capture(size, rows, forward_batch, compute)
+        # The next pass overwrites it.
+        return rows.hidden[:num_rows].clone()
+
+    def _replay_or_capture(self, size: int, rows: FixedRows, forward_batch: ForwardBatch, compute: Compute) -> None:
+        replay = self._replays.get(size)
+        if replay is not None:
+            replay()
+            self._counters.add("graph_replays")
+            return
+        batch = rows.batch(forward_batch, size)
+
+        def work() -> None:
+            rows.hidden[:size].copy_(compute(batch))
+
+        try:
+            captured = self._graphs.capture(work)
+        except CaptureError as error:
+            logger.warning(
+                "a decode step cannot be captured as a CUDA graph (%s): sizes that are not captured yet run eagerly",
+                error,
+            )
+            self.captures.stop()
+            return
+        self._replays[size] = captured.replay
+        self.captures.add(size, captured.num_bytes)
+        self._counters.add("graphs_captured")
+        self._counters.add("graph_bytes", captured.num_bytes)
+
+    def _begin_anew(self, limits: PhasePlan) -> None:
+        if self._replays:
+            logger.info("groups have other limits: decode steps are captured anew as CUDA graphs")
+            self._replays.clear()
+            self._graphs.release()
+        self._counters.add("graph_bytes", -self.captures.forget())
+        self._limits = limits
+
+    def _lay_out(self, forward_batch: ForwardBatch) -> FixedRows:
+        """The memory that stays, made when a pass first needs it."""
+        if self.rows is None:
+            self.rows = FixedRows(self._most_rows, forward_batch, self._hidden_size, self._dtype)
+            self.captures.spend(self.rows.num_bytes)
+            self._counters.add("graph_bytes", self.rows.num_bytes)
+        return self.rows
+
+    def _most_slots_of(self, forward_batch: ForwardBatch, limits: PhasePlan) -> int:
+        """Of the sub-batches, the most slots that one attends to: sequences that share pages count them all."""
+        lengths = forward_batch.seq_lens_cpu
+        assert lengths is not None, "a pass's batch has its lengths on the host"
+        return max(int(lengths[start:end].sum()) for start, end in row_spans(len(lengths), limits.b_attn))
