@@ -22,9 +22,10 @@ class EngineStats:
     `counters` holds expert_calls, expert_rows, expert_gemms and whatever else the engine counts; where it also
     holds prompt_tokens and output_tokens, the progress takes its rates from them while long lines still run.
     `part_s` holds seconds by part (attention, experts, router, copies, sampling, idle, other; of several ranks also
-    exchange, agreement, stall, boundary): idle is the time without work. `tokens_per_expert` holds the tokens routed to
-    each expert, summed over the layers. `sequences` holds how many sequences are in each state (QUEUED, RUNNING, ...)
-    now. `ranks` holds each rank's own where there are several; the rest is then of all of them.
+    exchange, agreement, stall, boundary): idle is the time without work; on a GPU those inside forward passes are the
+    device's, by samples. `tokens_per_expert` holds the tokens routed to each expert, summed over the layers.
+    `sequences` holds how many sequences are in each state (QUEUED, RUNNING, ...) now. `ranks` holds each rank's own
+    where there are several; the rest is then of all of them.
     `paused`: whether somebody has paused it; then it counts nothing.
     `peak_memory_bytes` is the most that a rank's process had in memory since the model was loaded (0: not known), and
     `memory_budget_bytes` what it may have (0: no budget is set); of several ranks, those of the one with the most.

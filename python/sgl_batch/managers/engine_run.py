@@ -27,11 +27,12 @@ from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.managers.rank_controller import run_rank_controller
 from sgl_batch.managers.scheduler import BatchScheduler
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.counters import Counters, PartClock
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.cuda_graphs import CudaGraphs, Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.run_context import RunContext
+from sgl_batch.model_executor.sampled_parts import SampledParts
 from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN, start_method_of
@@ -134,7 +135,8 @@ def run_scheduler_process(run: EngineRun, *args: object, **kwargs: object) -> No
     _begin_as_child(run)
     belongs_to(run.directory, processes.load_file(args[_PORT_ARGS]))
     config, place = run.config, _place(run.directory, args)
-    counters, operators, gpu_experts = Counters(), None, None
+    operators, gpu_experts = None, None
+    counters = Counters() if _is_on_cpu() else Counters(clock=PartClock(SampledParts()))
     if _is_on_cpu():
         operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
         operators.register()

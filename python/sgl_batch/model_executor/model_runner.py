@@ -32,6 +32,7 @@ from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.loaded_weights import LoadedWeights
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
+from sgl_batch.model_executor.sampled_parts import DECODE, MIXED, PREFILL, SAMPLING
 from sgl_batch.model_executor.yield_callback import YieldCallback, find_on_yield
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, choosing_layers
@@ -363,7 +364,15 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
         batches = [forward_batch] if self._beside is None else [forward_batch, self._beside]
         self._beside = None
-        mode, runner = forward_batch.forward_mode, self.layer_runner
+        kind = DECODE if forward_batch.forward_mode.is_decode() else PREFILL
+        with self._counters.clock.device_pass(kind if len(batches) == 1 else MIXED):
+            return self._forward_batches(batches, pp_proxy_tensors, *args, **kwargs)
+
+    def _forward_batches(
+        self, batches: list[ForwardBatch], pp_proxy_tensors: object, *args: object, **kwargs: object
+    ) -> ModelRunnerOutput:
+        forward_batch, runner = batches[0], self.layer_runner
+        mode = forward_batch.forward_mode
         if self._pass_memory is not None:
             self._pass_memory.make_room(*batches)
         is_sglangs = len(batches) == 1 and self._sglang_computes(forward_batch)
@@ -392,12 +401,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def graph_serves(self, forward_batch: ForwardBatch) -> bool:
         """Whether a decode group is one sub-batch for which SGLang has captured a CUDA graph: nothing to gain.
 
-        Not where ranks exchange rows: its graphs have the experts of this rank alone.
+        Not where ranks exchange rows: its graphs have the experts of this rank alone. Nor in a step of which the parts
+        are measured: its graphs show none.
         """
         graphs = self.decode_cuda_graph_runner
         return bool(
             self.device != "cpu"
             and self._place is None
+            and not self._counters.clock.tells_parts
             and (self.layer_runner is None or self.layer_runner.on_yield is None)
             and forward_batch.forward_mode.is_cuda_graph()
             and graphs is not None
@@ -408,6 +419,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     def sample(self, logits_output: LogitsOutput, forward_batch: ForwardBatch) -> torch.Tensor:
         self.before_sampling()
-        with self._counters.clock.part("sampling"):
+        clock = self._counters.clock
+        with clock.device_pass(SAMPLING), clock.part("sampling"):
             tokens: torch.Tensor = super().sample(logits_output, forward_batch)
             return tokens

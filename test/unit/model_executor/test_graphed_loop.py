@@ -17,9 +17,10 @@ from rerunning_graphs import RerunningGraphs
 from sgl_batch.core.graph_capture import MEETINGS, captured_rows
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.units import FUSED, SPLIT
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.counters import Counters, PartClock
 from sgl_batch.model_executor.graphed_loop import GraphedLoop
 from sgl_batch.model_executor.layer_runner import LayerRunner
+from sgl_batch.model_executor.sampled_parts import DECODE, SAMPLE_EVERY, SampledParts
 
 LAYERS = 3
 PLENTY = 1 << 30
@@ -260,3 +261,22 @@ def test_prefill_and_streamed_decode_run_eagerly():
     runs.runner.decode_source = Source()
     for step in range(2 * MEETINGS):
         assert runs.counted(group(21, step)) == EAGER
+
+
+def test_a_step_of_which_parts_are_measured_runs_kernel_by_kernel():
+    class Event:
+        def query(self):
+            return True
+
+        def elapsed_time(self, end_event):
+            return 1.0
+
+    runs = Runs(b_attn=8)
+    runs.warm(21)
+    runs.counters.clock = PartClock(SampledParts(Event))
+    kinds = []
+    for step in range(SAMPLE_EVERY + 2):
+        with runs.counters.clock.device_pass(DECODE):
+            kinds.append(runs.counted(group(21, step % 3)))
+    assert kinds == [*[REPLAY] * (SAMPLE_EVERY - 1), EAGER, REPLAY, REPLAY]
+    assert runs.counters.clock.read()["experts"] > 0

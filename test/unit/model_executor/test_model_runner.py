@@ -13,15 +13,16 @@ from sgl_batch.model_executor.model_runner import BatchModelRunner
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "of_several", "serves"),
-    [(4, False, True), (4, True, False), (300, False, False)],
-    ids=["one sub-batch", "ranks exchange rows", "several sub-batches"],
+    ("batch_size", "of_several", "measured", "serves"),
+    [(4, False, False, True), (4, True, False, False), (300, False, False, False), (4, False, True, False)],
+    ids=["one sub-batch", "ranks exchange rows", "several sub-batches", "parts are measured"],
 )
-def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_size, of_several, serves):
+def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_size, of_several, measured, serves):
     plan = make_plan(BatchConfig(), page_size=64, max_running=512)
     runner = SimpleNamespace(
         device="cuda",
         _place=object() if of_several else None,
+        _counters=SimpleNamespace(clock=SimpleNamespace(tells_parts=measured)),
         layer_runner=None,
         decode_cuda_graph_runner=SimpleNamespace(can_run_graph=lambda batch: True),
         context=SimpleNamespace(in_force=SimpleNamespace(plan=plan)),
