@@ -78,7 +78,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._pass_memory: PassMemory | None = None
         self._beside: ForwardBatch | None = None
         self._decode_mode = DEFAULT
-        self._graphed: GraphedHalves | None = None
+        self._graphed: GraphedLoop | None = None
         self._logits_beside: LogitsOutput | None = None
         super().__init__(*args, **kwargs)
 
