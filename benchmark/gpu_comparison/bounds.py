@@ -28,10 +28,13 @@ class Against:
 class CaseBound:
     """What a case's workload takes at least. `rows_said`, `distinct_counted`: measured, or else an upper estimate.
 
+    `calls`: of the experts, in each layer of a step; `distinct`: experts of a call.
+
     `against`: measured rates first, then the data sheet's, where known.
     """
 
     work: Work
+    calls: float
     rows_said: bool
     distinct: float
     distinct_counted: bool
@@ -47,8 +50,10 @@ def case_bound(regime: Regime, found: Found, machine: Machine, case: Case) -> Ca
     rows = visit.decode_rows or float(len(regime.workload.prompts))
     counted = found.distinct.get(case.name)
     # Rows beyond those that were counted may meet more experts: then the bound is a little low.
-    distinct = expected_distinct(regime.shape, rows) if counted is None else counted.mean
-    work = _work(regime, case, visit, rows=rows, distinct=distinct)
+    together = case.expert_rows(rows)
+    distinct = expected_distinct(regime.shape, together) if counted is None else counted.mean
+    calls = rows / together
+    work = _work(regime, case, visit, rows=rows, distinct=distinct, calls=calls)
     against = []
     for rates in (machine.measured, machine.sheet):
         if rates is not None:
@@ -58,6 +63,7 @@ def case_bound(regime: Regime, found: Found, machine: Machine, case: Case) -> Ca
             against.append(Against(rates=rates, bound=bound, share=share))
     return CaseBound(
         work=work,
+        calls=calls,
         rows_said=visit.decode_rows is not None,
         distinct=distinct,
         distinct_counted=counted is not None,
@@ -65,7 +71,7 @@ def case_bound(regime: Regime, found: Found, machine: Machine, case: Case) -> Ca
     )
 
 
-def _work(regime: Regime, case: Case, visit: Visit, *, rows: float, distinct: float) -> Work:
+def _work(regime: Regime, case: Case, visit: Visit, *, rows: float, distinct: float, calls: float) -> Work:
     workload, shape = regime.workload, regime.shape
     prompts = [len(prompt) for prompt in workload.prompts]
     decoded = workload.output_tokens - len(prompts)  # a prefill gives the first token
@@ -73,7 +79,7 @@ def _work(regime: Regime, case: Case, visit: Visit, *, rows: float, distinct: fl
     come, go = copied_bytes(regime, case, visit)
     return Work(
         prefill=prefill_pass(shape, prompts, group_tokens=case.group_tokens),
-        decode=decode_pass(shape, rows=rows, context=context, distinct=distinct, times=decoded / rows),
+        decode=decode_pass(shape, rows=rows, context=context, distinct=distinct, times=decoded / rows, calls=calls),
         copy_in_bytes=come,
         copy_out_bytes=go,
     )

@@ -42,6 +42,12 @@ class Case:
         asked: int = self.arguments.get("b_moe_prefill") or self.arguments.get("chunked_prefill_size") or 0
         return asked if asked > 0 else _DEFAULT_PREFILL
 
+    def expert_rows(self, rows: float) -> float:
+        """Of `rows` sequences of a decode step, those that one expert call has: all, or without accumulation b_attn."""
+        if self.arguments.get("accumulate", True):
+            return rows
+        return min(rows, float(self.arguments.get("b_attn_decode", 256)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:

@@ -125,6 +125,7 @@ def _bound_table(regime: Regime, found: Found, about: About) -> str:
 def _step_cells(regime: Regime, found: Found, name: str, bound: CaseBound) -> list[str]:
     decode, counted = bound.work.decode, found.distinct.get(name)
     experts = f"{bound.distinct:.1f} of {regime.shape.experts}"
+    experts += f" in each of {bound.calls:.1f} calls" if bound.calls > 1 else ""
     return [
         f"{'' if bound.rows_said else '~'}{decode.rows:.1f}",
         f"~{experts}" if counted is None else f"{experts} ({counted.rows} rows)",

@@ -74,11 +74,13 @@ def expected_distinct(shape: ModelShape, rows: float) -> float:
     return shape.experts * (1.0 - math.pow(1 - shape.top_k / shape.experts, rows))
 
 
-def decode_pass(shape: ModelShape, *, rows: float, context: float, distinct: float, times: float) -> Pass:
-    """A decode step of `rows` sequences of `context` tokens each, which meet `distinct` experts in a layer."""
+def decode_pass(
+    shape: ModelShape, *, rows: float, context: float, distinct: float, times: float, calls: float = 1.0
+) -> Pass:
+    """A decode step of `rows` sequences of `context` tokens each, with `distinct` experts in each call of a layer."""
     return Pass(
         rows=rows,
-        weight_bytes=_weight_bytes(shape, distinct),
+        weight_bytes=_weight_bytes(shape, calls * distinct),
         kv_bytes=rows * context * shape.kv_token_bytes,
         flop=rows * (shape.token_flop + shape.head_flop + context * shape.attention_flop),
         times=times,

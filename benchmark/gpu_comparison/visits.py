@@ -183,10 +183,10 @@ class Run:
         self._changed()
 
     def _rows(self, case: Case, most: int) -> int:
-        """Sequences of a step of a case, or `most` where nothing says."""
+        """Sequences of an expert call of a case, or `most` where nothing says."""
         ran = self._found.ran(case.name)
         said = ran[min(ran)].decode_rows
-        return most if said is None else max(1, min(most, round(said)))
+        return most if said is None else max(1, min(most, round(case.expert_rows(said))))
 
     def _outputs(self, case: Case) -> list[list[int]]:
         result = self._files(case, min(self._found.ran(case.name)))[1]

@@ -122,6 +122,17 @@ def test_a_case_has_the_bound_of_its_own_rows_and_experts():
     assert case_bound(made, found, machine, made.cases[1]) is None
 
 
+def test_without_accumulation_a_step_reads_the_experts_of_each_call():
+    off = Case(name=OURS, role=Role.OURS, engine="sgl_batch", arguments={"accumulate": False, "b_attn_decode": 1})
+    assert [off.expert_rows(2.0), off.expert_rows(0.5), case(OURS).expert_rows(2.0)] == [1.0, 0.5, 2.0]
+    found = Found(visits=[Visit(case=OURS, round=1, wall_s=2.0, decode_rows=2.0)])
+    bound = case_bound(regime(off), found, Machine(), off)
+    assert bound is not None
+    assert (bound.calls, bound.distinct) == (2.0, pytest.approx(2.0)), "of top 2"
+    whole = decode_pass(tiny(2), rows=2, context=5.0, distinct=4.0, times=3)
+    assert bound.work.decode.weight_bytes == pytest.approx(whole.weight_bytes)
+
+
 def test_what_is_not_measured_is_estimated_and_said_to_be():
     made = regime()
     bound = case_bound(made, Found(visits=[Visit(case=OURS, round=1, wall_s=2.0)]), Machine(), made.cases[0])
