@@ -22,8 +22,8 @@ NOTE = """\
 Median (smallest-largest) of the rounds; starting and a warm-up are not in the seconds. Suspended: KV kept in host \
 memory and read back (ours); retracted: KV dropped and computed again (stock). Computed twice: tokens whose KV was \
 there before; ours are counters of the engine, stock's are read from its log. Peak: resident host memory. Tokens are \
-sampled at temperature 1 from seeds, since greedily random weights give each token a fixed next one, by which sequences \
-become alike or repeat themselves; distinct tokens: their share among the sequences at one output position."""
+sampled at temperature 1 from seeds, since greedily random weights give each token a fixed next one, by which \
+sequences become alike or repeat themselves; distinct tokens: their share among the sequences at one output position."""
 BOUND_NOTE = """\
 A step: a decode step of the rows that ran together (~: not said by the engine, all prompts are assumed). Distinct \
 experts: of a layer, counted over the rows in brackets at one output position, by computing the tokens of the run \
