@@ -43,7 +43,9 @@ def summary(about: About, done: Sequence[tuple[Regime, Found]], not_run: Sequenc
         judged = verdicts(regime, found, about.rates, is_tiny=about.is_tiny)
         rows += [_goal_row(regime.name, verdict) for verdict in judged]
         if not judged:
-            rows.append([regime.name, "none", "" if times is None else f"{times.text(2)}x", "a finding"])
+            rows.append(
+                [regime.name, "none", *(("", "not run") if times is None else (f"{times.text(2)}x", "a finding"))]
+            )
     for name in not_run:
         asked = [goal.text() for goal in GOALS.get(name, ())] or ["none"]
         rows += [[name, goal, "", "not run"] for goal in asked]

@@ -43,7 +43,9 @@ def rows_of(text: str) -> dict[str, str]:
 
 def test_the_head_says_where_it_was_made_and_what_became_of_every_goal():
     failed = regime(name="tight"), found([10.0], [])
-    text = summary(ABOUT, [(regime(), found([10.0, 10.0], [14.0, 13.0])), failed], ["weights", "accumulation"])
+    open_end = regime(name="accumulation", goals=())
+    done = [(regime(), found([10.0, 10.0], [14.0, 13.0])), failed, (open_end, found([1.0], [2.0])), (open_end, Found())]
+    text = summary(ABOUT, done, ["weights", "accumulation"])
     assert "2026-01-02" in text
     assert "`python benchmark/gpu.py --cases kv` at 0123456789ab; torch 9; attention backend of both: triton." in text
     assert "GPU, 1 MiB, 580.1" in text
@@ -54,6 +56,8 @@ def test_the_head_says_where_it_was_made_and_what_became_of_every_goal():
     assert lines[2:] == [
         ["kv", asked, "1.35 (1.30-1.40)x", "met"],
         ["tight", asked, "", "not run: no visit of stock has ended well"],
+        ["accumulation", "none", "2.00x", "a finding"],
+        ["accumulation", "none", "", "not run"],
         ["weights", "3.0x (times stock, median)", "", "not run"],
         ["weights", "70% (share of the host's copy rate)", "", "not run"],
         ["accumulation", "none", "", "not run"],
