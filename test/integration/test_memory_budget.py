@@ -59,7 +59,7 @@ def _check_changes_of_the_plan(engine: Engine) -> None:
 def test_a_budget_that_cannot_hold_the_model_is_refused_with_what_is_needed(model_path: Callable[[str], str]) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^device_memory is 200.00 MiB, and .* are needed: the program has .*, weights take "
+        match=r"^device_memory is 200.00 MiB, and .* are needed: the program .*, weights "
         r"13.* MiB, groups of 512 prompt tokens .* 2 pages of KV for each of 16 running sequences .*; "
         r"raise --device-memory",
     ):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.core.page_ledger import pages_for
@@ -37,12 +38,13 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNeeds:
-    """What a device holds beside pages, and what a page takes in all layers; bytes."""
+    """What a device holds beside pages, and what a page takes in all layers; bytes. `reserves`: a GPU's, by name."""
 
     program: int
     weights: int
     working: int
     page: int
+    reserves: Mapping[str, int] = field(default_factory=dict)
 
 
 def working_bytes(
@@ -95,16 +97,18 @@ def pass_bytes(
 def kv_bytes(budget: int, needs: DeviceNeeds, plan: Plan) -> int:
     """What a budget leaves for pages of KV. Raises ConfigError where running sequences would lack their free pages."""
     # One page more than are given out, which takes what padding writes.
-    left = budget - needs.program - needs.weights - needs.working - needs.page
+    left = budget - needs.program - needs.weights - needs.working - needs.page - sum(needs.reserves.values())
     least = FREE_PAGES * plan.decode.b_moe
     if left >= least * needs.page:
         return left
     whole = budget - left + least * needs.page
+    kept = {**({"the program": needs.program} if needs.program else {}), **needs.reserves}
+    words = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in kept.items())
     raise ConfigError(
-        f"device_memory is {format_bytes(budget)}, and {format_bytes(whole)} are needed: the program has "
-        f"{format_bytes(needs.program)}, weights take {format_bytes(needs.weights)}, groups of {plan.prefill.b_moe} "
-        f"prompt tokens and their logits {format_bytes(needs.working)}, and {FREE_PAGES} pages of KV for each of "
-        f"{plan.decode.b_moe} running sequences {format_bytes(least * needs.page)}; raise --device-memory, or lower "
+        f"device_memory is {format_bytes(budget)}, and {format_bytes(whole)} are needed: {words}, weights "
+        f"{format_bytes(needs.weights)}, groups of {plan.prefill.b_moe} prompt tokens and their logits "
+        f"{format_bytes(needs.working)}, and {FREE_PAGES} pages of KV for each of {plan.decode.b_moe} running "
+        f"sequences {format_bytes(least * needs.page)}; raise --device-memory, or lower "
         f"--b-moe-decode{_most_running(left, needs)}, --b-moe-prefill or --max-running-requests"
     )
 

@@ -8,10 +8,19 @@ from __future__ import annotations
 import torch
 
 from sgl_batch.core.device_budget import ModelShape
+from sgl_batch.core.gpu_reserves import GpuUse
+from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.sglang_adapter.forward import decode_graph_rows
+from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
+from sgl_batch.sglang_adapter.triton_attention import decode_kv_splits
+from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.sglang_adapter.types.scheduler import ModelConfig
 
 _EXACT = ("embed_tokens", "lm_head", ".gate.")
 _SCALE_BYTES = 4
+_FLOAT_BYTES = 4
+# What flashinfer's plans and partial results take, as SGLang gives it.
+_WORKSPACE_BYTES = {"flashinfer": 512 << 20, "trtllm_mha": 512 << 20}
 
 
 def resident_weight_bytes(model: torch.nn.Module, *, int8: bool = False) -> int:
@@ -66,4 +75,27 @@ def model_shape(model_config: ModelConfig) -> ModelShape:
         expert_width=expert_width,
         dense_width=shared if experts and _all_sparse(config) else max(inter, shared),
         item_bytes=model_config.dtype.itemsize,
+    )
+
+
+def gpu_use(
+    server_args: ServerArgs, model_config: ModelConfig, place: RankPlace | None, *, decode_rows: int, processors: int
+) -> GpuUse:
+    """What a rank with these arguments does on its GPU, which has so many processors, beside computing its layers.
+
+    `decode_rows`: sequences that have partial results of attention at once.
+    """
+    row_bytes, backend = 0, server_args.attention_backend
+    if backend == TRITON_ATTENTION:
+        latent = _number(model_config.hf_text_config, "kv_lora_rank")
+        splits = decode_kv_splits(server_args, model_config.context_len, latent=latent > 0, processors=processors)
+        heads = _number(model_config.hf_text_config, "num_attention_heads")
+        row_bytes = heads * splits * ((latent or model_config.v_head_dim) + 1) * _FLOAT_BYTES
+    return GpuUse(
+        shares_gpu=place is not None and place.shares_gpu,
+        exchanges=place is not None and not place.shares_gpu,
+        decode_rows=decode_rows,
+        graph_rows=decode_graph_rows(server_args),
+        attention_row_bytes=row_bytes,
+        attention_workspace_bytes=_WORKSPACE_BYTES.get(backend or "", 0),
     )

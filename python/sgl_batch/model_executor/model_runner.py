@@ -8,8 +8,10 @@ from contextlib import nullcontext
 
 import torch
 
+from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.core.decode_choice import DEFAULT, EAGER, SGLANG
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
+from sgl_batch.core.gpu_reserves import check_gpu_has, gpu_reserves
 from sgl_batch.core.graph_capture import graph_budget
 from sgl_batch.core.plan import Plan
 from sgl_batch.distributed.rank_place import RankPlace
@@ -19,10 +21,11 @@ from sgl_batch.layers.huge_pages import huge_parameters
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.layers.unloaded_experts import unloaded_experts
 from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
+from sgl_batch.mem_cache.gpu_memory import read_gpu
 from sgl_batch.mem_cache.page_allocator import PageAllocator
 from sgl_batch.mem_cache.process_memory import forget_peak, resident_bytes
 from sgl_batch.model_executor.cpu_operators import CpuOperators
-from sgl_batch.model_executor.device_needs import model_shape, resident_weight_bytes
+from sgl_batch.model_executor.device_needs import gpu_use, model_shape, resident_weight_bytes
 from sgl_batch.model_executor.expert_choices import ExpertChoices
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import FAMILIES, Family, family_of
@@ -75,6 +78,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.expert_choices: ExpertChoices | None = None
         self.before_sampling: Callable[[], None] = _nothing
         self._program_bytes = 0
+        self._gpu_before = None if context.gpu_experts is None else read_gpu()
+        if self._gpu_before is not None:
+            check_gpu_has(context.config.memory.device_memory, self._gpu_before)
         self._pass_memory: PassMemory | None = None
         self._beside: ForwardBatch | None = None
         self._decode_mode = DEFAULT
@@ -148,8 +154,26 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         int8 = self.context.config.forward.cpu_weight_dtype == "int8"
         weights = resident_weight_bytes(self.model, int8=int8) + self._operators.streamed_bytes
         working += self._graph_bytes
-        needs = DeviceNeeds(program=self._program_bytes, weights=weights, working=working, page=page_bytes)
+        needs = DeviceNeeds(
+            program=self._program_bytes,
+            weights=weights,
+            working=working,
+            page=page_bytes,
+            reserves=self._reserves(plan),
+        )
         set_kv_bytes(self.kv_cache_configurator, kv_bytes(memory.device_memory, needs, plan))
+
+    def _reserves(self, plan: Plan) -> dict[str, int]:
+        """What is kept of a GPU beside weights, pages and a pass's tensors; bytes by name."""
+        if self._gpu_before is None:
+            return {}
+        now = read_gpu()
+        # Sub-batches share their partial results; each has some of its own while it is planned.
+        rows, processors = min(2 * plan.decode.b_attn, plan.decode.b_moe), now.processors
+        use = gpu_use(self.server_args, self.model_config, self._place, decode_rows=rows, processors=processors)
+        reserves = gpu_reserves(self._gpu_before, now, use)
+        logger.info("of the GPU are kept: %s", ", ".join(f"{k} {format_bytes(v)}" for k, v in reserves.items()))
+        return reserves
 
     def init_attention_backends(self) -> None:
         """Build the attention backends, then the layer runner over them and the loaded model."""

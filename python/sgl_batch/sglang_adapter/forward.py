@@ -55,6 +55,11 @@ def graphs_wanted(server_args: Any) -> bool:
     return bool(server_args.cuda_graph_config.decode.backend != Backend.DISABLED)
 
 
+def decode_graph_rows(server_args: Any) -> int:
+    """Sequences of the largest decode group for which SGLang captures a graph; 0 where it captures none."""
+    return int(server_args.cuda_graph_config.decode.max_bs or 0) if graphs_wanted(server_args) else 0
+
+
 def is_greedy(forward_batch: ForwardBatch) -> bool:
     """Whether the likeliest token is all that the batch's sequences want of their logits."""
     sampling = forward_batch.sampling_info

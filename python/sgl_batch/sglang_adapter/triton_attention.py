@@ -8,13 +8,33 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.layers import register_attention_backend
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
+
+with bootstrap.importing():
+    from sglang.srt.utils import get_int_env_var
 
 
 def register_triton_attention() -> None:
     """In this process, let SGLang's name for its Triton attention stand for ours."""
     register_attention_backend(TRITON_ATTENTION)(_create)
+
+
+def decode_kv_splits(server_args: Any, context_len: int, *, latent: bool, processors: int) -> int:
+    """Into how many parts SGLang's Triton attention may cut a decoding sequence, each with a partial result."""
+    tile = server_args.triton_attention_split_tile_size
+    if server_args.enable_deterministic_inference:
+        tile = get_int_env_var("SGLANG_TRITON_DECODE_SPLIT_TILE_SIZE", 256)
+    if tile is not None:
+        return -(-context_len // int(tile))
+    splits = int(server_args.triton_attention_num_kv_splits)
+    if not latent:
+        return splits
+    # SGLang imports it when it is wanted: it needs Triton.
+    from sglang.srt.layers.attention.triton_backend import _mla_decode_kv_splits_cap
+
+    return int(_mla_decode_kv_splits_cap(splits, processors, context_len))
 
 
 def _create(runner: Any) -> Any:

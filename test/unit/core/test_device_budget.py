@@ -42,7 +42,7 @@ def test_two_pages_for_each_running_sequence_are_the_least():
     assert kv_bytes(2717 * MIB, NEEDS, plan(b_moe=8)) == 16 * MIB
     with pytest.raises(
         ConfigError,
-        match=r"^device_memory is 2.65 GiB, and 2.65 GiB are needed: the program has 400.00 MiB, weights take "
+        match=r"^device_memory is 2.65 GiB, and 2.65 GiB are needed: the program 400.00 MiB, weights "
         r"1.95 GiB, groups of 100 prompt tokens and their logits 300.00 MiB, and 2 pages of KV for each of 8 running "
         r"sequences 16.00 MiB; raise --device-memory, or lower --b-moe-decode to 7, --b-moe-prefill or "
         r"--max-running-requests$",
@@ -50,8 +50,15 @@ def test_two_pages_for_each_running_sequence_are_the_least():
         kv_bytes(2716 * MIB, NEEDS, plan(b_moe=8))
 
 
+def test_what_is_kept_of_a_gpu_is_taken_off_and_listed():
+    kept = dataclasses.replace(NEEDS, program=0, reserves={"CUDA's context": 300 * MIB, "decode graphs": 100 * MIB})
+    assert kv_bytes(2800 * MIB, kept, plan(b_moe=8)) == 99 * MIB
+    with pytest.raises(ConfigError, match=r"are needed: CUDA's context 300.00 MiB, decode graphs 100.00 MiB, weights"):
+        kv_bytes(2716 * MIB, kept, plan(b_moe=8))
+
+
 def test_a_budget_that_does_not_hold_the_weights_names_no_number_of_sequences():
-    with pytest.raises(ConfigError, match=r"weights take 1.95 GiB.* or lower --b-moe-decode, --b-moe-prefill"):
+    with pytest.raises(ConfigError, match=r"weights 1.95 GiB.* or lower --b-moe-decode, --b-moe-prefill"):
         kv_bytes(1000 * MIB, NEEDS, plan(b_moe=8))
 
 

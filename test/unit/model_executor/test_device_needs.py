@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from sgl_batch.model_executor.device_needs import model_shape, resident_weight_bytes
+from sgl_batch.core.gpu_reserves import GpuReading
+from sgl_batch.mem_cache.gpu_memory import read_gpu
+from sgl_batch.model_executor.device_needs import gpu_use, model_shape, resident_weight_bytes
 
 
 class Model(torch.nn.Module):
@@ -63,3 +66,40 @@ def test_families_that_name_their_numbers_differently_are_read_alike():
     deepseek = shape_of(n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1408, kv_lora_rank=512)
     assert (deepseek.experts, deepseek.dense_width) == (64, 2816)
     assert deepseek.attention_width == 16 * (2 * 64 + 2 * 512)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "latent", "row_bytes"),
+    [
+        ({}, 0, 16 * 8 * (64 + 1) * 4),
+        ({"triton_attention_split_tile_size": 1024}, 0, 16 * 32 * (64 + 1) * 4),
+        ({"enable_deterministic_inference": True}, 0, 16 * 128 * (64 + 1) * 4),
+        ({}, 512, 16 * 256 * (512 + 1) * 4),
+        ({"attention_backend": "fa3"}, 512, 0),
+    ],
+)
+def test_partial_results_of_attention_follow_from_heads_and_splits(arguments, latent, row_bytes):
+    decode = SimpleNamespace(backend="full", max_bs=160)
+    server_args = SimpleNamespace(
+        attention_backend="triton",
+        cuda_graph_config=SimpleNamespace(decode=decode),
+        enable_deterministic_inference=False,
+        triton_attention_num_kv_splits=8,
+        triton_attention_split_tile_size=None,
+    )
+    vars(server_args).update(arguments)
+    text = SimpleNamespace(num_attention_heads=16, kv_lora_rank=latent)
+    model = SimpleNamespace(hf_text_config=text, context_len=32_768, v_head_dim=64)
+    use = gpu_use(server_args, model, None, decode_rows=1024, processors=132)
+    assert (use.attention_row_bytes, use.decode_rows, use.graph_rows) == (row_bytes, 1024, 160)
+    assert (use.shares_gpu, use.exchanges) == (False, False)
+    decode.backend = "disabled"
+    assert gpu_use(server_args, model, None, decode_rows=1024, processors=132).graph_rows == 0
+
+
+def test_a_gpu_is_read_as_torch_tells_it(monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=132)
+    answers = {"mem_get_info": (7, 9), "memory_reserved": 3, "get_device_properties": properties}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    assert read_gpu() == GpuReading(free=7, held=3, processors=132)
