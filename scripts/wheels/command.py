@@ -14,6 +14,7 @@ from wheels.house import House
 from wheels.instructions import INSTALL, VERSIONS, write_instructions, write_versions
 from wheels.inventory import canonical, read_inventory
 from wheels.own_wheels import build_kernels, build_package
+from wheels.parts import MIB, parse_size, split_into_parts
 from wheels.pip_runs import Pip
 from wheels.resolution import Conflict, ResolvedWheel, Resolver
 from wheels.target import OLDEST_GLIBC, Target
@@ -23,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PINS = ROOT / "scripts" / "requirements-cpu.txt"
 # Compiles the kernels on the target; torch requires it below 82, which the stand-in for a target's torch does not say.
 BUILD_TOOL = "setuptools>=77,<82"
+# What --parts leaves of sglang-kernel: Hopper's kernels without FlashAttention 3.
+SMALLEST = Trim(capability=(9, 0), without=("flash_ops",))
 # Smaller wheels are counted together.
 LISTED_BYTES = 1_000_000
 
@@ -37,6 +40,8 @@ examples:
   scripts/wheelhouse wheels --cuda --python 3.12 --have have.txt --compute-capability 9.0 --without flash_ops
       the same without what the machine has (python -m pip freeze --all > have.txt, there) and what an H100 or H200
       never loads
+  scripts/wheelhouse wheels --cuda --python 3.12 --have have.txt --parts 38M
+      that in folders of at most 38 MiB each, for a machine that takes no more at a time
 
 --have: what is listed is not brought, nor what only it requires, and versions are held to it. Where a package that is
 brought needs another version, this one wins, is listed and replaces the target's. torch, triton and nvidia-* are the
@@ -46,6 +51,10 @@ of FILE to have the wheelhouse bring that package.
 --compute-capability: takes the kernels for other GPUs out of sglang-kernel's wheel, whose version becomes for instance
 0.4.5+sm90, which satisfies SGLang's ==0.4.5. Without flash_ops there is no attention backend fa3: give SGLang
 --attention-backend triton.
+
+--parts: DIR gets folders part-1, part-2, ... beside the wheels, each with its INSTALL.txt. Their wheels keep their
+versions and lack what sgl_batch never loads: xgrammar's static library, sglang.multimodal_gen, and all of flashinfer
+but its Python. sglang-kernel is trimmed for --compute-capability 9.0 --without flash_ops, unless these say otherwise.
 
 pip finds packages as always (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf). For --cpu let one of these
 name a place that has a CPU build of torch; elsewhere torch may bring CUDA libraries, some gigabytes of them.
@@ -73,7 +82,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--without", action="append", default=[], choices=sorted(OPTIONAL_LIBRARIES), help="a library of sglang-kernel"
     )
+    parser.add_argument("--parts", metavar="SIZE", help="put trimmed wheels into folders of at most SIZE, such as 38M")
     return parser.parse_args(argv)
+
+
+def wanted_parts(arguments: argparse.Namespace) -> int | None:
+    """How many bytes a part may have, where there are to be parts. Raises WheelhouseError."""
+    if arguments.parts is None:
+        return None
+    if arguments.cuda and arguments.have is None:
+        raise WheelhouseError(
+            "--parts with --cuda needs --have: torch's CUDA libraries are hundreds of megabytes each, which the target "
+            "has to have already."
+        )
+    return parse_size(arguments.parts)
 
 
 def two_numbers(option: str, text: str) -> tuple[int, int]:
@@ -89,7 +111,7 @@ def wanted_trim(arguments: argparse.Namespace) -> Trim | None:
     if arguments.compute_capability is None:
         if arguments.without:
             raise WheelhouseError("--without needs --compute-capability: a trimmed wheel is named by its GPU.")
-        return None
+        return SMALLEST if arguments.parts and arguments.cuda else None
     if arguments.cpu:
         raise WheelhouseError("--compute-capability goes with --cuda: a machine without a GPU gets no sglang-kernel.")
     capability = two_numbers("--compute-capability", arguments.compute_capability)
@@ -103,6 +125,7 @@ class Wheelhouse:
         self.cuda: bool = arguments.cuda
         self.target = Target(python=arguments.python, glibc=two_numbers("--glibc", arguments.glibc))
         self.trim = wanted_trim(arguments)
+        self.part_bytes = wanted_parts(arguments)
         self.present = read_inventory(arguments.have) if arguments.have else {}
         self.house = House(arguments.directory)
         self.path = self.house.path.resolve()
@@ -117,6 +140,8 @@ class Wheelhouse:
             wheels, conflicts = self._resolve(pip, package)
             self.house.fetch(pip, wheels, self.target, self.trim, print)
         names = [wheel.filename for wheel in wheels]
+        if self.trim is SMALLEST and not any(wheel.name == PACKAGE for wheel in wheels):
+            self.trim = None  # nobody has asked for it
         if self.trim is not None:
             print(f"trimming {PACKAGE}")
             trimmed = self.house.trim(wheels, self.trim)
@@ -130,7 +155,11 @@ class Wheelhouse:
         if source is None:
             names.append(kernels.name)
         self._write(names, source)
+        parts = [] if self.part_bytes is None else split_into_parts(self.path, names, source, self.part_bytes)
         self._report(names, conflicts, source, reason)
+        for part in parts:
+            num_bytes = sum(file.stat().st_size for file in part.iterdir())
+            print(f"{part.name}: {num_bytes / MIB:.1f} MiB in {len(list(part.iterdir())) - 1} files")
 
     def _resolve(self, pip: Pip, package: Path) -> tuple[list[ResolvedWheel], list[Conflict]]:
         """The wheels that the target needs besides ours, from the record where nothing has changed."""

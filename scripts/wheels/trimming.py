@@ -1,4 +1,6 @@
-"""Owns how sglang-kernel's wheel loses the libraries that one GPU never loads; decides nothing about other wheels.
+"""Owns how a wheel loses files and stays one, and which libraries of sglang-kernel's one GPU never loads.
+
+What other wheels lose is decided in wheels/parts.
 
 The wheel has one folder of kernels for Hopper (sgl_kernel/sm90) and one for all others (sgl_kernel/sm100), between
 which its loader chooses at import; every other library is for all architectures.
@@ -12,6 +14,8 @@ import hashlib
 import io
 import re
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,21 +65,51 @@ def trim_wheel(path: Path, trim: Trim) -> Path:
 
     Raises WheelhouseError where the wheel is damaged, or not laid out as this trimming knows it.
     """
-    name, version = path.name.split("-")[:2]
-    old_info, new_info = f"{name}-{version}.dist-info", f"{name}-{trim.trimmed_version(version)}.dist-info"
+    version = path.name.split("-")[1]
     goal = path.with_name(trim.trimmed_name(path.name))
+    with opened(path) as source:
+        _check_layout(path, source, trim)
+    return rewrite_wheel(path, goal, trim.drops, NewVersion(old=version, new=trim.trimmed_version(version)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewVersion:
+    """A wheel's own version, and the one that it is to have."""
+
+    old: str
+    new: str
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The wheel, to read. Raises WheelhouseError where it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as source:
+            yield source
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise WheelhouseError(f"{path.name} is no whole wheel ({error}). Remove it and run this again.") from error
+
+
+def rewrite_wheel(path: Path, goal: Path, drops: Callable[[str], bool], version: NewVersion | None = None) -> Path:
+    """Write a wheel to `goal` without the files that `drops` names, with a RECORD of what is left; returns `goal`.
+
+    `version`: where it is to have another one. Raises WheelhouseError where the wheel is damaged.
+    """
+    name, own = path.name.split("-")[:2]
+    old_info = f"{name}-{own}.dist-info"
+    new_info = old_info if version is None else f"{name}-{version.new}.dist-info"
     partial = goal.with_name(goal.name + ".partial")
     try:
-        with zipfile.ZipFile(path) as source, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as sink:
-            _check_layout(path, source, trim)
+        with opened(path) as source, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as sink:
             hashes = _recorded_hashes(source, old_info)
             record = []
             for member in source.infolist():
-                if member.is_dir() or trim.drops(member.filename) or member.filename == f"{old_info}/RECORD":
+                if member.is_dir() or drops(member.filename) or member.filename == f"{old_info}/RECORD":
                     continue
                 renamed = member.filename.replace(f"{old_info}/", f"{new_info}/", 1)
-                digest, num_bytes = _copy(source, member, sink, renamed, trim, version)
-                if hashes.get(member.filename) != digest and member.filename != f"{old_info}/METADATA":
+                changed = version if member.filename == f"{old_info}/METADATA" else None
+                digest, num_bytes = _copy(source, member, sink, renamed, changed)
+                if hashes.get(member.filename) != digest and changed is None:
                     raise WheelhouseError(
                         f"{path.name}: the hash of {member.filename} is not the one in its RECORD. "
                         "The download is damaged: remove the file and run this again."
@@ -83,8 +117,6 @@ def trim_wheel(path: Path, trim: Trim) -> Path:
                 record.append((renamed, digest, str(num_bytes)))
             _write_record(sink, f"{new_info}/RECORD", record)
         partial.replace(goal)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise WheelhouseError(f"{path.name} is no whole wheel ({error}). Remove it and run this again.") from error
     finally:
         partial.unlink(missing_ok=True)
     return goal
@@ -110,17 +142,16 @@ def _recorded_hashes(source: zipfile.ZipFile, info: str) -> dict[str, str]:
 
 
 def _copy(
-    source: zipfile.ZipFile, member: zipfile.ZipInfo, sink: zipfile.ZipFile, renamed: str, trim: Trim, version: str
+    source: zipfile.ZipFile, member: zipfile.ZipInfo, sink: zipfile.ZipFile, renamed: str, version: NewVersion | None
 ) -> tuple[str, int]:
-    """Copy one file, with the new version where it is the wheel's METADATA; its hash and size."""
+    """Copy one file, METADATA with another version where there is one; its hash and size."""
     entry = zipfile.ZipInfo(renamed, member.date_time)
     entry.external_attr, entry.compress_type = member.external_attr, zipfile.ZIP_DEFLATED
     digest, num_bytes = hashlib.sha256(), 0
-    is_metadata = renamed.endswith(".dist-info/METADATA")
     with source.open(member) as content, sink.open(entry, "w", force_zip64=member.file_size >= 1 << 31) as copy:
-        while chunk := content.read(-1 if is_metadata else _CHUNK_BYTES):
-            if is_metadata:
-                chunk = _with_version(chunk, version, trim.trimmed_version(version))
+        while chunk := content.read(_CHUNK_BYTES if version is None else -1):
+            if version is not None:
+                chunk = _with_version(chunk, version.old, version.new)
             digest.update(chunk)
             num_bytes += len(chunk)
             copy.write(chunk)

@@ -24,6 +24,8 @@ TARGET = Target(python="3.12", glibc=(2, 39))
         (["--cuda", "--compute-capability", "hopper"], "is 'hopper'; give two numbers"),
         (["--cuda", "--glibc", "2.31"], "need glibc 2.34 or newer"),
         (["--cuda", "--have", "none.txt"], "none.txt cannot be read"),
+        (["--cuda", "--parts", "38M"], "--parts with --cuda needs --have"),
+        (["--cpu", "--parts", "small"], "--parts is 'small'; give a number with K, M or G"),
     ],
 )
 def test_options_that_cannot_be_met_are_refused_before_anything_is_written(
