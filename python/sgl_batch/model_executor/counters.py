@@ -133,8 +133,8 @@ class Counters:
 
     @contextmanager
     def uncounted(self, names: Collection[str] = ()) -> Iterator[None]:
-        """Inside, only these counts change, and all time counts to `other`."""
-        counts, per_expert, part_s = dict(self.counts), self.tokens_per_expert, self.clock.read()
+        """Inside, only these counts change, and the host's time counts to `other`."""
+        counts, per_expert, part_s = dict(self.counts), self.tokens_per_expert, dict(self.clock.part_s)
         self.tokens_per_expert = None
         try:
             yield
@@ -143,8 +143,8 @@ class Counters:
             self.counts.clear()
             self.counts.update({**counts, **kept})
             self.tokens_per_expert = per_expert
-            for part, seconds in self.clock.read().items():
-                self.clock.shift(seconds - part_s[part], source=part, target="other")
+            for part in PARTS[:-1]:
+                self.clock.shift(self.clock.part_s[part] - part_s[part], source=part, target="other")
 
     def as_dict(self) -> dict[str, object]:
         per_expert = self.tokens_per_expert

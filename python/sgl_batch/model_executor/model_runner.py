@@ -84,7 +84,6 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._pass_memory: PassMemory | None = None
         self._beside: ForwardBatch | None = None
         self._decode_mode = DEFAULT
-        self._graphed: GraphedLoop | None = None
         self._logits_beside: LogitsOutput | None = None
         super().__init__(*args, **kwargs)
 
@@ -235,6 +234,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             graphed=self._graphed_loop(),
             on_yield=self._yield_callback(),
         )
+        self._graphed = self.layer_runner.graphed
 
     def _yield_callback(self) -> YieldCallback | None:
         """What the user has called at yield points, if anything. Raises ConfigError."""
@@ -414,7 +414,6 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """From now on decode groups are computed in this mode (core/decode_choice)."""
         self._decode_mode = mode
         if self.layer_runner is not None:
-            self._graphed = self._graphed or self.layer_runner.graphed
             self.layer_runner.graphed = None if mode == EAGER else self._graphed
 
     def _sglang_computes(self, forward_batch: ForwardBatch) -> bool:

@@ -34,7 +34,7 @@ def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_siz
 @pytest.mark.parametrize(("is_decode", "served"), [(True, True), (True, False), (False, True), (False, False)])
 def test_a_mode_decides_for_decode_groups_alone(is_decode, served):
     loop = object()
-    runner = SimpleNamespace(layer_runner=SimpleNamespace(graphed=loop), _graphed=None, graph_serves=lambda _: served)
+    runner = SimpleNamespace(layer_runner=SimpleNamespace(graphed=loop), _graphed=loop, graph_serves=lambda _: served)
     group, found = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: is_decode)), {}
     for mode in (*MODES, DEFAULT):
         BatchModelRunner.compute_decode_by(runner, mode)
