@@ -43,6 +43,10 @@ class Failed:
 Outcome = Measured | Failed
 
 
+class TimeUp(Exception):  # noqa: N818 (a name that says what has happened)
+    """The budget of time ended while a mode was measured."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeChoice:
     """The mode that computes decode groups, and why, in a sentence. `seconds`: of a step of each measured mode."""
@@ -83,11 +87,6 @@ def refusal(mode: str, forms: DecodeForms) -> str | None:
     if mode in (COROUTINE, EAGER) and not forms.has_adapter:
         return "this model has no family adapter"
     return None
-
-
-def has_time(elapsed_s: float, took_s: Sequence[float], budget_s: float) -> bool:
-    """Whether one more measurement ends within the budget, if it takes as long as the longest so far."""
-    return elapsed_s + max(took_s, default=0.0) <= budget_s
 
 
 def choose(modes: Sequence[str], outcomes: Mapping[str, Outcome], *, deterministic: bool = False) -> DecodeChoice:

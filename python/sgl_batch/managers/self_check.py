@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sgl_batch.core.decode_choice import DecodeChoice, Failed, Measured, Outcome, choose, has_time
+from sgl_batch.core.decode_choice import DecodeChoice, Failed, Measured, Outcome, TimeUp, choose
 from sgl_batch.managers.choice_cache import ChoiceCache, ChoiceKey
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ _ROUNDS = 3
 class Steps(Protocol):
     """Decode steps of a loaded engine that may be run in any mode, before it has any sequence."""
 
-    def run_steps(self, mode: str) -> Measured:
-        """Run the same few steps in this mode. May raise anything that the mode's code raises."""
+    def run_steps(self, mode: str, time_is_up: Callable[[], bool]) -> Measured:
+        """Run the same few steps in this mode. Raises TimeUp between two steps, and what the mode's code raises."""
         ...
 
 
@@ -35,17 +35,21 @@ def settle(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> DecodeChoice:
-    """Measure all modes, in rounds, so that what disturbs one disturbs all; each counts by its fastest round."""
+    """Measure all modes, in rounds, so that what disturbs one disturbs all; each counts by its fastest round.
+
+    A mode whose first round has not ended when `budget_s` are over is not measured.
+    """
     if deterministic or len(modes) == 1:
         return choose(modes, {}, deterministic=deterministic)
-    begun, outcomes, took = clock(), dict[str, Outcome](), dict[str, float]()
-    for _ in range(_ROUNDS):
-        for mode in modes:
-            before = clock()
-            if isinstance(outcomes.get(mode), Failed) or not has_time(before - begun, list(took.values()), budget_s):
-                continue
-            outcomes[mode] = _merged(outcomes.get(mode), _run(steps, mode))
-            took[mode] = clock() - before
+    end_s, outcomes = clock() + budget_s, dict[str, Outcome]()
+    try:
+        for _ in range(_ROUNDS):
+            for mode in modes:
+                if not isinstance(outcomes.get(mode), Failed):
+                    now = _run(steps, mode, lambda: clock() >= end_s)
+                    outcomes[mode] = _merged(outcomes.get(mode), now)
+    except TimeUp:
+        logger.debug("the self-check of decode took all of its %g s", budget_s)
     return choose(modes, outcomes)
 
 
@@ -62,9 +66,11 @@ def settle_once(
     return choice
 
 
-def _run(steps: Steps, mode: str) -> Outcome:
+def _run(steps: Steps, mode: str, time_is_up: Callable[[], bool]) -> Outcome:
     try:
-        return steps.run_steps(mode)
+        return steps.run_steps(mode, time_is_up)
+    except TimeUp:
+        raise
     except Exception as error:
         logger.debug("decode steps failed in the mode %s", mode, exc_info=True)
         why = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['without a word'])[0]}"

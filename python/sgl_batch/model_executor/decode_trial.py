@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from sgl_batch.core.decode_choice import DEFAULT, Measured
+from sgl_batch.core.decode_choice import DEFAULT, Measured, TimeUp
 from sgl_batch.sglang_adapter.trial_batches import trial_decode_batch
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
 
@@ -88,13 +88,13 @@ class DecodeTrial:
         """Whether the default mode leaves the largest group to a CUDA graph of SGLang's."""
         return self._runner.graph_serves(self._batch(self._sizes[0], 0))
 
-    def run_steps(self, mode: str) -> Measured:
-        """Run the steps in this mode; afterwards the runner is in its default mode."""
+    def run_steps(self, mode: str, time_is_up: Callable[[], bool]) -> Measured:
+        """Run the steps in this mode; afterwards the runner is in its default mode. Raises TimeUp between two steps."""
         runs: list[_Run] = []
         with torch.no_grad(), self._slots_laid():
             self._runner.compute_decode_by(mode)
             try:
-                runs += [self._run(size) for size in self._sizes]
+                runs += [self._run(size, time_is_up) for size in self._sizes]
             finally:
                 self._runner.compute_decode_by(DEFAULT)
         return Measured(
@@ -103,13 +103,15 @@ class DecodeTrial:
             margins=tuple(margin for run in runs for margin in run.margins),
         )
 
-    def _run(self, size: int) -> _Run:
+    def _run(self, size: int, time_is_up: Callable[[], bool]) -> _Run:
         took: list[float] = []
         tokens: list[int] = []
         margins: list[float] = []
         for step in range(self._num_steps):
             if step >= _COMPARED.stop and sum(took[_FIRST_TIMED:]) > _MOST_S:
                 break
+            if time_is_up():
+                raise TimeUp
             batch = self._batch(size, step)
             self._finish()
             begun = time.perf_counter()

@@ -15,7 +15,6 @@ from sgl_batch.core.decode_choice import (
     Measured,
     candidates,
     choose,
-    has_time,
     refusal,
 )
 
@@ -86,12 +85,6 @@ def test_the_deterministic_mode_never_switches():
     outcomes = {COROUTINE: measured(10), SGLANG: measured(1)}
     assert choose((COROUTINE, SGLANG), outcomes).mode == SGLANG
     assert choose((COROUTINE, SGLANG), outcomes, deterministic=True).mode == COROUTINE
-
-
-def test_a_measurement_begins_only_if_it_is_likely_to_end_within_the_budget():
-    assert has_time(0.0, [], 20.0)
-    assert has_time(12.0, [2.0, 8.0], 20.0)
-    assert not has_time(12.1, [2.0, 8.0], 20.0)
 
 
 def test_candidates_compute_the_largest_group_each_in_another_way():

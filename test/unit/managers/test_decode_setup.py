@@ -67,7 +67,7 @@ def measured(monkeypatch):
         def graph_serves(self):
             return False
 
-        def run_steps(self, mode):
+        def run_steps(self, mode, _):
             modes.append(mode)
             return Measured(seconds=(1.0 if mode == SGLANG else 2.0,) * 2, tokens=(1,))
 

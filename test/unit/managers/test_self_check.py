@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from sgl_batch.core.decode_choice import COROUTINE, SGLANG, DecodeChoice, Measured
+from sgl_batch.core.decode_choice import COROUTINE, SGLANG, DecodeChoice, Measured, TimeUp
 from sgl_batch.managers.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
 from sgl_batch.managers.self_check import settle, settle_once
 
@@ -24,9 +24,12 @@ class ScriptedSteps:
         self.now, self.takes_s, self.ran = 0.0, takes_s, []
         self._seconds = {name: iter(values) for name, values in seconds.items()}
 
-    def run_steps(self, mode):
+    def run_steps(self, mode, time_is_up):
         self.ran.append(mode)
-        self.now += self.takes_s
+        for _ in range(4):
+            if time_is_up():
+                raise TimeUp
+            self.now += self.takes_s / 4
         found = next(self._seconds[mode])
         if isinstance(found, Exception):
             raise found
@@ -48,12 +51,15 @@ def test_modes_are_measured_in_rounds_and_count_by_their_fastest():
     assert (choice.mode, choice.seconds) == (SGLANG, {COROUTINE: (2.0,), SGLANG: (1.9,)})
 
 
-def test_no_measurement_goes_beyond_the_budget():
+def test_no_measurement_goes_on_when_the_time_is_up():
     steps = ScriptedSteps(takes_s=8.0, coroutine=[3.0] * 3, sglang=[1.0] * 3)
     assert steps.settle(budget_s=20.0).mode == SGLANG
-    assert (steps.ran, steps.now) == ([COROUTINE, SGLANG], 16.0)
-    slow = ScriptedSteps(takes_s=11.0, coroutine=[3.0], sglang=[])
+    assert (steps.ran, steps.now) == ([COROUTINE, SGLANG, COROUTINE], 20.0)
+    slow = ScriptedSteps(takes_s=16.0, coroutine=[3.0], sglang=[])
     assert slow.settle(budget_s=20.0).why.endswith("sglang was not measured: the time was up")
+    slower = ScriptedSteps(takes_s=80.0)
+    assert slower.settle(budget_s=20.0).why == "coroutine: nothing could be measured (the time was up)"
+    assert slower.now == 20.0
 
 
 def test_a_mode_that_raises_has_failed_with_one_line_and_is_not_tried_again(caplog):

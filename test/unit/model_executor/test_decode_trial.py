@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_batch.core.decode_choice import DEFAULT, SGLANG
+from sgl_batch.core.decode_choice import DEFAULT, SGLANG, TimeUp
 from sgl_batch.core.graph_capture import MEETINGS
 from sgl_batch.model_executor.decode_trial import DecodeTrial
 
@@ -44,6 +44,10 @@ class Runner:
         return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits))
 
 
+def never():
+    return False
+
+
 def trial(runner, sizes=(8, 2)):
     return DecodeTrial(runner, sizes, page_size=PAGE, vocabulary=VOCABULARY)
 
@@ -52,7 +56,7 @@ def test_steps_are_the_same_in_each_mode_and_leave_nothing():
     runner = Runner()
     steps = trial(runner)
     assert steps.graph_serves()
-    first, second = steps.run_steps(DEFAULT), steps.run_steps(SGLANG)
+    first, second = steps.run_steps(DEFAULT, never), steps.run_steps(SGLANG, never)
     assert (first.tokens, first.margins) == (second.tokens, second.margins)
     assert len(first.seconds) == 2
     assert len(first.tokens) == 4 * (8 + 2)
@@ -68,7 +72,7 @@ def test_steps_are_the_same_in_each_mode_and_leave_nothing():
 
 def test_each_sequence_has_pages_of_its_own_in_the_pool():
     runner = Runner()
-    trial(runner).run_steps(DEFAULT)
+    trial(runner).run_steps(DEFAULT, never)
     pages: dict[int, set[int]] = {}
     for _, batch in runner.passes:
         for row, slot in zip(batch.req_pool_indices.tolist(), batch.out_cache_loc.tolist(), strict=True):
@@ -83,12 +87,20 @@ def test_each_sequence_has_pages_of_its_own_in_the_pool():
 def test_groups_are_no_larger_than_the_pool_and_the_table(pages, sizes):
     steps = trial(Runner(pages=pages), (20, 4))
     assert steps.sizes == sizes
-    assert not sizes or len(steps.run_steps(DEFAULT).seconds) == len(sizes)
+    assert not sizes or len(steps.run_steps(DEFAULT, never).seconds) == len(sizes)
 
 
 def test_a_mode_that_fails_leaves_the_runner_in_its_default():
     runner = Runner(fails_in=SGLANG)
     with pytest.raises(RuntimeError, match="no kernel"):
-        trial(runner).run_steps(SGLANG)
+        trial(runner).run_steps(SGLANG, never)
     assert runner.mode == DEFAULT
+    assert (runner.req_to_token_pool.req_to_token == 7).all()
+
+
+def test_steps_end_between_two_when_the_time_is_up():
+    runner, asked = Runner(), iter([False, False, False, True])
+    with pytest.raises(TimeUp):
+        trial(runner).run_steps(SGLANG, lambda: next(asked))
+    assert (runner.mode, len(runner.passes)) == (DEFAULT, 3)
     assert (runner.req_to_token_pool.req_to_token == 7).all()
