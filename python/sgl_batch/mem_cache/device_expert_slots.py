@@ -7,7 +7,7 @@ on a CPU, with copies that are made as soon and as late as the stream allows.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,15 +84,17 @@ class DeviceExpertSlots:
             pinned.append(memory)
 
     def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None:
-        """Have experts of a layer copied into free slots, of which there are enough."""
+        """Have experts of a layer copied into free slots, of which there are enough; neighbours by one copy."""
         if not experts:
             return
         # A slot may still be read by what computes now.
         self._stream.begin()
-        slots = self.table.take(layer, experts)
-        for expert, slot in zip(experts, slots, strict=True):
-            self._stream.copy(self.tensors.w13[slot], self._host.w13[layer, expert])
-            self._stream.copy(self.tensors.w2[slot], self._host.w2[layer, expert])
+        asked = sorted(experts)
+        slots = self.table.take(layer, asked)
+        for expert, slot, count in _runs(asked, slots):
+            source, to = slice(expert, expert + count), slice(slot, slot + count)
+            self._stream.copy(self.tensors.w13[to], self._host.w13[layer, source])
+            self._stream.copy(self.tensors.w2[to], self._host.w2[layer, source])
         self._marks |= dict.fromkeys(slots, self._stream.mark())
         self._asked += len(experts)
 
@@ -120,6 +122,16 @@ class DeviceExpertSlots:
 
     def close(self) -> None:
         self._close()
+
+
+def _runs(experts: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut experts and their slots where one of them does not go on by one: first expert, first slot, how many."""
+    start = 0
+    for end in range(1, len(experts) + 1):
+        goes_on = end < len(experts) and experts[end] == experts[end - 1] + 1 and slots[end] == slots[end - 1] + 1
+        if not goes_on:
+            yield experts[start], slots[start], end - start
+            start = end
 
 
 def _unpin(stream: PrefetchStream, pinned: list[torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ class ExpertSlotTable:
         return self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)].to(torch.int64)
 
     def take(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Give experts free slots, of which there are enough."""
+        """Give experts free slots, of which there are enough: the first of them, in their order."""
         taken = [self._free.pop() for _ in experts]
         self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)] = torch.tensor(taken, dtype=torch.int32)
         return taken
@@ -40,6 +40,7 @@ class ExpertSlotTable:
         """Take their slots from experts; returns these, which are free now."""
         slots: list[int] = self.slots(layer, experts).tolist()
         self._free.extend(slots)
+        self._free.sort(reverse=True)
         self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)] = _NOWHERE
         return slots
 

@@ -24,6 +24,7 @@ from sgl_batch.layers.packed_weights import packed_experts
 from sgl_batch.mem_cache.expert_slot_table import ExpertSlotTable
 from sgl_batch.mem_cache.expert_slots import ExpertSlots, LoadTotals, SlotTensors
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.sglang_adapter.uploads import upload_copy
 
 _POPULARITY_DECAY = 0.9  # of one visit of a layer to the next
 
@@ -90,7 +91,7 @@ def plain_compute(runner: ExpertRunner, slots: Slots) -> Compute:
     def compute(
         layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        slot_of_E = slots.table.slot_of[layer].to(ids_TK.device, dtype=ids_TK.dtype)
+        slot_of_E = upload_copy(slots.table.slot_of[layer], ids_TK.device).to(ids_TK.dtype)
         chosen_TK = torch.where(ids_TK < 0, ids_TK, slot_of_E[ids_TK.clamp(min=0)])
         tensors = slots.tensors
         out_TM, rows_S = runner(x_TM, tensors.w13, tensors.w2, weights_TK, chosen_TK, f32_output=f32_output)
@@ -203,9 +204,10 @@ class WeightStreamer(Generic[S_co]):
         num_rows, top_k = ids_TK.shape
         if not self._asks_device and read_ahead_pays(num_rows, top_k=top_k, experts=self._num_experts):
             return list(range(self._num_experts))
-        rows = torch.bincount(ids_TK.flatten() + 1, minlength=self._num_experts + 1)
-        routed: list[int] = rows[1:].nonzero().flatten().tolist()
-        return routed
+        asked = torch.zeros(self._num_experts + 1, dtype=torch.bool, device=ids_TK.device)
+        asked.scatter_(0, ids_TK.flatten().long() + 1, True)
+        # A host that is to fetch them has to know which: it waits for the device here.
+        return [expert for expert, is_asked in enumerate(asked[1:].tolist()) if is_asked]
 
     def _enter(self, layer: _Layer) -> None:
         """A layer keeps what it was given until another one computes: a long group comes in several calls."""

@@ -12,5 +12,14 @@ def upload(numbers: Sequence[int], dtype: torch.dtype, device: str | torch.devic
 
     A copy from memory that is not pinned waits for all work that the device has been given.
     """
-    on_gpu = torch.device(device).type == "cuda"
-    return torch.tensor(numbers, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=_is_gpu(device)).to(device, non_blocking=True)
+
+
+def upload_copy(host: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """A host tensor as it is now, on the device; the host may change its own at once."""
+    staged = torch.empty(host.shape, dtype=host.dtype, pin_memory=_is_gpu(device)).copy_(host)
+    return staged.to(device, non_blocking=True)
+
+
+def _is_gpu(device: str | torch.device) -> bool:
+    return torch.device(device).type == "cuda"

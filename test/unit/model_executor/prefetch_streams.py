@@ -6,11 +6,14 @@ import torch
 
 
 class Stream:
-    """Counts what is pinned. `late`: copies are made when the computing stream is held for them, and no sooner."""
+    """Counts what is pinned, and copies.
+
+    `late`: copies are made when the computing stream is held for them, and no sooner.
+    """
 
     def __init__(self, *, late: bool) -> None:
         self._late, self._waiting = late, list[tuple[torch.Tensor, torch.Tensor]]()
-        self._made = 0
+        self._made = self.num_copies = 0
         self.pinned: set[int] = set()
         self.begun = False
 
@@ -25,6 +28,9 @@ class Stream:
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert self.begun, "a copy that waits for nothing may write to what is read"
+        assert to.is_contiguous(), "one copy, not one for each row"
+        assert source.is_contiguous(), "one copy, not one for each row"
+        self.num_copies += 1
         self._waiting.append((to, source))
         if not self._late:
             self._make(len(self._waiting))

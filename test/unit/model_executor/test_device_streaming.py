@@ -10,6 +10,7 @@ import torch
 from prefetch_streams import Stream
 from safetensors.torch import save_file
 
+from host_syncs import HostSyncs
 from sgl_batch.config import MemoryConfig
 from sgl_batch.core.weight_residency import plan_residency
 from sgl_batch.errors import ConfigError
@@ -34,7 +35,7 @@ MEMORY = (EXPERTS, EXPERTS + 3, 2 * EXPERTS, 2 * EXPERTS + 4 * (LAYERS - 2), ALL
 class Model:
     """Layers of experts in host memory, with a device's memory for `slots` of them."""
 
-    def __init__(self, slots: int, *, late: bool) -> None:
+    def __init__(self, slots: int, *, late: bool, runner: Any = combined_experts) -> None:
         self.dice = torch.Generator().manual_seed(slots)
         self.host = HostExperts(
             w13=torch.randn(LAYERS, EXPERTS, 2 * INTER, HIDDEN, generator=self.dice),
@@ -52,10 +53,15 @@ class Model:
             self.slots,
             plan_residency(slots, layers=LAYERS, experts=EXPERTS),
             self._keys,
-            compute=plain_compute(combined_experts, self.slots),
+            compute=plain_compute(runner, self.slots),
             counters=self.counters,
             asks_device=False,
         )
+
+    def compute(self, layer: int, ids: torch.Tensor) -> None:
+        """One expert call of rows that chose `ids`."""
+        x, weights = ids.new_ones((len(ids), HIDDEN)).float(), ids.float()
+        self._streamer.experts(x, self._keys[layer], x, weights, ids)
 
     def visit(self, layer: int, rows: int) -> None:
         """One expert call, and that of resident weights."""
@@ -96,6 +102,40 @@ def test_a_large_group_asks_the_device_nothing_and_a_small_one_fetches_what_it_n
     for layer in range(LAYERS):
         model.visit(layer, 1)
     assert model.counters.counts["weights_read"] - before <= EXPERTS + LAYERS * TOP_K, "a layer was under way"
+
+
+def test_neighbouring_experts_come_by_one_copy_to_neighbouring_slots() -> None:
+    slots = Model(ALL, late=False).slots
+    stream: Any = slots._stream
+    slots.ask(0, list(reversed(range(EXPERTS))), urgent=True)
+    assert stream.num_copies == 2, "of gate and up together, and of down"
+    slots.free(0, [3, 4, 7])
+    slots.ask(1, [9, 5, 1, 2, 6], urgent=False)
+    copied = 2 * len([[1, 2], [5], [6], [9]])
+    assert slots.table.slots(1, [1, 2, 5, 6, 9]).tolist() == [3, 4, 7, EXPERTS, EXPERTS + 1]
+    assert stream.num_copies == 2 + copied
+    slots.ask(2, range(EXPERTS), urgent=False)
+    assert stream.num_copies == 2 + copied + 2
+    for layer, experts in ((0, [0, 1, 2, 5, 6, 8, 9, 10, 11]), (1, [1, 2, 5, 6, 9]), (2, range(EXPERTS))):
+        for expert, slot in zip(experts, slots.table.slots(layer, experts).tolist(), strict=True):
+            assert torch.equal(slots.tensors.w13[slot], slots._host.w13[layer, expert])
+            assert torch.equal(slots.tensors.w2[slot], slots._host.w2[layer, expert])
+
+
+def test_the_host_waits_for_the_choices_of_a_small_group_alone() -> None:
+    def runner(x: torch.Tensor, w13: torch.Tensor, *others: Any, f32_output: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, torch.zeros(len(w13), device=x.device)
+
+    groups = [torch.randint(EXPERTS, (rows, TOP_K)) for rows in (MANY, FEW)]
+    with HostSyncs() as syncs:
+        model = Model(2 * EXPERTS, late=True, runner=runner)
+        for layer in range(LAYERS):
+            model.compute(layer, groups[0])
+        assert not syncs.take()
+        for layer in range(LAYERS):
+            model.compute(layer, groups[1])
+        found = syncs.take()
+    assert [(sync.kind, times) for sync, times in found.items()] == [(".tolist", LAYERS)]
 
 
 def test_host_memory_is_pinned_as_long_as_the_slots_are_there() -> None:
