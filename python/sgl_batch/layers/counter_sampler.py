@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from sgl_batch.layers.nucleus import draw, kept, sample_nucleus
+from sgl_batch.sglang_adapter.host_copies import upload
 from sgl_batch.sglang_adapter.layers import TOP_K_ALL, Sampler
 from sgl_batch.sglang_adapter.sampling_rows import RowParameters
-from sgl_batch.sglang_adapter.uploads import upload
 
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit integer (splitmix64)
 _MIX_1 = -4658895280553007687

@@ -30,6 +30,7 @@ from sgl_batch.mem_cache.prefill_staging import PrefillStaging
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.layer_runner import LayerRunner
+from sgl_batch.sglang_adapter.host_copies import upload, upload_copy
 from sgl_batch.sglang_adapter.scheduling import tokens_written
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
@@ -197,7 +198,8 @@ class KVTiers:
     # Decode.
 
     def write_through(self, requests: list[Request]) -> None:
-        """Of requests that have made a step, the pages that it has filled leave for the store."""
+        """Of requests that have made a step, the pages that it has filled leave for the store. It waits for none."""
+        self.stored.send_known()
         full = [request for request in requests if tokens_written(request) % self._page_size == 0]
         if full and not self.stored.exclusive:
             last = [tokens_written(request) - 1 for request in full]
@@ -244,8 +246,9 @@ class KVTiers:
     def _pages_at(self, requests: list[Request], positions: list[int]) -> torch.Tensor:
         """The device page [N] in which each request has the KV of one position."""
         table: torch.Tensor = self._scheduler.req_to_token_pool.req_to_token
-        rows = torch.tensor([request.req_pool_idx for request in requests], device=table.device)
-        return table[rows, torch.tensor(positions, device=table.device)].to(torch.int64) // self._page_size
+        places = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
+        rows, columns = (upload(numbers, torch.int64, table.device) for numbers in (places, positions))
+        return table[rows, columns].to(torch.int64) // self._page_size
 
     def restore(self, request: Request, prompt: Seq[PrefixPage]) -> Returning:
         """Device pages for a request's KV, and the copy to them of what the device has not.
@@ -267,13 +270,13 @@ class KVTiers:
 
     def drop(self, prompt: Seq[PrefixPage]) -> None:
         """Nobody on the device has these pages of prompts any more."""
-        pages = torch.tensor([self._on_device.pop(page) for page in prompt], dtype=torch.int64, device=self._device)
+        pages = upload([self._on_device.pop(page) for page in prompt], torch.int64, self._device)
         self._allocator.free(pages * self._page_size)
 
     def slots_of(self, name: str, pages: torch.Tensor) -> torch.Tensor:
         """The slots [tokens], on the device, of the KV of a sequence that comes back, in its device pages."""
         slots = (pages[:, None] * self._page_size + torch.arange(self._page_size)).flatten()
-        return slots[: self.stored.tokens_of(name)].to(self._device)
+        return upload_copy(slots[: self.stored.tokens_of(name)], self._device)
 
     def close(self) -> None:
         """End the copies and leave the store."""

@@ -16,6 +16,7 @@ import torch
 from sgl_batch.mem_cache.copy_engine import CopyEngine, Ticket
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.sglang_adapter.host_copies import Download
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,8 +40,20 @@ class _Copy:
     owners: list[str]
 
 
+@dataclass(slots=True, kw_only=True)
+class _Unsent:
+    """Pages whose numbers are on their way to the host, which can give the copy engine none before."""
+
+    pages: Download
+    slots: torch.Tensor
+    owners: list[str]
+
+
 class StoredKV:
-    """Slots by sequence. Copies to the store run in the background; `sync` completes those that have ended."""
+    """Slots by sequence. Copies to the store run in the background; `sync` completes those that have ended.
+
+    Until its sequence is suspended or ends, a page that is written through is not given back: its copy may begin late.
+    """
 
     def __init__(
         self,
@@ -59,6 +72,7 @@ class StoredKV:
         self._layers, self._counters = range(layers), counters
         self._records: dict[str, _Record] = {}
         self._copies: list[_Copy] = []
+        self._unsent: list[_Unsent] = []
         self._dying: list[int] = []
         self._new: list[int] = []
         self._replaced: dict[str, int] = {}
@@ -115,12 +129,22 @@ class StoredKV:
         self.adopt(name, torch.tensor(slots, dtype=torch.int64), tokens)
 
     def write_through(self, names: list[str], pages: torch.Tensor) -> None:
-        """Pages that have just become full, one of each sequence, leave for the store."""
+        """Pages [N] on the device that have just become full, one of each sequence, leave for the store.
+
+        Their copy begins with the first call of `send_known` or `sync` that finds their numbers on the host.
+        """
         slots = self.take(len(names))
         for name, slot in zip(names, slots.tolist(), strict=True):
             self._records[name].slots.append(slot)
-        self._send(names, pages, slots)
+        self._unsent.append(_Unsent(pages=Download(pages), slots=slots, owners=names))
         self._counters.add("pages_written_through", len(names))
+        self.send_known()
+
+    def send_known(self, *, wait: bool = False) -> None:
+        """Begin the copies of pages written through whose numbers the host knows by now; of all if `wait`."""
+        while self._unsent and (wait or self._unsent[0].pages.done):
+            unsent = self._unsent.pop(0)
+            self._send(unsent.owners, unsent.pages.wait(), unsent.slots)
 
     # Decode KV that is streamed: whoever runs has all pages in the store, of which the last is written again and again.
 
@@ -217,7 +241,8 @@ class StoredKV:
             self._bury()
 
     def _bury(self) -> None:
-        busy = {slot for copy in self._copies for slot in copy.slots.tolist()} if self._copies else set()
+        written_to = [copy.slots for copy in self._copies] + [unsent.slots for unsent in self._unsent]
+        busy = {slot for slots in written_to for slot in slots.tolist()}
         free = [slot for slot in self._dying if slot not in busy]
         if free:
             self._store.free(free)
@@ -226,6 +251,7 @@ class StoredKV:
     def sync(self, *, wait: bool) -> None:
         """Complete the copies that have ended, of all if `wait`. Raises CopyError where one failed."""
         began = time.perf_counter()
+        self.send_known(wait=wait)
         left = []
         for copy in self._copies:
             if wait or copy.ticket.done:

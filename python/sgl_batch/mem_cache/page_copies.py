@@ -76,7 +76,10 @@ class OneKernel:
         if not len(pages):
             return
         device, geometry = self._addresses.device, self._geometry
-        pairs = torch.stack((pages, slots)).to(device, non_blocking=True)
+        pairs = torch.stack((pages, slots))
+        if device.type == "cuda":
+            pairs = pairs.pin_memory()  # from other memory the host would wait for the stream
+        pairs = pairs.to(device, non_blocking=True)
         num_parts = len(geometry.part_bytes)
         total = len(pages) * len(layers) * num_parts
         self._kernel[(min(total, _PROGRAMS),)](

@@ -24,7 +24,7 @@ from sgl_batch.layers.packed_weights import packed_experts
 from sgl_batch.mem_cache.expert_slot_table import ExpertSlotTable
 from sgl_batch.mem_cache.expert_slots import ExpertSlots, LoadTotals, SlotTensors
 from sgl_batch.model_executor.counters import Counters
-from sgl_batch.sglang_adapter.uploads import upload_copy
+from sgl_batch.sglang_adapter.host_copies import upload_copy
 
 _POPULARITY_DECAY = 0.9  # of one visit of a layer to the next
 

@@ -10,12 +10,12 @@ from typing import Any, TypeGuard
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.expert_choice import add_choices
+from sgl_batch.sglang_adapter.host_copies import upload
 from sgl_batch.sglang_adapter.sampling_rows import keep_rows_on_host
 from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 from sgl_batch.sglang_adapter.types.messages import WeightsUpdate
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
-from sgl_batch.sglang_adapter.uploads import upload
 
 with bootstrap.importing():
     import torch

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from host_syncs import HostSyncs
+from sgl_batch.managers import stored_kv
+from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
 from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
@@ -85,6 +88,73 @@ def test_slots_of_one_that_ends_under_a_copy_are_free_when_the_copy_has_ended(st
     assert store.counts().free == store.num_slots
     stored.forget("a")
     store.audit()
+
+
+class LateDownload:
+    """Numbers of pages that come when the test says so, or when somebody waits for them."""
+
+    come = False
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        self._pages = pages
+
+    @property
+    def done(self) -> bool:
+        return self.come
+
+    def wait(self) -> torch.Tensor:
+        return self._pages
+
+
+@pytest.mark.parametrize("how", ["comes", "is waited for", "ends before"])
+def test_a_page_whose_number_comes_late_reaches_its_slot(how, stored, store, pool, monkeypatch):
+    monkeypatch.setattr(stored_kv, "Download", LateDownload)
+    monkeypatch.setattr(LateDownload, "come", False)
+    stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
+    stored.write_through(["a"], torch.tensor([7]))
+    stored.sync(wait=False)
+    assert stored._engine.counters().tickets == 0, "the host has not waited"
+    assert store.counts().writing == 1
+    if how == "ends before":
+        stored.forget("a")
+        assert store.counts().writing == 1, "a copy to it may begin"
+        stored.sync(wait=True)
+        assert store.counts().free == store.num_slots
+        return
+    if how == "comes":
+        monkeypatch.setattr(LateDownload, "come", True)
+        stored.send_known()
+        assert stored._engine.counters().tickets == 1
+    stored.suspend(["a"], [torch.tensor([7])], [4])
+    before = [pool.page_parts(layer)[0][7].clone() for layer in range(LAYERS)]
+    stored.restore("a", torch.tensor([20])).wait()
+    assert all(torch.equal(pool.page_parts(layer)[0][20], before[layer]) for layer in range(LAYERS))
+
+
+def test_writing_through_makes_the_host_wait_for_nothing(stored, store, monkeypatch):
+    syncs, prepare = HostSyncs(), store.prepare_store
+
+    def prepared(count):
+        slots = prepare(count)
+        syncs.mark(slots, host=True)  # made by the native library
+        return slots
+
+    monkeypatch.setattr(store, "prepare_store", prepared)
+    tiers = KVTiers.__new__(KVTiers)
+    table = torch.arange(5 * 3 * PAGE).view(5, 3 * PAGE)
+    tiers._scheduler = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+    tiers._page_size, tiers.stored = PAGE, stored
+    requests = [
+        SimpleNamespace(rid=name, req_pool_idx=row, origin_input_ids=range(prompt), output_ids=[1, 2])
+        for row, (name, prompt) in enumerate([("a", 3), ("b", 5), ("c", 7)])
+    ]
+    for name in "abc":
+        stored.adopt(name, torch.empty(0, dtype=torch.int64), 0)
+    with syncs:
+        tiers.write_through(requests)
+    assert not syncs.take()
+    assert [len(stored.slots_of(name)) for name in "abc"] == [1, 0, 1], "those whose last page is full"
+    stored.sync(wait=True)
 
 
 def test_slots_that_wait_for_their_copies_are_found_when_all_others_are_taken(stored, store):
