@@ -36,10 +36,10 @@ class DeviceEvent(Protocol):
 class DeviceStreams(Protocol):
     """Two streams beside the one that computes, one for each direction, and memory that they copy from and to."""
 
-    def pin(self, memory: torch.Tensor) -> None:
-        """Make host memory one that the device reads and writes by itself."""
+    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        """Make host memory of whole slots one that the device reads and writes by itself; no copy crosses two."""
 
-    def unpin(self, memory: torch.Tensor) -> None: ...
+    def unpin(self, memory: torch.Tensor, slot_bytes: int) -> None: ...
 
     def follow(self, to_slots: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
         """Copies within wait for these, and for what the computing stream has been given so far."""
@@ -57,11 +57,11 @@ class CudaStreams:
     def __init__(self) -> None:
         self._streams = {to_slots: torch.cuda.Stream() for to_slots in (False, True)}
 
-    def pin(self, memory: torch.Tensor) -> None:
-        pin(memory, "the host KV store (--kv-store-bytes)", "name a smaller store")
+    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        pin(memory, "the host KV store (--kv-store-bytes)", "name a smaller store", unit_bytes=slot_bytes)
 
-    def unpin(self, memory: torch.Tensor) -> None:
-        unpin(memory)
+    def unpin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        unpin(memory, unit_bytes=slot_bytes)
 
     def follow(self, to_slots: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
         stream = self._streams[to_slots]
@@ -120,7 +120,7 @@ class CudaCopyEngines:
         self._store = store
         self._streams = CudaStreams() if streams is None else streams
         self._memory: torch.Tensor | None = store.memory()
-        self._streams.pin(self._memory)
+        self._streams.pin(self._memory, store.geometry.slot_bytes)
 
     def over(self, pool: PagedPool, *, max_tickets: int = MAX_TICKETS) -> CudaCopyEngine:
         """An engine for the pages of a pool."""
@@ -138,7 +138,7 @@ class CudaCopyEngines:
     def close(self) -> None:
         """All engines are closed. A second time nothing happens."""
         if self._memory is not None:
-            self._streams.unpin(self._memory)
+            self._streams.unpin(self._memory, self._store.geometry.slot_bytes)
             self._memory = None
 
 

@@ -48,10 +48,10 @@ class Streams:
     held: list[Event] = field(default_factory=list)
     fault: str | None = None
 
-    def pin(self, memory: torch.Tensor) -> None:
+    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
         self.pinned.append(memory)
 
-    def unpin(self, memory: torch.Tensor) -> None:
+    def unpin(self, memory: torch.Tensor, slot_bytes: int) -> None:
         assert self.pinned.pop() is memory
 
     def follow(self, to_slots: bool, others: Iterable[Any]) -> AbstractContextManager[Any]:
