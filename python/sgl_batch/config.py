@@ -51,7 +51,11 @@ class ForwardConfig:
         8192, "tokens combined for one expert call in prefill; also the size of a prefill group", minimum=1
     )
     b_attn_decode: int = _flag(
-        256, "sequences that go through attention together in decode; fewer where its memory is scarce", minimum=1
+        0,
+        "sequences that go through attention together in decode (0: on one GPU whose decode KV is resident, the whole "
+        "group, since nothing is gained there by cutting what one graph can launch; elsewhere 256); fewer where its "
+        "memory is scarce",
+        minimum=0,
     )
     b_moe_decode: int = _flag(
         256, "sequences combined for one expert call in decode; also the most that run at once", minimum=1

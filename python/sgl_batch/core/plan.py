@@ -52,10 +52,18 @@ class Plan:
         return replace(self.decode, b_moe=self.decode.b_moe + self.mix_prefill)
 
 
-def make_plan(config: BatchConfig, *, page_size: int, max_running: int) -> Plan:
-    """Fit the configured choices to what the engine can hold (`max_running` sequences)."""
+# Sequences of an attention sub-batch where none are asked for and groups are cut.
+_B_ATTN_DECODE = 256
+
+
+def make_plan(config: BatchConfig, *, page_size: int, max_running: int, whole_groups: bool = False) -> Plan:
+    """Fit the configured choices to what the engine can hold (`max_running` sequences).
+
+    `whole_groups`: a decode group goes through attention as one sub-batch unless its limit is given.
+    """
     forward, schedule = config.forward, config.schedule
     b_moe_decode = min(forward.b_moe_decode, max_running)
+    b_attn_decode = forward.b_attn_decode or (b_moe_decode if whole_groups else _B_ATTN_DECODE)
     yield_option = SPLIT if forward.accumulate else FUSED
     ahead = math.ceil(schedule.ready_ahead * b_moe_decode)
     return Plan(
@@ -64,9 +72,7 @@ def make_plan(config: BatchConfig, *, page_size: int, max_running: int) -> Plan:
             b_moe=forward.b_moe_prefill,
             yield_option=yield_option,
         ),
-        decode=PhasePlan(
-            b_attn=min(forward.b_attn_decode, b_moe_decode), b_moe=b_moe_decode, yield_option=yield_option
-        ),
+        decode=PhasePlan(b_attn=min(b_attn_decode, b_moe_decode), b_moe=b_moe_decode, yield_option=yield_option),
         page_size=page_size,
         boundary_tokens=schedule.boundary_tokens,
         refill_watermark=schedule.refill_watermark,

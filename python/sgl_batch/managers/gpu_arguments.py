@@ -138,7 +138,8 @@ def chosen_graph_sizes(given: Mapping[str, object], forward: ForwardConfig) -> C
     said = ("cuda_graph_config", "cuda_graph_max_bs_decode", "cuda_graph_bs_decode")
     if off or given.get("cuda_graph_backend_decode") == _DISABLED or any(given.get(name) is not None for name in said):
         return Choice()
-    return Choice(arguments={"cuda_graph_max_bs_decode": min(forward.b_attn_decode, forward.b_moe_decode)})
+    largest = min(forward.b_attn_decode or forward.b_moe_decode, forward.b_moe_decode)
+    return Choice(arguments={"cuda_graph_max_bs_decode": largest})
 
 
 def _missing(name: str, package: str, remedy: str) -> str:

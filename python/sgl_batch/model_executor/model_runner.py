@@ -369,8 +369,13 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return self.server_args.attention_backend in REENTRANT_BACKENDS
 
     def _fit_plan(self, max_running: int) -> Plan:
+        # Cutting a group pays where sub-batches of it come and go: KV that streams, rows that ranks exchange.
+        resident = self.context.config.memory.decode_kv != "streamed"
         return self.context.in_force.fit(
-            page_size=self.server_args.page_size, max_running=max_running, can_reenter=self._can_reenter
+            page_size=self.server_args.page_size,
+            max_running=max_running,
+            can_reenter=self._can_reenter,
+            whole_groups=self.device != "cpu" and self._place is None and resident,
         )
 
     def compute_beside(self, prompts: ForwardBatch) -> None:

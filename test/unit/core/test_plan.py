@@ -41,6 +41,13 @@ def test_no_limit_of_a_plan_exceeds_what_the_engine_holds(forward, schedule, max
     assert 1 <= plan.prefill.b_attn <= plan.prefill.b_moe == forward.b_moe_prefill
 
 
+@pytest.mark.parametrize(("asked", "whole", "b_attn"), [(0, True, 700), (0, False, 256), (3, True, 3), (3, False, 3)])
+def test_a_decode_group_is_one_sub_batch_by_default_where_nothing_is_gained_by_cutting_it(asked, whole, b_attn):
+    config = BatchConfig(forward=ForwardConfig(b_attn_decode=asked, b_moe_decode=700))
+    assert make_plan(config, page_size=16, max_running=1000, whole_groups=whole).decode.b_attn == b_attn
+    assert make_plan(config, page_size=16, max_running=2, whole_groups=whole).decode.b_attn == 2
+
+
 def test_a_plan_keeps_what_fits():
     config = BatchConfig(
         forward=ForwardConfig(b_attn_prefill=3, b_moe_prefill=7, b_attn_decode=2, b_moe_decode=10),

@@ -35,6 +35,14 @@ def test_a_plan_is_fitted_again_when_more_is_known_of_the_device() -> None:
     assert in_force.plan.decode.b_moe == 20
 
 
+def test_groups_that_are_one_sub_batch_stay_so_when_they_grow() -> None:
+    in_force = PlanInForce(from_mapping({"b_moe_decode": 300}))
+    in_force.fit(page_size=8, max_running=1000, can_reenter=True, whole_groups=True)
+    assert in_force.plan.decode.b_attn == 300
+    change(in_force, b_moe_decode=900)
+    assert in_force.plan.decode.b_attn == 900
+
+
 @pytest.mark.parametrize("can_reenter", [True, False])
 def test_prompts_share_prefixes_where_attention_can_reenter_whatever_is_asked_for(can_reenter: bool) -> None:
     in_force = fitted(can_reenter=can_reenter)

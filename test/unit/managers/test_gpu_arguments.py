@@ -88,6 +88,7 @@ def test_a_cpu_is_told_of_missing_grammars_alone():
     ("given", "sizes", "largest"),
     [
         ({}, {"b_attn_decode": 1024, "b_moe_decode": 1024}, 1024),
+        ({}, {"b_moe_decode": 1024}, 1024),
         ({}, {"b_attn_decode": 256, "b_moe_decode": 1024}, 256),
         ({}, {"b_attn_decode": 256, "b_moe_decode": 32}, 32),
         ({"cuda_graph_max_bs_decode": 8}, {}, None),

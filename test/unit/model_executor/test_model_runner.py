@@ -6,10 +6,32 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_batch.config import BatchConfig
+from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.core.decode_choice import COROUTINE, DEFAULT, EAGER, MODES, SGLANG
 from sgl_batch.core.plan import make_plan
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.model_executor.model_runner import BatchModelRunner
+
+
+@pytest.mark.parametrize(
+    ("device", "of_several", "decode_kv", "b_attn"),
+    [
+        ("cuda", False, "auto", 400),
+        ("cuda", True, "auto", 256),
+        ("cuda", False, "streamed", 256),
+        ("cpu", False, "auto", 256),
+    ],
+)
+def test_a_lone_gpu_with_resident_kv_does_not_cut_its_decode_groups(device, of_several, decode_kv, b_attn):
+    in_force = PlanInForce(from_mapping({"b_moe_decode": 400, "decode_kv": decode_kv}))
+    runner = SimpleNamespace(
+        device=device,
+        _place=object() if of_several else None,
+        _can_reenter=True,
+        server_args=SimpleNamespace(page_size=64),
+        context=SimpleNamespace(in_force=in_force, config=in_force.config),
+    )
+    assert BatchModelRunner._fit_plan(runner, 512).decode.b_attn == b_attn
 
 
 @pytest.mark.parametrize(
