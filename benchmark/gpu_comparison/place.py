@@ -62,8 +62,9 @@ class Place:
         )
 
     def graphs(self, *, on: bool) -> dict[str, Any]:
-        """Arguments of ours with or without CUDA graphs."""
-        return {"decode_graph_memory": _GRAPH_BYTES} if on else {"disable_cuda_graph": True}
+        """Arguments of ours with or without CUDA graphs. The forward pass is said: no self-check changes it."""
+        how = {"decode_graph_memory": _GRAPH_BYTES} if on else {"disable_cuda_graph": True}
+        return {"decode_forward": "default", **how}
 
     def stock(self, name: str, *, role: Role = Role.PEER, gpu_only: bool = False, **more: Any) -> Case:
         return Case(

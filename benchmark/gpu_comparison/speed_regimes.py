@@ -52,6 +52,7 @@ def resident(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) 
     memory: dict[str, Any] = {"mem_fraction_static": 0.88} if place.on_gpu else {}
     most: dict[str, Any] = {"cuda_graph_max_bs_decode": sizes.num_prompts}
     group: dict[str, Any] = {"b_attn_decode": sizes.num_prompts, "b_moe_decode": sizes.num_prompts}
+    chosen: dict[str, Any] = {"overlap": "on", **place.graphs(on=True), "decode_forward": "measure"}
     chunk = 1024 if place.tiny else 16384
     return Regime(
         name="resident",
@@ -59,6 +60,7 @@ def resident(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) 
         shape=shape,
         workload=workload,
         cases=(
+            place.ours("as its self-check chooses", gpu_only=True, **{**memory, **most, **group, **chosen}),
             *place.switched("one sub-batch", **memory, **most, **group),
             place.stock(DEFAULT_STOCK),
             place.stock("graphs for all", gpu_only=True, **memory, **running, **most),
@@ -92,6 +94,8 @@ def _accumulation(
         "b_attn_decode": small,
         "overlap": "off",
         **place.graphs(on=graphs),
+        # Else SGLang's own graphs would serve the groups of one sub-batch alone.
+        "decode_forward": "coroutine",
     }
     group = {**same, "b_moe_decode": sizes.num_prompts}
     return Regime(
@@ -108,7 +112,6 @@ def _accumulation(
         notes=(
             "All are sgl_batch with the same memory for KV, limit of requests, prefill groups, overlap and graphs. "
             "`accumulation off` calls the experts once a sub-batch in both phases; `b_moe = b_attn` runs an eighth of "
-            "the sequences at once and prefills as the plan does"
-            + (", and its groups of one sub-batch may run in SGLang's own graphs." if graphs else "."),
+            "the sequences at once and prefills as the plan does.",
         ),
     )

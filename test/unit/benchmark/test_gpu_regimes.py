@@ -92,12 +92,16 @@ def test_ours_comes_first_and_there_are_peers_to_sweep(name):
 
 @pytest.mark.parametrize("name", ["kv", "tight", "prefill", "resident"])
 def test_ours_has_overlap_and_graphs_on_and_then_each_and_both_off(name):
-    ours = regime(name).of_role(Role.OURS)
+    ours = [case for case in regime(name).of_role(Role.OURS) if case.arguments["decode_forward"] == "default"]
     switched = [(case.arguments["overlap"], "decode_graph_memory" in case.arguments) for case in ours]
     assert switched == [("on", True), ("on", False), ("off", True), ("off", False)]
     assert ["disable_cuda_graph" in case.arguments for case in ours] == [False, True, False, True]
     on_cpu = regime(name, on_gpu=False).of_role(Role.OURS)
-    assert [case.lacking is None for case in on_cpu] == [False, True, False, True]
+    assert [case.lacking is None for case in on_cpu][-4:] == [False, True, False, True]
+
+
+def test_resident_decode_is_compared_as_the_self_check_chooses():
+    assert regime("resident").cases[0].arguments["decode_forward"] == "measure"
 
 
 def test_streamed_experts_are_compared_with_overlap_and_without():
@@ -137,6 +141,7 @@ def test_accumulation_differs_from_its_peers_in_the_group_alone(name):
     assert plan.arguments.keys() == equal.arguments.keys()
     assert equal.arguments["b_moe_decode"] == equal.arguments["b_attn_decode"] == plan.arguments["b_attn_decode"]
     assert {case.engine for case in (plan, shut, equal)} == {OURS}
+    assert {case.arguments["decode_forward"] for case in (plan, shut, equal)} == {"coroutine"}
     assert plan.arguments["max_running_requests"] > plan.arguments["b_moe_decode"]
     assert plan.arguments["max_total_tokens"] >= FULL[name].need_tokens
     assert ("decode_graph_memory" in plan.arguments) == (name == "accumulation-graphs")
