@@ -64,7 +64,8 @@ def test_no_measurement_goes_on_when_the_time_is_up():
 
 def test_a_mode_that_raises_has_failed_with_one_line_and_is_not_tried_again(caplog):
     steps = ScriptedSteps(coroutine=[3.0] * 3, sglang=[RuntimeError("no kernel image\nmore")])
-    choice = steps.settle()
+    with caplog.at_level(logging.WARNING):
+        choice = steps.settle()
     assert (choice.mode, steps.ran.count(SGLANG)) == (COROUTINE, 1)
     assert choice.why.endswith("sglang failed: RuntimeError: no kernel image")
     assert [record.getMessage() for record in caplog.records] == [
@@ -121,7 +122,8 @@ def test_only_a_measured_choice_is_kept_and_one_of_a_mode_that_cannot_be_is_not_
 
 def test_a_directory_that_cannot_be_written_costs_the_cache_alone(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    ChoiceCache(tmp_path / "file").keep(KEY, CHOICE)
+    with caplog.at_level(logging.WARNING):
+        ChoiceCache(tmp_path / "file").keep(KEY, CHOICE)
     assert "is not kept" in caplog.text
 
 
