@@ -149,14 +149,24 @@ def test_the_command_prints_a_table_writes_json_and_exits_with_what_it_found(tmp
 
 
 def test_packages_of_a_gpu_are_required_beside_one_alone(tmp_path):
-    flashinfer = package("flashinfer")
-    beside_cpu = package_checks.package_row(flashinfer, machine(tmp_path, torch=Cpu))
+    kernels = package("sgl_kernel")
+    beside_cpu = package_checks.package_row(kernels, machine(tmp_path, torch=Cpu))
     assert (beside_cpu.state, beside_cpu.required) == (State.MISSING, False)
-    beside_gpu = package_checks.package_row(flashinfer, machine(tmp_path, torch=Gpu))
+    beside_gpu = package_checks.package_row(kernels, machine(tmp_path, torch=Gpu))
     assert beside_gpu.prevents_run
     assert beside_gpu.remedy
     optional = package_checks.package_row(package("deep_ep"), machine(tmp_path, torch=Gpu))
     assert (optional.state, optional.prevents_run) == (State.MISSING, False)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "xgrammar"])
+def test_what_an_engine_replaces_may_be_missing_but_not_broken(tmp_path, name):
+    missing = package_checks.package_row(package(name), machine(tmp_path, torch=Gpu))
+    assert (missing.state, missing.prevents_run) == (State.MISSING, False)
+    error = ImportError("undefined symbol")
+    modules = {"torch": Gpu, package(name).module.replace(".", "_"): error}
+    broken = package_checks.package_row(package(name), machine(tmp_path, **modules))
+    assert (broken.state, broken.prevents_run) == (State.FAILED, True)
 
 
 @pytest.mark.parametrize(

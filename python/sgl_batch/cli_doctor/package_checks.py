@@ -13,7 +13,7 @@ from sgl_batch.sglang_adapter import bootstrap
 
 
 class Need(StrEnum):
-    """Where no engine runs without a package."""
+    """Where no engine runs beside a package that does not import, or without it unless that is `replaced`."""
 
     ALWAYS = "always"
     ON_GPU = "on a GPU"
@@ -22,7 +22,10 @@ class Need(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """`name`: as it is known; `module`: what is imported; `lacks`: what an engine does without it."""
+    """`name`: as it is known; `module`: what is imported; `lacks`: what an engine does without it.
+
+    `replaced`: where it is not installed, an engine runs with something else in its place.
+    """
 
     name: str
     distribution: str
@@ -30,6 +33,7 @@ class Package:
     need: Need
     lacks: str
     remedy: str
+    replaced: bool = False
 
 
 _INSTALL = "scripts/install (without a GPU), or pip install '.[cuda]' (with one)"
@@ -38,7 +42,15 @@ _CUDA = "pip install '.[cuda]' brings it"
 PACKAGES = (
     Package(name="torch", distribution="torch", module="torch", need=Need.ALWAYS, lacks="", remedy=_INSTALL),
     Package(name="triton", distribution="triton", module="triton", need=Need.ALWAYS, lacks="", remedy=_INSTALL),
-    Package(name="xgrammar", distribution="xgrammar", module="xgrammar", need=Need.ALWAYS, lacks="", remedy=_INSTALL),
+    Package(
+        name="xgrammar",
+        distribution="xgrammar",
+        module="xgrammar",
+        need=Need.ALWAYS,
+        lacks="requests for JSON schemas, regular expressions and grammars are refused",
+        remedy="pip install xgrammar",
+        replaced=True,
+    ),
     Package(
         name="sgl_batch_kernel",
         distribution="sgl-batch-kernel",
@@ -52,8 +64,9 @@ PACKAGES = (
         distribution="flashinfer_python",
         module="flashinfer.sampling",
         need=Need.ON_GPU,
-        lacks="SGLang's sampler does not import on a GPU",
-        remedy=_CUDA,
+        lacks="tokens are sampled by torch's operators",
+        remedy="pip install flashinfer_python",
+        replaced=True,
     ),
     Package(
         name="sgl_kernel",
@@ -122,7 +135,7 @@ def package_row(package: Package, machine: Machine) -> Row:
             state=State.MISSING,
             found=f"not installed: {lacks}",
             remedy=package.remedy,
-            required=required,
+            required=required and not package.replaced,
         )
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return _broken(package, version, error, required=required)
