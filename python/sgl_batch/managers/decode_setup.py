@@ -62,7 +62,7 @@ def _measured(
         return DecodeChoice(mode=DEFAULT, why="default: the pool of KV has no room for a measurement")
     own_graph = runner.layer_runner is not None and runner.layer_runner.graphed is not None
     forms = DecodeForms(
-        has_adapter=has_adapter, sglang_graph=trial.graph_serves(), own_graph=own_graph, hindered=hindered
+        has_adapter=has_adapter, sglang_graph=_has_sglang_graph(trial), own_graph=own_graph, hindered=hindered
     )
     modes, deterministic = candidates(forms), bool(args.enable_deterministic_inference)
     plan, forward = context.in_force.plan, context.config.forward
@@ -89,6 +89,16 @@ def _measured(
     )
     logger.info("decode groups are computed by %s", choice.why)
     return choice
+
+
+def _has_sglang_graph(trial: DecodeTrial) -> bool:
+    """Whether the default mode leaves the largest group to a graph of SGLang's. Where it cannot say, none is tried."""
+    try:
+        return trial.graph_serves()
+    except Exception as error:
+        logger.debug("SGLang's graphs took no batch of the self-check", exc_info=True)
+        logger.warning("SGLang's own decode graphs are not measured: %s: %s", type(error).__name__, error)
+        return False
 
 
 def _hindrance(runner: BatchModelRunner, context: RunContext) -> str | None:

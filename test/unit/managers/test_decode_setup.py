@@ -88,6 +88,17 @@ def test_a_cpu_measures_only_when_told_to_and_a_gpu_by_itself(settled, measured)
     assert (mode, set(measured)) == (SGLANG, {DEFAULT, SGLANG}), "other groups are measured by themselves"
 
 
+def test_a_batch_that_sglangs_graphs_cannot_take_stops_no_start(settled, measured, monkeypatch, caplog):
+    def fails(_):
+        raise AttributeError("no such field")
+
+    monkeypatch.setattr(decode_setup.DecodeTrial, "graph_serves", fails)
+    with caplog.at_level("WARNING", decode_setup.__name__):
+        choice, _ = settled(decode_forward="measure")
+    assert choice.mode == SGLANG
+    assert "SGLang's own decode graphs are not measured: AttributeError: no such field" in caplog.text
+
+
 def test_the_deterministic_mode_and_engines_with_one_way_measure_nothing(settled, measured):
     for flags in ({"deterministic": True}, {"has_adapter": False}, {"latent": True}, {"mix_prefill": 64}):
         choice, mode = settled(decode_forward="measure", **flags)
