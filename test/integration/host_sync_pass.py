@@ -17,13 +17,17 @@ import torch
 from interpreter import TRITON
 from loaded_models import load_worker
 
+from sgl_batch.core.graph_capture import MEETINGS
 from sgl_batch.layers import nucleus
 from sgl_batch.layers.counter_sampler import CounterSampler
+from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.graphed_loop import GraphedLoop
 from sgl_batch.sglang_adapter.scheduling import decode_batch, merge_into, prefill_batch
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
 
 sys.path.append(str(Path(__file__).parents[1]))
 from host_syncs import HostSyncs
+from rerunning_graphs import RerunningGraphs
 
 # The second opens a page in the first decode step.
 LENGTHS = (5, 16, 9, 3)
@@ -95,8 +99,27 @@ class Steps:
             request.output_ids.append(token)
 
 
+def _graph(runner: Any) -> None:
+    """Have the next decode step be captured as a graph, with rows for two sequences more."""
+    graphed = GraphedLoop(
+        graphs=RerunningGraphs(),
+        counters=Counters(),
+        budget_bytes=1 << 30,
+        most_rows=len(LENGTHS) + 2,
+        most_slots=runner.max_total_num_tokens,
+        hidden_size=runner.model_config.hidden_size,
+        dtype=runner.model_config.dtype,
+    )
+    graphed.begin_anew(runner.context.in_force.plan.decode)
+    for _ in range(MEETINGS - 1):
+        assert graphed.captures.size_for(len(LENGTHS), len(LENGTHS) + 2) is None
+    runner.layer_runner.graphed = graphed
+
+
 def _plant(runner: Any) -> None:
-    """Have each layer look at what its attention is given, as careless code would."""
+    """Have each layer look at what its attention is given, as careless code would; without a graph."""
+    assert runner.layer_runner.graphed.rows is not None, "the step before was captured"
+    runner.layer_runner.graphed = None
     family = runner.layer_runner.family
     attend = type(family).attention_half
 
@@ -109,14 +132,24 @@ def _plant(runner: Any) -> None:
 
 @torch.no_grad()
 def run_counted(directory: Path, model: str) -> None:
-    """Print what is counted in a prefill, in a decode step, and in one whose layers look at a number each."""
+    """Print what is counted in a prefill, in a decode step, in one that is captured as a graph, which could not be if
+    it waited anywhere inside, and in one whose layers look at a number each.
+    """
     register_triton_attention()
     nucleus.by_candidates = nucleus.by_thresholds  # as on a GPU
     flags = {**TRITON, "triton_attention_num_kv_splits": 1}
     worker = load_worker(model, "float32", directory, sglang=flags, b_attn_decode=3, b_attn_prefill=64)
     steps, counted = Steps(worker), []
     with HostSyncs() as syncs:
-        for work in (lambda: steps.begin(SAMPLED), steps.step, lambda: _plant(worker.model_runner), steps.step):
+        runner = worker.model_runner
+        for work in (
+            lambda: steps.begin(SAMPLED),
+            steps.step,
+            lambda: _graph(runner),
+            steps.step,
+            lambda: _plant(runner),
+            steps.step,
+        ):
             work()
             counted.append([[sync.where, sync.kind, times] for sync, times in sorted(syncs.take().items())])
     sys.stdout.write(json.dumps({"syncs": counted}) + "\n")

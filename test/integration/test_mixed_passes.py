@@ -108,7 +108,7 @@ def test_a_callback_is_refused_by_name_where_it_cannot_be(told: list[dict[str, A
 
 @pytest.fixture(scope="module")
 def counted(told: list[dict[str, Any]]) -> list[Counter[tuple[str, str]]]:
-    """A prefill, a decode step that opens a page, and one whose layers each look at a number."""
+    """A prefill, a decode step that opens a page, one as a graph, and one whose layers each look at a number."""
     (counted,) = [one["syncs"] for one in told if "syncs" in one]
     return [Counter({(where, kind): times for where, kind, times in found}) for found in counted if found]
 
@@ -116,10 +116,11 @@ def counted(told: list[dict[str, Any]]) -> list[Counter[tuple[str, str]]]:
 def test_a_decode_step_waits_for_its_tokens_alone(counted: list[Counter[tuple[str, str]]]) -> None:
     allowed = {(wait.where, wait.kind): wait.times for wait in ALLOWED}
     assert dict(counted[1]) == allowed
+    assert dict(counted[2]) == allowed, "as a graph"
 
 
 def test_a_layer_that_looks_at_a_number_is_found(counted: list[Counter[tuple[str, str]]]) -> None:
-    _, usual, planted = counted
+    _, usual, _, planted = counted
     found = planted - usual
     assert {kind for _, kind in found} == {"aten::_local_scalar_dense"}
     assert found.total() == 2 * EXPERT_LAYERS[FAMILIES[0]], "for each of two sub-batches"

@@ -58,7 +58,7 @@ class GraphedLoop:
     def run(self, forward_batch: ForwardBatch, limits: PhasePlan, compute: Compute) -> torch.Tensor | None:
         """What a decode group's pass leaves [rows, hidden_size], by a graph; None where it is to be run eagerly."""
         if limits != self._limits:
-            self._begin_anew(limits)
+            self.begin_anew(limits)
         num_rows, most = forward_batch.batch_size, min(limits.b_moe, self._most_rows)
         if num_rows > most or self._most_slots_of(forward_batch, limits) > self._most_slots:
             return None
@@ -96,7 +96,8 @@ class GraphedLoop:
         self._counters.add("graphs_captured")
         self._counters.add("graph_bytes", captured.num_bytes)
 
-    def _begin_anew(self, limits: PhasePlan) -> None:
+    def begin_anew(self, limits: PhasePlan) -> None:
+        """From now on groups have these limits: what was captured with others is given back."""
         if self._replays:
             logger.info("groups have other limits: decode steps are captured anew as CUDA graphs")
             self._replays.clear()
