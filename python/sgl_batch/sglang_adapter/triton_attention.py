@@ -16,6 +16,17 @@ with bootstrap.importing():
     from sglang.srt.utils import get_int_env_var
 
 
+def share_scratch(plan: Any, first: Any) -> None:
+    """Let a sub-batch's partial sums lie where those of its part's first, and largest, do.
+
+    Sub-batches attend one after the other, and latent attention has gigabytes of these for each.
+    """
+    if plan is first or plan.attn_logits is None or len(plan.attn_logits) > len(first.attn_logits):
+        return
+    plan.attn_logits = first.attn_logits[: len(plan.attn_logits)]
+    plan.attn_lse = first.attn_lse[: len(plan.attn_lse)]
+
+
 def register_triton_attention() -> None:
     """In this process, let SGLang's name for its Triton attention stand for ours."""
     register_attention_backend(TRITON_ATTENTION)(_create)
@@ -62,13 +73,6 @@ def _create(runner: Any) -> Any:
                 plan.kv_indices = plan.kv_indices - first_page * self.page_size
 
         def share_scratch(self, plan: Any, first: Any) -> None:
-            """Let a sub-batch's partial sums lie where those of its part's first, and largest, do.
-
-            Sub-batches attend one after the other, and latent attention has gigabytes of these for each.
-            """
-            if plan is first or plan.attn_logits is None or len(plan.attn_logits) > len(first.attn_logits):
-                return
-            plan.attn_logits = first.attn_logits[: len(plan.attn_logits)]
-            plan.attn_lse = first.attn_lse[: len(plan.attn_lse)]
+            share_scratch(plan, first)
 
     return TritonAttention(runner)
