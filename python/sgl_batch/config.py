@@ -53,8 +53,8 @@ class ForwardConfig:
     b_attn_decode: int = _flag(
         0,
         "sequences that go through attention together in decode (0: on one GPU whose decode KV is resident, the whole "
-        "group, since nothing is gained there by cutting what one graph can launch; elsewhere 256); fewer where its "
-        "memory is scarce",
+        "group, since nothing is gained there by cutting what one graph can launch; elsewhere, and for latent "
+        "attention by Triton, which takes megabytes for each, 256); fewer where its memory is scarce",
         minimum=0,
     )
     b_moe_decode: int = _flag(

@@ -53,7 +53,7 @@ class Plan:
 
 
 # Sequences of an attention sub-batch where none are asked for and groups are cut.
-_B_ATTN_DECODE = 256
+B_ATTN_DECODE = 256
 
 
 def make_plan(config: BatchConfig, *, page_size: int, max_running: int, whole_groups: bool = False) -> Plan:
@@ -63,7 +63,7 @@ def make_plan(config: BatchConfig, *, page_size: int, max_running: int, whole_gr
     """
     forward, schedule = config.forward, config.schedule
     b_moe_decode = min(forward.b_moe_decode, max_running)
-    b_attn_decode = forward.b_attn_decode or (b_moe_decode if whole_groups else _B_ATTN_DECODE)
+    b_attn_decode = forward.b_attn_decode or (b_moe_decode if whole_groups else B_ATTN_DECODE)
     yield_option = SPLIT if forward.accumulate else FUSED
     ahead = math.ceil(schedule.ready_ahead * b_moe_decode)
     return Plan(

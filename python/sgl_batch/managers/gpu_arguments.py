@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sgl_batch.config import ForwardConfig
+from sgl_batch.core.plan import B_ATTN_DECODE
 from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter.absent_packages import has_flash_attention_3, is_installed
 from sgl_batch.sglang_adapter.names import CPU_GRAMMAR, TRITON_ATTENTION
@@ -52,13 +53,18 @@ def machine_facts(*, on_cpu: bool) -> MachineFacts:
 
 
 def chosen_arguments(
-    given: Mapping[str, object], forward: ForwardConfig, facts: MachineFacts, *, split: bool
+    given: Mapping[str, object], forward: ForwardConfig, facts: MachineFacts, *, split: bool, latent: bool = False
 ) -> Choice:
-    """All choices together. `split`: the model's groups can be split, it has a family adapter. Raises ConfigError."""
+    """All choices together. Raises ConfigError.
+
+    `split`: the model's groups can be split, it has a family adapter; `latent`: its attention is latent.
+    """
     choices = [chosen_grammar(given, facts)]
     if facts.capability is not None:
-        choices += [chosen_attention(given, facts, split=split), chosen_sampling(given, facts)]
-        choices.append(chosen_graph_sizes(given, forward))
+        attention = chosen_attention(given, facts, split=split)
+        by_triton = {**given, **attention.arguments}.get("attention_backend") == TRITON_ATTENTION
+        choices += [attention, chosen_sampling(given, facts)]
+        choices.append(chosen_graph_sizes(given, forward, cut=latent and by_triton))
     arguments = {name: value for choice in choices for name, value in choice.arguments.items()}
     return Choice(arguments=arguments, sentences=tuple(words for choice in choices for words in choice.sentences))
 
@@ -129,16 +135,18 @@ def chosen_grammar(given: Mapping[str, object], facts: MachineFacts) -> Choice:
     return Choice(arguments={"grammar_backend": "none"}, sentences=(words,))
 
 
-def chosen_graph_sizes(given: Mapping[str, object], forward: ForwardConfig) -> Choice:
+def chosen_graph_sizes(given: Mapping[str, object], forward: ForwardConfig, *, cut: bool) -> Choice:
     """SGLang's decode graphs up to the largest group that they serve: one that is a single sub-batch.
 
-    By itself SGLang captures as many as the GPU's memory suggests, and larger groups run without.
+    By itself SGLang captures as many as the GPU's memory suggests, and larger groups run without. `cut`: decode groups
+    are cut where no limit is given.
     """
     off = given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph")
     said = ("cuda_graph_config", "cuda_graph_max_bs_decode", "cuda_graph_bs_decode")
     if off or given.get("cuda_graph_backend_decode") == _DISABLED or any(given.get(name) is not None for name in said):
         return Choice()
-    largest = min(forward.b_attn_decode or forward.b_moe_decode, forward.b_moe_decode)
+    by_default = B_ATTN_DECODE if cut else forward.b_moe_decode
+    largest = min(forward.b_attn_decode or by_default, forward.b_moe_decode)
     return Choice(arguments={"cuda_graph_max_bs_decode": largest})
 
 

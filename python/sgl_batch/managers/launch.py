@@ -145,8 +145,10 @@ def _check_no_graphs(merged: Mapping[str, object]) -> None:
 def _settled(config: BatchConfig, merged: Mapping[str, object]) -> dict[str, object]:
     """What is still open, decided by what the machine has, and said. Raises ConfigError."""
     known = architectures(str(merged.get("model_path")), _text(merged, "revision"))
-    split = known is None or any(name in family.architectures for family in FAMILIES for name in known)
-    choice = chosen_arguments(merged, config.forward, machine_facts(on_cpu=on_cpu(merged)), split=split)
+    families = [family for family in FAMILIES if known and set(known) & set(family.architectures)]
+    split, latent = known is None or bool(families), any(family.latent for family in families)
+    facts = machine_facts(on_cpu=on_cpu(merged))
+    choice = chosen_arguments(merged, config.forward, facts, split=split, latent=latent)
     for words in choice.sentences:
         logger.warning("%s", words)
     return choice.arguments

@@ -47,13 +47,16 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Captured:
-        """The run for its effect also loads kernels and makes workspaces, which no capture may do."""
+        """The run for its effect also loads kernels and makes workspaces, which no capture may do.
+
+        It takes memory of its own, which stays with the stream of captures and counts to the first of them.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         # In this mode models choose what can be captured, as they do for SGLang's own graphs.
+        free_bytes = torch.cuda.mem_get_info()[0]
         with model_capture_mode(), torch.cuda.stream(self._stream):
             run()
             self._stream.synchronize()
-            free_bytes = torch.cuda.mem_get_info()[0]
             graph = self._record(run)
         return Captured(replay=graph.replay, num_bytes=max(free_bytes - torch.cuda.mem_get_info()[0], 0))
 

@@ -59,6 +59,8 @@ class Family(ABC):
     architectures: tuple[str, ...]
     yield_options: tuple[str, ...] = YIELD_OPTIONS
     """Where sequences may yield inside a layer (core/units)."""
+    latent: bool = False
+    """Whether attention is latent: one row of KV for all heads."""
 
     def embed(self, model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
         own = cast(CausalModel, model)
@@ -195,6 +197,7 @@ class DeepseekFamily(CommunicatingFamily):
     """
 
     architectures = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+    latent = True
 
     def attend(
         self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch

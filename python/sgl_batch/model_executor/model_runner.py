@@ -369,13 +369,15 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return self.server_args.attention_backend in REENTRANT_BACKENDS
 
     def _fit_plan(self, max_running: int) -> Plan:
-        # Cutting a group pays where sub-batches of it come and go: KV that streams, rows that ranks exchange.
+        # Cutting a group pays where its sub-batches come and go (KV that streams, rows that ranks exchange), and where
+        # partial sums of attention take megabytes for each sequence: sub-batches share them.
         resident = self.context.config.memory.decode_kv != "streamed"
+        frugal = not (self.use_mla_backend and self.server_args.attention_backend == TRITON_ATTENTION)
         return self.context.in_force.fit(
             page_size=self.server_args.page_size,
             max_running=max_running,
             can_reenter=self._can_reenter,
-            whole_groups=self.device != "cpu" and self._place is None and resident,
+            whole_groups=self.device != "cpu" and self._place is None and resident and frugal,
         )
 
     def compute_beside(self, prompts: ForwardBatch) -> None:

@@ -103,6 +103,13 @@ def test_decode_graphs_reach_the_largest_group_that_they_serve(given, sizes, lar
     assert arguments.get("cuda_graph_max_bs_decode") == largest
 
 
+@pytest.mark.parametrize(("facts", "largest"), [(WHOLE, 1024), (AMPERE, 256)], ids=["fa3", "triton"])
+def test_groups_of_latent_attention_are_cut_under_triton_whose_graphs_take_megabytes_a_sequence(facts, largest):
+    forward = ForwardConfig(b_moe_decode=1024)
+    chosen = chosen_arguments({}, forward, facts, split=True, latent=True)
+    assert chosen.arguments["cuda_graph_max_bs_decode"] == largest
+
+
 def test_packages_of_a_gpu_are_looked_for_without_a_gpu():
     facts = machine_facts(on_cpu=True)
     assert facts.capability is None

@@ -80,7 +80,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_work_has_its_effect_once_then_it_is_captured_and_replayed_where_the_caller_computes(device: Device) -> None:
-    captured = CudaGraphs().capture(lambda: device.do("work"))
+    def work() -> None:
+        device.do("work")
+        device.free_bytes -= 5
+
+    captured = CudaGraphs().capture(work)
     assert device.notes == [
         "side waits for computing",
         "work on side",
@@ -91,7 +95,7 @@ def test_work_has_its_effect_once_then_it_is_captured_and_replayed_where_the_cal
     captured.replay()
     captured.replay()
     assert device.notes[5:] == ["work on computing"] * 2
-    assert captured.num_bytes == 30
+    assert captured.num_bytes == 5 + 5 + 30, "of the run for its effect, and of the capture"
 
 
 def test_captures_share_a_pool_until_it_is_released(device: Device) -> None:

@@ -14,21 +14,32 @@ from sgl_batch.model_executor.model_runner import BatchModelRunner
 
 
 @pytest.mark.parametrize(
-    ("device", "of_several", "decode_kv", "b_attn"),
+    ("changed", "b_attn"),
     [
-        ("cuda", False, "auto", 400),
-        ("cuda", True, "auto", 256),
-        ("cuda", False, "streamed", 256),
-        ("cpu", False, "auto", 256),
+        ({}, 400),
+        ({"of_several": True}, 256),
+        ({"decode_kv": "streamed"}, 256),
+        ({"device": "cpu"}, 256),
+        ({"latent": True}, 256),
+        ({"latent": True, "attention": "fa3"}, 400),
     ],
 )
-def test_a_lone_gpu_with_resident_kv_does_not_cut_its_decode_groups(device, of_several, decode_kv, b_attn):
-    in_force = PlanInForce(from_mapping({"b_moe_decode": 400, "decode_kv": decode_kv}))
+def test_a_lone_gpu_with_resident_kv_does_not_cut_its_decode_groups(changed, b_attn):
+    case = {
+        "device": "cuda",
+        "of_several": False,
+        "decode_kv": "auto",
+        "latent": False,
+        "attention": "triton",
+        **changed,
+    }
+    in_force = PlanInForce(from_mapping({"b_moe_decode": 400, "decode_kv": case["decode_kv"]}))
     runner = SimpleNamespace(
-        device=device,
-        _place=object() if of_several else None,
+        device=case["device"],
+        _place=object() if case["of_several"] else None,
         _can_reenter=True,
-        server_args=SimpleNamespace(page_size=64),
+        use_mla_backend=case["latent"],
+        server_args=SimpleNamespace(page_size=64, attention_backend=case["attention"]),
         context=SimpleNamespace(in_force=in_force, config=in_force.config),
     )
     assert BatchModelRunner._fit_plan(runner, 512).decode.b_attn == b_attn
