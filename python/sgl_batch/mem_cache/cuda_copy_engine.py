@@ -23,6 +23,7 @@ from sgl_batch.mem_cache.store_geometry import PagedPool
 
 MAX_TICKETS = 64
 _POLL_S = 50e-6
+_BEFORE_COMPUTE = -1  # CUDA's priorities: lower numbers first; compute has 0
 
 
 class DeviceEvent(Protocol):
@@ -55,7 +56,8 @@ class CudaStreams:
     """DeviceStreams of torch's current GPU."""
 
     def __init__(self) -> None:
-        self._streams = {to_slots: torch.cuda.Stream() for to_slots in (False, True)}
+        # The few programs of a copy start as soon as any block of a kernel that fills the GPU ends, not after all.
+        self._streams = {to_slots: torch.cuda.Stream(priority=_BEFORE_COMPUTE) for to_slots in (False, True)}
 
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
         pin(memory, "the host KV store (--kv-store-bytes)", "name a smaller store", unit_bytes=slot_bytes)

@@ -13,10 +13,21 @@ import torch
 
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
-# Programs of the kernel at a time: enough of the link's latency hidden, and most of the GPU left to who computes.
-_PROGRAMS = 16
 _BLOCK_WORDS = 1024
 _WORD_BYTES = 8
+# A kernel fills the link with bytes in flight: the link's rate times its round trip. Those of PCIe 5 with 16 lanes are
+# taken as 64 GB/s and 2 us (SGLang reports 1.3 us for its own kernel over a GB300's faster link). Not measured here.
+LINK_BYTES_PER_S = 64e9
+ROUND_TRIP_S = 2e-6
+
+
+def programs_to_fill(bytes_per_s: float, round_trip_s: float) -> int:
+    """How many programs of the kernel, each with a block in flight, fill a link; more would only take from compute."""
+    return -(-int(bytes_per_s * round_trip_s) // (_BLOCK_WORDS * _WORD_BYTES))
+
+
+COPY_PROGRAMS = programs_to_fill(LINK_BYTES_PER_S, ROUND_TRIP_S)
+"""Programs of the kernel at a time: 16 of 256 threads, of which an SM holds eight. An H200 has 132 SMs."""
 
 Parts = Seq[Seq[torch.Tensor]]
 """[layer][part], each uint8 [num_pages, bytes]."""
@@ -82,7 +93,7 @@ class OneKernel:
         pairs = pairs.to(device, non_blocking=True)
         num_parts = len(geometry.part_bytes)
         total = len(pages) * len(layers) * num_parts
-        self._kernel[(min(total, _PROGRAMS),)](
+        self._kernel[(min(total, COPY_PROGRAMS),)](
             self._addresses, self._words, pairs[0], pairs[1], self._slots.data_ptr(),
             geometry.slot_bytes // _WORD_BYTES, geometry.layer_bytes // _WORD_BYTES,
             layers.start, len(layers), num_parts, total,

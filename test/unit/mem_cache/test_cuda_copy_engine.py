@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.mem_cache.cuda_copy_engine import CudaCopyEngine, CudaCopyEngines
+from sgl_batch.mem_cache.cuda_copy_engine import CudaCopyEngine, CudaCopyEngines, CudaStreams
 from sgl_batch.mem_cache.host_kv_store import HostKVStore
 from sgl_batch.mem_cache.store_errors import CopyError, StoreFault
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
@@ -238,3 +238,10 @@ def test_checksums_are_refused() -> None:
         pytest.raises(ConfigError, match="--kv-store-checksums works with pages in RAM only"),
     ):
         CudaCopyEngines(store, Streams())
+
+
+def test_copies_go_before_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    priorities: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority=0: priorities.append(priority))
+    CudaStreams()
+    assert priorities == [-1, -1], "one stream for each direction"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_batch.mem_cache.page_copies import CallPerPage, OneKernel
+from sgl_batch.mem_cache.page_copies import COPY_PROGRAMS, CallPerPage, OneKernel, programs_to_fill
 from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
 # A directory is on the path of those who run it.
@@ -55,6 +55,13 @@ def check(copies: type, words: tuple[int, ...], to_slots: bool, layers: range, p
     assert all(
         torch.equal(*pair) for one, two in zip(parts, want_parts, strict=True) for pair in zip(one, two, strict=True)
     )
+
+
+def test_programs_have_as_much_in_flight_as_fills_the_link_and_no_more() -> None:
+    in_flight = 8 * 1024
+    assert COPY_PROGRAMS == 16
+    assert programs_to_fill(64e9, 2e-6) * in_flight >= 64e9 * 2e-6 > (COPY_PROGRAMS - 1) * in_flight
+    assert programs_to_fill(450e9, 1.3e-6) == 72, "a link seven times as fast takes more of the GPU"
 
 
 CASES = [
