@@ -16,6 +16,7 @@ from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.mem_cache.decode_staging import PartCopies
+from sgl_batch.sglang_adapter.host_copies import upload_copy
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
@@ -75,7 +76,7 @@ class StreamedRows:
     def _lay_table(self, request: Request) -> None:
         pages = torch.tensor(self._rows[request.rid].pages) + self._first_page
         slots = (pages[:, None] * self._size + torch.arange(self._size)).flatten()[: self._table.shape[1]]
-        self._table[request.req_pool_idx, : len(slots)] = slots.to(self._table.dtype)
+        self._table[request.req_pool_idx, : len(slots)] = upload_copy(slots.to(self._table.dtype), self._table.device)
 
     def forget(self, name: str) -> None:
         """A sequence runs here no more; if it comes again, all is laid out anew."""

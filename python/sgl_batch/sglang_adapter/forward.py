@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.host_copies import upload
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, ScheduleBatch
 from sgl_batch.sglang_adapter.types.messages import TensorsUpdate
@@ -126,20 +127,17 @@ def extend_slice(
 ) -> ForwardBatch:
     """Rows [start, end) of an extend batch: pieces of `sequences`, each with its tokens before and its new ones."""
     device = forward_batch.seq_lens.device
-    index = torch.tensor(sequences, device=device)
-    prefix_cpu, extend_cpu = torch.tensor(prefix_lens), torch.tensor(extend_lens)
-    seq_lens_cpu = prefix_cpu + extend_cpu
-    extend = extend_cpu.to(device)
+    index, prefix, extend = (upload(one, torch.int64, device) for one in (sequences, prefix_lens, extend_lens))
     return _slice(
         forward_batch,
         slice(start, end),
         req_pool_indices=forward_batch.req_pool_indices[index],
-        seq_lens=seq_lens_cpu.to(device),
-        seq_lens_cpu=seq_lens_cpu,
+        seq_lens=prefix + extend,
+        seq_lens_cpu=torch.tensor(prefix_lens) + torch.tensor(extend_lens),
         orig_seq_lens=forward_batch.orig_seq_lens[index],
         rids=forward_batch.rids and [forward_batch.rids[number] for number in sequences],
         extend_num_tokens=end - start,
-        extend_prefix_lens=prefix_cpu.to(device),
+        extend_prefix_lens=prefix,
         extend_prefix_lens_cpu=prefix_lens,
         extend_seq_lens=extend,
         extend_seq_lens_cpu=extend_lens,

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_model import decode_batch, extend_batch
 
+from host_syncs import HostSyncs
 from sgl_batch.core.plan import row_spans
 from sgl_batch.model_executor.batch_split import split
 
@@ -105,3 +106,13 @@ def test_cutting_leaves_the_group_as_it_was():
         for name, value in vars(batch).items():
             same = torch.equal(value, before[name]) if torch.is_tensor(value) else value == before[name]
             assert same, name
+
+
+def test_cutting_a_group_makes_the_host_wait_for_nothing():
+    groups = decode_batch([5, 70, 12]), extend_batch([0, 16, 3], [30, 9, 20])
+    with HostSyncs() as syncs:
+        for batch in groups:
+            batch.seq_lens_cpu = torch.tensor(batch.seq_lens_cpu.tolist())  # the host's, as a scheduler makes it
+            syncs.take()
+            assert len(cut(batch, 2)) > 1
+            assert not syncs.take()
