@@ -71,16 +71,21 @@ DEEPSEEK_V3 = {
 }
 
 
-def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """An untrained float32 model; embeddings are untied because SGLang's model files do not all tie them."""
+def build_model(
+    family: str, tokenizer: PreTrainedTokenizerFast, *, head_dim: int = 32, initializer_range: float = 0.04
+) -> PreTrainedModel:
+    """An untrained float32 model; embeddings are untied because SGLang's model files do not all tie them.
+
+    `head_dim`: channels of a head, of the families without latent attention.
+    """
     shared = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 128,
+        "hidden_size": 4 * head_dim,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "max_position_embeddings": MAX_LENGTH,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "initializer_range": 0.04,
+        "initializer_range": initializer_range,
         "tie_word_embeddings": False,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -88,7 +93,7 @@ def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMo
     }
     if family == "deepseek-v3":
         return DeepseekV3ForCausalLM(DeepseekV3Config(**{**shared, **DEEPSEEK_V3}))
-    shared |= {"num_key_value_heads": 2, "head_dim": 32}
+    shared |= {"num_key_value_heads": 2, "head_dim": head_dim}
     if family == "qwen3-moe":
         return Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
