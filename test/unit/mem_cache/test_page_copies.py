@@ -34,23 +34,29 @@ for to_slots in (False, True):
 """
 
 
-def check(copies: type, words: tuple[int, ...], to_slots: bool, layers: range, pages: list[int]) -> None:
-    """Copy in one direction, and compare all memory with what it should be."""
+def check(
+    copies: type, words: tuple[int, ...], to_slots: bool, layers: range, pages: list[int], device: str = "cpu"
+) -> None:
+    """Copy in one direction, and compare all memory with what it should be. `device`: of the pages."""
     torch.manual_seed(0)
-    parts = [[torch.randint(0, 255, (6, 8 * n), dtype=torch.uint8) for n in words] for _ in range(3)]
+    parts = [[torch.randint(0, 255, (6, 8 * n), dtype=torch.uint8).to(device) for n in words] for _ in range(3)]
     pool = SimpleNamespace(layer_num=3, page_parts=lambda layer: tuple(parts[layer]))
     geometry = StoreGeometry.of_pool(pool)
     memory = torch.randint(0, 255, (7, geometry.slot_bytes), dtype=torch.uint8)
+    if device == "cuda":
+        memory = memory.pin_memory()
     want_parts, want_memory = [[part.clone() for part in layer] for layer in parts], memory.clone()
     slots = list(range(6, 6 - len(pages), -1))
     for layer in layers:
         for index, (begin, size) in enumerate(zip(geometry.part_offsets, geometry.part_bytes, strict=True)):
             at = slice(layer * geometry.layer_bytes + begin, layer * geometry.layer_bytes + begin + size)
             if to_slots:
-                want_memory[slots, at] = parts[layer][index][pages]
+                want_memory[slots, at] = parts[layer][index][pages].cpu()
             else:
-                want_parts[layer][index][pages] = memory[slots, at]
+                want_parts[layer][index][pages] = memory[slots, at].to(device)
     copies(parts, memory, geometry)(to_slots, layers, torch.tensor(pages), torch.tensor(slots))
+    if device == "cuda":
+        torch.cuda.synchronize()
     assert torch.equal(memory, want_memory)
     assert all(
         torch.equal(*pair) for one, two in zip(parts, want_parts, strict=True) for pair in zip(one, two, strict=True)

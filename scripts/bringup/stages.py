@@ -1,0 +1,156 @@
+"""Owns what a stage is, and the list of all stages in their order. It runs nothing.
+
+Seconds are guesses for one H200, where none of this has run yet.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bringup.engine_stages import Engine, engines
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+
+
+class Runs(enum.Enum):
+    """Where a stage is real: on any machine, on a GPU or in a small form on a CPU, on a GPU alone."""
+
+    ANYWHERE = "anywhere"
+    EITHER = "GPU or CPU"
+    GPU = "GPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a bring-up runs. `device`: cuda or cpu; `folder`: of logs and results; `benchmark_minutes`: of a regime."""
+
+    device: str
+    dtype: str
+    folder: Path
+    attention_backend: str = "triton"
+    benchmark_minutes: float = 9.0
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One process. `needs`: stages without whose success it tells nothing. It writes what it found to `result`.
+
+    `expected_s`: it is not begun with less time left; `limit_s`: when it is killed.
+    """
+
+    name: str
+    what: str
+    runs: Runs
+    argv: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    expected_s: float = 60.0
+    limit_s: float = 300.0
+
+
+def all_stages(place: Place) -> tuple[Stage, ...]:
+    """Every stage, in order: each needs only earlier ones."""
+    return (
+        _program("models", "make checkpoints of random weights, heads of 64 channels", Runs.ANYWHERE, place, 30, 120),
+        _program("imports", "import every module; say which packages are there", Runs.ANYWHERE, place, 30, 240),
+        _pytest(
+            "compile",
+            "compile the Triton kernels for sm_80 and sm_90, on any machine",
+            Runs.ANYWHERE,
+            ("test/unit/layers/moe/test_triton_kernels.py", "test/unit/mem_cache/test_page_copies.py"),
+            "compile",
+        ),
+        _program("jit", "run the Triton kernels of experts and page copies once", Runs.GPU, place, 60, 240),
+        *(_engine(engine, place) for engine in engines()),
+        _program("copy-engine", "copies between pages and the host KV store, both ways", Runs.EITHER, place, 30, 240),
+        _program("page-kernel", "both ways to copy pages, byte for byte", Runs.GPU, place, 30, 240),
+        _pytest(
+            "experts",
+            "the expert runners keep their promises",
+            Runs.EITHER,
+            ("test/conformance/test_expert_runners.py",),
+            "gpu" if place.on_gpu else "torch",
+            expected_s=120.0,
+        ),
+        *_launches(place),
+        *(_benchmark(regime, place) for regime in ("kv", "tight", "weights", "prefill", "accumulation")),
+    )
+
+
+def _program(name: str, what: str, runs: Runs, place: Place, expected_s: float, limit_s: float) -> Stage:
+    """A program beside this file, named like its stage."""
+    spec = {"stage": name, "device": place.device, "dtype": place.dtype, "models": str(place.folder / "models")}
+    argv = _call(f"{name.replace('-', '_')}_stage.py", spec, place, name)
+    return Stage(name=name, what=what, runs=runs, argv=argv, expected_s=expected_s, limit_s=limit_s)
+
+
+def _call(script: str, spec: dict[str, object], place: Place, name: str) -> tuple[str, ...]:
+    return sys.executable, str(HERE / script), json.dumps(spec), str(result_of(place.folder, name))
+
+
+def result_of(folder: Path, name: str) -> Path:
+    """Where a stage's process writes what it found."""
+    return folder / f"{name}.result.json"
+
+
+def _pytest(name: str, what: str, runs: Runs, files: Sequence[str], words: str, *, expected_s: float = 60.0) -> Stage:
+    argv = (sys.executable, "-m", "pytest", *files, "-k", words, "-q", "-p", "no:cacheprovider")
+    return Stage(name=name, what=what, runs=runs, argv=argv, expected_s=expected_s, limit_s=300.0)
+
+
+def _engine(engine: Engine, place: Place) -> Stage:
+    spec = engine.spec(place)
+    return Stage(
+        name=engine.name,
+        what=engine.what,
+        runs=Runs.GPU if engine.gpu_only else Runs.EITHER,
+        argv=_call("engine_stage.py", spec, place, engine.name),
+        needs=(("models",) if engine.is_random else ()) + ((engine.against,) if engine.against else ()),
+    )
+
+
+def _launches(place: Place) -> list[Stage]:
+    """Of a decode step of the same group: stock and ours without graphs, then ours with them."""
+    stages = []
+    for name, engine, what in (
+        ("launches-stock", "stock", "launches and CPU time of a decode step by layer: stock SGLang, no graphs"),
+        ("launches", "plain", "the same: ours, no graphs"),
+        ("launches-graphs", "graphs", "the same: ours, halves of layers as graphs"),
+    ):
+        found = next(one for one in engines() if one.name == engine)
+        stages.append(
+            Stage(
+                name=name,
+                what=what,
+                runs=Runs.GPU if found.gpu_only else Runs.EITHER,
+                argv=_call("launches_stage.py", found.spec(place), place, name),
+                needs=(engine,),
+            )
+        )
+    return stages
+
+
+def _benchmark(regime: str, place: Place) -> Stage:
+    """A regime of benchmark/gpu.py; on a CPU its tiny form, which tests the program."""
+    minutes = place.benchmark_minutes if place.on_gpu else 4.0
+    where = ("--attention-backend", place.attention_backend) if place.on_gpu else ("--scale", "tiny", "--rounds", "1")
+    layers = ("--layers", "24") if place.on_gpu and regime == "kv" else ()
+    out = ("--out", str(place.folder / f"benchmark-{regime}"), "--minutes", str(minutes))
+    return Stage(
+        name=f"benchmark-{regime}",
+        what=f"benchmark/gpu.py {regime}: beside stock SGLang",
+        runs=Runs.EITHER if regime == "kv" else Runs.GPU,
+        argv=(sys.executable, "benchmark/gpu.py", regime, "--device", place.device, *where, *layers, *out),
+        needs=("plain",),
+        expected_s=60.0 * minutes,
+        limit_s=60.0 * minutes + 60.0,
+    )

@@ -1,0 +1,98 @@
+"""The list of stages is in order and whole, the command refuses what cannot be, and a trace is counted as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bringup.command import main
+from bringup.decode_trace import step_cost
+from bringup.engine_stages import engines
+from bringup.stages import HERE, ROOT, Place, Runs, all_stages
+from sgl_batch.config import field_names, split_kwargs
+
+PLACES = [Place(device=device, dtype="bfloat16", folder=Path("out")) for device in ("cuda", "cpu")]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.device)
+def test_each_stage_needs_earlier_ones_and_has_a_program(place: Place) -> None:
+    seen: set[str] = set()
+    for stage in all_stages(place):
+        assert set(stage.needs) <= seen, f"{stage.name} comes before what it needs"
+        assert stage.name not in seen
+        assert stage.expected_s <= stage.limit_s
+        seen.add(stage.name)
+        for argument in stage.argv[1:]:
+            if argument.endswith(".py"):
+                assert (ROOT / argument).exists(), argument
+    if not place.on_gpu:
+        reachable = {stage.name for stage in all_stages(place) if stage.runs is not Runs.GPU}
+        assert all(set(stage.needs) <= reachable for stage in all_stages(place) if stage.name in reachable)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.device)
+def test_every_argument_of_an_engine_is_one_that_it_has(place: Place) -> None:
+    from sgl_batch.sglang_adapter.processes import argument_names
+
+    for engine in engines():
+        spec = engine.spec(place)
+        ours, others = split_kwargs(spec["arguments"])
+        assert others.keys() <= set(argument_names()), engine.name
+        assert spec["keeps"] == (spec["engine"] != "ours")
+        assert ours.flat().keys() == field_names()
+        if not spec["keeps"]:
+            reference = next(one for one in engines() if one.name == engine.against)
+            assert reference.spec(place)["reference"] == spec["reference"]
+            assert reference.spec(place)["model"] == spec["model"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--only", "stock,grahps"], "names 'grahps', which is no stage"),
+        (["--minutes", "0"], "--minutes is 0.0; it must be more than 0"),
+        (["--commands"], "--commands goes with --list"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(options: list[str], said: str, tmp_path: Path, capsys) -> None:
+    assert main(["--dry-run", "--out", str(tmp_path / "out"), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_of_every_stage_for_a_device_that_it_was_not_run(tmp_path: Path) -> None:
+    """By the command itself; of the stages that need no device, the one named has no time."""
+    command = [sys.executable, str(HERE.parent / "gpu_bringup"), "--dry-run", "--minutes", "0.001"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    state = json.loads((tmp_path / "dry-run" / "state.json").read_text())
+    assert {outcome["state"] for outcome in state.values()} == {"not run"}
+    on_devices = [stage.name for stage in all_stages(PLACES[0]) if stage.runs is not Runs.ANYWHERE]
+    assert {name for name, outcome in state.items() if outcome["remark"] == "dry run"} == set(on_devices)
+    assert done.stdout.splitlines()[0].split()[:2] == ["stage", "state"]
+
+
+def event(name: str, category: str, begin: float, duration: float, thread: int = 1) -> dict[str, object]:
+    return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": duration, "pid": 1, "tid": thread}
+
+
+def test_a_trace_is_counted_by_step_and_layer() -> None:
+    events = [
+        event("aten::mm", "cpu_op", 0, 50),
+        event("cudaLaunchKernel", "cuda_runtime", 10, 5),
+        event("aten::add", "cpu_op", 60, 40),
+        event("cuLaunchKernelEx", "cuda_driver", 70, 5),
+        event("cudaGraphLaunch", "cuda_runtime", 110, 10),
+        event("cudaStreamSynchronize", "cuda_runtime", 120, 280),
+        event("gemm", "kernel", 20, 1000),
+        event("aten::copy_", "cpu_op", 0, 9000, thread=2),
+    ]
+    cost = step_cost(events, steps=2, layers=1)
+    assert cost is not None
+    assert (cost.kernels, cost.graphs, cost.waits, cost.operators) == (1.0, 0.5, 0.5, 1.0)
+    assert cost.host_us == 60.0, "400 us of two steps, of which 280 were a wait"
+    assert step_cost(events[6:7], steps=2, layers=1) is None
