@@ -80,6 +80,11 @@ def architectures(model: str, revision: str | None = None) -> tuple[str, ...] | 
     return None
 
 
+def has_latent_attention(model: str, revision: str | None = None) -> bool:
+    """Whether a model's config, if it is here, says that its KV is latent."""
+    return any(part.get("kv_lora_rank") for part in _text_configs(model, revision))
+
+
 def quantization(model: str, revision: str | None = None) -> str | None:
     """How the weights of a model's experts are quantised, such as "fp8"; None where its config does not say so."""
     for part in _text_configs(model, revision):

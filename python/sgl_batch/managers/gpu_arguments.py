@@ -1,7 +1,8 @@
 """Decides those of SGLang's arguments that a user leaves open and that its own choice would make slow or fail.
 
-Each function here is pure: what the user gave and what the machine has come in, arguments and sentences come out.
-What the machine has is found in `machine_facts`; every other argument is decided in managers/launch.
+Each choice is a pure function: what the user gave and what the machine has come in, arguments and sentences come out.
+What the machine and the model have is found in `machine_facts` and `model_facts`. Every other argument is decided in
+managers/launch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 import torch
 
 from sgl_batch.config import ForwardConfig
-from sgl_batch.core.plan import B_ATTN_DECODE
+from sgl_batch.core.decode_choice import AUTO, MEASURE, SGLANG
 from sgl_batch.errors import ConfigError
+from sgl_batch.model_directory import architectures, has_latent_attention
+from sgl_batch.model_executor.families import FAMILIES
 from sgl_batch.sglang_adapter.absent_packages import has_flash_attention_3, is_installed
 from sgl_batch.sglang_adapter.names import CPU_GRAMMAR, TRITON_ATTENTION
 
@@ -22,6 +25,8 @@ _HOPPER, _BLACKWELL = 9, 10
 _WHOLE_KERNELS = "pip install --force-reinstall --no-deps sglang-kernel"
 _INSTALL = {_FLASHINFER: "pip install flashinfer_python", _XGRAMMAR: "pip install xgrammar"}
 _DISABLED = "disabled"
+# As SGLang has it on the GPUs that models with latent attention run on.
+_LATENT_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,24 +57,34 @@ def machine_facts(*, on_cpu: bool) -> MachineFacts:
     )
 
 
-def chosen_arguments(
-    given: Mapping[str, object], forward: ForwardConfig, facts: MachineFacts, *, split: bool, latent: bool = False
-) -> Choice:
-    """All choices together. Raises ConfigError.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What choices depend on of the model. `is_split`: it has a family adapter, so that its groups can be split."""
 
-    `split`: the model's groups can be split, it has a family adapter; `latent`: its attention is latent.
-    """
+    is_split: bool
+    is_latent: bool
+
+
+def model_facts(model: str, revision: str | None) -> ModelFacts:
+    """What a model's config says of it; one that is not here counts as split."""
+    known = architectures(model, revision)
+    has_adapter = known is None or any(name in family.architectures for family in FAMILIES for name in known)
+    return ModelFacts(is_split=has_adapter, is_latent=has_latent_attention(model, revision))
+
+
+def chosen_arguments(
+    given: Mapping[str, object], forward: ForwardConfig, facts: MachineFacts, model: ModelFacts
+) -> Choice:
+    """All choices together. Raises ConfigError."""
     choices = [chosen_grammar(given, facts)]
     if facts.capability is not None:
-        attention = chosen_attention(given, facts, split=split)
-        by_triton = {**given, **attention.arguments}.get("attention_backend") == TRITON_ATTENTION
-        choices += [attention, chosen_sampling(given, facts)]
-        choices.append(chosen_graph_sizes(given, forward, cut=latent and by_triton))
+        choices += [chosen_attention(given, facts, model), chosen_sampling(given, facts)]
+        choices.append(chosen_graph_sizes(given, forward, model))
     arguments = {name: value for choice in choices for name, value in choice.arguments.items()}
     return Choice(arguments=arguments, sentences=tuple(words for choice in choices for words in choice.sentences))
 
 
-def chosen_attention(given: Mapping[str, object], facts: MachineFacts, *, split: bool) -> Choice:
+def chosen_attention(given: Mapping[str, object], facts: MachineFacts, model: ModelFacts) -> Choice:
     """Triton's attention, where SGLang's own choice is missing or cannot hold the plans of several sub-batches.
 
     SGLang takes fa3 on Hopper and, before Blackwell, flashinfer elsewhere; of these fa3 can hold several plans.
@@ -93,7 +108,7 @@ def chosen_attention(given: Mapping[str, object], facts: MachineFacts, *, split:
         if facts.flash_attention_3:
             return Choice()
         return _triton(f"sglang-kernel has no flash_ops, of which {_FA3} is made; {_WHOLE_KERNELS} brings it")
-    if major == _BLACKWELL or not split:
+    if major == _BLACKWELL or not model.is_split:
         return Choice()
     if not facts.flashinfer:
         return Choice(arguments={"attention_backend": TRITON_ATTENTION})  # as SGLang would
@@ -135,18 +150,21 @@ def chosen_grammar(given: Mapping[str, object], facts: MachineFacts) -> Choice:
     return Choice(arguments={"grammar_backend": "none"}, sentences=(words,))
 
 
-def chosen_graph_sizes(given: Mapping[str, object], forward: ForwardConfig, *, cut: bool) -> Choice:
-    """SGLang's decode graphs up to the largest group that they serve: one that is a single sub-batch.
+def chosen_graph_sizes(given: Mapping[str, object], forward: ForwardConfig, model: ModelFacts) -> Choice:
+    """SGLang's decode graphs up to the largest group that its own forward may compute.
 
-    By itself SGLang captures as many as the GPU's memory suggests, and larger groups run without. `cut`: decode groups
-    are cut where no limit is given.
+    By itself SGLang captures as many as the GPU's memory suggests, and larger groups run without. For latent attention
+    each sequence of the largest graph takes megabytes: then up to groups of moderate size.
     """
     off = given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph")
     said = ("cuda_graph_config", "cuda_graph_max_bs_decode", "cuda_graph_bs_decode")
     if off or given.get("cuda_graph_backend_decode") == _DISABLED or any(given.get(name) is not None for name in said):
         return Choice()
-    by_default = B_ATTN_DECODE if cut else forward.b_moe_decode
-    largest = min(forward.b_attn_decode or by_default, forward.b_moe_decode)
+    largest, one_part = forward.b_moe_decode, forward.b_attn_decode
+    if model.is_latent:
+        largest = min(one_part or _LATENT_ROWS, largest)
+    elif forward.decode_forward not in (AUTO, MEASURE, SGLANG):
+        largest = min(one_part or largest, largest)
     return Choice(arguments={"cuda_graph_max_bs_decode": largest})
 
 

@@ -22,10 +22,9 @@ from sgl_batch.layers.moe.expert_runner import check_runner
 from sgl_batch.managers.argument_ranges import check_ranges
 from sgl_batch.managers.budget_checks import check_budgets
 from sgl_batch.managers.engine_run import EngineRun
-from sgl_batch.managers.gpu_arguments import chosen_arguments, machine_facts
+from sgl_batch.managers.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
-from sgl_batch.model_directory import architectures, num_experts, quantization
-from sgl_batch.model_executor.families import FAMILIES
+from sgl_batch.model_directory import num_experts, quantization
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
@@ -144,11 +143,8 @@ def _check_no_graphs(merged: Mapping[str, object]) -> None:
 
 def _settled(config: BatchConfig, merged: Mapping[str, object]) -> dict[str, object]:
     """What is still open, decided by what the machine has, and said. Raises ConfigError."""
-    known = architectures(str(merged.get("model_path")), _text(merged, "revision"))
-    families = [family for family in FAMILIES if known and set(known) & set(family.architectures)]
-    split, latent = known is None or bool(families), any(family.latent for family in families)
-    facts = machine_facts(on_cpu=on_cpu(merged))
-    choice = chosen_arguments(merged, config.forward, facts, split=split, latent=latent)
+    model = model_facts(str(merged.get("model_path")), _text(merged, "revision"))
+    choice = chosen_arguments(merged, config.forward, machine_facts(on_cpu=on_cpu(merged)), model)
     for words in choice.sentences:
         logger.warning("%s", words)
     return choice.arguments

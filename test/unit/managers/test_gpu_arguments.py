@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -9,11 +10,12 @@ import pytest
 
 from sgl_batch.config import ForwardConfig
 from sgl_batch.errors import ConfigError
-from sgl_batch.managers.gpu_arguments import MachineFacts, chosen_arguments, machine_facts
+from sgl_batch.managers.gpu_arguments import MachineFacts, ModelFacts, chosen_arguments, machine_facts, model_facts
 
 WHOLE = MachineFacts(capability=(9, 0), flash_attention_3=True, flashinfer=True, xgrammar=True)
 AMPERE = replace(WHOLE, capability=(8, 0))
 CPU = replace(WHOLE, capability=None, flash_attention_3=False, flashinfer=False)
+SPLIT = ModelFacts(is_split=True, is_latent=False)
 SIZES = {"cuda_graph_max_bs_decode": 256}
 TRITON = {"attention_backend": "triton"}
 
@@ -51,7 +53,7 @@ TRITON = {"attention_backend": "triton"}
     ],
 )
 def test_open_arguments_are_chosen_by_what_the_machine_has(facts, given, arguments, said):
-    choice = chosen_arguments(given, ForwardConfig(), facts, split=True)
+    choice = chosen_arguments(given, ForwardConfig(), facts, SPLIT)
     assert choice.arguments == {**SIZES, **arguments}
     assert len(choice.sentences) == len(said)
     for sentence, words in zip(choice.sentences, said, strict=True):
@@ -69,18 +71,17 @@ def test_open_arguments_are_chosen_by_what_the_machine_has(facts, given, argumen
 )
 def test_what_is_named_and_missing_is_refused_with_what_installs_it(lacking, given, message):
     with pytest.raises(ConfigError, match=message):
-        chosen_arguments(given, ForwardConfig(), replace(WHOLE, **{lacking: False}), split=True)
+        chosen_arguments(given, ForwardConfig(), replace(WHOLE, **{lacking: False}), SPLIT)
 
 
 def test_a_model_whose_groups_are_not_split_keeps_sglangs_attention():
-    assert chosen_arguments({}, ForwardConfig(), AMPERE, split=False).arguments == SIZES
+    assert chosen_arguments({}, ForwardConfig(), AMPERE, replace(SPLIT, is_split=False)).arguments == SIZES
 
 
 def test_a_cpu_is_told_of_missing_grammars_alone():
-    assert chosen_arguments({}, ForwardConfig(), CPU, split=True).arguments == {}
-    choice = chosen_arguments(
-        {"grammar_backend": "sgl_batch_xgrammar"}, ForwardConfig(), replace(CPU, xgrammar=False), split=True
-    )
+    assert chosen_arguments({}, ForwardConfig(), CPU, SPLIT).arguments == {}
+    ours, lacking = {"grammar_backend": "sgl_batch_xgrammar"}, replace(CPU, xgrammar=False)
+    choice = chosen_arguments(ours, ForwardConfig(), lacking, SPLIT)
     assert choice.arguments == {"grammar_backend": "none"}
 
 
@@ -89,7 +90,10 @@ def test_a_cpu_is_told_of_missing_grammars_alone():
     [
         ({}, {"b_attn_decode": 1024, "b_moe_decode": 1024}, 1024),
         ({}, {"b_moe_decode": 1024}, 1024),
-        ({}, {"b_attn_decode": 256, "b_moe_decode": 1024}, 256),
+        ({}, {"b_moe_decode": 1024, "decode_forward": "default"}, 1024),
+        ({}, {"b_attn_decode": 256, "b_moe_decode": 1024}, 1024),
+        ({}, {"b_attn_decode": 256, "b_moe_decode": 1024, "decode_forward": "sglang"}, 1024),
+        ({}, {"b_attn_decode": 256, "b_moe_decode": 1024, "decode_forward": "default"}, 256),
         ({}, {"b_attn_decode": 256, "b_moe_decode": 32}, 32),
         ({"cuda_graph_max_bs_decode": 8}, {}, None),
         ({"cuda_graph_bs_decode": [1, 8]}, {}, None),
@@ -99,15 +103,30 @@ def test_a_cpu_is_told_of_missing_grammars_alone():
     ],
 )
 def test_decode_graphs_reach_the_largest_group_that_they_serve(given, sizes, largest):
-    arguments = chosen_arguments(given, ForwardConfig(**sizes), WHOLE, split=True).arguments
+    arguments = chosen_arguments(given, ForwardConfig(**sizes), WHOLE, SPLIT).arguments
     assert arguments.get("cuda_graph_max_bs_decode") == largest
 
 
-@pytest.mark.parametrize(("facts", "largest"), [(WHOLE, 1024), (AMPERE, 256)], ids=["fa3", "triton"])
-def test_groups_of_latent_attention_are_cut_under_triton_whose_graphs_take_megabytes_a_sequence(facts, largest):
-    forward = ForwardConfig(b_moe_decode=1024)
-    chosen = chosen_arguments({}, forward, facts, split=True, latent=True)
-    assert chosen.arguments["cuda_graph_max_bs_decode"] == largest
+def test_latent_attention_has_graphs_of_moderate_size():
+    latent = replace(SPLIT, is_latent=True)
+    for b_attn, b_moe, largest in ((128, 1024, 128), (0, 1024, 256), (0, 32, 32)):
+        sizes = ForwardConfig(b_attn_decode=b_attn, b_moe_decode=b_moe)
+        assert chosen_arguments({}, sizes, WHOLE, latent).arguments == {"cuda_graph_max_bs_decode": largest}
+
+
+@pytest.mark.parametrize(
+    ("config", "is_split", "is_latent"),
+    [
+        (None, True, False),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512}, True, True),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "text_config": {"kv_lora_rank": 512}}, True, True),
+        ({"architectures": ["LlamaForCausalLM"], "kv_lora_rank": None}, False, False),
+    ],
+)
+def test_a_models_config_says_whether_it_is_split_and_latent(config, is_split, is_latent, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_facts(str(tmp_path), None) == ModelFacts(is_split=is_split, is_latent=is_latent)
 
 
 def test_packages_of_a_gpu_are_looked_for_without_a_gpu():
