@@ -17,13 +17,14 @@ from sgl_batch.core.decode_choice import AUTO, MEASURE, SGLANG
 from sgl_batch.errors import ConfigError
 from sgl_batch.model_directory import architectures, has_latent_attention
 from sgl_batch.model_executor.families import FAMILIES
-from sgl_batch.sglang_adapter.absent_packages import has_flash_attention_3, is_installed
+from sgl_batch.sglang_adapter.absent_packages import REQUIREMENTS, has_flash_attention_3, is_installed
 from sgl_batch.sglang_adapter.names import CPU_GRAMMAR, TRITON_ATTENTION
 
 _FA3, _FLASHINFER, _XGRAMMAR = "fa3", "flashinfer", "xgrammar"
 _HOPPER, _BLACKWELL = 9, 10
-_WHOLE_KERNELS = "pip install --force-reinstall --no-deps sglang-kernel"
-_INSTALL = {_FLASHINFER: "pip install flashinfer_python", _XGRAMMAR: "pip install xgrammar"}
+# A trimmed wheel satisfies the same requirement.
+_WHOLE_KERNELS = f"pip install --force-reinstall --no-deps {REQUIREMENTS['sgl_kernel']}"
+_INSTALL = {name: f"pip install {REQUIREMENTS[name]}" for name in (_FLASHINFER, _XGRAMMAR)}
 _DISABLED = "disabled"
 # As SGLang has it on the GPUs that models with latent attention run on.
 _LATENT_ROWS = 256

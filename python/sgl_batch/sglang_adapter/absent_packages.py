@@ -14,6 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# What brings each package, in the versions that SGLang 0.5.16 requires.
+REQUIREMENTS = {
+    "flashinfer": "flashinfer_python==0.6.14",
+    "sgl_kernel": "sglang-kernel==0.4.5",
+    "xgrammar": "xgrammar==0.2.1",
+}
 # The names that SGLang imports of a package whether it has a use for them or not, by module.
 _NAMES = {
     "flashinfer": (),
@@ -87,6 +93,7 @@ def _stand_in(module_name: str) -> ModuleType:
 
 def _refusal(package: str, name: str) -> Any:
     def refuse(*_: object, **__: object) -> None:
-        raise ImportError(f"{package} is not installed, and {name} is of it: pip install {package}", name=package)
+        remedy = f"pip install {REQUIREMENTS[package]}"
+        raise ImportError(f"{package} is not installed, and {name} is of it: {remedy}", name=package)
 
     return refuse

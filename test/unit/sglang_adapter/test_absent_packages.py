@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter import absent_packages, bootstrap
@@ -25,7 +27,7 @@ def test_names_of_a_missing_package_can_be_imported_and_not_used(monkeypatch: py
 
         with pytest.raises(ImportError, match="cannot import name 'mm_fp4'"):
             from flashinfer import mm_fp4  # noqa: F401
-    with pytest.raises(ImportError, match=r"flashinfer is not installed, .*: pip install flashinfer"):
+    with pytest.raises(ImportError, match=r"flashinfer is not installed, .*: pip install flashinfer_python=="):
         min_p_sampling_from_probs()
     with pytest.raises(ImportError, match="xgrammar is not installed"):
         GrammarCompiler(info=None)
@@ -61,3 +63,14 @@ def test_a_gpu_without_sglangs_kernels_is_told_what_installs_them(monkeypatch: p
     with pytest.raises(ConfigError, match=r"has a GPU, and SGLang's kernels .* pip install 'sgl-batch.cuda.'"):
         bootstrap.prepare()
     bootstrap._check_kernels.cache_clear()
+
+
+def test_what_brings_a_package_is_what_sglang_requires() -> None:
+    required = {name.replace("-", "_").lower() for name in map(_pinned, requires("sglang") or ())}
+    assert {name.replace("-", "_") for name in absent_packages.REQUIREMENTS.values()} <= required
+
+
+def _pinned(requirement: str) -> str:
+    """NAME==VERSION of a line of metadata, without extras."""
+    read = Requirement(requirement)
+    return f"{read.name}{read.specifier}"
