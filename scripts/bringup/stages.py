@@ -147,9 +147,9 @@ def _benchmark(regime: str, place: Place) -> Stage:
     out = ("--out", str(place.folder / f"benchmark-{regime}"), "--minutes", str(minutes))
     return Stage(
         name=f"benchmark-{regime}",
-        what=f"benchmark/gpu.py {regime}: beside stock SGLang",
+        what=f"benchmark/gpu.py --cases {regime}: beside stock SGLang",
         runs=Runs.EITHER if regime == "kv" else Runs.GPU,
-        argv=(sys.executable, "benchmark/gpu.py", regime, "--device", place.device, *where, *layers, *out),
+        argv=(sys.executable, "benchmark/gpu.py", "--cases", regime, "--device", place.device, *where, *layers, *out),
         needs=("plain",),
         expected_s=60.0 * minutes,
         limit_s=60.0 * minutes + 60.0,
