@@ -62,17 +62,20 @@ def rows_of_one_group(prompts: list[list[int]]) -> int:
     return rows
 
 
-def check_mixed(engine: Any, requests: Requests, expected: list[list[int]], tokens: int = 2 * PAGE) -> None:
+def check_mixed(
+    engine: Any, requests: Requests, expected: list[list[int]], tokens: int = 2 * PAGE, share: float = 1 / 20
+) -> None:
     """Prompts that are computed beside few decode rows, `tokens` in a step, have the tokens as well, and nothing twice.
 
-    The engine mixes from now on; all its pages are free before and after.
+    At least `share` of the prompts' tokens are computed so. The engine mixes from now on; all its pages are free before
+    and after.
     """
     few = {"b_moe_prefill": 2 * tokens, "b_attn_prefill": 20, "b_moe_decode": 4, "b_attn_decode": 3, "ready_ahead": 0.0}
     engine.set_plan(mix_prefill=tokens, **few)
     first = Requests(requests.input_ids[:30], requests.sampling_params[:30])
     given, counts = counted(engine, lambda: answers(engine, first))
     assert given == expected[:30]
-    assert counts["prompt_tokens_mixed"] > counts["prompt_tokens"] / 20
+    assert counts.get("prompt_tokens_mixed", 0) >= share * counts["prompt_tokens"]
     assert counts["prefill_rows"] == counts["prompt_tokens"]
     assert counts["recomputed_tokens_unplanned"] == 0
     stats = engine.batch_stats()

@@ -116,7 +116,8 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     small = {**store, "kv_store_bytes": POOL_PAGES * stats["store"]["page_bytes"]}
     exclusive = started(**small, **device)
     check_exclusive(exclusive, requests, expected, unshared)
-    check_mixed(exclusive, requests, expected, tokens=10 * PAGE)  # there no prompt is cut
+    # There no prompt is cut, and whether a whole one finds room beside decode rows is for the lengths to say.
+    check_mixed(exclusive, requests, expected, tokens=10 * PAGE, share=0)
 
 
 def check_streamed(engine: Any, requests: Requests, expected: list[list[int]], unshared: dict[str, int]) -> None:
