@@ -61,7 +61,7 @@ class BatchEngine(Protocol):
         ...
 
 
-_LONGEST_COMMAND = 240
+_LONGEST_COMMAND = 300
 
 StartEngine = Callable[[], BatchEngine]
 PrepareEngine = Callable[[Sequence[str]], StartEngine]
