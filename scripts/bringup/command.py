@@ -86,7 +86,7 @@ def fault_of(options: argparse.Namespace, stages: tuple[Stage, ...]) -> str | No
     if options.commands and not options.list:
         return "--commands goes with --list"
     if options.device == "cuda" and not (options.dry_run or options.list or has_gpu()):
-        return "nvidia-smi knows no GPU here: use --dry-run, or --device cpu to run the engines on the CPU"
+        return "there is no GPU here: use --dry-run, or --device cpu to run the engines on the CPU"
     return None
 
 
@@ -96,10 +96,10 @@ def only(options: argparse.Namespace) -> list[str]:
 
 
 def has_gpu() -> bool:
-    """Whether nvidia-smi lists one; torch is not asked, which would keep memory of the GPU for this process."""
+    """Whether there is one; torch is not asked, which would keep memory of the GPU for this process."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return False
+        return any(Path("/dev").glob("nvidia[0-9]*"))
     done = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
     return done.returncode == 0 and "GPU" in done.stdout
 

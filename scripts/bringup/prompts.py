@@ -63,6 +63,10 @@ def reference_of_engine(engine: Any, requests: Requests) -> Reference:
 def reference_of_transformers(model: Path, dtype: str, requests: Requests) -> Reference:
     """Hugging Face's tokens, one prompt at a time, so that nothing is padded: for what stock SGLang cannot run here."""
     import torch
+
+    from sgl_batch.sglang_adapter import bootstrap
+
+    bootstrap.prepare()  # transformers imports torchvision, whose compiled part may not fit this torch
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.profiler import ProfilerActivity
+
 from sgl_batch.sglang_adapter.platform import CpuSRTPlatform, PlatformEnum
 
 
@@ -36,3 +38,10 @@ class StockCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
 
     def get_dispatch_key_name(self) -> str:
         return "native"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """What `start_profile` calls this platform's own activity; SGLang asks every out-of-tree platform."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        return ProfilerActivity.CPU

@@ -42,3 +42,13 @@ def test_sglang_finds_each_platform_under_the_name_that_activates_it(monkeypatch
         module, _, function = target.partition(":")
         monkeypatch.setenv("SGLANG_PLATFORM", name)
         assert getattr(importlib.import_module(module), function)() is not None
+
+
+def test_stock_sglang_can_be_profiled_on_a_cpu():
+    from torch.profiler import ProfilerActivity
+
+    from sgl_batch.sglang_adapter.stock_cpu_platform import StockCpuPlatform
+
+    platform = StockCpuPlatform()
+    assert platform.get_torch_profiler_activity_str() == "CPU"
+    assert platform.get_torch_profiler_activity() is ProfilerActivity.CPU
