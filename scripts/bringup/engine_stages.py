@@ -24,7 +24,7 @@ STORE = {**CUT, "max_total_tokens": 48 * 16, "kv_store_bytes": 64 << 20}
 # No prefill group while anything runs: all but the first prompts are computed beside decode rows.
 MIXED = {**CUT, "mix_prefill": 32, "b_moe_prefill": 64, "ready_ahead": 0.0, "refill_watermark": 0.0}
 TWO_RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "rank_timeout_s": 60.0}
-GRAPHS = {"disable_cuda_graph": False}
+GRAPHS = {"disable_cuda_graph": False, "cuda_graph_max_bs_decode": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +58,19 @@ class Engine:
             "keeps": keeps,
             "model": str(models / self.model),
             "dtype": place.dtype,
-            "arguments": {**_device_arguments(place), **self.arguments},
+            "arguments": {**_device_arguments(place, engine), **self.arguments},
             "reference": str(place.folder / f"{self.against or self.name}.reference.json"),
             "near_tie": self.near_tie,
             "proof": self.proof,
         }
 
 
-def _device_arguments(place: Place) -> dict[str, Any]:
-    """The same of both engines; graphs only where a stage is about them."""
+def _device_arguments(place: Place, engine: str) -> dict[str, Any]:
+    """The same of both engines; graphs only where a stage is about them, and a choice of forward pass likewise."""
     if not place.on_gpu:
         return {"device": "cpu"}
     return {
+        **({"decode_forward": "eager"} if engine == "ours" else {}),
         "device": "cuda",
         "attention_backend": place.attention_backend,
         "sampling_backend": "pytorch",
@@ -116,15 +117,21 @@ def engines() -> tuple[Engine, ...]:
         Engine(
             name="sglang-graphs",
             what="SGLang's decode graphs, groups of one sub-batch",
-            arguments={**WHOLE, **GRAPHS, "cuda_graph_max_bs_decode": 16},
-            proof={"decode_steps": 0},
+            arguments={**WHOLE, **GRAPHS, "decode_forward": "default"},
+            proof={"forwards_by_sglang": 0},
             gpu_only=True,
         ),
         Engine(
             name="graphs",
-            what="halves of layers as CUDA graphs, groups of several sub-batches",
-            arguments={**CUT, **GRAPHS, "cuda_graph_max_bs_decode": 16, "decode_graph_memory": 1 << 30},
+            what="whole decode steps as CUDA graphs of ours, groups of several sub-batches",
+            arguments={**CUT, **GRAPHS, "decode_forward": "coroutine", "decode_graph_memory": 1 << 30},
             proof={"graph_replays": 0},
+            gpu_only=True,
+        ),
+        Engine(
+            name="self-check",
+            what="the start measures which forward pass computes decode groups",
+            arguments={**CUT, **GRAPHS, "decode_forward": "measure", "decode_graph_memory": 1 << 30},
             gpu_only=True,
         ),
         Engine(

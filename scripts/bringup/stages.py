@@ -16,6 +16,7 @@ from bringup.engine_stages import Engine, engines
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+BENCHMARKS = ("kv", "tight", "weights", "prefill", "resident", "accumulation", "accumulation-graphs")
 
 
 class Runs(enum.Enum):
@@ -82,7 +83,7 @@ def all_stages(place: Place) -> tuple[Stage, ...]:
             expected_s=120.0,
         ),
         *_launches(place),
-        *(_benchmark(regime, place) for regime in ("kv", "tight", "weights", "prefill", "accumulation")),
+        *(_benchmark(regime, place) for regime in BENCHMARKS),
     )
 
 
@@ -124,7 +125,7 @@ def _launches(place: Place) -> list[Stage]:
     for name, engine, what in (
         ("launches-stock", "stock", "launches and CPU time of a decode step by layer: stock SGLang, no graphs"),
         ("launches", "plain", "the same: ours, no graphs"),
-        ("launches-graphs", "graphs", "the same: ours, halves of layers as graphs"),
+        ("launches-graphs", "graphs", "the same: ours, steps as graphs"),
     ):
         found = next(one for one in engines() if one.name == engine)
         stages.append(

@@ -12,7 +12,7 @@ import pytest
 from bringup.command import main
 from bringup.decode_trace import step_cost
 from bringup.engine_stages import engines
-from bringup.stages import HERE, ROOT, Place, Runs, all_stages
+from bringup.stages import BENCHMARKS, HERE, ROOT, Place, Runs, all_stages
 from sgl_batch.config import field_names, split_kwargs
 
 PLACES = [Place(device=device, dtype="bfloat16", folder=Path("out")) for device in ("cuda", "cpu")]
@@ -96,3 +96,10 @@ def test_a_trace_is_counted_by_step_and_layer() -> None:
     assert (cost.kernels, cost.graphs, cost.waits, cost.operators) == (1.0, 0.5, 0.5, 1.0)
     assert cost.host_us == 60.0, "400 us of two steps, of which 280 were a wait"
     assert step_cost(events[6:7], steps=2, layers=1) is None
+
+
+def test_the_benchmarks_are_those_that_there_are() -> None:
+    sys.path.append(str(ROOT / "benchmark"))
+    from gpu_comparison.regimes import REGIMES
+
+    assert tuple(REGIMES) == BENCHMARKS
