@@ -1,8 +1,9 @@
 """Owns a process that has imported what engine processes need and forks them: they begin in a moment, not in seconds.
 
 A program that makes an engine has threads, so that nothing can be forked from it safely. Its fork server is a process
-of its own, multiprocessing's, that has one thread and runs nothing; processes of every later engine come from it too.
-It lasts as long as the program. Processes share the memory of what was imported until they write to it.
+of its own, multiprocessing's, that has one thread and runs nothing; processes of every later engine come from it too,
+while the environment stays what its libraries have met. It lasts as long as the program, or until another takes its
+place and its processes have ended. Processes share the memory of what was imported until they write to it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ class _Server:
             for key in settings.keys() - before.keys():
                 del os.environ[key]
 
+    def leave(self) -> None:
+        """Ask nothing of it any more: it ends when the processes that came from it have."""
+        server: Any = self.server
+        os.close(server._forkserver_alive_fd)
+        threading.Thread(target=os.waitpid, args=(server._forkserver_pid, 0), name="fork server", daemon=True).start()
+
 
 class _ParentsServer(forkserver.ForkServer):
     """The server that this process came from."""
@@ -65,31 +72,31 @@ _parents: _ParentsServer | None = None
 
 
 @contextmanager
-def forked(module: str, settings: Mapping[str, str]) -> Iterator[bool]:
+def forked(module: str, settings: Mapping[str, str]) -> Iterator[None]:
     """Inside this block multiprocessing's processes come from the fork server, which has imported `module`.
 
-    Yields False, and changes nothing, where the environment is another than the server's libraries have met. The first
-    use starts the server, with `settings` where the environment does not say otherwise.
+    The first use starts it, with `settings` where the environment does not say otherwise; one in another environment
+    starts another, since libraries read theirs as they are imported.
     """
-    global _own
-    if _parents is not None:
-        server: forkserver.ForkServer = _parents
-    else:
-        if _own is None:
-            _own = _Server(os.environ)
-        if _own.environment != _lasting(os.environ):
-            yield False
-            return
-        _own.start(module, settings)
-        server = _own.server
+    server = _parents or _server_for(os.environ, module, settings)
     before, connect = multiprocessing.get_start_method(), forkserver.connect_to_new_process
     multiprocessing.set_start_method("forkserver", force=True)
     forkserver.connect_to_new_process = server.connect_to_new_process
     try:
-        yield True
+        yield
     finally:
         multiprocessing.set_start_method(before, force=True)
         forkserver.connect_to_new_process = connect
+
+
+def _server_for(environment: Mapping[str, str], module: str, settings: Mapping[str, str]) -> forkserver.ForkServer:
+    global _own
+    if _own is not None and _own.environment != _lasting(environment):
+        _own.leave()
+        _own = None
+    _own = _own or _Server(environment)
+    _own.start(module, settings)
+    return _own.server
 
 
 def begin_as_forked() -> bool:
