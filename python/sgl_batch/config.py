@@ -52,9 +52,8 @@ class ForwardConfig:
     )
     b_attn_decode: int = _flag(
         0,
-        "sequences that go through attention together in decode (0: on one GPU whose decode KV is resident, the whole "
-        "group, since nothing is gained there by cutting what one graph can launch; elsewhere, and for latent "
-        "attention by Triton, which takes megabytes for each, 256); fewer where its memory is scarce",
+        "sequences that go through attention together in decode (0: the whole group on one GPU with resident KV, "
+        "else 256; 256 for latent attention by Triton)",
         minimum=0,
     )
     b_moe_decode: int = _flag(
@@ -74,10 +73,9 @@ class ForwardConfig:
     decode_forward: str = _flag(
         "auto",
         "which forward pass computes decode groups: default, SGLang's own where one of its CUDA graphs serves the "
-        "group, else the coroutine forward; coroutine, or eager (without CUDA graphs), or sglang, for all groups; "
-        "measure runs a few steps each way at the start, in at most 20 s, and takes another than the default only if "
-        "it gives the same tokens and is 5 % faster (kept in the user's cache by device, model and versions); auto "
-        "measures on a GPU and is the default on a CPU",
+        "group, else the coroutine forward; coroutine, eager (without CUDA graphs) or sglang, for all groups; measure "
+        "tries them at the start, in at most 20 s, and leaves the default for one with the same tokens that is 5 % "
+        "faster (kept in the user's cache); auto measures on a GPU and is the default on a CPU",
         choices=DECODE_FORWARDS,
     )
     decode_graph_memory: int = _flag(

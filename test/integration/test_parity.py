@@ -77,7 +77,7 @@ def test_bfloat16_tokens_do_not_depend_on_the_size_of_sub_batches_or_groups(
     expected = generate(engine, prompts)
     try:
         for b_attn, b_moe_prefill, b_moe_decode in ((1, 700, 8), (256, 700, 3), (3, 611, 5)):
-            sub_batches = {"b_attn_prefill": b_attn, "b_attn_decode": b_attn}
+            sub_batches = {"b_attn_prefill": b_attn, "b_attn_decode": min(b_attn, b_moe_decode)}
             engine.set_plan(**sub_batches, b_moe_prefill=b_moe_prefill, b_moe_decode=b_moe_decode)
             assert generate(engine, prompts) == expected
     finally:
