@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,12 +70,14 @@ class HostProcess:
         except OSError as error:  # no process, no memory or no room on the disk is left for it
             words = Failed(message=f"the engine's process cannot be started: {error}", code=None)
         finally:
-            await self._end_all()
-            if server is not None:
-                server.close()
-            if self._frames.done():
-                self._frames.result().close()
-            remove_tree(self._directory)
+            try:
+                await _to_its_end(self._end_all())
+            finally:
+                if server is not None:
+                    server.close()
+                if self._frames.done():
+                    self._frames.result().close()
+                remove_tree(self._directory)
         if self.client is not None:
             self.client.fail(EngineError(words.message, code=words.code))
         return words
@@ -168,6 +170,16 @@ class HostProcess:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for `work` also where this is cancelled meanwhile, and only then be cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 def free_port() -> int:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from scripted_host import COMMAND
 
+from sgl_batch.api import host_process as host_module
 from sgl_batch.api import supervisor as supervisor_module
 from sgl_batch.api.supervisor import EngineSupervisor
 from sgl_batch.errors import EngineError
@@ -105,6 +106,35 @@ def test_a_killed_engine_is_named_by_its_signal(tmp_path: Path) -> None:
         os.kill(int(str(pid)), signal.SIGKILL)
         with pytest.raises(EngineError, match="SIGKILL while it served"):
             await waiting
+
+    supervise(tmp_path, scenario)
+
+
+def test_a_stop_while_a_dead_engine_is_cleared_away_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clearing, may_end = asyncio.Event(), asyncio.Event()
+    whole = host_module.group_ended
+
+    async def slowly(group: int, within_s: float) -> list[int]:
+        clearing.set()
+        await may_end.wait()
+        return await whole(group, within_s)
+
+    monkeypatch.setattr(host_module, "group_ended", slowly)
+
+    async def scenario(supervisor: EngineSupervisor) -> None:
+        engine = await supervisor.available()
+        dying = asyncio.ensure_future(engine.respond("/v1/completions", {"exit": 3}))
+        await clearing.wait()
+        stopping = asyncio.ensure_future(supervisor.stop())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not stopping.done(), "what was killed may still run"
+        may_end.set()
+        await stopping
+        dying.cancel()
+        assert os.listdir(tmp_path) == []
 
     supervise(tmp_path, scenario)
 
