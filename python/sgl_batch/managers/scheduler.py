@@ -284,12 +284,14 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         beside, self._results_beside = self._results_beside, None
         if batch.forward_mode.is_extend():
             self.executor.before_prefill_results(batch)
+        if beside is not None:
+            # First: a decode row that ends lets go of pages that a prompt of this pass has found and shares.
+            self.executor.before_prefill_results(beside[0])
         if self._results_can_wait(batch):
             self.in_flight.submit(with_copied_results(batch, result, self._process_results), depth=_OVERLAP_DEPTH)
         else:
             self._process_results(batch, result)
         if beside is not None:
-            self.executor.before_prefill_results(beside[0])
             self._process_results(*beside)
 
     def _process_while_computing(self) -> None:
