@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -99,19 +99,19 @@ def start_method_of(process_function: Callable[..., Any]) -> Iterator[None]:
     """
     owner = getattr(process_function, "__self__", process_function)
     start_method = getattr(owner, "start_method", SPAWN)
-    if start_method == FORKSERVER:
-        with fork_server.forked(type(owner).__module__, _ONE_THREAD):
+    with ExitStack() as inside:
+        if start_method == FORKSERVER:
+            inside.enter_context(environment({}, _ONE_THREAD))
+            inside.enter_context(fork_server.asked_for_processes(type(owner).__module__))
+        elif start_method != FORK or not is_single_threaded():
             yield
-        return
-    if start_method != FORK or not is_single_threaded():
-        yield
-        return
-    before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method(FORK, force=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method(before, force=True)
+            return
+        before = multiprocessing.get_start_method()
+        multiprocessing.set_start_method(start_method, force=True)
+        try:
+            yield
+        finally:
+            multiprocessing.set_start_method(before, force=True)
 
 
 def is_single_threaded() -> bool:

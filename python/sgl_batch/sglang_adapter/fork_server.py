@@ -33,20 +33,10 @@ _STREAMS = (1, 2)
 class _Server:
     """A fork server, and the environment in which its libraries were imported."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], module: str) -> None:
         self.environment = _lasting(environment)
         self.server = forkserver.ForkServer()
-
-    def start(self, module: str, settings: Mapping[str, str]) -> None:
-        """Start it if it does not run; it imports `module`. `settings` are in its environment, besides this one's."""
-        before = dict(os.environ)
         self.server.set_forkserver_preload([module, _AFTER_IMPORTS])
-        os.environ.update({key: value for key, value in settings.items() if key not in before})
-        try:
-            self.server.ensure_running()
-        finally:
-            for key in settings.keys() - before.keys():
-                del os.environ[key]
 
     def leave(self) -> None:
         """Ask nothing of it any more: it ends when the processes that came from it have."""
@@ -72,30 +62,27 @@ _parents: _ParentsServer | None = None
 
 
 @contextmanager
-def forked(module: str, settings: Mapping[str, str]) -> Iterator[None]:
-    """Inside this block multiprocessing's processes come from the fork server, which has imported `module`.
+def asked_for_processes(module: str) -> Iterator[None]:
+    """Inside this block multiprocessing's start method "forkserver" means the server that has imported `module`.
 
-    The first use starts it, with `settings` where the environment does not say otherwise; one in another environment
-    starts another, since libraries read theirs as they are imported.
+    The first use starts it; one in another environment starts another, since libraries read theirs as they are
+    imported.
     """
-    server = _parents or _server_for(os.environ, module, settings)
-    before, connect = multiprocessing.get_start_method(), forkserver.connect_to_new_process
-    multiprocessing.set_start_method("forkserver", force=True)
+    server = _parents or _server_for(os.environ, module)
+    connect = forkserver.connect_to_new_process
     forkserver.connect_to_new_process = server.connect_to_new_process
     try:
         yield
     finally:
-        multiprocessing.set_start_method(before, force=True)
         forkserver.connect_to_new_process = connect
 
 
-def _server_for(environment: Mapping[str, str], module: str, settings: Mapping[str, str]) -> forkserver.ForkServer:
+def _server_for(environment: Mapping[str, str], module: str) -> forkserver.ForkServer:
     global _own
     if _own is not None and _own.environment != _lasting(environment):
         _own.leave()
         _own = None
-    _own = _own or _Server(environment)
-    _own.start(module, settings)
+    _own = _own or _Server(environment, module)
     return _own.server
 
 
@@ -106,8 +93,8 @@ def begin_as_forked() -> bool:
     psutil calls that one its parent: SGLang's processes send a signal there when they fail.
     """
     global _own, _parents
-    if _parents is not None or forkserver.get_inherited_fds() is None:
-        return _parents is not None
+    if forkserver.get_inherited_fds() is None:
+        return False
     of_server: Any = forkserver.get_inherited_fds.__self__  # type: ignore[attr-defined]
     _own, _parents = None, _ParentsServer(of_server._forkserver_address, of_server._forkserver_alive_fd)
     parent = multiprocessing.parent_process()
