@@ -1,0 +1,54 @@
+"""What families share of which SGLang's layer communicator holds the norms."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, cast
+
+import torch
+
+from sgl_batch.model_executor.families.base import ExpertBlock, Family
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.models import CommunicatingLayer, ExpertModules
+
+
+class CommunicatingFamily(Family):
+    """Families of which SGLang's layer communicator holds the norms, and what tensor parallelism adds around them."""
+
+    @abstractmethod
+    def attend(
+        self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """A layer's attention, between its norms."""
+
+    @abstractmethod
+    def block_of(self, moe: ExpertModules) -> ExpertBlock:
+        """SGLang's modules of a layer that has experts."""
+
+    def attention_half(
+        self,
+        layer: torch.nn.Module,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = cast(CommunicatingLayer, layer)
+        hidden, residual = own.layer_communicator.prepare_attn(hidden, residual, batch)
+        hidden = self.attend(layer, positions, hidden, batch)
+        return own.layer_communicator.prepare_mlp(hidden, residual, batch)
+
+    def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
+        own = cast(CommunicatingLayer, layer)
+        return own.mlp(hidden, batch)
+
+    def expert_block(self, layer: torch.nn.Module) -> ExpertBlock | None:
+        own = cast(CommunicatingLayer, layer)
+        moe: Any = own.mlp
+        return self.block_of(moe) if hasattr(moe, "experts") else None
+
+    def finish_layer(
+        self, layer: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = cast(CommunicatingLayer, layer)
+        return own.layer_communicator.postprocess_layer(hidden, residual, batch)

@@ -1,0 +1,48 @@
+"""The adapter of DeepSeek-V2 and V3."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from sgl_batch.model_executor.families.base import ExpertBlock
+from sgl_batch.model_executor.families.communicating import CommunicatingFamily
+from sgl_batch.sglang_adapter.layers import forget_attention_inputs, number_scratch
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.models import DeepseekMoe, ExpertModules, LatentLayer
+
+
+class DeepseekFamily(CommunicatingFamily):
+    """DeepSeek-V2 and V3: latent attention, dense first layers, and experts that every row goes to beside the chosen.
+
+    Attention reads a batch through the layer communicator, or itself on a CPU.
+    """
+
+    architectures = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+    latent = True
+
+    def attend(
+        self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        own = cast(LatentLayer, layer)
+        attended = own.self_attn(
+            positions=positions,
+            hidden_states=hidden,
+            forward_batch=batch,
+            zero_allocator=number_scratch(hidden.device),
+        )
+        forget_attention_inputs()
+        return attended
+
+    def block_of(self, moe: ExpertModules) -> ExpertBlock:
+        """SGLang's block of routed and shared experts. On a GPU its top-k or its runner scales the weights."""
+        own = cast(DeepseekMoe, moe)
+        on_cpu = moe.gate.weight.device.type == "cpu"
+        return ExpertBlock(
+            gate=moe.gate,
+            topk=moe.topk,
+            experts=moe.experts,
+            shared=getattr(moe, "shared_experts", None),
+            scale=own.routed_scaling_factor if on_cpu else 1.0,
+        )
