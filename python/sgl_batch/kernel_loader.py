@@ -10,7 +10,7 @@ from sgl_batch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_BUILD = "build them with scripts/install or, beside a GPU, `pip install --no-build-isolation ./sgl-kernel`"
+BUILD_KERNELS = "build them with scripts/install or, beside a GPU, `pip install --no-build-isolation ./sgl-kernel`"
 
 
 @cache
@@ -50,7 +50,7 @@ def kv_store_kernels() -> ModuleType:
             return kv_store
     raise ConfigError(
         "the host KV store (--kv-store-bytes) needs the native kernels, which cannot be loaded here or are of an older "
-        f"version: {_BUILD}; or run without a store"
+        f"version: {BUILD_KERNELS}; or run without a store"
     )
 
 
@@ -68,7 +68,7 @@ def expert_loader_kernels() -> ModuleType:
             return expert_loader
     raise ConfigError(
         "--weights streamed needs the native kernels, which cannot be loaded here or are of an older version: "
-        f"{_BUILD}; or use --weights resident"
+        f"{BUILD_KERNELS}; or use --weights resident"
     )
 
 

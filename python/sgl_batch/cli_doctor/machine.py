@@ -9,16 +9,10 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+from sgl_batch.installed_versions import version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +26,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     model: Path | None = None
     load: Callable[[str], Any] = importlib.import_module
-    version_of: Callable[[str], str | None] = _version_of
+    version_of: Callable[[str], str | None] = version_of
 
     def text(self, path: str) -> str | None:
         """The text of a file below `root`; None where it is not there or cannot be read."""

@@ -9,7 +9,9 @@ from enum import StrEnum
 from sgl_batch.cli_doctor.machine import Machine
 from sgl_batch.cli_doctor.rows import Check, Row, State
 from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import BUILD_KERNELS
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.absent_packages import REQUIREMENTS
 
 
 class Need(StrEnum):
@@ -48,7 +50,7 @@ PACKAGES = (
         module="xgrammar",
         need=Need.ALWAYS,
         lacks="requests for JSON schemas, regular expressions and grammars are refused",
-        remedy="pip install xgrammar",
+        remedy=f"pip install {REQUIREMENTS['xgrammar']}",
         replaced=True,
     ),
     Package(
@@ -57,7 +59,7 @@ PACKAGES = (
         module="sgl_batch_kernel",
         need=Need.NEVER,
         lacks="no host KV store and no streamed weights; on a CPU, experts and linear layers several times slower",
-        remedy="scripts/install, or pip install ./sgl-kernel (g++ 11 or newer)",
+        remedy=f"{BUILD_KERNELS} (g++ 11 or newer)",
     ),
     Package(
         name="flashinfer",
@@ -65,7 +67,7 @@ PACKAGES = (
         module="flashinfer.sampling",
         need=Need.ON_GPU,
         lacks="tokens are sampled by torch's operators",
-        remedy="pip install flashinfer_python",
+        remedy=f"pip install {REQUIREMENTS['flashinfer']}",
         replaced=True,
     ),
     Package(

@@ -8,12 +8,12 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.errors import ConfigError
+from sgl_batch.installed_versions import versions_of
 from sgl_batch.jobs.line_reader import InputScan
 from sgl_batch.jobs.model_hash import MODEL_HASH_RULE, model_hash
 from sgl_batch.jobs.run_result import RunResult, RunStatus
@@ -142,13 +142,7 @@ def redacted(argv: Sequence[str]) -> list[str]:
 
 def versions() -> dict[str, str | None]:
     """Installed versions of what decides the outputs; None for what is not installed as a package."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": platform.python_version(), **versions_of(_PACKAGES)}
 
 
 def _describe_model(model_path: str, served_model_names: Sequence[str]) -> dict[str, object]:

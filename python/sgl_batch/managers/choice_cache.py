@@ -12,10 +12,10 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 from sgl_batch.core.decode_choice import MODES, DecodeChoice
+from sgl_batch.installed_versions import versions_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,7 @@ class ChoiceKey:
 
 def versions() -> dict[str, str | None]:
     """The packages' versions with which a choice is measured anew."""
-    found: dict[str, str | None] = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return versions_of(_PACKAGES)
 
 
 def model_hash(model: str) -> str:

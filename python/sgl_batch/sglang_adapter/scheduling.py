@@ -187,6 +187,7 @@ def decode_batch(scheduler: SGLangScheduler, requests: list[Request]) -> Schedul
     lengths = [request.kv_committed_len for request in requests]
     batch.forward_mode = ForwardMode.DECODE
     places = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
+    assert len(places) == len(requests), "each decode row has its place in the table of slots"
     batch.req_pool_indices_cpu = torch.tensor(places)
     batch.req_pool_indices = upload(places, torch.int64, device)
     batch.seq_lens_cpu = torch.tensor(lengths)

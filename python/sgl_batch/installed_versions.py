@@ -1,0 +1,19 @@
+"""Reads which versions of packages are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import metadata
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of a package; None where it is not installed as one."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions_of(distributions: Iterable[str]) -> dict[str, str | None]:
+    """The version of each package, as `version_of` gives it."""
+    return {name: version_of(name) for name in distributions}
