@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sgl_batch import Engine
 from sgl_batch.config import ForwardConfig
 from sgl_batch.core.replay import replay_trace
 from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from bringup.prompts import PROMPT_LENGTHS, Requests, questions, reference_of_transformers
+
 FAMILIES = ("tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3")
-PROMPT_LENGTHS = (1, 2, 3, 5, 17, 63, 64, 65, 130, 257, 411, 600)
-OUTPUT_LENGTHS = (24, 1, 40, 7, 24, 33, 2, 24, 15, 28, 9, 24)
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,11 @@ def model_path(repo_root: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def prompts(repo_root: Path, model_path: Callable[[str], str]) -> Prompts:
+def prompts(model_path: Callable[[str], str]) -> Prompts:
     """Mixed lengths of real questions, cut from the sample that ships with the tests."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path(FAMILIES[0]))
-    lines = (repo_root / "test" / "data" / "gsm8k_sample.jsonl").read_text().splitlines()
-    text = " ".join(json.loads(line)["body"]["messages"][-1]["content"] for line in lines)
-    tokens = tokenizer(text)["input_ids"]
-    starts = range(0, 37 * len(PROMPT_LENGTHS), 37)
-    input_ids = [tokens[s : s + n] for s, n in zip(starts, PROMPT_LENGTHS, strict=True)]
-    assert [len(ids) for ids in input_ids] == list(PROMPT_LENGTHS)
-    parameters = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in OUTPUT_LENGTHS]
-    return Prompts(input_ids, parameters)
+    requests = questions(Path(model_path(FAMILIES[0])))
+    assert [len(ids) for ids in requests.input_ids] == list(PROMPT_LENGTHS)
+    return Prompts(requests.input_ids, requests.sampling_params)
 
 
 class EngineShelf:
@@ -166,21 +161,8 @@ def reference(prompts: Prompts, model_path: Callable[[str], str]) -> Callable[[s
 
 def greedy_reference(path: str, dtype: torch.dtype, prompts: Prompts) -> Reference:
     """One prompt at a time, so that nothing is padded."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    tokens, gaps = [], []
-    for ids, parameters in zip(prompts.input_ids, prompts.sampling_params, strict=True):
-        length = parameters["max_new_tokens"]
-        with torch.no_grad():
-            out = model.generate(
-                torch.tensor([ids]),
-                do_sample=False,
-                max_new_tokens=length,
-                min_new_tokens=length,
-                eos_token_id=-1,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        best = [step[0].float().topk(2).values for step in out.logits]
-        tokens.append(out.sequences[0, len(ids) :].tolist())
-        gaps.append([float(top[0] - top[1]) for top in best])
-    return Reference(tokens, gaps)
+    lengths = [parameters["max_new_tokens"] for parameters in prompts.sampling_params]
+    requests = Requests(prompts.input_ids, lengths)
+    made = reference_of_transformers(Path(path), str(dtype).removeprefix("torch."), requests)
+    gaps = [[first[1] - second[1] for first, second, *_ in steps] for steps in made.best]
+    return Reference(made.tokens, gaps)
