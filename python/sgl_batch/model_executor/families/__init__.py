@@ -6,6 +6,7 @@ import torch
 
 from sgl_batch.model_executor.families.base import ExpertBlock, Family
 from sgl_batch.model_executor.families.deepseek import DeepseekFamily
+from sgl_batch.model_executor.families.dense import LlamaFamily, Qwen3Family
 from sgl_batch.model_executor.families.mixtral import MixtralFamily
 from sgl_batch.model_executor.families.qwen3_moe import Qwen3MoeFamily
 
@@ -14,12 +15,20 @@ __all__ = [
     "DeepseekFamily",
     "ExpertBlock",
     "Family",
+    "LlamaFamily",
     "MixtralFamily",
+    "Qwen3Family",
     "Qwen3MoeFamily",
     "family_of",
 ]
 
-FAMILIES: tuple[Family, ...] = (MixtralFamily(), Qwen3MoeFamily(), DeepseekFamily())
+FAMILIES: tuple[Family, ...] = (
+    MixtralFamily(),
+    Qwen3MoeFamily(),
+    DeepseekFamily(),
+    Qwen3Family(),
+    LlamaFamily(),
+)
 
 
 def family_of(model: torch.nn.Module) -> Family | None:

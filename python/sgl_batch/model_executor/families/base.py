@@ -46,6 +46,8 @@ class Family(ABC):
     """Where sequences may yield inside a layer (core/units)."""
     latent: bool = False
     """Whether attention is latent: one row of KV for all heads."""
+    dense: bool = False
+    """Whether no layer has experts: then accumulation gains nothing."""
 
     def embed(self, model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
         own = cast(CausalModel, model)

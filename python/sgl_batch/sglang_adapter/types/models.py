@@ -222,13 +222,24 @@ class LayerCommunicator(Protocol):
         """What follows the experts."""
 
 
-class MixtralLayer(Protocol):
-    """A decoder layer of Mixtral."""
+class PlainLayer(Protocol):
+    """A decoder layer that holds its norms itself (SGLang's LlamaDecoderLayer)."""
 
     input_layernorm: Norm
     self_attn: Attention
     post_attention_layernorm: Norm
+
+
+class MixtralLayer(Protocol):
+    """The experts of a decoder layer of Mixtral."""
+
     block_sparse_moe: MixtralMoe
+
+
+class DenseLayer(Protocol):
+    """What follows attention in a decoder layer without experts."""
+
+    mlp: Callable[[torch.Tensor], torch.Tensor]
 
 
 class CommunicatingLayer(Protocol):

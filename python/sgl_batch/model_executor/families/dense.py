@@ -1,0 +1,43 @@
+"""The adapters of families without experts. The second half of a layer is its MLP."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from sgl_batch.model_executor.families.base import ExpertBlock
+from sgl_batch.model_executor.families.communicating import CommunicatingFamily
+from sgl_batch.model_executor.families.plain_norms import PlainNormFamily
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.models import AttendingLayer, DenseLayer, ExpertModules
+
+
+class Qwen3Family(CommunicatingFamily):
+    """Qwen3: queries and keys are normed by head."""
+
+    architectures = ("Qwen3ForCausalLM",)
+    dense = True
+
+    def attend(
+        self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        own = cast(AttendingLayer, layer)
+        return own.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
+
+    def block_of(self, moe: ExpertModules) -> ExpertBlock:
+        raise AssertionError("a dense layer has no experts")
+
+
+class LlamaFamily(PlainNormFamily):
+    """Llama, and the families of SGLang's that are built alike: Qwen2 (with biases) and Mistral."""
+
+    architectures = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+    dense = True
+
+    def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
+        own = cast(DenseLayer, layer)
+        return own.mlp(hidden)
+
+    def expert_block(self, layer: torch.nn.Module) -> ExpertBlock | None:
+        return None

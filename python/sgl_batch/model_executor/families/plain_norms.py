@@ -1,0 +1,31 @@
+"""What families share of which a layer itself holds the norms, as its `input_layernorm` and `post_attention_layernorm`."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from sgl_batch.model_executor.families.base import Family
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.models import PlainLayer
+
+
+class PlainNormFamily(Family):
+    """Families of which a layer norms, attends, and norms again, with nothing between."""
+
+    def attention_half(
+        self,
+        layer: torch.nn.Module,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = cast(PlainLayer, layer)
+        if residual is None:
+            residual, hidden = hidden, own.input_layernorm(hidden)
+        else:
+            hidden, residual = own.input_layernorm(hidden, residual)
+        hidden = own.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
+        return own.post_attention_layernorm(hidden, residual)

@@ -1,0 +1,167 @@
+"""The families that the coroutine forward knows, as checkpoints of random float32 weights, and proof by Hugging Face.
+
+A family is one entry of `FAMILIES`. Its weights are drawn anew where they are needed, the same each time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+SHARED = {
+    "vocab_size": 3072,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Two logits nearer than this may change places by rounding in float32: another `seed` has none so near.
+LEAST_GAP = 1e-4
+TRANSFORMERS, HUB = "transformers", "hub"
+FORMS = (TRANSFORMERS, HUB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFamily:
+    """A small model of a family.
+
+    `settings`: entries of its config beside SHARED, by transformers' names; `hub`: entries in which a published
+    config.json differs from what transformers writes, None for those that it lacks (positions and the number type are
+    put into the published form for all). `scales`: factors on the standard deviation of the weights whose names have
+    the given ending. `experts`: whether layers have experts, which then lie on several ranks and are streamed.
+    """
+
+    name: str
+    model_type: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
+    experts: bool = False
+    seed: int = 0
+
+
+FAMILIES = (
+    RandomFamily(
+        name="qwen3",
+        model_type="qwen3",
+        settings={"head_dim": 32, "intermediate_size": 160, "rope_theta": 1e6},
+    ),
+    RandomFamily(
+        name="mixtral",
+        model_type="mixtral",
+        settings={"head_dim": 32, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2},
+        experts=True,
+    ),
+)
+
+
+def make_checkpoint(family: RandomFamily, form: str, directory: Path, tokenizer_from: Path) -> str:
+    """Write the family's checkpoint with its config in one of FORMS into `directory`; returns the path."""
+    path = directory / f"{family.name}-{form}"
+    torch.manual_seed(family.seed)
+    config = AutoConfig.for_model(family.model_type, **{**SHARED, **family.settings})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _draw(model, family.scales)
+    model.save_pretrained(path)
+    if form == HUB:
+        written = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(published(written, family.hub), indent=2))
+    for name in _TOKENIZER_FILES:
+        shutil.copyfile(tokenizer_from / name, path / name)
+    return str(path)
+
+
+def _draw(model: PreTrainedModel, scales: Mapping[str, float]) -> None:
+    """Draw all weights, of which none shall be without effect: norms are not all ones, biases not all zeros.
+
+    A matrix keeps the size of what it multiplies, so that each token depends on all before it.
+    """
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    saved = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name not in saved:
+                continue
+            scale = next((scale for ending, scale in scales.items() if name.endswith(ending)), 1.0)
+            if tensor.dim() >= 2:
+                tensor.normal_(0.0, scale / math.sqrt(tensor.shape[-1]))
+            elif name.endswith("norm.weight"):
+                tensor.normal_(1.0, 0.2 * scale)
+            else:
+                tensor.normal_(0.0, 0.2 * scale)
+
+
+def published(config: Mapping[str, Any], hub: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that transformers has written, in the form of those that are published with models."""
+    positions = dict(config.get("rope_parameters") or {})
+    theta = positions.pop("rope_theta", None)
+    kind = positions.pop("rope_type", "default")
+    rest = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
+    old = {"rope_theta": theta} if theta is not None else {}
+    old["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **positions}
+    whole = {**rest, **old, "torch_dtype": config["dtype"], **hub}
+    return {name: value for name, value in whole.items() if value is not None or name not in hub}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """Prompts of random tokens, some of which begin alike, with how many greedy tokens each is to get."""
+
+    input_ids: Sequence[list[int]]
+    lengths: Sequence[int]
+
+    @property
+    def sampling_params(self) -> list[dict[str, Any]]:
+        return [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in self.lengths]
+
+
+def make_requests(page: int) -> Requests:
+    """Prompts from one token to several pages; every other begins with the same three pages."""
+    draw = random.Random(0)
+    common = [draw.randrange(5, 3000) for _ in range(3 * page)]
+    own = (1, 2, page, page + 1, 3 * page - 1, 1, 5 * page, 9 * page + 3, 4, 2 * page)
+    prompts = [
+        [*(common if index % 2 else []), *(draw.randrange(5, 3000) for _ in range(length))]
+        for index, length in enumerate(own)
+    ]
+    lengths = (24, 20, 1, 17, 9, 24, 2, 16, 12, 20)
+    return Requests(input_ids=prompts, lengths=lengths)
+
+
+def check_greedy(path: str, requests: Requests, outputs: Sequence[Sequence[int]]) -> None:
+    """Prove that the outputs are what Hugging Face's model gives greedily.
+
+    Each of their tokens has the largest logit behind those before it; so the model would have chosen the same.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    distinct = set()
+    for prompt, length, output in zip(requests.input_ids, requests.lengths, outputs, strict=True):
+        assert len(output) == length
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *output[:-1]]])).logits[0, len(prompt) - 1 :]
+        best = logits.topk(2)
+        gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
+        expected = best.indices[:, 0].tolist()
+        wrong = next((index for index, token in enumerate(output) if token != expected[index]), None)
+        assert wrong is None, (
+            f"prompt of {len(prompt)} tokens: output {wrong} is {output[wrong]}, not {expected[wrong]}, "
+            f"of which the logit is {gaps[wrong]:.1e} larger than the next"
+        )
+        assert min(gaps) > LEAST_GAP, f"two logits lie {min(gaps):.1e} apart: take another seed"
+        distinct.update(output)
+    assert len(distinct) > sum(requests.lengths) / 2, "a model that repeats itself shows little: take other scales"

@@ -1,0 +1,123 @@
+"""Each family's tokens are Hugging Face's, however a group is cut, wherever its KV and its experts lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from sgl_batch import Engine
+
+from .conftest import Traces
+from .random_families import (
+    FAMILIES,
+    HUB,
+    TRANSFORMERS,
+    RandomFamily,
+    Requests,
+    check_greedy,
+    make_checkpoint,
+    make_requests,
+)
+from .shared_prompts import counted
+from .test_ranks import ranks
+
+pytestmark = pytest.mark.engine
+
+PAGE = 8
+SUB_BATCH = 5
+# Groups are cut, prompts come in several groups, and the device holds the KV of few of them at a time.
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "page_size": PAGE,
+    "boundary_tokens": PAGE,
+    "b_moe_prefill": 160,
+    "b_moe_decode": 8,
+    "b_attn_prefill": 3 * PAGE + 1,
+    "b_attn_decode": SUB_BATCH,
+    "max_total_tokens": 22 * PAGE,
+}
+STORE: dict[str, Any] = {"kv_store_bytes": 64 << 20, "kv_store_checksums": True, "decode_kv": "resident"}
+SAMPLED = {"temperature": 0.8, "sampling_seed": 7, "n": 2, "max_new_tokens": 12, "ignore_eos": True}
+EXPERTS = tuple(family for family in FAMILIES if family.experts)
+
+named = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+with_experts = pytest.mark.parametrize("family", EXPERTS, ids=lambda family: family.name)
+
+
+@pytest.fixture(scope="session")
+def requests() -> Requests:
+    return make_requests(PAGE)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, repo_root: Path) -> Callable[[RandomFamily, str], str]:
+    return lambda family, form: make_checkpoint(family, form, tmp_path, repo_root / "test" / "models/tiny-qwen3-moe")
+
+
+def greedy(engine: Any, requests: Requests) -> list[list[int]]:
+    results = engine.generate(input_ids=requests.input_ids, sampling_params=requests.sampling_params)
+    return [result["output_ids"] for result in results]
+
+
+def sampled(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Two choices of each prompt."""
+    return [r["output_ids"] for r in engine.generate(input_ids=prompts, sampling_params=[SAMPLED] * len(prompts))]
+
+
+def check_coroutine_forward(engine: Any, counts: dict[str, int]) -> None:
+    """Every pass was ours, and groups were cut."""
+    assert engine.running["coroutine_forward"]
+    assert counts.get("forwards_by_sglang", 0) == 0
+    layers = AutoConfig.from_pretrained(engine.server_args.model_path).num_hidden_layers
+    assert counts["attention_calls"] > layers * (counts["prefill_groups"] + counts["decode_groups"])
+
+
+@named
+def test_tokens_are_huggingfaces_in_sub_batches_and_whole_beside_a_store_of_shared_prefixes(
+    family: RandomFamily, checkpoint: Callable[[RandomFamily, str], str], requests: Requests, traces: Traces
+) -> None:
+    path = checkpoint(family, HUB)
+    engine = Engine(model_path=path, **SMALL, **STORE, **traces.new())
+    try:
+        outputs, counts = counted(engine, lambda: greedy(engine, requests))
+        check_greedy(path, requests, outputs)
+        check_coroutine_forward(engine, counts)
+        assert counts["prompt_tokens_shared"] > 0, "prompts begin alike"
+        assert counts["pages_restored"] > 0, "KV came from the store"
+        two = sampled(engine, [requests.input_ids[3], requests.input_ids[7]])
+        assert two[0] != two[1], "choices of one prompt differ"
+        engine.set_plan(b_attn_prefill=160, b_attn_decode=8)
+        assert greedy(engine, requests) == outputs, "the same in whole groups"
+        assert sampled(engine, [requests.input_ids[7]]) == two[2:], "a seed gives the same tokens, whatever runs beside"
+        assert engine.batch_stats()["counters"]["recomputed_tokens_unplanned"] == 0
+    finally:
+        engine.shutdown()
+
+
+@with_experts
+def test_tokens_of_two_ranks_that_stream_experts_are_huggingfaces(
+    family: RandomFamily, checkpoint: Callable[[RandomFamily, str], str], requests: Requests, traces: Traces
+) -> None:
+    path = checkpoint(family, TRANSFORMERS)
+    engine = Engine(model_path=path, **SMALL, **ranks(2), weights="streamed", **traces.new())
+    try:
+        check_greedy(path, requests, greedy(engine, requests))
+        stats = engine.batch_stats()
+        check_coroutine_forward(engine, stats["counters"])
+        assert all(rank["counters"]["weights_read"] > 0 for rank in stats["ranks"]), "each reads its own experts"
+        assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
+    finally:
+        engine.shutdown()
+
+
+@named
+def test_a_published_config_is_read_as_the_one_that_transformers_writes(
+    family: RandomFamily, checkpoint: Callable[[RandomFamily, str], str]
+) -> None:
+    written, published = (AutoConfig.from_pretrained(checkpoint(family, form)) for form in (TRANSFORMERS, HUB))
+    settings = [name for name in written.to_dict() if name not in ("_name_or_path", "torch_dtype")]
+    assert {name: getattr(published, name) for name in settings} == {name: getattr(written, name) for name in settings}
