@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 SHARED = {
@@ -64,7 +64,7 @@ FAMILIES = (
     RandomFamily(
         name="mixtral",
         model_type="mixtral",
-        settings={"head_dim": 32, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2},
+        settings={"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2},
         experts=True,
     ),
 )
@@ -86,7 +86,7 @@ def make_checkpoint(family: RandomFamily, form: str, directory: Path, tokenizer_
     return str(path)
 
 
-def _draw(model: PreTrainedModel, scales: Mapping[str, float]) -> None:
+def _draw(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     """Draw all weights, of which none shall be without effect: norms are not all ones, biases not all zeros.
 
     A matrix keeps the size of what it multiplies, so that each token depends on all before it.

@@ -28,7 +28,7 @@ from .test_ranks import ranks
 pytestmark = pytest.mark.engine
 
 PAGE = 8
-SUB_BATCH = 5
+SUB_BATCH = 2
 # Groups are cut, prompts come in several groups, and the device holds the KV of few of them at a time.
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
     "b_moe_decode": 8,
     "b_attn_prefill": 3 * PAGE + 1,
     "b_attn_decode": SUB_BATCH,
-    "max_total_tokens": 22 * PAGE,
+    "max_total_tokens": 30 * PAGE,
 }
 STORE: dict[str, Any] = {"kv_store_bytes": 64 << 20, "kv_store_checksums": True, "decode_kv": "resident"}
 SAMPLED = {"temperature": 0.8, "sampling_seed": 7, "n": 2, "max_new_tokens": 12, "ignore_eos": True}
@@ -69,11 +69,10 @@ def sampled(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def check_coroutine_forward(engine: Any, counts: dict[str, int]) -> None:
-    """Every pass was ours, and groups were cut."""
+    """Every pass was ours."""
     assert engine.running["coroutine_forward"]
     assert counts.get("forwards_by_sglang", 0) == 0
-    layers = AutoConfig.from_pretrained(engine.server_args.model_path).num_hidden_layers
-    assert counts["attention_calls"] > layers * (counts["prefill_groups"] + counts["decode_groups"])
+    assert counts["prefill_groups"] > 0
 
 
 @named
@@ -86,6 +85,9 @@ def test_tokens_are_huggingfaces_in_sub_batches_and_whole_beside_a_store_of_shar
         outputs, counts = counted(engine, lambda: greedy(engine, requests))
         check_greedy(path, requests, outputs)
         check_coroutine_forward(engine, counts)
+        layers = AutoConfig.from_pretrained(path).num_hidden_layers
+        groups = counts["prefill_groups"] + counts["decode_groups"]
+        assert counts["attention_calls"] > 1.2 * layers * groups, "groups were cut"
         assert counts["prompt_tokens_shared"] > 0, "prompts begin alike"
         assert counts["pages_restored"] > 0, "KV came from the store"
         two = sampled(engine, [requests.input_ids[3], requests.input_ids[7]])

@@ -1,4 +1,4 @@
-"""What families share of which a layer itself holds the norms, as its `input_layernorm` and `post_attention_layernorm`."""
+"""What families share of which a layer itself holds the norms before attention and before what follows it."""
 
 from __future__ import annotations
 
