@@ -62,6 +62,32 @@ FAMILIES = (
         settings={"head_dim": 32, "intermediate_size": 160, "rope_theta": 1e6},
     ),
     RandomFamily(
+        name="qwen3-tied",
+        model_type="qwen3",
+        settings={"head_dim": 32, "intermediate_size": 160, "tie_word_embeddings": True},
+    ),
+    RandomFamily(name="qwen2", model_type="qwen2", settings={"intermediate_size": 160}),
+    RandomFamily(
+        name="llama3",
+        model_type="llama",
+        settings={
+            "intermediate_size": 160,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    RandomFamily(
+        name="mistral",
+        model_type="mistral",
+        settings={"head_dim": 32, "intermediate_size": 160, "sliding_window": None},
+    ),
+    RandomFamily(
         name="mixtral",
         model_type="mixtral",
         settings={"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2},
