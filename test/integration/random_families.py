@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -32,6 +33,15 @@ SHARED = {
 }
 # Two logits nearer than this may change places by rounding in float32: another `seed` has none so near.
 LEAST_GAP = 1e-4
+KIMI_POSITIONS = {
+    "type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 TRANSFORMERS, HUB = "transformers", "hub"
 FORMS = (TRANSFORMERS, HUB)
 
@@ -42,14 +52,18 @@ class RandomFamily:
 
     `settings`: entries of its config beside SHARED, by transformers' names; `hub`: entries in which a published
     config.json differs from what transformers writes, None for those that it lacks (positions and the number type are
-    put into the published form for all). `scales`: factors on the standard deviation of the weights whose names have
-    the given ending. `experts`: whether layers have experts, which then lie on several ranks and are streamed.
+    put into the published form for all). `read_otherwise`: those that transformers reads otherwise from the published
+    form. `further_layer`: published with a layer behind the last, which predicts a further token. `scales`: factors on
+    the standard deviation of the weights whose names have the given ending. `experts`: whether layers have experts,
+    which then lie on several ranks and are streamed.
     """
 
     name: str
     model_type: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     hub: Mapping[str, Any] = field(default_factory=dict)
+    read_otherwise: Sequence[str] = ()
+    further_layer: bool = False
     scales: Mapping[str, float] = field(default_factory=dict)
     experts: bool = False
     seed: int = 0
@@ -93,6 +107,125 @@ FAMILIES = (
         settings={"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2},
         experts=True,
     ),
+    RandomFamily(
+        name="qwen2-moe",
+        model_type="qwen2_moe",
+        settings={
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        experts=True,
+    ),
+    RandomFamily(
+        name="qwen3-moe-dense-layers",
+        model_type="qwen3_moe",
+        settings={
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+        },
+        experts=True,
+    ),
+    RandomFamily(
+        name="olmoe",
+        model_type="olmoe",
+        settings={
+            "intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-2,
+        },
+        experts=True,
+    ),
+    RandomFamily(
+        name="glm4-moe",
+        model_type="glm4_moe",
+        settings={
+            "head_dim": 32,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_nextn_predict_layers": 1,
+        },
+        hub={"partial_rotary_factor": 0.5},
+        further_layer=True,
+        experts=True,
+    ),
+    RandomFamily(
+        name="kimi-k2",
+        model_type="deepseek_v3",
+        settings={
+            "num_key_value_heads": 4,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 24,
+            "num_experts_per_tok": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.827,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "max_position_embeddings": 131072,
+            "rope_theta": 50000.0,
+            "rope_scaling": KIMI_POSITIONS,
+        },
+        hub={
+            "model_type": "kimi_k2",
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 0,
+            "rope_scaling": KIMI_POSITIONS,
+        },
+        read_otherwise=("model_type",),
+        experts=True,
+    ),
+    RandomFamily(
+        name="minimax-m2",
+        model_type="minimax_m2",
+        settings={
+            "head_dim": 32,
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        },
+        hub={
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_mtp": True,
+            "num_mtp_modules": 3,
+            "mtp_transformer_layers": 1,
+            "attn_type_list": [1, 1],
+            "shared_intermediate_size": 0,
+            "mlp_intermediate_size": 8192,
+        },
+        read_otherwise=("rope_parameters",),
+        experts=True,
+    ),
 )
 
 
@@ -107,9 +240,23 @@ def make_checkpoint(family: RandomFamily, form: str, directory: Path, tokenizer_
     if form == HUB:
         written = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(published(written, family.hub), indent=2))
+        if family.further_layer:
+            _add_layer(path / "model.safetensors", config.num_hidden_layers)
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer_from / name, path / name)
     return str(path)
+
+
+def _add_layer(file: Path, number: int) -> None:
+    """Put a layer behind the last, with the tensors beside it that predict a further token."""
+    tensors = load_file(file)
+    last, further = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    copied = {name.replace(last, further): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
+    norm = tensors["model.norm.weight"]
+    names = ("enorm", "hnorm", "shared_head.norm")
+    own = {f"{further}{name}.weight": norm.clone() for name in names}
+    own[f"{further}eh_proj.weight"] = torch.ones(len(norm), 2 * len(norm))
+    save_file({**tensors, **copied, **own}, file, metadata={"format": "pt"})
 
 
 def _draw(model: torch.nn.Module, scales: Mapping[str, float]) -> None:

@@ -124,6 +124,8 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
         # with other ranks.
         _check_no_graphs(merged)
         merged["disable_cuda_graph"] = True
+        # Fused, a shared expert would be one of the routed ones, which are read by other names and cut between ranks.
+        merged["disable_shared_experts_fusion"] = True
     merged.update(_settled(config, merged))
     _check_choices(config, merged, on_cpu=on_cpu(kwargs))
     if merged.get("speculative_algorithm"):

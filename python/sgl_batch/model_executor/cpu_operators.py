@@ -16,8 +16,8 @@ from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, crea
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.mem_cache.expert_slots import ExpertSlots
 from sgl_batch.model_executor.counters import Counters
-from sgl_batch.model_executor.cpu_deepseek import CpuDeepseek
-from sgl_batch.model_executor.families import DeepseekFamily, Family, family_of
+from sgl_batch.model_executor.cpu_blocks import CpuBlocks
+from sgl_batch.model_executor.families import CommunicatingFamily, Family, family_of
 from sgl_batch.model_executor.streamed_weights import stream_experts
 from sgl_batch.model_executor.weight_streamer import WeightStreamer
 from sgl_batch.sglang_adapter.layers import (
@@ -77,7 +77,7 @@ class CpuOperators:
         register_forward(UnquantizedFusedMoEMethod, experts_forward, CPU_DISPATCH_KEY)
         if self._kernels is not None:
             cpu_row_operators.register(self._kernels, CPU_DISPATCH_KEY)
-            cpu_topk.register(self._kernels, CPU_DISPATCH_KEY)
+        cpu_topk.register(self._kernels, CPU_DISPATCH_KEY)
         cpu_grammar.register()
         allow_plain_positions()
 
@@ -113,8 +113,8 @@ class CpuOperators:
         Routers and the output projection are never rounded: they choose experts and tokens.
         """
         family = family_of(model)
-        if isinstance(family, DeepseekFamily):
-            CpuDeepseek(family, self._kernels, self._weights, self.expert_sums, self._counters).adopt(model)
+        if isinstance(family, CommunicatingFamily):
+            CpuBlocks(family, self._weights, self.expert_sums, self._counters).adopt(model)
         if self._kernels is not None:
             cpu_row_operators.adopt(self._kernels, model)
         routers = _routers(model, family)

@@ -50,6 +50,7 @@ from sgl_batch.sglang_adapter.forward import (
 )
 from sgl_batch.sglang_adapter.gpu_pools import use_our_pools
 from sgl_batch.sglang_adapter.memory import kv_token_bytes, set_kv_bytes
+from sgl_batch.sglang_adapter.model_forms import models_as_configured
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.private_ports import on_this_machine
 from sgl_batch.sglang_adapter.ranks import expert_shard
@@ -109,7 +110,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         shard = nullcontext() if place is None else expert_shard(place.expert_shard, place.topology.num_expert_shards)
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         watch = self._watch_of_weights()
-        with shard, huge_parameters():
+        with shard, huge_parameters(), models_as_configured():
             if memory.weights == "resident":
                 with loading_weights(self.server_args, watch):
                     super().load_model()

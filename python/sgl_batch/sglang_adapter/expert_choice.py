@@ -1,4 +1,4 @@
-"""SGLang's layer that chooses experts: which of its options are the plain choice, and what it tells of each choice."""
+"""SGLang's layer that chooses experts: how its options have it score them, and what it tells of each choice."""
 
 from __future__ import annotations
 
@@ -17,22 +17,28 @@ with bootstrap.importing():
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer, set_global_experts_capturer
 
 
-def is_plain_choice(topk: Any, given: dict[str, Any]) -> bool:
-    """Whether the layer, called with these options, chooses by softmax of the logits alone, and that is all."""
+def scoring_of(topk: Any, given: dict[str, Any]) -> str | None:
+    """How the layer, called with these options, scores experts: by "softmax" or "sigmoid" of the logits.
+
+    The best are chosen, of the best groups where there are groups, and by score and bias where there is a bias. None
+    where that is not all.
+    """
     config = topk.topk_config
     simulated = envs.SGLANG_SIMULATE_UNIFORM_EXPERTS.get() or envs.SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS.get()
-    return (
-        config.scoring_func == "softmax"
-        and not config.use_grouped_topk
-        and config.num_fused_shared_experts == 0
+    is_all = (
+        config.num_fused_shared_experts == 0
         and config.custom_routing_function is None
-        and config.correction_bias is None
         and not config.apply_routed_scaling_factor_on_output
         and topk.waterfill_balancer is None
         and not topk.enable_waterfill
         and not simulated
         and all(value is None for value in given.values())
     )
+    biased = config.correction_bias is not None
+    # SGLang scores so in groups with a bias, whatever its option says.
+    scoring = "sigmoid" if config.use_grouped_topk and biased else str(config.scoring_func)
+    known = scoring == "sigmoid" or (scoring == "softmax" and not biased)
+    return scoring if is_all and known else None
 
 
 def choice_made(

@@ -1,4 +1,4 @@
-"""Owns the choice of experts by softmax under SGLang's layer by the native kernel; other choices stay SGLang's own."""
+"""Owns the choice of experts under SGLang's layer on a CPU, by softmax or sigmoid; other choices stay SGLang's own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,37 @@ from typing import Any
 
 import torch
 
-from sgl_batch.sglang_adapter.expert_choice import choice_made, is_plain_choice
+from sgl_batch.layers.moe.grouped_topk import Grouping, grouped_topk
+from sgl_batch.sglang_adapter.expert_choice import choice_made, scoring_of
 from sgl_batch.sglang_adapter.layers import TopK, register_forward
 
 
-def register(kernels: ModuleType, dispatch_key: str) -> None:
-    """Put the kernel under SGLang's layer class on the platform of the given key."""
+def register(kernels: ModuleType | None, dispatch_key: str) -> None:
+    """Put the choice under SGLang's layer class on the platform of the given key."""
 
-    def choose(topk: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, **given: Any) -> Any:
-        known = router_logits.dtype in (torch.bfloat16, torch.float32) and router_logits.stride(-1) == 1
-        if not known or not is_plain_choice(topk, given):
-            return topk.forward_native(hidden_states, router_logits, **given)
-        config = topk.topk_config
-        weights_TK, ids_TK = kernels.topk(router_logits, config.top_k, renormalize=config.renormalize)
-        return choice_made(topk, weights_TK, ids_TK, router_logits)
+    # SGLang binds it to its layer as a plain function, which a partial one is not.
+    def forward(topk: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, **given: Any) -> Any:
+        return choose(kernels, topk, hidden_states, router_logits, **given)
 
-    register_forward(TopK, choose, dispatch_key)
+    register_forward(TopK, forward, dispatch_key)
+
+
+def choose(
+    kernels: ModuleType | None, topk: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, **given: Any
+) -> Any:
+    """The choice of SGLang's layer `topk` for rows [T, M] with logits [T, E]. `kernels`: as grouped_topk has them."""
+    scoring = scoring_of(topk, given)
+    known = router_logits.dtype in (torch.bfloat16, torch.float32) and router_logits.stride(-1) == 1
+    if scoring is None or not known:
+        return topk.forward_native(hidden_states, router_logits, **given)
+    config = topk.topk_config
+    groups, kept = (config.num_expert_group, config.topk_group) if config.use_grouped_topk else (1, 1)
+    weights_TK, ids_TK = grouped_topk(
+        router_logits,
+        Grouping(groups=groups, kept_groups=kept, top_k=config.top_k),
+        scoring=scoring,
+        bias_E=config.correction_bias,
+        renormalize=config.renormalize,
+        kernels=kernels,
+    )
+    return choice_made(topk, weights_TK, ids_TK, router_logits)

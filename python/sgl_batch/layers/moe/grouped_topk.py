@@ -1,4 +1,4 @@
-"""Owns DeepSeek's choice of experts on a CPU: the best of a row's best groups. It computes no logits.
+"""Owns the choice of experts on a CPU: the best of a row's best groups, or of all. It computes no logits.
 
 DeepSeek-V2 scores by softmax and ranks a group by its best expert; DeepSeek-V3 scores by sigmoid, adds a bias to each
 expert for the choice alone, and ranks a group by its two best. A row's result has the same bits whatever rows are
@@ -67,7 +67,7 @@ def _scores(logits_TE: torch.Tensor, scoring: str) -> torch.Tensor:
     """float32. torch's sigmoid takes another way for the last few numbers of a tensor: in float64 both round alike."""
     if scoring == "sigmoid":
         return logits_TE.to(torch.float64).sigmoid().to(torch.float32)
-    assert scoring == "softmax", f"{scoring!r} is no scoring of DeepSeek-V2 or V3"
+    assert scoring == "softmax", f"{scoring!r} is no scoring of experts"
     return logits_TE.to(torch.float32).softmax(dim=-1)
 
 

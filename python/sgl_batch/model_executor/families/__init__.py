@@ -5,18 +5,28 @@ from __future__ import annotations
 import torch
 
 from sgl_batch.model_executor.families.base import ExpertBlock, Family
+from sgl_batch.model_executor.families.communicating import CommunicatingFamily
 from sgl_batch.model_executor.families.deepseek import DeepseekFamily
 from sgl_batch.model_executor.families.dense import LlamaFamily, Qwen3Family
+from sgl_batch.model_executor.families.glm4_moe import Glm4MoeFamily
+from sgl_batch.model_executor.families.minimax_m2 import MinimaxM2Family
 from sgl_batch.model_executor.families.mixtral import MixtralFamily
+from sgl_batch.model_executor.families.olmoe import OlmoeFamily
+from sgl_batch.model_executor.families.qwen2_moe import Qwen2MoeFamily
 from sgl_batch.model_executor.families.qwen3_moe import Qwen3MoeFamily
 
 __all__ = [
     "FAMILIES",
+    "CommunicatingFamily",
     "DeepseekFamily",
     "ExpertBlock",
     "Family",
+    "Glm4MoeFamily",
     "LlamaFamily",
+    "MinimaxM2Family",
     "MixtralFamily",
+    "OlmoeFamily",
+    "Qwen2MoeFamily",
     "Qwen3Family",
     "Qwen3MoeFamily",
     "family_of",
@@ -24,8 +34,12 @@ __all__ = [
 
 FAMILIES: tuple[Family, ...] = (
     MixtralFamily(),
+    OlmoeFamily(),
+    Qwen2MoeFamily(),
     Qwen3MoeFamily(),
+    Glm4MoeFamily(),
     DeepseekFamily(),
+    MinimaxM2Family(),
     Qwen3Family(),
     LlamaFamily(),
 )

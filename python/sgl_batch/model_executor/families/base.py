@@ -18,7 +18,8 @@ from sgl_batch.sglang_adapter.types.models import CausalModel, ExpertChooser, Ex
 class ExpertBlock:
     """SGLang's modules of one layer: router weights, choice of experts, the experts, and experts of every row.
 
-    `scale`: what the weights of the choice are still to be multiplied by. Shared experts are whole on every rank.
+    `scale`: what the weights of the choice are still to be multiplied by. `gate_dtype`: the number type of the rows
+    that the router takes, where it is not theirs. Shared experts are whole on every rank.
     """
 
     gate: Router
@@ -26,6 +27,7 @@ class ExpertBlock:
     experts: ExpertLayer
     shared: Callable[[torch.Tensor], torch.Tensor] | None = None
     scale: float = 1.0
+    gate_dtype: torch.dtype | None = None
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights, float32, and global ids, int32, of each row's experts: [rows, top_k] both."""
@@ -33,7 +35,7 @@ class ExpertBlock:
             shape = (0, self.experts.top_k)
             device = hidden.device
             return torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device)
-        answer = self.gate(hidden)
+        answer = self.gate(hidden if self.gate_dtype is None else hidden.to(self.gate_dtype))
         chosen = self.topk(hidden, answer[0] if isinstance(answer, tuple) else answer)
         return chosen.topk_weights.to(torch.float32) * self.scale, chosen.topk_ids.to(torch.int32)
 

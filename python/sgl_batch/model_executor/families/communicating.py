@@ -9,17 +9,29 @@ import torch
 
 from sgl_batch.model_executor.families.base import ExpertBlock, Family
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
-from sgl_batch.sglang_adapter.types.models import CommunicatingLayer, ExpertModules
+from sgl_batch.sglang_adapter.types.models import (
+    AttendingLayer,
+    CommunicatingLayer,
+    DenseBlock,
+    ExpertModules,
+    ScaledMoe,
+    SparseBlock,
+)
 
 
 class CommunicatingFamily(Family):
     """Families of which SGLang's layer communicator holds the norms, and what tensor parallelism adds around them."""
 
-    @abstractmethod
     def attend(
         self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """A layer's attention, between its norms."""
+        own = cast(AttendingLayer, layer)
+        return own.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
+
+    def mlp_of(self, layer: torch.nn.Module) -> DenseBlock | SparseBlock:
+        """What follows a layer's attention."""
+        return cast(CommunicatingLayer, layer).mlp
 
     @abstractmethod
     def block_of(self, moe: ExpertModules) -> ExpertBlock:
@@ -39,12 +51,10 @@ class CommunicatingFamily(Family):
         return own.layer_communicator.prepare_mlp(hidden, residual, batch)
 
     def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
-        own = cast(CommunicatingLayer, layer)
-        return own.mlp(hidden, batch)
+        return self.mlp_of(layer)(hidden, batch)
 
     def expert_block(self, layer: torch.nn.Module) -> ExpertBlock | None:
-        own = cast(CommunicatingLayer, layer)
-        moe: Any = own.mlp
+        moe: Any = self.mlp_of(layer)
         return self.block_of(moe) if hasattr(moe, "experts") else None
 
     def finish_layer(
@@ -52,3 +62,15 @@ class CommunicatingFamily(Family):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own = cast(CommunicatingLayer, layer)
         return own.layer_communicator.postprocess_layer(hidden, residual, batch)
+
+
+def scaled_block(moe: ExpertModules) -> ExpertBlock:
+    """A block whose routed experts are scaled beside its shared ones. On a GPU its top-k or its runner scales them."""
+    own = cast(ScaledMoe, moe)
+    return ExpertBlock(
+        gate=moe.gate,
+        topk=moe.topk,
+        experts=moe.experts,
+        shared=getattr(moe, "shared_experts", None),
+        scale=own.routed_scaling_factor if moe.gate.weight.device.type == "cpu" else 1.0,
+    )

@@ -1,4 +1,4 @@
-"""The adapter of DeepSeek-V2 and V3."""
+"""The adapter of DeepSeek-V2 and V3, and of what has their architecture (Kimi-K2)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import cast
 import torch
 
 from sgl_batch.model_executor.families.base import ExpertBlock
-from sgl_batch.model_executor.families.communicating import CommunicatingFamily
+from sgl_batch.model_executor.families.communicating import CommunicatingFamily, scaled_block
 from sgl_batch.sglang_adapter.layers import forget_attention_inputs, number_scratch
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
-from sgl_batch.sglang_adapter.types.models import DeepseekMoe, ExpertModules, LatentLayer
+from sgl_batch.sglang_adapter.types.models import ExpertModules, LatentLayer
 
 
 class DeepseekFamily(CommunicatingFamily):
@@ -36,13 +36,4 @@ class DeepseekFamily(CommunicatingFamily):
         return attended
 
     def block_of(self, moe: ExpertModules) -> ExpertBlock:
-        """SGLang's block of routed and shared experts. On a GPU its top-k or its runner scales the weights."""
-        own = cast(DeepseekMoe, moe)
-        on_cpu = moe.gate.weight.device.type == "cpu"
-        return ExpertBlock(
-            gate=moe.gate,
-            topk=moe.topk,
-            experts=moe.experts,
-            shared=getattr(moe, "shared_experts", None),
-            scale=own.routed_scaling_factor if on_cpu else 1.0,
-        )
+        return scaled_block(moe)

@@ -10,7 +10,7 @@ from sgl_batch.model_executor.families.base import ExpertBlock
 from sgl_batch.model_executor.families.communicating import CommunicatingFamily
 from sgl_batch.model_executor.families.plain_norms import PlainNormFamily
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
-from sgl_batch.sglang_adapter.types.models import AttendingLayer, DenseLayer, ExpertModules
+from sgl_batch.sglang_adapter.types.models import DenseLayer, ExpertModules
 
 
 class Qwen3Family(CommunicatingFamily):
@@ -18,12 +18,6 @@ class Qwen3Family(CommunicatingFamily):
 
     architectures = ("Qwen3ForCausalLM",)
     dense = True
-
-    def attend(
-        self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor:
-        own = cast(AttendingLayer, layer)
-        return own.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
 
     def block_of(self, moe: ExpertModules) -> ExpertBlock:
         raise AssertionError("a dense layer has no experts")

@@ -142,7 +142,7 @@ class ExpertModules(Protocol):
 
 
 class MixtralMoe(ExpertModules, Protocol):
-    """Mixtral's block of experts, whole."""
+    """Mixtral's or OLMoE's block of experts, whole."""
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What it adds to rows [T, M]."""
@@ -162,10 +162,18 @@ class SparseBlock(ExpertModules, Protocol):
         """What it adds to rows [T, M]."""
 
 
-class DeepseekMoe(Protocol):
-    """DeepSeek's block of experts, beside what any has. It may have `shared_experts`."""
+class ScaledMoe(Protocol):
+    """What DeepSeek's and GLM's blocks of experts have beside what any has. They may have `shared_experts`."""
 
     routed_scaling_factor: float
+
+
+class GatedSharedMoe(Protocol):
+    """What Qwen2-MoE's block of experts has beside what any has: an expert of every row, and what weights it."""
+
+    shared_expert: Callable[[torch.Tensor], torch.Tensor] | None
+    shared_expert_gate: Callable[[torch.Tensor], torch.Tensor]
+    """Rows [T, M] to numbers [T, 1], of which the sigmoid weights the expert."""
 
 
 class Norm(Protocol):
@@ -240,6 +248,18 @@ class DenseLayer(Protocol):
     """What follows attention in a decoder layer without experts."""
 
     mlp: Callable[[torch.Tensor], torch.Tensor]
+
+
+class OlmoeLayer(Protocol):
+    """The experts of a decoder layer of OLMoE."""
+
+    mlp: MixtralMoe
+
+
+class MinimaxLayer(Protocol):
+    """What follows attention in a decoder layer of MiniMax-M2."""
+
+    block_sparse_moe: SparseBlock
 
 
 class CommunicatingLayer(Protocol):

@@ -1,4 +1,4 @@
-"""SGLang's layer that chooses experts computes by the native kernel where it is a plain softmax, else by itself."""
+"""SGLang's layer chooses experts by the native kernel where it scores by softmax or sigmoid, else by itself."""
 
 from __future__ import annotations
 
@@ -54,12 +54,36 @@ def test_the_kernel_chooses_as_sglang_does(choose, spy, dtype, renormalize):
     assert torch.equal(found.router_logits, logits.to(dtype))
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(
     "options",
     [
         {"scoring_func": "sigmoid"},
+        {"scoring_func": "sigmoid", "correction_bias": torch.randn(64)},
+        {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2},
+        {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "scoring_func": "sigmoid"},
+        {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "correction_bias": torch.randn(64)},
+        {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1, "correction_bias": torch.randn(64)},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_the_kernel_scores_by_the_layers_options(choose, spy, options, renormalize):
+    logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
+    topk, hidden = TopK(8, renormalize=renormalize, **options), torch.zeros(20, 4)
+    found, own = choose(topk, hidden, logits), topk.forward_native(hidden, logits)
+    assert spy.calls == 1
+    for row in range(20):
+        expected = dict(zip(own.topk_ids[row].tolist(), own.topk_weights[row].tolist(), strict=True))
+        chosen = dict(zip(found.topk_ids[row].tolist(), found.topk_weights[row].tolist(), strict=True))
+        assert chosen == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scoring_func": "sqrtsoftplus"},
         {"correction_bias": torch.ones(8)},
-        {"use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1},
+        {"apply_routed_scaling_factor_on_output": True},
         {"custom_routing_function": lambda **given: given["gating_output"].topk(given["topk"])},
     ],
     ids=lambda options: next(iter(options)),

@@ -1,4 +1,4 @@
-"""Owns how the blocks of DeepSeek-V2 and V3 compute on a CPU, in place of SGLang's own forwards of them.
+"""Owns how the blocks of some families compute on a CPU, in place of SGLang's own forwards of them.
 
 Those need kernels of which there is no build, or torch operators of which a row's result depends on the rows beside it.
 Routed experts are added up in float32, then come the shared experts' output and one rounding.
@@ -7,61 +7,60 @@ Routed experts are added up in float32, then come the shared experts' output and
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers import latent_attention
-from sgl_batch.layers.moe.grouped_topk import Grouping, grouped_topk
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertSums, add_shared
-from sgl_batch.model_executor.families import DeepseekFamily
-from sgl_batch.sglang_adapter.expert_choice import choice_made
+from sgl_batch.model_executor.families import CommunicatingFamily
 from sgl_batch.sglang_adapter.layers import put_forwards_under
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
-from sgl_batch.sglang_adapter.types.models import DenseMlp, ExpertChoice, ExpertChooser, ExpertModules, Weighted
+from sgl_batch.sglang_adapter.types.models import DenseMlp, ExpertModules, Weighted
 
-# SGLang's classes.
-_ATTENTION, _MOE, _MLP = "DeepseekV2AttentionMLA", "DeepseekV2MoE", "DeepseekV2MLP"
-_GATE, _TOPK = "MoEGate", "TopK"
-# What a model's configuration may ask for and is not computed here.
+# SGLang's classes; DenseMlp is the one that we build for Qwen's dense layers.
+_ATTENTION = "DeepseekV2AttentionMLA"
+_MOES = ("DeepseekV2MoE", "Glm4MoeSparseMoeBlock", "Qwen2MoeSparseMoeBlock")
+_MLPS = ("DeepseekV2MLP", "Glm4MoeMLP", "Qwen2MoeMLP", "DenseMlp")
+_GATES = ("MoEGate", "Glm4MoeGate")
+# What the configuration of a model with latent attention may ask for and is not computed here.
 _OPTIONS = ("index_topk", "swiglu_limit", "llama_4_scaling", "quantization_config")
 
 
-class CpuDeepseek:
+class CpuBlocks:
     """Puts its methods under the blocks of a loaded model of the family."""
 
     def __init__(
-        self,
-        family: DeepseekFamily,
-        kernels: ModuleType | None,
-        weights: PackedWeights,
-        expert_sums: ExpertSums,
-        counters: Counters,
+        self, family: CommunicatingFamily, weights: PackedWeights, expert_sums: ExpertSums, counters: Counters
     ) -> None:
-        self._family, self._kernels, self._weights = family, kernels, weights
+        self._family, self._weights = family, weights
         self._expert_sums, self._counters = expert_sums, counters
 
     def adopt(self, model: torch.nn.Module) -> None:
         """Pack the blocks' weights and let them compute here. Before the model's other linear layers are packed."""
-        _check(model.config)
         forwards: dict[str, Callable[..., object]] = {
             _ATTENTION: self._attention,
-            _MOE: self._moe,
-            _MLP: self._mlp,
-            _GATE: self._gate,
-            _TOPK: self._topk,
+            **dict.fromkeys(_MOES, self._moe),
+            **dict.fromkeys(_MLPS, self._mlp),
+            **dict.fromkeys(_GATES, self._gate),
         }
+        if self._family.latent:
+            _check(model.config)
         blocks = put_forwards_under(model, forwards)
         for attention in blocks[_ATTENTION]:
             latent_attention.pack(attention, self._weights)
-        for gate in blocks[_GATE]:
+        for gate in [gate for name in _GATES for gate in blocks[name]]:
             self._weights.add_linear(gate.weight, exact=True)
-        for mlp in blocks[_MLP]:
+        for mlp in [mlp for name in _MLPS for mlp in blocks[name]]:
             self._weights.add_experts(mlp.gate_up_proj.weight, mlp.down_proj.weight)
+        for moe in [moe for name in _MOES for moe in blocks[name] if hasattr(moe, "shared_expert_gate")]:
+            gate = moe.shared_expert_gate
+            self._weights.add_linear(gate.weight, exact=True)
+            gate.forward = partial(self._weights.linear, weight=gate.weight)
 
     def _attention(
         self,
@@ -100,19 +99,6 @@ class CpuDeepseek:
         if module.weight in self._weights:
             return self._weights.linear(rows, module.weight)
         return F.linear(rows, module.weight.to(torch.float32))
-
-    def _topk(self, module: ExpertChooser, hidden: torch.Tensor, logits_TE: torch.Tensor, **_: object) -> ExpertChoice:
-        config = module.topk_config
-        grouping = Grouping(groups=config.num_expert_group, kept_groups=config.topk_group, top_k=config.top_k)
-        weights_TK, ids_TK = grouped_topk(
-            logits_TE,
-            grouping,
-            scoring=config.scoring_func,
-            bias_E=config.correction_bias,
-            renormalize=config.renormalize,
-            kernels=self._kernels,
-        )
-        return choice_made(module, weights_TK, ids_TK, logits_TE)
 
 
 def _check(config: object) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek's blocks on a CPU: routed experts scaled, shared ones added once, one rounding, one rank or several."""
+"""Blocks of experts on a CPU: routed ones scaled, shared ones added once, one rounding, one rank or several."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.moe import cpu_topk
 from sgl_batch.layers.moe.token_dispatcher.local import LocalDispatcher
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
-from sgl_batch.model_executor.cpu_deepseek import CpuDeepseek
+from sgl_batch.model_executor.cpu_blocks import CpuBlocks
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
-from sgl_batch.model_executor.families import DeepseekFamily
+from sgl_batch.model_executor.families import CommunicatingFamily, DeepseekFamily, Qwen2MoeFamily
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, SCALE, ROWS = 16, 6, 8, 3, 1.5, 7
 
@@ -42,16 +43,25 @@ class MoEGate(nn.Module):
 
 
 class TopK(nn.Module):
-    layer_id = 0
+    layer_id, waterfill_balancer, enable_waterfill = 0, None, False
     topk_config = SimpleNamespace(
-        num_expert_group=1,
-        topk_group=1,
+        use_grouped_topk=False,
         top_k=TOP_K,
         scoring_func="softmax",
         correction_bias=None,
+        custom_routing_function=None,
+        num_fused_shared_experts=0,
+        apply_routed_scaling_factor_on_output=False,
         renormalize=False,
         allow_routed_experts_capture=True,
     )
+
+    def __init__(self, operators: str) -> None:
+        super().__init__()
+        self.kernels = native_kernels() if operators == "native" else None
+
+    def forward(self, hidden: torch.Tensor, logits: torch.Tensor) -> Any:
+        return cpu_topk.choose(self.kernels, self, hidden, logits)
 
 
 class Experts(nn.Module):
@@ -65,28 +75,59 @@ class Experts(nn.Module):
 class DeepseekV2MoE(nn.Module):
     routed_scaling_factor = SCALE
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, operators: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate, self.topk, self.experts = MoEGate(dtype), TopK(), Experts(dtype)
+        self.gate, self.topk, self.experts = MoEGate(dtype), TopK(operators), Experts(dtype)
         self.shared_experts = DeepseekV2MLP(dtype)
+
+    def weight_of_shared(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(x), 1)
+
+
+class Qwen2MoeMLP(DeepseekV2MLP):
+    pass
+
+
+class Qwen2MoeSparseMoeBlock(nn.Module):
+    routed_scaling_factor = 1.0
+
+    def __init__(self, operators: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate, self.topk, self.experts = MoEGate(dtype), TopK(operators), Experts(dtype)
+        self.shared_expert = Qwen2MoeMLP(dtype)
+        self.shared_expert_gate = nn.Linear(HIDDEN, 1, bias=False, dtype=dtype)
+
+    @property
+    def shared_experts(self) -> Qwen2MoeMLP:
+        return self.shared_expert
+
+    def weight_of_shared(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x @ self.shared_expert_gate.weight.double().T)
+
+
+FAMILIES: dict[str, tuple[type[Any], CommunicatingFamily]] = {
+    "deepseek": (DeepseekV2MoE, DeepseekFamily()),
+    "qwen2": (Qwen2MoeSparseMoeBlock, Qwen2MoeFamily()),
+}
 
 
 class Blocks:
-    """A model of one block of experts that CpuDeepseek has adopted, a plain copy of it, and rows for both."""
+    """A model of one block of experts that CpuBlocks has adopted, a plain copy of it, and rows for both."""
 
-    def __init__(self, operators: str, dtype: torch.dtype, **config: Any) -> None:
+    def __init__(self, family: str, operators: str, dtype: torch.dtype, **config: Any) -> None:
+        block, self.family = FAMILIES[family]
         torch.manual_seed(0)
-        self.plain = DeepseekV2MoE(dtype)
+        self.plain = block(operators, dtype)
         torch.manual_seed(0)
-        self.moe = DeepseekV2MoE(dtype)
+        self.moe = block(operators, dtype)
         self.hidden = torch.randn(ROWS, HIDDEN).to(dtype)
         kernels = native_kernels() if operators == "native" else None
         self.weights = PackedWeights(kernels)
         self.weights.add_experts(self.moe.experts.w13, self.moe.experts.w2)
-        self.counters, self.family = Counters(), DeepseekFamily()
+        self.counters = Counters()
         model = nn.Module()
         model.layers, model.config = nn.ModuleList([self.moe]), SimpleNamespace(**config)
-        CpuDeepseek(self.family, kernels, self.weights, self.sums, self.counters).adopt(model)
+        CpuBlocks(self.family, self.weights, self.sums, self.counters).adopt(model)
 
     def sums(
         self, experts: Experts, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
@@ -94,13 +135,15 @@ class Blocks:
         return self.weights.experts(x_RM, experts.w13, experts.w2, topk_weights_RK, topk_ids_RK, f32_output=True)[0]
 
     def expected(self) -> torch.Tensor:
-        """In float64: every chosen expert by its score, scaled; and the shared experts."""
+        """In float64: every chosen expert by its score, scaled; and the shared experts, weighted."""
         x, block = self.hidden.double(), self.plain
         scores = (x @ block.gate.weight.double().T).softmax(-1)
-        out = mlp(x, block.shared_experts.gate_up_proj.weight, block.shared_experts.down_proj.weight)
+        shared = mlp(x, block.shared_experts.gate_up_proj.weight, block.shared_experts.down_proj.weight)
+        out = shared * block.weight_of_shared(x)
         for row, ids in enumerate(scores.topk(TOP_K).indices):
             for i in ids:
-                out[row] += SCALE * scores[row, i] * mlp(x[row], block.experts.w13[i], block.experts.w2[i])
+                weight = block.routed_scaling_factor * scores[row, i]
+                out[row] += weight * mlp(x[row], block.experts.w13[i], block.experts.w2[i])
         return out
 
 
@@ -109,35 +152,41 @@ def mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Ten
     return (functional.silu(gate) * up) @ down.double().T
 
 
+families = pytest.mark.parametrize("family", FAMILIES)
 operators = pytest.mark.parametrize("operators", ["native", "torch"])
 dtypes = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
 
 
+@families
 @operators
 @dtypes
-def test_routed_experts_are_scaled_and_shared_ones_added(operators, dtype, tolerance):
-    blocks = Blocks(operators, dtype)
+def test_routed_experts_are_scaled_and_shared_ones_added(family, operators, dtype, tolerance):
+    blocks = Blocks(family, operators, dtype)
     out = blocks.moe(blocks.hidden, "batch")
     assert out.dtype == dtype
     assert torch.allclose(out.double(), blocks.expected(), rtol=tolerance, atol=tolerance)
 
 
+@families
 @operators
 @dtypes
-def test_the_exchange_gives_the_bits_of_the_block_itself(operators, dtype, tolerance):
-    blocks = Blocks(operators, dtype)
+def test_the_exchange_gives_the_bits_of_the_block_itself(family, operators, dtype, tolerance):
+    blocks = Blocks(family, operators, dtype)
     dispatcher = LocalDispatcher(num_experts=EXPERTS, hidden_size=HIDDEN)
     exchange = ExpertExchange(dispatcher, blocks.sums, blocks.counters)
     layer = SimpleNamespace(mlp=blocks.moe)
     through = exchange.run(blocks.family, layer, blocks.hidden, "batch")
     assert torch.equal(through, blocks.moe(blocks.hidden, "batch"))
+    if operators == "native":
+        alone = [blocks.moe(blocks.hidden[row : row + 1], "batch") for row in range(ROWS)]
+        assert torch.equal(through, torch.cat(alone)), "a row has the same bits whatever rows are beside it"
     assert exchange.run(blocks.family, layer, blocks.hidden[:0], "batch").shape == (0, HIDDEN)
 
 
 @operators
 @dtypes
 def test_a_dense_layer_is_a_lone_expert_and_no_expert_call(operators, dtype, tolerance):
-    blocks = Blocks(operators, dtype)
+    blocks = Blocks("deepseek", operators, dtype)
     dense = blocks.plain.shared_experts
     expected = mlp(blocks.hidden.double(), dense.gate_up_proj.weight, dense.down_proj.weight)
     out = blocks.moe.shared_experts(blocks.hidden, "batch")
@@ -147,12 +196,14 @@ def test_a_dense_layer_is_a_lone_expert_and_no_expert_call(operators, dtype, tol
 
 
 def test_all_that_is_multiplied_is_packed_once():
-    blocks = Blocks("native", torch.bfloat16)
+    blocks = Blocks("deepseek", "native", torch.bfloat16)
     assert len(blocks.weights) == 5, "the router, and two weights each of routed and shared experts"
     assert blocks.moe.gate.weight in blocks.weights
+    blocks = Blocks("qwen2", "native", torch.bfloat16)
+    assert len(blocks.weights) == 6, "the shared expert's gate as well"
 
 
 @pytest.mark.parametrize("option", ["index_topk", "swiglu_limit", "llama_4_scaling", "quantization_config"])
 def test_what_is_not_computed_is_refused_by_name(option):
     with pytest.raises(ConfigError, match=rf"this model asks for {option}=2048$"):
-        Blocks("native", torch.bfloat16, **{option: 2048})
+        Blocks("deepseek", "native", torch.bfloat16, **{option: 2048})

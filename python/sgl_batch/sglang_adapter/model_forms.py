@@ -1,0 +1,169 @@
+"""Owns the form in which SGLang builds some models: what their checkpoints ask for and SGLang's classes read otherwise.
+
+It decides nothing about models that SGLang reads as Hugging Face does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter import bootstrap
+
+with bootstrap.importing():
+    import sglang.srt.model_loader.loader as loader_module
+    import torch
+    import torch.nn.functional as F
+    from sglang.srt.layers.layernorm import RMSNorm
+
+__all__ = ["models_as_configured"]
+
+
+@contextmanager
+def models_as_configured() -> Iterator[None]:
+    """Inside, SGLang's loader builds models whose parameters and options are those of the checkpoint's config.
+
+    They are changed between construction and loading. Raises ConfigError, from the loader, for an option that is not
+    computed.
+    """
+    own = loader_module._initialize_model
+
+    def initialize(model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        config = model_config.hf_config
+        for name in config.architectures or ():
+            complete = _CONFIGS.get(name)
+            if complete is not None:
+                complete(config)
+        model = own(model_config, *args, **kwargs)
+        adapt = _MODELS.get(type(model).__name__)
+        if adapt is not None:
+            adapt(model, config)
+        return model
+
+    loader_module._initialize_model = initialize
+    try:
+        yield
+    finally:
+        loader_module._initialize_model = own
+
+
+def _complete_minimax(config: Any) -> None:
+    """Transformers' config of MiniMax-M2 leaves out what every such model has; the model's own config names it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    known = {
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "rotary_dim": int(config.head_dim * rope.get("partial_rotary_factor", 1.0)),
+    }
+    _complete(config, known)
+
+
+def _complete_deepseek_v2(config: Any) -> None:
+    """As _complete_deepseek_v3; a model without groups has one."""
+    _complete(config, {"moe_layer_freq": 1, "scoring_func": "softmax", "n_group": 1, "topk_group": 1})
+
+
+def _complete_deepseek_v3(config: Any) -> None:
+    """Transformers' config leaves out what the model's own says; Kimi-K2 is of this form."""
+    _complete(config, {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"})
+
+
+def _complete(config: Any, known: Mapping[str, object]) -> None:
+    for name, value in known.items():
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
+
+
+def _check_olmoe(config: Any) -> None:
+    if config.clip_qkv is not None:
+        raise ConfigError(
+            f"clip_qkv is {config.clip_qkv} in the model's config, and SGLang's OLMoE does not clip queries, keys and "
+            "values: its answers would be wrong"
+        )
+
+
+def _adapt_minimax(model: Any, _: Any) -> None:
+    """On a CPU, norm queries and keys over all heads by SGLang's plain norm; MiniMax-M2's own is a GPU's kernel."""
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        norms = attention.q_norm, attention.k_norm
+        if norms[0].weight.device.type == "cpu":
+            attention.q_norm, attention.k_norm = (
+                RMSNorm(norm.weight.numel(), eps=norm.variance_epsilon) for norm in norms
+            )
+            attention.qk_norm_impl = _BothNorms(attention)
+
+
+class _BothNorms:
+    """What SGLang's attention of MiniMax-M2 calls to norm queries and keys."""
+
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+
+    def forward(self, queries: Any, keys: Any) -> tuple[Any, Any]:
+        return self._attention.q_norm(queries), self._attention.k_norm(keys)
+
+
+def _adapt_olmoe(model: Any, config: Any) -> None:
+    """Norms of the config's epsilon and of the keys' width, and the weights of a choice normed where it says so.
+
+    Its body says like others which layers it holds: all.
+    """
+    model.model.start_layer, model.model.end_layer = 0, len(model.model.layers)
+    for layer in model.model.layers:
+        attention, moe = layer.self_attn, layer.mlp
+        attention.k_norm = RMSNorm(attention.kv_size)
+        moe.topk.topk_config.renormalize = config.norm_topk_prob
+        moe.experts.top_k = config.num_experts_per_tok
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.variance_epsilon = config.rms_norm_eps
+
+
+def _adapt_qwen_moe(model: Any, config: Any) -> None:
+    """Dense layers where the config has them; SGLang's Qwen-MoE has experts in every layer."""
+    from sglang.srt.models.qwen2_moe import Qwen2MoeMLP
+
+    class DenseMlp(Qwen2MoeMLP):  # type: ignore[misc]
+        """SGLang's, called as its blocks of experts are."""
+
+        def forward(self, hidden: Any, forward_batch: Any = None) -> Any:
+            return super().forward(hidden)
+
+    for number, layer in enumerate(model.model.layers):
+        if number in config.mlp_only_layers or (number + 1) % config.decoder_sparse_step:
+            layer.mlp = DenseMlp(
+                config.hidden_size, config.intermediate_size, config.hidden_act, quant_config=model.quant_config
+            )
+
+
+def _adapt_glm(model: Any, _: Any) -> None:
+    """Routers read their weights at each call; SGLang's keep the first ones, whatever is loaded later."""
+    for layer in model.model.layers:
+        gate = getattr(layer.mlp, "gate", None)
+        if gate is not None:
+            gate.forward = partial(_float32_logits, gate)
+
+
+def _float32_logits(gate: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return F.linear(hidden.to(torch.float32), gate.weight.to(torch.float32))
+
+
+_CONFIGS: Mapping[str, Callable[[Any], None]] = {
+    "DeepseekV2ForCausalLM": _complete_deepseek_v2,
+    "DeepseekV3ForCausalLM": _complete_deepseek_v3,
+    "MiniMaxM2ForCausalLM": _complete_minimax,
+    "OlmoeForCausalLM": _check_olmoe,
+}
+_MODELS: Mapping[str, Callable[[Any, Any], None]] = {
+    "Glm4MoeForCausalLM": _adapt_glm,
+    "MiniMaxM2ForCausalLM": _adapt_minimax,
+    "OlmoeForCausalLM": _adapt_olmoe,
+    "Qwen2MoeForCausalLM": _adapt_qwen_moe,
+    "Qwen3MoeForCausalLM": _adapt_qwen_moe,
+}
