@@ -29,7 +29,7 @@ TABLES = ("experts", "linear", "attention")
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="take the shapes of this Qwen3-MoE checkpoint (the 1.0e9 one's)")
+    parser.add_argument("--model", type=Path, help="take the shapes of this checkpoint with experts (the 1.0e9 one's)")
     parser.add_argument("--only", choices=TABLES, nargs="+", default=list(TABLES), help="what to measure (all)")
     parser.add_argument("--tokens-per-expert", type=int, nargs="+", default=[1 << power for power in range(11)])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256, 2048], help="rows of the linear layers")

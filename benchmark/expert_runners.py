@@ -34,7 +34,7 @@ Calls = dict[str, Callable[[], object]]
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="take the shapes of this Qwen3-MoE checkpoint (the 1.0e9 one's)")
+    parser.add_argument("--model", type=Path, help="take the shapes of this checkpoint with experts (the 1.0e9 one's)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << power for power in range(0, 15, 2)])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)

@@ -36,8 +36,19 @@ class Workload:
         return sum(self.output_lens)
 
 
+# Qwen3-MoE's names of numbers, and those that other families have in their place.
+_NAMES = {
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "moe_intermediate_size": ("moe_intermediate_size", "intermediate_size"),
+    "num_key_value_heads": ("num_key_value_heads", "num_attention_heads"),
+}
+
+
 def model_config(model: Path) -> dict[str, Any]:
-    """The checkpoint's config.json. Raises ConfigError where there is none."""
+    """The checkpoint's config.json, in which a MoE model's sizes also have Qwen3-MoE's names.
+
+    Raises ConfigError where there is none.
+    """
     path = model / "config.json"
     if not path.is_file():
         raise ConfigError(
@@ -45,8 +56,18 @@ def model_config(model: Path) -> dict[str, Any]:
             "`--make-model DIR` writes a random one"
         )
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    inner: dict[str, Any] = config.get("text_config", config)
-    return inner
+    return _named_alike(config.get("text_config", config))
+
+
+def _named_alike(config: dict[str, Any]) -> dict[str, Any]:
+    named = dict(config)
+    for name, theirs in _NAMES.items():
+        found = next((config[one] for one in theirs if config.get(one) is not None), None)
+        if found is not None and (name == "num_experts" or "num_experts" in named):
+            named[name] = found
+    if "num_experts" in named and config.get("head_dim") is None and "num_attention_heads" in config:
+        named["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    return named
 
 
 def check_fits(workload: Workload, config: dict[str, Any]) -> None:

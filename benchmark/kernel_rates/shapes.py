@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from comparison.workload import model_config
 
 from sgl_batch.errors import ConfigError
 
@@ -44,8 +45,12 @@ def shapes_of(model: Path | None) -> Shapes:
     """The sizes in a checkpoint's config.json; the defaults without one. Raises ConfigError."""
     if model is None:
         return Shapes()
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = model_config(model)
+    if config.get("kv_lora_rank"):
+        raise ConfigError(f"{model}/config.json is of latent attention, whose kernels are not measured: name another")
     missing = [theirs for theirs in _NAMES.values() if theirs not in config]
     if missing:
-        raise ConfigError(f"{model}/config.json has no {missing[0]}; name a Qwen3-MoE checkpoint, or leave out --model")
+        raise ConfigError(
+            f"{model}/config.json has no {missing[0]}; name a checkpoint with experts, or leave out --model"
+        )
     return Shapes(**{ours: int(config[theirs]) for ours, theirs in _NAMES.items()})

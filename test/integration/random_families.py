@@ -123,7 +123,7 @@ FAMILIES = (
         name="qwen3-moe-dense-layers",
         model_type="qwen3_moe",
         settings={
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 6,
             "head_dim": 24,
             "intermediate_size": 96,
             "moe_intermediate_size": 32,
@@ -151,6 +151,7 @@ FAMILIES = (
         name="glm4-moe",
         model_type="glm4_moe",
         settings={
+            "num_hidden_layers": 3,
             "head_dim": 32,
             "intermediate_size": 96,
             "moe_intermediate_size": 32,
@@ -171,6 +172,7 @@ FAMILIES = (
         name="kimi-k2",
         model_type="deepseek_v3",
         settings={
+            "num_hidden_layers": 3,
             "num_key_value_heads": 4,
             "intermediate_size": 96,
             "moe_intermediate_size": 32,

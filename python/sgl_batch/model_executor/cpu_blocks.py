@@ -18,7 +18,7 @@ from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertSums, add_shared
 from sgl_batch.model_executor.families import CommunicatingFamily
-from sgl_batch.sglang_adapter.layers import put_forwards_under
+from sgl_batch.sglang_adapter.layers import put_forward_under, put_forwards_under
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.models import DenseMlp, ExpertModules, Weighted
 
@@ -60,7 +60,7 @@ class CpuBlocks:
         for moe in [moe for name in _MOES for moe in blocks[name] if hasattr(moe, "shared_expert_gate")]:
             gate = moe.shared_expert_gate
             self._weights.add_linear(gate.weight, exact=True)
-            gate.forward = partial(self._weights.linear, weight=gate.weight)
+            put_forward_under(gate, partial(self._weights.linear, weight=gate.weight))
 
     def _attention(
         self,

@@ -57,6 +57,7 @@ __all__ = [
     "is_plain_norm",
     "number_scratch",
     "put_experts_under",
+    "put_forward_under",
     "put_forwards_under",
     "put_linear_under",
     "put_lm_head_under",
@@ -98,6 +99,11 @@ def put_forwards_under(model: torch.nn.Module, forwards: Mapping[str, Callable[.
             module.forward = partial(forwards[name], module)
             found[name].append(module)
     return found
+
+
+def put_forward_under(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    """Let one module of a loaded model compute with `forward(...)`."""
+    module.forward = forward
 
 
 def put_qk_norm_rope_under(model: torch.nn.Module, compute: Callable[..., None]) -> int:

@@ -56,10 +56,31 @@ def test_shares_are_of_the_fastest_ceiling_of_the_same_round():
     assert (other.slower_than_ours.low, other.slower_than_ours.high) == (2.0, 4.0)
 
 
-def test_a_checkpoint_of_another_family_is_refused_by_the_size_it_lacks(tmp_path):
+def test_a_checkpoint_without_experts_or_with_latents_is_refused_by_what_it_lacks_or_has(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ConfigError, match="moe_intermediate_size"):
         shapes_of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"n_routed_experts": 64, "kv_lora_rank": 32}))
+    with pytest.raises(ConfigError, match="latent attention"):
+        shapes_of(tmp_path)
+
+
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": None},
+        {"num_local_experts": 8, "intermediate_size": 32, "num_key_value_heads": 4, "head_dim": 16},
+        {"n_routed_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 96},
+    ],
+    ids=["qwen2_moe", "mixtral", "glm4_moe"],
+)
+def test_families_that_name_their_sizes_differently_are_read_alike(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps({**HEADS, **config}))
+    expected = Shapes(hidden=64, inter=32, experts=8, top_k=2, q_heads=4, kv_heads=4, head_dim=16, vocabulary=100)
+    assert shapes_of(tmp_path) == expected
 
 
 def test_the_command_prints_every_table_and_writes_every_round(repo_root, tmp_path):

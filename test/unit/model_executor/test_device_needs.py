@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, Glm4MoeConfig, MiniMaxM2Config, OlmoeConfig, Qwen2MoeConfig
 
 from sgl_batch.core.gpu_reserves import GpuReading
 from sgl_batch.mem_cache.gpu_memory import read_gpu
@@ -66,6 +67,34 @@ def test_families_that_name_their_numbers_differently_are_read_alike():
     deepseek = shape_of(n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1408, kv_lora_rank=512)
     assert (deepseek.experts, deepseek.dense_width) == (64, 2816)
     assert deepseek.attention_width == 16 * (2 * 64 + 2 * 512)
+
+
+SIZES = {"num_attention_heads": 16, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "dense_width"),
+    [
+        (Qwen2MoeConfig(num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, **SIZES), 48),
+        (OlmoeConfig(num_experts=8, intermediate_size=32, **SIZES), 32),
+        (Glm4MoeConfig(n_routed_experts=8, moe_intermediate_size=32, intermediate_size=96, **SIZES), 96),
+        (MiniMaxM2Config(num_local_experts=8, intermediate_size=32, **SIZES), 32),
+        (DeepseekV3Config(n_routed_experts=8, moe_intermediate_size=32, intermediate_size=96, **SIZES), 96),
+    ],
+    ids=lambda config: getattr(config, "model_type", ""),
+)
+def test_each_familys_own_config_tells_its_experts(config, dense_width):
+    sizes = SimpleNamespace(
+        hf_text_config=config,
+        hidden_size=1024,
+        vocab_size=32000,
+        num_hidden_layers=12,
+        head_dim=64,
+        v_head_dim=64,
+        dtype=torch.bfloat16,
+    )
+    shape = model_shape(sizes)
+    assert (shape.experts, shape.top_k, shape.expert_width, shape.dense_width) == (8, 2, 32, dense_width)
 
 
 @pytest.mark.parametrize(
