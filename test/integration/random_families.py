@@ -133,6 +133,7 @@ FAMILIES = (
             "decoder_sparse_step": 2,
             "norm_topk_prob": True,
         },
+        scales={"down_proj.weight": 2.0},
         experts=True,
     ),
     RandomFamily(
