@@ -11,7 +11,9 @@ from sgl_batch.model_executor.families import (
     FAMILIES,
     DeepseekFamily,
     ExpertBlock,
+    MinimaxM2Family,
     MixtralFamily,
+    Qwen2MoeFamily,
     Qwen3MoeFamily,
     family_of,
 )
@@ -107,6 +109,34 @@ def test_deepseeks_first_layers_are_dense_and_its_others_share_experts():
     assert block is not None
     assert (block.gate, block.experts, block.shared) == (gate, parts["experts"], parts["shared_experts"])
     assert block.scale == 2.5
+
+
+def test_qwen2s_shared_expert_is_weighted_by_the_sigmoid_of_its_gate():
+    parts = {name: NOTES.one(name) for name in ("gate", "topk", "experts")}
+    moe = SimpleNamespace(
+        shared_expert=lambda hidden: 10 * hidden, shared_expert_gate=lambda hidden: hidden[:, :1], **parts
+    )
+    block = Qwen2MoeFamily().expert_block(SimpleNamespace(mlp=moe))
+    assert block is not None
+    assert block.shared is not None
+    assert block.shared(torch.tensor([[0.0, 2.0]])).tolist() == [[0.0, 10.0]]
+    moe.shared_expert = None
+    block = Qwen2MoeFamily().expert_block(SimpleNamespace(mlp=moe))
+    assert block is not None
+    assert block.shared is None
+
+
+def test_minimaxs_router_takes_rows_in_float32():
+    chosen = SimpleNamespace(topk_weights=torch.ones(1, 1), topk_ids=torch.zeros(1, 1))
+    asked = []
+    moe = SimpleNamespace(
+        gate=lambda hidden: asked.append(hidden.dtype), topk=lambda hidden, _: asked.append(hidden.dtype) or chosen
+    )
+    moe.experts = NOTES.one("experts")
+    block = MinimaxM2Family().expert_block(SimpleNamespace(block_sparse_moe=moe))
+    assert block is not None
+    block.route(torch.zeros(1, 4, dtype=torch.bfloat16))
+    assert asked == [torch.float32, torch.bfloat16]
 
 
 def test_weights_of_a_choice_are_scaled_on_the_way():
