@@ -6,7 +6,7 @@ Routed experts are added up in float32, then come the shared experts' output and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -27,8 +27,10 @@ _ATTENTION = "DeepseekV2AttentionMLA"
 _MOES = ("DeepseekV2MoE", "Glm4MoeSparseMoeBlock", "Qwen2MoeSparseMoeBlock")
 _MLPS = ("DeepseekV2MLP", "Glm4MoeMLP", "Qwen2MoeMLP", "DenseMlp")
 _GATES = ("MoEGate", "Glm4MoeGate")
-# What the configuration of a model with latent attention may ask for and is not computed here.
+# What the configuration of a model with such blocks may ask for and is not computed here.
 _OPTIONS = ("index_topk", "swiglu_limit", "llama_4_scaling", "quantization_config")
+# Of a number that stands for itself, without a scale beside it.
+_LEAST_BYTES = 2
 
 
 class CpuBlocks:
@@ -41,21 +43,25 @@ class CpuBlocks:
         self._expert_sums, self._counters = expert_sums, counters
 
     def adopt(self, model: torch.nn.Module) -> None:
-        """Pack the blocks' weights and let them compute here. Before the model's other linear layers are packed."""
+        """Pack the blocks' weights and let them compute here. Before the model's other linear layers are packed.
+
+        Raises ConfigError for a model that asks for what is not computed here.
+        """
         forwards: dict[str, Callable[..., object]] = {
             _ATTENTION: self._attention,
             **dict.fromkeys(_MOES, self._moe),
             **dict.fromkeys(_MLPS, self._mlp),
             **dict.fromkeys(_GATES, self._gate),
         }
-        if self._family.latent:
-            _check(model.config)
         blocks = put_forwards_under(model, forwards)
+        mlps = [mlp for name in _MLPS for mlp in blocks[name]]
+        if any(blocks.values()):
+            _check(model.config, [mlp.gate_up_proj.weight for mlp in mlps])
         for attention in blocks[_ATTENTION]:
             latent_attention.pack(attention, self._weights)
         for gate in [gate for name in _GATES for gate in blocks[name]]:
             self._weights.add_linear(gate.weight, exact=True)
-        for mlp in [mlp for name in _MLPS for mlp in blocks[name]]:
+        for mlp in mlps:
             self._weights.add_experts(mlp.gate_up_proj.weight, mlp.down_proj.weight)
         for moe in [moe for name in _MOES for moe in blocks[name] if hasattr(moe, "shared_expert_gate")]:
             gate = moe.shared_expert_gate
@@ -101,11 +107,12 @@ class CpuBlocks:
         return F.linear(rows, module.weight.to(torch.float32))
 
 
-def _check(config: object) -> None:
+def _check(config: object, weights: Iterable[torch.Tensor]) -> None:
     """Refuse what is not computed here, by name (invariant 3)."""
     asked = [f"{name}={value}" for name in _OPTIONS if (value := getattr(config, name, None)) is not None]
+    asked += sorted({f"weights of {weight.dtype}" for weight in weights if weight.dtype.itemsize < _LEAST_BYTES})
     if asked:
         raise ConfigError(
-            "on a CPU, DeepSeek has attention over all tokens, plain SwiGLU and weights in bf16 or float32; this model "
-            f"asks for {', '.join(asked)}"
+            "on a CPU, models with dense layers or shared experts have attention over all tokens, plain SwiGLU and "
+            f"weights in bf16 or float32; this model asks for {', '.join(asked)}"
         )

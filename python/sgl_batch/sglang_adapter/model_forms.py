@@ -146,7 +146,11 @@ def _adapt_qwen_moe(model: Any, config: Any) -> None:
     for number, layer in enumerate(model.model.layers):
         if number in config.mlp_only_layers or (number + 1) % config.decoder_sparse_step:
             layer.mlp = DenseMlp(
-                config.hidden_size, config.intermediate_size, config.hidden_act, quant_config=model.quant_config
+                config.hidden_size,
+                config.intermediate_size,
+                config.hidden_act,
+                quant_config=model.quant_config,
+                prefix=f"model.layers.{number}.mlp",
             )
 
 

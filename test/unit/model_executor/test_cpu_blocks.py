@@ -29,10 +29,12 @@ def drawn(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 # SGLang's classes are known by their names.
 class DeepseekV2MLP(nn.Module):
+    weight_dtype: torch.dtype | None = None
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Module(), nn.Module()
-        self.gate_up_proj.weight = drawn(2 * WIDTH, HIDDEN, dtype=dtype)
+        self.gate_up_proj.weight = drawn(2 * WIDTH, HIDDEN, dtype=self.weight_dtype or dtype)
         self.down_proj.weight = drawn(HIDDEN, WIDTH, dtype=dtype)
 
 
@@ -207,3 +209,9 @@ def test_all_that_is_multiplied_is_packed_once():
 def test_what_is_not_computed_is_refused_by_name(option):
     with pytest.raises(ConfigError, match=rf"this model asks for {option}=2048$"):
         Blocks("deepseek", "native", torch.bfloat16, **{option: 2048})
+
+
+def test_weights_that_are_rounded_as_they_are_loaded_are_refused(monkeypatch):
+    monkeypatch.setattr(DeepseekV2MLP, "weight_dtype", torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=r"this model asks for weights of torch.float8_e4m3fn$"):
+        Blocks("qwen2", "native", torch.bfloat16)
