@@ -28,6 +28,8 @@ from comparison.workload import (
 from sgl_batch.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
+# Layers of the random checkpoints.
+MADE = {"qwen3-moe": 12, "qwen3": 28}
 DESCRIPTION = """\
 Measure the same offline workload through several engines, each in a fresh process, alternating round by round.
 
@@ -48,6 +50,8 @@ examples:
       a quick look at whether everything runs here, on a tiny model
   python benchmark/offline.py --make-model models/qwen3moe-1b
       a random Qwen3-MoE of 1.0e9 parameters (12 layers, 64 experts, top 8; 1.9 GiB), in half a minute
+  python benchmark/offline.py --make-model models/qwen3-0.6b --make-model-family qwen3
+      a random dense model in the shape of Qwen3-0.6B (1.2 GB)
   python benchmark/offline.py --model models/qwen3moe-1b --num-prompts 32 --input-len 128 --output-len 32
       the comparison of the README
   python benchmark/offline.py --model DIR --num-prompts 256 --engines sgl_batch,sgl_batch_no_accumulate \\
@@ -99,8 +103,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     how.add_argument("--out", type=Path, metavar="DIR", help="for record and logs (benchmark/out/DATE-TIME)")
     make = parser.add_argument_group("a model to measure with")
-    make.add_argument("--make-model", type=Path, metavar="DIR", help="write a random Qwen3-MoE checkpoint, and stop")
-    make.add_argument("--make-model-layers", type=int, default=12, metavar="N", help="(12: 1.0e9 parameters)")
+    make.add_argument("--make-model", type=Path, metavar="DIR", help="write a random checkpoint, and stop")
+    make.add_argument(
+        "--make-model-family", choices=list(MADE), default="qwen3-moe", help="(qwen3-moe; qwen3 has the shape of 0.6B)"
+    )
+    make.add_argument(
+        "--make-model-layers", type=int, metavar="N", help="(qwen3-moe: 12, 1.0e9 parameters; qwen3: 28, 0.6e9)"
+    )
     make.add_argument(
         "--make-model-expert-width", type=int, default=384, metavar="N", help="channels of each of 64 experts (384)"
     )
@@ -225,12 +234,16 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
 def make_model(args: argparse.Namespace) -> int:
     """Write the random checkpoint; returns the exit code."""
     from random_checkpoint import make_checkpoint
+    from random_dense_checkpoint import make_dense_checkpoint
 
     tokenizer_from = ROOT / "test" / "models" / "tiny-qwen3-moe"
-    parameters = make_checkpoint(
-        args.make_model, tokenizer_from, args.make_model_layers, say, expert_width=args.make_model_expert_width
-    )
-    print(f"{args.make_model}: random Qwen3-MoE of {parameters:,} parameters, bfloat16")
+    layers = MADE[args.make_model_family] if args.make_model_layers is None else args.make_model_layers
+    if args.make_model_family == "qwen3":
+        parameters = make_dense_checkpoint(args.make_model, tokenizer_from, layers, say)
+    else:
+        width = args.make_model_expert_width
+        parameters = make_checkpoint(args.make_model, tokenizer_from, layers, say, expert_width=width)
+    print(f"{args.make_model}: random {args.make_model_family} of {parameters:,} parameters, bfloat16")
     return 0
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +46,36 @@ def make_checkpoint(
         raise ConfigError(f"--make-model-layers is {layers}; a model has at least 1 layer")
     if expert_width < 2 or expert_width % 2:
         raise ConfigError(f"--make-model-expert-width is {expert_width}; it takes an even number of channels")
+    generator = torch.Generator().manual_seed(0)
+    layer_blocks = (partial(_layer, layer, generator, expert_width) for layer in range(layers))
+    blocks = [partial(_embeddings, generator), *layer_blocks]
+    return write_checkpoint(directory, tokenizer_from, model_config(layers, expert_width), blocks, progress)
+
+
+def write_checkpoint(
+    directory: Path,
+    tokenizer_from: Path,
+    config: dict[str, Any],
+    blocks: Sequence[Callable[[], dict[str, torch.Tensor]]],
+    progress: Callable[[str], None],
+) -> int:
+    """Write the tensors that each block gives, the embeddings first and then layer after layer; see make_checkpoint."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} already holds files; name a new directory, or delete it first")
     directory.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
     parameters = total_bytes = 0
-    for layer in range(-1, layers):
-        is_layer = layer >= 0
-        tensors = _layer(layer, generator, expert_width) if is_layer else _embeddings(generator)
-        file_name = f"model-layer-{layer:03d}.safetensors" if is_layer else "model-embeddings.safetensors"
+    for number, block in enumerate(blocks):
+        tensors = block()
+        file_name = f"model-layer-{number - 1:03d}.safetensors" if number else "model-embeddings.safetensors"
         save_file(tensors, directory / file_name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file_name))
         parameters += sum(tensor.numel() for tensor in tensors.values())
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        progress(f"{layer + 1} of {layers} layers written")
+        progress(f"{number} of {len(blocks) - 1} layers written")
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     _write_json(directory / "model.safetensors.index.json", index)
-    _write_json(directory / "config.json", model_config(layers, expert_width))
+    _write_json(directory / "config.json", config)
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer_from / name, directory / name)
     return parameters
@@ -72,19 +85,19 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.empty(*shape).normal_(0.0, INIT_STD, generator=generator).bfloat16()
 
 
-def _ones(size: int) -> torch.Tensor:
+def ones(size: int) -> torch.Tensor:
     return torch.ones(size, dtype=torch.bfloat16)
 
 
 def _embeddings(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {
-        "model.embed_tokens.weight": _normal(generator, VOCABULARY, HIDDEN),
-        "model.norm.weight": _ones(HIDDEN),
-        "lm_head.weight": _normal(generator, VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": normal(generator, VOCABULARY, HIDDEN),
+        "model.norm.weight": ones(HIDDEN),
+        "lm_head.weight": normal(generator, VOCABULARY, HIDDEN),
     }
 
 
@@ -92,21 +105,21 @@ def _layer(layer: int, generator: torch.Generator, expert_width: int) -> dict[st
     """The tensors of one layer under the key names of released Qwen3-MoE checkpoints."""
     prefix = f"model.layers.{layer}"
     tensors = {
-        f"{prefix}.input_layernorm.weight": _ones(HIDDEN),
-        f"{prefix}.post_attention_layernorm.weight": _ones(HIDDEN),
-        f"{prefix}.self_attn.q_norm.weight": _ones(HEAD_DIM),
-        f"{prefix}.self_attn.k_norm.weight": _ones(HEAD_DIM),
-        f"{prefix}.self_attn.q_proj.weight": _normal(generator, QUERY_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.self_attn.k_proj.weight": _normal(generator, KV_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.self_attn.v_proj.weight": _normal(generator, KV_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.self_attn.o_proj.weight": _normal(generator, HIDDEN, QUERY_HEADS * HEAD_DIM),
-        f"{prefix}.mlp.gate.weight": _normal(generator, EXPERTS, HIDDEN),
+        f"{prefix}.input_layernorm.weight": ones(HIDDEN),
+        f"{prefix}.post_attention_layernorm.weight": ones(HIDDEN),
+        f"{prefix}.self_attn.q_norm.weight": ones(HEAD_DIM),
+        f"{prefix}.self_attn.k_norm.weight": ones(HEAD_DIM),
+        f"{prefix}.self_attn.q_proj.weight": normal(generator, QUERY_HEADS * HEAD_DIM, HIDDEN),
+        f"{prefix}.self_attn.k_proj.weight": normal(generator, KV_HEADS * HEAD_DIM, HIDDEN),
+        f"{prefix}.self_attn.v_proj.weight": normal(generator, KV_HEADS * HEAD_DIM, HIDDEN),
+        f"{prefix}.self_attn.o_proj.weight": normal(generator, HIDDEN, QUERY_HEADS * HEAD_DIM),
+        f"{prefix}.mlp.gate.weight": normal(generator, EXPERTS, HIDDEN),
     }
     for expert in range(EXPERTS):
         name = f"{prefix}.mlp.experts.{expert}"
-        tensors[f"{name}.gate_proj.weight"] = _normal(generator, expert_width, HIDDEN)
-        tensors[f"{name}.up_proj.weight"] = _normal(generator, expert_width, HIDDEN)
-        tensors[f"{name}.down_proj.weight"] = _normal(generator, HIDDEN, expert_width)
+        tensors[f"{name}.gate_proj.weight"] = normal(generator, expert_width, HIDDEN)
+        tensors[f"{name}.up_proj.weight"] = normal(generator, expert_width, HIDDEN)
+        tensors[f"{name}.down_proj.weight"] = normal(generator, HIDDEN, expert_width)
     return tensors
 
 

@@ -22,12 +22,20 @@ def _flag(
     maximum: float | None = None,
     choices: tuple[str, ...] | None = None,
     in_bytes: bool = False,
+    kind: type = str,
 ) -> Any:
     """A dataclass field that is also a command line flag, with the range of values it takes.
 
-    `in_bytes`: its value is a size, which may be given as text.
+    `in_bytes`: its value is a size, which may be given as text. `kind`: the type of a value where the default is None.
     """
-    metadata = {"help": help_text, "minimum": minimum, "maximum": maximum, "choices": choices, "in_bytes": in_bytes}
+    metadata = {
+        "help": help_text,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": choices,
+        "in_bytes": in_bytes,
+        "kind": kind if default is None else type(default),
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -59,10 +67,12 @@ class ForwardConfig:
     b_moe_decode: int = _flag(
         256, "sequences combined for one expert call in decode; also the most that run at once", minimum=1
     )
-    accumulate: bool = _flag(
-        True,
-        "combine the attention sub-batches for one expert call per layer "
-        "(--no-accumulate calls the experts once per sub-batch, for comparison)",
+    accumulate: bool | None = _flag(
+        None,
+        "combine the attention sub-batches for one expert call per layer, or one of a dense layer's MLP "
+        "(--no-accumulate calls them once per sub-batch; None: combine, but not the prompts of a dense model, whose "
+        "sub-batches are large enough)",
+        kind=bool,
     )
     expert_runner: str = _flag(
         "auto",
@@ -284,7 +294,7 @@ class BatchConfig:
                 f"mix_prefill is {tokens}, more than b_moe_prefill ({most}), the tokens of a prefill group: lower "
                 "mix_prefill, or raise b_moe_prefill"
             )
-        if tokens and not self.forward.accumulate:
+        if tokens and self.forward.accumulate is False:
             raise ConfigError(
                 f"mix_prefill is {tokens}, and experts are called once for each sub-batch: decode rows and prompts "
                 "have their experts in common only with accumulation; leave out no_accumulate or mix_prefill"
@@ -317,9 +327,9 @@ def _default_of(section: str, name: str) -> Any:
 
 
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
-    kinds: tuple[type, ...] = (type(field.default),)
+    kinds: tuple[type, ...] = (field.metadata["kind"],)
     if field.default is None:
-        kinds = (str, type(None))
+        kinds = (*kinds, type(None))
     elif isinstance(field.default, float):
         kinds = (float, int)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -380,7 +390,7 @@ def add_some_flags(group: Any, names: Sequence[str], *, briefly: bool = False) -
 def _add_flag(group: Any, field: dataclasses.Field[Any], *, briefly: bool = False) -> None:
     name = "--" + field.name.replace("_", "-")
     text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
-    if isinstance(field.default, bool):
+    if field.metadata["kind"] is bool:
         action = argparse.BooleanOptionalAction
         group.add_argument(name, dest=field.name, action=action, default=field.default, help=text)
     elif field.metadata["in_bytes"]:
@@ -388,8 +398,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], *, briefly: bool = Fals
         text = text if briefly else f"{text}; it takes {HOW_TO_WRITE}"
         group.add_argument(name, dest=field.name, metavar="BYTES", default=field.default, help=text)
     else:
-        kind = str if field.default is None else type(field.default)
-        group.add_argument(name, dest=field.name, type=kind, default=field.default, help=text)
+        group.add_argument(name, dest=field.name, type=field.metadata["kind"], default=field.default, help=text)
 
 
 def from_args(args: argparse.Namespace) -> BatchConfig:

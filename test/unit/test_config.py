@@ -190,6 +190,8 @@ def test_a_value_out_of_range_is_refused_with_the_range(name, value, limit):
         ("b_moe_decode", True, "int"),
         ("b_moe_decode", None, "int"),
         ("accumulate", 1, "bool"),
+        ("accumulate", "no", "bool"),
+        ("share_prefixes", None, "bool"),
         ("refill_watermark", "0.5", "float"),
         ("ready_ahead", True, "float"),
         ("trace_file", 3, "str"),

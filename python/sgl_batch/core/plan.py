@@ -56,23 +56,27 @@ class Plan:
 B_ATTN_DECODE = 256
 
 
-def make_plan(config: BatchConfig, *, page_size: int, max_running: int, whole_groups: bool = False) -> Plan:
+def make_plan(
+    config: BatchConfig, *, page_size: int, max_running: int, whole_groups: bool = False, dense: bool = False
+) -> Plan:
     """Fit the configured choices to what the engine can hold (`max_running` sequences).
 
-    `whole_groups`: a decode group goes through attention as one sub-batch unless its limit is given.
+    `whole_groups`: a decode group goes through attention as one sub-batch unless its limit is given. `dense`: the model
+    has no experts; then a prompt's rows are enough for each weight, and the rows of a decode step are not.
     """
     forward, schedule = config.forward, config.schedule
     b_moe_decode = min(forward.b_moe_decode, max_running)
     b_attn_decode = forward.b_attn_decode or (b_moe_decode if whole_groups else B_ATTN_DECODE)
-    yield_option = SPLIT if forward.accumulate else FUSED
+    decode_option = FUSED if forward.accumulate is False else SPLIT
+    prefill_option = FUSED if dense and forward.accumulate is None else decode_option
     ahead = math.ceil(schedule.ready_ahead * b_moe_decode)
     return Plan(
         prefill=PhasePlan(
             b_attn=min(forward.b_attn_prefill, forward.b_moe_prefill),
             b_moe=forward.b_moe_prefill,
-            yield_option=yield_option,
+            yield_option=prefill_option,
         ),
-        decode=PhasePlan(b_attn=min(b_attn_decode, b_moe_decode), b_moe=b_moe_decode, yield_option=yield_option),
+        decode=PhasePlan(b_attn=min(b_attn_decode, b_moe_decode), b_moe=b_moe_decode, yield_option=decode_option),
         page_size=page_size,
         boundary_tokens=schedule.boundary_tokens,
         refill_watermark=schedule.refill_watermark,

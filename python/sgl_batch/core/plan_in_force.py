@@ -32,6 +32,7 @@ class _Device:
     max_running: int
     can_reenter: bool
     whole_groups: bool
+    dense: bool
 
 
 class PlanInForce:
@@ -58,14 +59,26 @@ class PlanInForce:
         assert self._plan is not None, "the plan is made when the device is known"
         return self._plan
 
-    def fit(self, *, page_size: int, max_running: int, can_reenter: bool, whole_groups: bool = False) -> Plan:
+    def fit(
+        self,
+        *,
+        page_size: int,
+        max_running: int,
+        can_reenter: bool,
+        whole_groups: bool = False,
+        dense: bool = False,
+    ) -> Plan:
         """Fit the plan to the device: pages of so many tokens, and at most so many sequences that run.
 
         `can_reenter`: whether attention can take up one of several sub-batches; prompts share prefixes only then.
-        `whole_groups`: as in make_plan. Called again where more is known of the device.
+        `whole_groups`, `dense`: as in make_plan. Called again where more is known of the device.
         """
         self._device = _Device(
-            page_size=page_size, max_running=max_running, can_reenter=can_reenter, whole_groups=whole_groups
+            page_size=page_size,
+            max_running=max_running,
+            can_reenter=can_reenter,
+            whole_groups=whole_groups,
+            dense=dense,
         )
         self._plan = self._made_of(self._config)
         return self._plan
@@ -100,7 +113,11 @@ class PlanInForce:
         device = self._device
         assert device is not None, "the plan is made when the device is known"
         plan = make_plan(
-            config, page_size=device.page_size, max_running=device.max_running, whole_groups=device.whole_groups
+            config,
+            page_size=device.page_size,
+            max_running=device.max_running,
+            whole_groups=device.whole_groups,
+            dense=device.dense,
         )
         _check_mixing(plan, device)
         return dataclasses.replace(plan, share_prefixes=plan.share_prefixes and device.can_reenter)

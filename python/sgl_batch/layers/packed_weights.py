@@ -16,6 +16,7 @@ import torch
 from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.int8_weights import from_int8, to_int8
 from sgl_batch.layers.moe import cpu_experts
+from sgl_batch.layers.packed_rows import packed_rows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +119,13 @@ class PackedWeights:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         out: torch.Tensor = self._kernels.linear(rows, weight, bias, scales=self._scales(weight))
         return out.view(*x.shape[:-1], -1)
+
+    def rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Rows of a weight [out, in] by their numbers: [..., in]. Of a rounded weight there are none to be had."""
+        if weight not in self:
+            return torch.nn.functional.embedding(ids, weight)
+        assert self._scales(weight) is None, "an embedding is not rounded"
+        return packed_rows(weight.data, ids)
 
     def by_head(self, x_THK: torch.Tensor, weight_HNK: torch.Tensor, *, out_THN: torch.Tensor) -> None:
         """Multiply the rows of each head by its weight, into `out_THN`; both may be parts of wider rows."""

@@ -15,7 +15,7 @@ from sgl_batch.model_executor.sampled_parts import SampledParts
 # `idle` is the time without work: no request, or a pause. `other` is the start, scheduling and what no part names.
 # Of several ranks: `exchange` and `agreement` (before each step) are their own cost where the wait for other ranks can
 # be told apart, which is `stall`; `boundary` is the orders and moves at boundaries, waits for these included. `weights`
-# is the wait for weights that are read while the model runs.
+# is the wait for weights that are read while the model runs. The MLPs of a dense model are its `experts`.
 PARTS = (
     "attention",
     "router",

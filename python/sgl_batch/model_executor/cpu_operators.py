@@ -120,7 +120,7 @@ class CpuOperators:
         routers = _routers(model, family)
         for module in put_linear_under(model, self._weights.linear, unless=self._weights.__contains__):
             self._weights.add_linear(module.weight, exact=module in routers)
-        head = put_lm_head_under(model, self._weights.linear)
+        head = put_lm_head_under(model, self._weights.linear, self._weights.rows)
         if head is not None and head.weight not in self._weights:
             self._weights.add_linear(head.weight, exact=True)
         if self.expert_runner == "native" and self._streamer is None:

@@ -24,6 +24,7 @@ from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
 from sgl_batch.mem_cache.gpu_memory import read_gpu
 from sgl_batch.mem_cache.page_allocator import PageAllocator
 from sgl_batch.mem_cache.process_memory import forget_peak, resident_bytes
+from sgl_batch.model_executor.attention_window import check_window
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.device_needs import gpu_use, model_shape, resident_weight_bytes
 from sgl_batch.model_executor.expert_choices import ExpertChoices
@@ -107,6 +108,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def load_model(self) -> None:
         """Load the model; of several ranks, each its share of the experts. Streamed experts stay in their files."""
         place, memory = self._place, self.context.config.memory
+        check_window(
+            self.model_config.hf_config.architectures, self.model_config.hf_text_config, self.model_config.context_len
+        )
         shard = nullcontext() if place is None else expert_shard(place.expert_shard, place.topology.num_expert_shards)
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         watch = self._watch_of_weights()
@@ -230,7 +234,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             in_force=self.context.in_force,
             counters=self._counters,
             can_reenter=self._can_reenter,
-            expert_part="router" if self.device == "cpu" else "experts",
+            expert_part="router" if self.device == "cpu" and not family.dense else "experts",
             exchange=None if self._place is None else self._exchange(self._place, family),
             graphed=self._graphed_loop(),
             on_yield=self._yield_callback(),
@@ -374,11 +378,13 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         # partial sums of attention take megabytes for each sequence: sub-batches share them.
         resident = self.context.config.memory.decode_kv != "streamed"
         frugal = not (self.use_mla_backend and self.server_args.attention_backend == TRITON_ATTENTION)
+        family = family_of(self.model)
         return self.context.in_force.fit(
             page_size=self.server_args.page_size,
             max_running=max_running,
             can_reenter=self._can_reenter,
             whole_groups=self.device != "cpu" and self._place is None and resident and frugal,
+            dense=family is not None and family.dense,
         )
 
     def compute_beside(self, prompts: ForwardBatch) -> None:

@@ -30,7 +30,7 @@ with bootstrap.importing():
     from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
-    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
     from sglang.srt.utils import BumpAllocator
     from xgrammar import apply_token_bitmask_inplace
@@ -48,6 +48,7 @@ __all__ = [
     "TopK",
     "UnquantizedEmbeddingMethod",
     "UnquantizedFusedMoEMethod",
+    "VocabParallelEmbedding",
     "XGrammarGrammar",
     "XGrammarGrammarBackend",
     "allow_plain_positions",
@@ -177,10 +178,11 @@ def forget_attention_inputs() -> None:
     get_attn_tp_context().clear_attn_inputs()
 
 
-def put_lm_head_under(model: Any, linear: Callable[..., Any]) -> Any | None:
+def put_lm_head_under(model: Any, linear: Callable[..., Any], rows: Callable[..., Any]) -> Any | None:
     """Let the output projection of a loaded model compute with `linear(x, weight, bias)`; returns it.
 
-    None where it stays SGLang's: its weight is also the embedding's, is quantised, or shall be multiplied in float32.
+    Where its weight is the embedding's too, `rows(ids, weight)` looks tokens up. None where it stays SGLang's: it is
+    quantised, shares its weight with another layer, or shall be multiplied in float32.
     """
 
     # SGLang asks a method for the product unless it knows its class by name for an unquantised one.
@@ -188,13 +190,18 @@ def put_lm_head_under(model: Any, linear: Callable[..., Any]) -> Any | None:
         def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
             return linear(x.to(layer.weight.dtype), layer.weight, bias)
 
+        def embedding(self, layer: Any, input_: Any) -> Any:
+            return rows(input_, layer.weight)
+
     head = getattr(model, "lm_head", None)
-    if not isinstance(head, ParallelLMHead) or type(head.quant_method) is not UnquantizedEmbeddingMethod:
+    if not isinstance(head, VocabParallelEmbedding) or model.logits_processor.use_fp32_lm_head:
         return None
-    pointers = [weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False)]
-    if pointers.count(head.weight.data_ptr()) > 1 or model.logits_processor.use_fp32_lm_head:
+    address = head.weight.data_ptr()
+    holders = [m for m in model.modules() if any(w.data_ptr() == address for w in m.parameters(recurse=False))]
+    if any(type(getattr(m, "quant_method", None)) is not UnquantizedEmbeddingMethod for m in holders):
         return None
-    head.quant_method = LmHeadMethod()
+    for module in holders:
+        module.quant_method = LmHeadMethod()
     return head
 
 

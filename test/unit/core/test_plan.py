@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sgl_batch.config import BatchConfig, ForwardConfig, ScheduleConfig
 from sgl_batch.core.plan import PhasePlan, Piece, cut_sequences, make_plan, num_expert_calls, row_spans
+from sgl_batch.core.units import FUSED, SPLIT
 
 # No deadline: a busy machine is no fault of the code.
 QUICK = settings(max_examples=200, deadline=None)
@@ -76,6 +77,17 @@ def test_without_accumulation_sequences_yield_after_their_experts_in_calls_of_a_
     assert [num_expert_calls(rows, plan.decode) for rows in (0, 2, 3, 10)] == [1, 1, 2, 5]
     accumulating = PhasePlan(b_attn=2, b_moe=10)
     assert [num_expert_calls(rows, accumulating) for rows in (0, 3, 10, 11)] == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "prefill", "decode"), [(None, FUSED, SPLIT), (True, SPLIT, SPLIT), (False, FUSED, FUSED)]
+)
+def test_prompts_of_a_dense_model_yield_after_its_mlp_unless_it_is_said_otherwise(accumulate, prefill, decode):
+    config = BatchConfig(forward=ForwardConfig(accumulate=accumulate))
+    plan = make_plan(config, page_size=16, max_running=100, dense=True)
+    assert (plan.prefill.yield_option, plan.decode.yield_option) == (prefill, decode)
+    other = make_plan(config, page_size=16, max_running=100).prefill.yield_option
+    assert other == (FUSED if accumulate is False else SPLIT)
 
 
 def test_a_default_sub_batch_shrinks_to_a_smaller_group():

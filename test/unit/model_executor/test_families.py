@@ -11,9 +11,11 @@ from sgl_batch.model_executor.families import (
     FAMILIES,
     DeepseekFamily,
     ExpertBlock,
+    LlamaFamily,
     MinimaxM2Family,
     MixtralFamily,
     Qwen2MoeFamily,
+    Qwen3Family,
     Qwen3MoeFamily,
     family_of,
 )
@@ -137,6 +139,21 @@ def test_minimaxs_router_takes_rows_in_float32():
     assert block is not None
     block.route(torch.zeros(1, 4, dtype=torch.bfloat16))
     assert asked == [torch.float32, torch.bfloat16]
+
+
+def test_dense_families_run_attention_and_an_mlp():
+    plain = SimpleNamespace(**{**vars(mixtral_layer()), "mlp": NOTES.one("mlp")})
+    assert LlamaFamily().attention_half(plain, "positions", "hidden", None, "batch")[0] == (
+        "norm_2(attention(positions, norm_1(hidden), batch), hidden)"
+    )
+    assert LlamaFamily().expert_half(plain, "hidden", "batch") == "mlp(hidden)"
+    assert Qwen3Family().attention_half(qwen3_layer(), "positions", "hidden", "residual", "batch")[0] == (
+        "before_mlp(attention(positions, before_attention(hidden, residual, batch), batch), "
+        "before_attention.residual, batch)"
+    )
+    for family, layer in ((LlamaFamily(), plain), (Qwen3Family(), SimpleNamespace(mlp=SimpleNamespace()))):
+        assert family.dense
+        assert family.expert_block(layer) is None
 
 
 def test_weights_of_a_choice_are_scaled_on_the_way():

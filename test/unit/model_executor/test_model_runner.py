@@ -10,6 +10,7 @@ from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.core.decode_choice import COROUTINE, DEFAULT, EAGER, MODES, SGLANG
 from sgl_batch.core.plan import make_plan
 from sgl_batch.core.plan_in_force import PlanInForce
+from sgl_batch.core.units import FUSED, SPLIT
 from sgl_batch.model_executor.model_runner import BatchModelRunner
 
 
@@ -38,11 +39,15 @@ def test_a_lone_gpu_with_resident_kv_does_not_cut_its_decode_groups(changed, b_a
         device=case["device"],
         _place=object() if case["of_several"] else None,
         _can_reenter=True,
+        model=None,
         use_mla_backend=case["latent"],
         server_args=SimpleNamespace(page_size=64, attention_backend=case["attention"]),
         context=SimpleNamespace(in_force=in_force, config=in_force.config),
     )
     assert BatchModelRunner._fit_plan(runner, 512).decode.b_attn == b_attn
+    assert runner.context.in_force.plan.prefill.yield_option == SPLIT
+    runner.model = type("Qwen3ForCausalLM", (), {})()
+    assert BatchModelRunner._fit_plan(runner, 512).prefill.yield_option == FUSED
 
 
 @pytest.mark.parametrize(

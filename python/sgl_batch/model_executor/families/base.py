@@ -49,7 +49,9 @@ class Family(ABC):
     latent: bool = False
     """Whether attention is latent: one row of KV for all heads."""
     dense: bool = False
-    """Whether no layer has experts: then accumulation gains nothing."""
+    """Whether no layer has experts: then accumulation gains nothing for prompts."""
+    windowed: bool = False
+    """Whether SGLang's model attends within its config's `sliding_window`."""
 
     def embed(self, model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
         own = cast(CausalModel, model)

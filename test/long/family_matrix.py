@@ -1,0 +1,123 @@
+"""Runs every family of the integration tests in every form of engine, against Hugging Face, and prints a table.
+
+    python test/long/family_matrix.py [FAMILY ...]
+
+Each family runs in a process of its own. Exit code 1 where tokens differ or an engine dies.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(_ROOT / "test"))
+
+from integration.random_families import (  # noqa: E402
+    FAMILIES,
+    HUB,
+    TRANSFORMERS,
+    RandomFamily,
+    check_greedy,
+    make_checkpoint,
+    make_requests,
+)
+from integration.test_families import MIXED, PAGE, SMALL, STORE, greedy  # noqa: E402
+from integration.test_ranks import ranks  # noqa: E402
+from sgl_batch import Engine  # noqa: E402
+from sgl_batch.errors import SglBatchError  # noqa: E402
+
+_CASES: dict[str, dict[str, Any]] = {
+    "sub-batches": {},
+    "whole groups": {"b_attn_prefill": 160, "b_attn_decode": 8},
+    "lone rows": {"b_attn_prefill": 1, "b_attn_decode": 1},
+    "accumulate": {"accumulate": True},
+    "no accumulate": {"accumulate": False},
+    "no sharing": {"share_prefixes": False},
+    "mixed": MIXED,
+    "store": STORE,
+    "store, KV streamed": {**STORE, "decode_kv": "streamed"},
+    "store, mixed": {**STORE, **MIXED},
+}
+_EXPERT_CASES: dict[str, dict[str, Any]] = {
+    "torch experts": {"expert_runner": "torch"},
+    "streamed": {"weights": "streamed"},
+    "streamed, store": {"weights": "streamed", **STORE},
+    "2 ranks": ranks(2),
+    "2 ranks, store": {**ranks(2), **STORE},
+    "2 ranks, streamed": {**ranks(2), "weights": "streamed"},
+}
+_FORM = f"config as {TRANSFORMERS} writes it"
+
+
+def _cases(family: RandomFamily) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, form of the config and arguments of each engine."""
+    yield _FORM, TRANSFORMERS, {}
+    for name, arguments in {**_CASES, **(_EXPERT_CASES if family.experts else {})}.items():
+        yield name, HUB, arguments
+
+
+def _run(family: RandomFamily, form: str, arguments: dict[str, Any], directory: Path) -> str:
+    """What came of one engine, in words: `ok`, or what went wrong."""
+    requests = make_requests(PAGE)
+    path = str(directory / f"{family.name}-{form}")
+    if not Path(path).exists():
+        make_checkpoint(family, form, directory, _ROOT / "test" / "models" / "tiny-qwen3-moe")
+    try:
+        engine = Engine(model_path=path, **{**SMALL, **arguments})
+    except SglBatchError as error:
+        return f"refused: {error}"
+    try:
+        outputs = greedy(engine, requests)
+        if not engine.running["coroutine_forward"]:
+            return "SGLang's own forward"
+        check_greedy(path, requests, outputs)
+    except AssertionError as error:
+        return str(error).splitlines()[0]
+    finally:
+        engine.shutdown()
+    return "ok"
+
+
+def _one_family(name: str) -> None:
+    """Print a JSON line for each case of a family, as it ends."""
+    family = next(family for family in FAMILIES if family.name == name)
+    with tempfile.TemporaryDirectory() as directory:
+        for case, form, arguments in _cases(family):
+            found = _run(family, form, arguments, Path(directory))
+            sys.stdout.write(json.dumps([case, found]) + "\n")
+            sys.stdout.flush()
+
+
+def main(names: list[str]) -> int:
+    """Run the families named, or all, and print the table."""
+    failed = False
+    for family in FAMILIES:
+        if names and family.name not in names:
+            continue
+        begun = time.monotonic()
+        command = [sys.executable, __file__, "--one", family.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+        for case, _, _ in _cases(family):
+            words = found.get(case, f"no result: the process ended with {done.returncode}")
+            failed |= words != "ok"
+            sys.stdout.write(f"{family.name:16} | {case:34} | {words}\n")
+        if len(found) < len(list(_cases(family))):
+            sys.stdout.write(done.stderr[-2000:] + "\n")
+        sys.stdout.write(f"{family.name:16} took {time.monotonic() - begun:.0f} s\n")
+        sys.stdout.flush()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        _one_family(sys.argv[2])
+    else:
+        sys.exit(main(sys.argv[1:]))
