@@ -13,11 +13,11 @@ from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.managers import launch
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.line_answers import LineAnswers
+from sgl_batch.managers.model_checks import check_any_device
 from sgl_batch.managers.rank_stats import merged_stats
-from sgl_batch.model_directory import ModelPlace, check_model
+from sgl_batch.model_directory import ModelPlace
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN
-from sgl_batch.sglang_adapter.known_models import is_known_architecture
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
 
@@ -36,7 +36,7 @@ class Engine(processes.RankedEngine):
         self.batch_config: BatchConfig = kwargs.pop("batch_config", None) or BatchConfig()
         if server_args is None:
             self.batch_config, rest = split_kwargs(kwargs)
-            check_model(model_place(rest), is_known_architecture)
+            check_any_device(model_place(rest))
             rest.setdefault("log_level", "error")
             server_args = make_server_args(rest, self.batch_config)
         platform = launch.child_platform(server_args)
@@ -53,6 +53,7 @@ class Engine(processes.RankedEngine):
         except EngineError:
             self.shutdown()
             raise
+        launch.say_forward(self.running)
 
     def shutdown(self) -> None:
         """End this engine's processes. Idempotent."""
@@ -82,6 +83,7 @@ class Engine(processes.RankedEngine):
         return {
             "plan": dict(self.running["plan"]),
             "flags": self.batch_config.flat(),
+            "forward": self.running["forward"],
             "kernels": self.running["kernels"],
             "expert_runner": self.running["expert_runner"],
             "decode_forward": self.running["decode_forward"],

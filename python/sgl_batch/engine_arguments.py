@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from sgl_batch import config as batch_config
 from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError
-from sgl_batch.model_directory import ModelPlace, check_model
+from sgl_batch.managers.model_checks import check_any_device
+from sgl_batch.model_directory import ModelPlace
 from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
-from sgl_batch.sglang_adapter.known_models import is_known_architecture
 
 _CONFIG_FILE = "--config"
 _UNRECOGNIZED = "unrecognized arguments: "
@@ -90,7 +90,7 @@ def _check_early(argv: Sequence[str]) -> None:
         revision=args.revision,
         needs_tokenizer=not args.skip_tokenizer_init,
     )
-    check_model(place, is_known_architecture)
+    check_any_device(place)
 
 
 def _what_defaults_depend_on(argv: Sequence[str]) -> argparse.Namespace:
@@ -124,6 +124,6 @@ def build_arguments(argv: Sequence[str], near: Sequence[str] = ()) -> EngineArgu
         config = batch_config.from_args(args)
         kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
         if _CONFIG_FILE in argv:
-            check_model(model_place(kwargs), is_known_architecture)
+            check_any_device(model_place(kwargs))
         server_args = make_server_args(kwargs, config)
     return EngineArguments(server_args=server_args, config=config, start_method=FORK if can_fork else SPAWN)

@@ -64,6 +64,11 @@ def check_model(place: ModelPlace, is_known: Callable[[str], bool]) -> None:
         _check_tokenizer(place.tokenizer or place.model)
 
 
+def model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
+    """A model's config.json, local or in the hub's cache; None where it is not here."""
+    return next(_text_configs(model, revision), None)
+
+
 def num_experts(model: str) -> int | None:
     """How many routed experts a layer of a local model has; None where its config does not say."""
     for part in _text_configs(model, None):

@@ -31,6 +31,7 @@ def health_of(engine: EngineState, service: ServiceSnapshot) -> tuple[int, dict[
             "message": engine.message,
             "since": int(engine.since),
             "restarts": engine.restarts,
+            "forward": engine.forward,
         },
         "storage": service.storage.to_json(),
     }

@@ -120,7 +120,7 @@ class HostProcess:
                 first = await frames.read()
                 if not isinstance(first, Ready):
                     return first if isinstance(first, Failed) else None
-                self.client = LineClient(frames, first.served_model_names)
+                self.client = LineClient(frames, first.served_model_names, first.forward)
                 on_ready()
                 return await self.client.read_answers()
             except FrameError as error:

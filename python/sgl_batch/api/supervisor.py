@@ -27,12 +27,16 @@ _STOP_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """How the engine is: starting, ready, stalled, restarting, failed (for good) or stopped. Since when: Unix time."""
+    """How the engine is: starting, ready, stalled, restarting, failed (for good) or stopped. Since when: Unix time.
+
+    `forward`: which forward pass computes the model, in words; None until the first engine is ready.
+    """
 
     phase: str
     message: str | None
     since: float
     restarts: int
+    forward: str | None = None
 
 
 class EngineSupervisor:
@@ -59,6 +63,7 @@ class EngineSupervisor:
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._state = EngineState(phase="starting", message=None, since=time.time(), restarts=0)
+        self._forward: str | None = None
         self.view = EngineView()
         self.is_refused = False
 
@@ -155,6 +160,7 @@ class EngineSupervisor:
         assert host.client is not None, "it is ready"
         async with self._changed:
             self._ready = client = host.client
+            self._forward = client.forward
             self._set_phase("ready", None)
             self._changed.notify_all()
         logger.info("the engine is ready")
@@ -202,4 +208,5 @@ class EngineSupervisor:
             message=message,
             since=time.time(),
             restarts=self._state.restarts if restarts is None else restarts,
+            forward=self._forward,
         )

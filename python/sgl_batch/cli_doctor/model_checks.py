@@ -10,8 +10,8 @@ from sgl_batch.cli_doctor.rows import Row, State
 from sgl_batch.core.decode_choice import DecodeChoice
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
-from sgl_batch.model_directory import ModelPlace, check_model, num_experts
-from sgl_batch.sglang_adapter.known_models import is_known_architecture
+from sgl_batch.managers.model_checks import check_any_device
+from sgl_batch.model_directory import ModelPlace, num_experts
 
 
 def model(machine: Machine) -> Sequence[Row]:
@@ -20,7 +20,7 @@ def model(machine: Machine) -> Sequence[Row]:
     if path is None:
         return []
     try:
-        check_model(ModelPlace(model=str(path)), is_known_architecture)
+        check_any_device(ModelPlace(model=str(path)))
     except ConfigError as error:
         return [Row(check="model", state=State.FAILED, found=str(error), required=True)]
     size, experts = sum(file.stat().st_size for file in path.glob("*.safetensors")), num_experts(str(path))

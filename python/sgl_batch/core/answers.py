@@ -26,6 +26,7 @@ class EngineStats:
     device's, by samples. `tokens_per_expert` holds the tokens routed to each expert, summed over the layers.
     `sequences` holds how many sequences are in each state (QUEUED, RUNNING, ...) now. `ranks` holds each rank's own
     where there are several; the rest is then of all of them.
+    `forward`: which forward pass computes the model (core/supported_models), "" where that is not known.
     `paused`: whether somebody has paused it; then it counts nothing.
     `peak_memory_bytes` is the most that a rank's process had in memory since the model was loaded (0: not known), and
     `memory_budget_bytes` what it may have (0: no budget is set); of several ranks, those of the one with the most.
@@ -39,6 +40,7 @@ class EngineStats:
     peak_memory_bytes: int = 0
     memory_budget_bytes: int = 0
     paused: bool = False
+    forward: str = ""
 
     @property
     def waiting_share(self) -> float:
@@ -62,4 +64,5 @@ class EngineStats:
             peak_memory_bytes=self.peak_memory_bytes,
             memory_budget_bytes=self.memory_budget_bytes,
             paused=self.paused,
+            forward=self.forward,
         )

@@ -63,11 +63,13 @@ class LineClient:
     """An engine behind a connection; it never asks a line twice.
 
     `num_answered` counts lines; `was_busy`: some were not answered when the engine died.
+    `forward`: which forward pass computes the model, in words.
     """
 
-    def __init__(self, frames: Frames[FromHost], served_model_names: tuple[str, ...]) -> None:
+    def __init__(self, frames: Frames[FromHost], served_model_names: tuple[str, ...], forward: str = "") -> None:
         self._frames = frames
         self._served_model_names = served_model_names
+        self.forward = forward
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._lines: dict[int, TokenRecord] = {}
         self._next_number = 0

@@ -27,9 +27,10 @@ class FrameError(SglBatchError):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine answers from now on, under these names of the model."""
+    """The engine answers from now on, under these names of the model, which `forward` computes (in words)."""
 
     served_model_names: tuple[str, ...]
+    forward: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -18,7 +18,7 @@ def format_summary(result: RunResult) -> str:
     if result.failed:
         lines += _failures(result)
     if result.stats is not None:
-        lines += [*_memory(result.stats), *_computed_twice(result.stats), *_sharing(result.stats)]
+        lines += [*_forward(result.stats), *_memory(result.stats), *_computed_twice(result.stats), *_sharing(result.stats)]
         lines += [*_store(result.stats), *_graphs(result.stats)]
         lines += _time_table(result.stats)
         lines += _rank_table(result.stats)
@@ -58,6 +58,10 @@ def _failures(result: RunResult) -> list[str]:
         rest = sum(kind.count for _, kind in kinds[SHOWN_FAILURE_CODES:])
         lines.append(f"  {rest:>8,}  with {len(kinds) - SHOWN_FAILURE_CODES} other codes; see the error file")
     return lines
+
+
+def _forward(stats: EngineStats) -> list[str]:
+    return [f"  forward     {stats.forward}"] if stats.forward else []
 
 
 def _memory(stats: EngineStats) -> list[str]:

@@ -46,6 +46,7 @@ class EngineHost:
         # The front has made this directory for this engine alone.
         self._run = EngineRun.begin(config, start_method, Path(link.socket).parent)
         self._launched: processes.Launched | None = None
+        self._forward = ""
 
     def serve(self) -> None:
         """Start the process tree and answer until stopped. Raises EngineError when it does not start.
@@ -56,7 +57,8 @@ class EngineHost:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         signal.signal(signal.SIGHUP, lambda *_: self._end(1))
         try:
-            self._launched = launched = launch.start_tree(self._server_args, self._run)
+            launched, self._forward = launch.start_tree(self._server_args, self._run)
+            self._launched = launched
             threading.Thread(target=_end_all_after_front, args=(self._link.directory,), daemon=True).start()
             # Nobody but the front has this key. It was in no command line, and is in no environment.
             self._server_args.api_key, self._server_args.admin_api_key = self._link.api_key, None
@@ -96,7 +98,7 @@ class EngineHost:
         await self._http_is_up()
         frames: Frames[FromFront] = Frames(*await asyncio.open_unix_connection(self._link.socket), FromFront)
         answers = LineAnswers(launched.tokenizer_manager, launched.template_manager, self._death_of_lines)
-        await frames.send(Ready(served_model_names=answers.served_model_names))
+        await frames.send(Ready(served_model_names=answers.served_model_names, forward=self._forward))
         serving = asyncio.ensure_future(serve_lines(frames, answers))
         death = None
         while death is None and not serving.done():

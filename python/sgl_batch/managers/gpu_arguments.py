@@ -14,9 +14,9 @@ import torch
 
 from sgl_batch.config import ForwardConfig
 from sgl_batch.core.decode_choice import AUTO, MEASURE, SGLANG
+from sgl_batch.core.supported_models import has_adapter
 from sgl_batch.errors import ConfigError
 from sgl_batch.model_directory import architectures, has_latent_attention
-from sgl_batch.model_executor.families import FAMILIES
 from sgl_batch.sglang_adapter.absent_packages import REQUIREMENTS, has_flash_attention_3, is_installed
 from sgl_batch.sglang_adapter.names import CPU_GRAMMAR, TRITON_ATTENTION
 
@@ -69,8 +69,8 @@ class ModelFacts:
 def model_facts(model: str, revision: str | None) -> ModelFacts:
     """What a model's config says of it; one that is not here counts as split."""
     known = architectures(model, revision)
-    has_adapter = known is None or any(name in family.architectures for family in FAMILIES for name in known)
-    return ModelFacts(is_split=has_adapter, is_latent=has_latent_attention(model, revision))
+    is_split = known is None or any(map(has_adapter, known))
+    return ModelFacts(is_split=is_split, is_latent=has_latent_attention(model, revision))
 
 
 def chosen_arguments(

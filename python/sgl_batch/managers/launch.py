@@ -23,6 +23,7 @@ from sgl_batch.managers.argument_ranges import check_ranges
 from sgl_batch.managers.budget_checks import check_budgets
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.gpu_arguments import chosen_arguments, machine_facts, model_facts
+from sgl_batch.managers.model_checks import check_this_device
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
 from sgl_batch.model_directory import num_experts, quantization
 from sgl_batch.sglang_adapter import processes
@@ -108,6 +109,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
             "slowly, set TRITON_INTERPRET=1 in the environment"
         )
     check_ranges(merged)
+    check_this_device(merged, config, on_cpu=on_cpu(kwargs))
     if merged["page_size"] < 2:
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
     check_runnable(Topology.uniform(merged.get("dp_size") or 1, num_stages=merged.get("pp_size") or 1))
@@ -316,8 +318,11 @@ def start_errors(run: EngineRun) -> Iterator[None]:
         raise
 
 
-def start_tree(server_args: ServerArgs, run: EngineRun) -> processes.Launched:
-    """Start the process tree and verify it. Raises EngineError; the run's directory is left to the caller then too."""
+def start_tree(server_args: ServerArgs, run: EngineRun) -> tuple[processes.Launched, str]:
+    """Start the process tree and verify it; which forward pass computes the model is said, and returned as well.
+
+    Raises EngineError; the run's directory is left to the caller then too.
+    """
     with processes.platform(child_platform(server_args)), start_errors(run):
         launched = processes.launch_subprocesses(
             server_args,
@@ -325,8 +330,15 @@ def start_tree(server_args: ServerArgs, run: EngineRun) -> processes.Launched:
             run_scheduler_process_func=run,
             run_detokenizer_process_func=run.detokenizer,
         )
-    verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, server_args)
-    return launched
+    running = verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, server_args)
+    say_forward(running)
+    return launched, str(running["forward"])
+
+
+def say_forward(running: Mapping[str, Any]) -> None:
+    """Say which forward pass computes the model, whatever SGLang's log level is; `running`: what `verify` returns."""
+    logger.setLevel(logging.INFO)
+    logger.info("forward: %s", running["forward"])
 
 
 def expected_classes(server_args: ServerArgs) -> dict[str, str]:

@@ -54,4 +54,5 @@ def engine_stats(stats: dict[str, Any]) -> EngineStats:
         ranks=tuple(engine_stats(rank) for rank in stats.get("ranks", ())),
         peak_memory_bytes=stats["memory"]["peak_bytes"],
         memory_budget_bytes=stats["memory"]["budget_bytes"],
+        forward=stats["forward"],
     )

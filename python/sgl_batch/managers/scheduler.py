@@ -100,10 +100,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def _make_executor(self, context: RunContext) -> BoundaryExecutor:
         runner = self.tp_worker.model_runner
         if context.config.memory.kv_store_bytes:
-            if runner.layer_runner is None:
-                raise ConfigError(
-                    "this model runs through SGLang's own forward, which has no host KV store: leave it out"
-                )
+            assert runner.layer_runner is not None, "a store is refused for a model without an adapter"
             self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
         kv, policy = kv_form(self, context, self._tiers)
         order = make_order(context.config.schedule.order)
@@ -171,7 +168,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         info: dict[str, object] = super().get_init_info()
         info["sgl_batch"] = {
             "classes": {role: type(part).__name__ for role, part in classes.items()},
-            "coroutine_forward": runner.layer_runner is not None,
+            "forward": runner.forward_text,
             "plan": self.context.in_force.plan.as_dict(),
             "kernels": kernels_in_use() if self.context.cpu_operators is not None else "sglang",
             "expert_runner": runner.expert_runner,
@@ -409,6 +406,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         state = dict(super().get_internal_state(recv_req).internal_state)
         state["sgl_batch"] = {
             **self.context.counters.as_dict(),
+            "forward": self.tp_worker.model_runner.forward_text,
             "plan": self.context.in_force.plan.as_dict(),
             "refused_change": self._refused_change,
             "free_pages": self.executor.ledger.free_pages,
@@ -416,7 +414,12 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "store": self.executor.store_state(),
             "sequences": self.executor.table.num_by_status(),
             "paused": self.executor.paused,
-            "memory": {"peak_bytes": peak_resident_bytes(), "budget_bytes": self.context.config.memory.process_bytes},
+            "memory": {
+                "peak_bytes": peak_resident_bytes(),
+                "budget_bytes": self.context.config.memory.process_bytes,
+                "weight_bytes": self.tp_worker.model_runner.weight_bytes,
+                "kv_token_bytes": self.tp_worker.model_runner.kv_token_bytes,
+            },
             "rank": self.context.rank,
         }
         return GetInternalStateReqOutput(internal_state=state)

@@ -13,7 +13,9 @@ from sgl_batch.core.decode_choice import DEFAULT, EAGER, SGLANG
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.gpu_reserves import check_gpu_has, gpu_reserves
 from sgl_batch.core.graph_capture import graph_budget
+from sgl_batch.core.model_refusals import check_without_adapter
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.supported_models import forward_text
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
@@ -29,7 +31,7 @@ from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.device_needs import gpu_use, model_shape, resident_weight_bytes
 from sgl_batch.model_executor.expert_choices import ExpertChoices
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
-from sgl_batch.model_executor.families import FAMILIES, Family, family_of
+from sgl_batch.model_executor.families import Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.graphed_loop import GraphedLoop
 from sgl_batch.model_executor.layer_runner import LayerRunner
@@ -80,6 +82,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.expert_choices: ExpertChoices | None = None
         self.before_sampling: Callable[[], None] = _nothing
         self._program_bytes = 0
+        self.weight_bytes = self.kv_token_bytes = 0
         self._gpu_before = None if context.gpu_experts is None else read_gpu()
         if self._gpu_before is not None:
             check_gpu_has(context.config.memory.device_memory, self._gpu_before)
@@ -100,6 +103,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def expert_runner(self) -> str:
         """What computes the experts, in words."""
         return self._operators.expert_runner
+
+    @property
+    def forward_text(self) -> str:
+        """Which forward pass computes this model's groups, in words."""
+        named: str = self.model_config.hf_config.architectures[0]
+        return forward_text(named, has_adapter=self.layer_runner is not None)
 
     def init_torch_distributed(self) -> None:
         with on_this_machine(self.context.world_store):
@@ -123,6 +132,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                     super().load_model()
                 held = 0 if place is None else place.expert_shard
                 self._operators.stream(self.model, files, memory, expert_shard=held)
+        int8 = self.context.config.forward.cpu_weight_dtype == "int8"
+        self.weight_bytes = resident_weight_bytes(self.model, int8=int8)
         forget_peak()
 
     def _watch_of_weights(self) -> LoadedWeights:
@@ -139,13 +150,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         super().init_kv_cache_configurator()
         if self.device != "cpu" or self.server_args.attention_backend == TRITON_ATTENTION:
             use_our_pools(self.kv_cache_configurator, PageAllocator)
+        self.kv_token_bytes = kv_token_bytes(self.kv_cache_configurator)
         memory = self.context.config.memory
         if memory.device_memory == 0:
             return
         most, page_size = self.server_args.max_running_requests, self.server_args.page_size
         plan = self._fit_plan(most)
         self.context.in_force.reserve()
-        page_bytes = page_size * kv_token_bytes(self.kv_cache_configurator)
+        page_bytes = page_size * self.kv_token_bytes
         working = working_bytes(
             plan,
             model_shape(self.model_config),
@@ -155,12 +167,10 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             by_torch=self.expert_runner == "torch",
             num_ranks=1 if self._place is None else self._place.topology.num_attention_ranks,
         )
-        int8 = self.context.config.forward.cpu_weight_dtype == "int8"
-        weights = resident_weight_bytes(self.model, int8=int8) + self._operators.streamed_bytes
         working += self._graph_bytes
         needs = DeviceNeeds(
             program=self._program_bytes,
-            weights=weights,
+            weights=self.weight_bytes + self._operators.streamed_bytes,
             working=working,
             page=page_bytes,
             reserves=self._reserves(plan),
@@ -192,35 +202,10 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._operators.adopt(self.model)
         self._pass_memory = self._measure_passes()
         family = family_of(self.model)
-        if family is None and self._place is not None:
-            raise ConfigError(
-                f"{type(self.model).__name__} has no family adapter, so its experts cannot lie on "
-                f"{self._place.topology.num_expert_shards} ranks: leave out --tp, --dp and --ep"
-            )
-        on_yield = self.context.config.forward.on_yield
-        if family is None and on_yield is not None:
-            raise ConfigError(
-                f"on_yield is {on_yield!r}, and {type(self.model).__name__} has no family adapter: in SGLang's own "
-                "forward no sequence yields; leave on_yield out"
-            )
-        if family is None and plan.mix_prefill:
-            raise ConfigError(
-                f"mix_prefill is {plan.mix_prefill}, and {type(self.model).__name__} has no family adapter: SGLang's "
-                "own forward computes prompts by themselves; leave mix_prefill out"
-            )
-        if family is None and self.context.cpu_operators is not None and self.use_mla_backend:
-            raise ConfigError(
-                f"{type(self.model).__name__} has no family adapter, and SGLang's own forward of latent attention does "
-                "not run on a CPU: use a machine with a GPU"
-            )
         if family is None:
-            known = ", ".join(name for f in FAMILIES for name in f.architectures)
-            logger.warning(
-                "%s has no family adapter (known: %s): its groups run through SGLang's own forward, "
-                "unsplit and without accumulation",
-                type(self.model).__name__,
-                known,
-            )
+            # For models of which no config could be read before the start.
+            num_ranks = 1 if self._place is None else self._place.topology.num_ranks
+            check_without_adapter(type(self.model).__name__, self.context.config, num_ranks=num_ranks)
             return
         if not self._can_reenter:
             logger.warning(
@@ -320,7 +305,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         memory, pool = self.context.config.memory, self.token_to_kv_pool
         staged = memory.kv_store_bytes > 0
         page_size = self.server_args.page_size
-        page_bytes = page_size * kv_token_bytes(self.kv_cache_configurator)
+        page_bytes = page_size * self.kv_token_bytes
         return PassMemory(
             streamer,
             self.context.in_force,

@@ -10,7 +10,7 @@ from sgl_batch.jobs.batch_service.objects import ServiceSnapshot, StorageState
 
 
 def engine(phase: str, message: str | None = None) -> EngineState:
-    return EngineState(phase=phase, message=message, since=1700000000.5, restarts=2)
+    return EngineState(phase=phase, message=message, since=1700000000.5, restarts=2, forward="coroutine")
 
 
 def service(storage: StorageState | None = None, fault: str | None = None) -> ServiceSnapshot:
@@ -31,7 +31,8 @@ def service(storage: StorageState | None = None, fault: str | None = None) -> Se
 def test_an_engine_that_answers_is_healthy():
     status, body = health_of(engine("ready"), service())
     assert (status, body["status"]) == (200, "ok")
-    assert body["engine"] == {"state": "ready", "message": None, "since": 1700000000, "restarts": 2}
+    told = {"state": "ready", "message": None, "since": 1700000000, "restarts": 2, "forward": "coroutine"}
+    assert body["engine"] == told
 
 
 @pytest.mark.parametrize("phase", ["starting", "restarting", "stalled", "failed", "stopped"])

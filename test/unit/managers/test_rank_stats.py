@@ -20,6 +20,7 @@ def stats_of(
         "free_pages": 5,
         "total_pages": 8,
         "memory": {"peak_bytes": 100 - rank, "budget_bytes": 200},
+        "forward": "coroutine",
         "store": store or {},
     }
 
@@ -91,6 +92,7 @@ def test_jobs_get_the_sums_and_each_rank_s_own():
     ranks = [stats_of(0, output_tokens=3), stats_of(1, output_tokens=4)]
     stats = engine_stats(merged_stats(ranks))
     assert stats.counters == {"output_tokens": 7}
+    assert stats.forward == "coroutine"
     assert [rank.counters for rank in stats.ranks] == [{"output_tokens": 3}, {"output_tokens": 4}]
     assert [rank.tokens_per_expert for rank in stats.ranks] == [[0, 1], [10, 11]]
     assert engine_stats(merged_stats(ranks[:1])).ranks == ()

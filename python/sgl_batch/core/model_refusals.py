@@ -1,0 +1,218 @@
+"""Decides from a model's config which models cannot be computed rightly here, and says why.
+
+Reasons are read from what the config holds, so that a model of tomorrow is judged as well; names alone decide where a
+config does not tell. Where a model's files are, and that SGLang knows its architecture, is checked elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_batch.config import BatchConfig
+from sgl_batch.core.supported_models import CPU, GPU, ModelFamily, Status, family_named, format_of
+from sgl_batch.errors import ConfigError
+
+Config = Mapping[str, Any]
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_NO_GENERATION = re.compile(r"Classification|Reward|Embedding|MaskedLM|(?<!LMHead)(?<!ChatGLM)Model$")
+_DRAFT = re.compile(r"NextN|MTP|Eagle|DSpark|DFlash|Assistant")
+_MULTIMODAL = re.compile(r"ForConditionalGeneration|VL(?![a-z])|Vision|OCR|ASR|Omni|MultiModal|4MM|^MiniCPM[VO]")
+_OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual", "audio_processor")
+_BY_DIFFUSION = ("SDARForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM")
+# Layers that carry a state from token to token in place of KV.
+_STATES = re.compile(
+    r"(use_)?(n_)?mamba|ssm_|linear_(attn|attention|num|key|value|conv)|lightning|rwkv|time_mix|recurrent"
+    r"|(short_)?conv(_l_cache|_kernel|1d_width)|state_size|hybrid_override_pattern|layer_group_size"
+)
+_SPARSE = re.compile(r"index_(topk|n_heads|head_dim)|sparse_att|compress_r|(use_)?(nsa|dsa|moba)(_|$)")
+_KINDS = ("layer_types", "layers_block_type", "block_types")
+_PLAIN_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
+_UNEQUAL = ("block_configs", "global_head_dim", "swa_head_dim", "num_kv_shared_layers", "use_cla")
+# SGLang gives these a second pool for the KV of layers with a window.
+_TWO_POOLS = re.compile(r"^(GptOss|MiMoV2|Step3p[57]|Gemma4|Laguna|Mellum|Inkling)")
+# Those of SGLang's models that attend within windows; the others ignore them.
+_WINDOWS_BY_SGLANG = re.compile(r"^(Afmoe|Cohere2|Exaone4|ExaoneMoE|Gemma[23]|Olmo3|Transformers)")
+_SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap")
+_QUANTISATION = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A config under judgement. `device`: None asks for what holds on all; `context`: tokens of a sequence, at most."""
+
+    architecture: str
+    whole: Config
+    device: str | None
+    context: int | None
+
+    @property
+    def parts(self) -> Iterator[Config]:
+        """The config, and the parts of it that are about text."""
+        yield self.whole
+        yield from (part for name in _TEXT_PARTS if isinstance(part := self.whole.get(name), Mapping))
+
+    def get(self, *names: str) -> Any:
+        """The first of these that the config has and that is not empty, 0 or false."""
+        found = (part.get(name) for part in self.parts for name in names)
+        return next((value for value in found if value), None)
+
+    def matching(self, pattern: re.Pattern[str]) -> str | None:
+        """The first name that matches from its beginning, of a value that is not empty, 0 or false."""
+        named = ((name, value) for part in self.parts for name, value in part.items())
+        return next((name for name, value in named if value and pattern.match(name.lower())), None)
+
+    @property
+    def family(self) -> ModelFamily | None:
+        return family_named(self.architecture)
+
+
+def refusal(config: Config, *, device: str | None = None, context: int | None = None) -> str | None:
+    """Why a model with this config is refused, as the end of a sentence; None where it may run.
+
+    `device`: one of supported_models.DEVICES, or None for reasons that hold on all. `context`: the most tokens of a
+    sequence, where it is not the model's own number.
+    """
+    named = config.get("architectures") or ("an unknown architecture",)
+    judged = Judged(architecture=str(named[0]), whole=config, device=device, context=context)
+    return next((why for reason in _REASONS if (why := reason(judged)) is not None), None)
+
+
+def check_without_adapter(architecture: str, config: BatchConfig, *, num_ranks: int) -> None:
+    """Refuse what SGLang's own forward pass, which models without an adapter run through, does not do.
+
+    Raises ConfigError.
+    """
+    values = {**config.flat(), "dp_size": num_ranks}
+    missing = {
+        "on_yield": ("no sequence yields there", "--on-yield"),
+        "mix_prefill": ("it computes prompts by themselves", "--mix-prefill"),
+        "kv_store_bytes": ("its prompts do not leave for a store layer by layer", "--kv-store-bytes"),
+        "dp_size": ("it exchanges no rows between ranks", "--tp, --dp and --ep"),
+    }
+    for name, (why, flags) in missing.items():
+        if values[name] and (name, values[name]) != ("dp_size", 1):
+            raise ConfigError(
+                f"{name} is {values[name]!r}, and {architecture} has no family adapter, so that SGLang's own forward "
+                f"pass computes it: {why}; leave out {flags}"
+            )
+
+
+def _kind_of_model(judged: Judged) -> str | None:
+    name = judged.architecture
+    if judged.get("is_encoder_decoder"):
+        return "it has an encoder beside its decoder, and here decoders run alone"
+    if judged.get(*_OTHER_SENSES) or _MULTIMODAL.search(name):
+        return "it takes images or sound beside text, and here models of text run"
+    if _DRAFT.search(name):
+        return "it is a draft for speculative decoding, which group phases do not do"
+    if name in _BY_DIFFUSION:
+        return "it makes text by diffusion, not one token after the other"
+    if _NO_GENERATION.search(name):
+        return "it makes no text: embeddings, rewards and classes are not computed here"
+    return None
+
+
+def _kind_of_layers(judged: Judged) -> str | None:
+    kinds = judged.get(*_KINDS)
+    odd = sorted({str(kind) for kind in kinds} - _PLAIN_KINDS) if isinstance(kinds, (list, tuple)) else []
+    if odd == ["chunked_attention"] or judged.get("attention_chunk_size") or judged.architecture.startswith("Llama4"):
+        return "its layers attend within chunks, and here attention covers the whole context"
+    if any("sparse" in kind or "compressed" in kind for kind in odd):
+        return f"it has layers of {odd[0]}, and here attention covers the whole context"
+    state = judged.matching(_STATES)
+    if odd or state or 0 in (judged.get("attn_type_list") or ()):
+        told = f"layers of {odd[0]}" if odd else f"{state or 'attn_type_list'} in its config"
+        return f"it carries a state from token to token beside KV ({told}), which no tier here keeps"
+    sparse = judged.matching(_SPARSE)
+    if sparse:
+        return f"it attends to chosen tokens alone ({sparse} in its config), and here to the whole context"
+    return None
+
+
+def _unequal_layers(judged: Judged) -> str | None:
+    lists = [name for name in ("num_attention_heads", "num_key_value_heads") if isinstance(judged.get(name), list)]
+    unequal = next((name for name in (*lists, *_UNEQUAL) if judged.get(name)), None)
+    if unequal is not None:
+        return f"the KV of its layers differs in form ({unequal} in its config), and pages here have one form"
+    if _TWO_POOLS.match(judged.architecture) and not _covers_windows(judged):
+        return "SGLang keeps the KV of its sliding windows in a second pool, of which admission here knows nothing"
+    return None
+
+
+def _latent(judged: Judged) -> str | None:
+    if judged.get("kv_lora_rank") and not (judged.family is not None and judged.family.latent):
+        return "its attention is latent, for which it needs an adapter of its own"
+    value_dim, head_dim = judged.get("v_head_dim"), judged.get("head_dim")
+    if value_dim and head_dim not in (None, value_dim) and not judged.get("kv_lora_rank") and judged.device == CPU:
+        return f"its values have {value_dim} channels and its keys {head_dim}, and pages on a CPU have room for equals"
+    return None
+
+
+def _position_biases(judged: Judged) -> str | None:
+    biases = judged.get("alibi", "use_alibi") or judged.get("position_embedding_type") == "alibi"
+    return "attention here adds no position biases (ALiBi)" if biases or judged.architecture.startswith("Bloom") else None
+
+
+def _windows(judged: Judged) -> str | None:
+    window, context = window_of(judged), judged.context or judged.get("max_position_embeddings")
+    if window is None or _covers_windows(judged) or (context is not None and context <= window):
+        return None
+    if judged.device == GPU and _WINDOWS_BY_SGLANG.match(judged.architecture):
+        return None
+    if judged.device is None:
+        return None
+    return (
+        f"its layers attend to the last {window} tokens alone, and attention here covers the whole context "
+        f"(--context-length {window} or less makes them the same)"
+    )
+
+
+def _covers_windows(judged: Judged) -> bool:
+    return judged.family is not None and judged.family.windows
+
+
+def window_of(judged: Judged) -> int | None:
+    """To how many of the last tokens some layers attend; None where all attend to the whole context."""
+    window, kinds = judged.get("sliding_window", "sliding_window_size"), judged.get("layer_types")
+    if isinstance(kinds, (list, tuple)):
+        return int(window) if window and "sliding_attention" in kinds else None
+    off = any(part.get("use_sliding_window") is False for part in judged.parts)
+    return None if off or not window else int(window)
+
+
+def _cpu_alone(judged: Judged) -> str | None:
+    if judged.device != CPU:
+        return None
+    if judged.get(*_SOFT_CAPS):
+        return "it caps the logits of attention, which attention on a CPU does not"
+    asked = judged.get(*_QUANTISATION)
+    if asked:
+        method = str(asked.get("quant_method", "unknown")) if isinstance(asked, Mapping) else str(asked)
+        cell = format_of(method).cpu
+        if cell.status is Status.REFUSED:
+            return f"its weights are quantised ({method}): {cell.note}"
+    return None
+
+
+def _by_its_row(judged: Judged) -> str | None:
+    """What the table says of the family, where a run has shown it."""
+    if judged.family is None or judged.device is None:
+        return None
+    cell = judged.family.on(judged.device)
+    return cell.note if cell.status is Status.REFUSED else None
+
+
+_REASONS: tuple[Callable[[Judged], str | None], ...] = (
+    _kind_of_model,
+    _kind_of_layers,
+    _unequal_layers,
+    _latent,
+    _position_biases,
+    _windows,
+    _cpu_alone,
+    _by_its_row,
+)

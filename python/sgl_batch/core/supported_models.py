@@ -1,0 +1,129 @@
+"""Owns which models and number formats run how, in one table. Which model a directory holds is found elsewhere.
+
+A family that gains an adapter, or is measured to be right, changes its row here and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+# Which forward pass computes a model's groups.
+COROUTINE, SGLANG = "coroutine", "sglang"
+CPU, GPU = "cpu", "gpu"
+DEVICES = (CPU, GPU)
+
+
+class Status(StrEnum):
+    """`UNRUN`: the code is there, and nobody has run it on such a device yet."""
+
+    WORKS = "works"
+    UNRUN = "written, not yet run"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What a combination does. `note`: a reason, where it is refused; else what a user is to know."""
+
+    status: Status
+    note: str = ""
+
+
+_WORKS, _UNRUN = Cell(status=Status.WORKS), Cell(status=Status.UNRUN)
+
+
+def _refused(reason: str) -> Cell:
+    return Cell(status=Status.REFUSED, note=reason)
+
+
+def _unrun(note: str) -> Cell:
+    return Cell(status=Status.UNRUN, note=note)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """One row. `forward`: COROUTINE where model_executor/families has an adapter, SGLANG where its own forward is used.
+
+    `latent`, `windows`: what the adapter covers beside attention over the whole context. `cpu`, `gpu`: what each device
+    does with it; greedy tokens of a family that works there equal Hugging Face's in float32.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    forward: str = SGLANG
+    latent: bool = False
+    windows: bool = False
+    cpu: Cell = _WORKS
+    gpu: Cell = _UNRUN
+
+    def on(self, device: str) -> Cell:
+        """What a device does with it."""
+        return self.cpu if device == CPU else self.gpu
+
+
+FAMILIES: tuple[ModelFamily, ...] = (
+    ModelFamily("Qwen3-MoE", ("Qwen3MoeForCausalLM",), COROUTINE),
+    ModelFamily("Mixtral", ("MixtralForCausalLM",), COROUTINE),
+    ModelFamily("DeepSeek-V2, V3, R1", ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), COROUTINE, latent=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """One number format of weights. `methods`: what a checkpoint's config calls it."""
+
+    name: str
+    methods: tuple[str, ...]
+    cpu: Cell
+    gpu: Cell
+
+    def on(self, device: str) -> Cell:
+        """What a device does with it."""
+        return self.cpu if device == CPU else self.gpu
+
+
+_NO_CPU_KERNELS = _refused("no CPU kernels take it; use the bfloat16 checkpoint, with --cpu-weight-dtype int8 to halve it")
+_BY_SGLANG = _unrun("SGLang's own kernels; its weights stay resident")
+
+FORMATS: tuple[NumberFormat, ...] = (
+    NumberFormat("bfloat16", ("bfloat16",), _WORKS, _UNRUN),
+    NumberFormat("float32", ("float32",), _WORKS, _UNRUN),
+    NumberFormat("float16", ("float16",), _WORKS, _UNRUN),
+    NumberFormat(
+        "int8, rounded when loaded (`--cpu-weight-dtype int8`)",
+        ("int8",),
+        _WORKS,
+        _refused("for the CPU's kernels; see SGLang's --quantization"),
+    ),
+    NumberFormat("fp8, block-quantised checkpoint", ("fp8",), _NO_CPU_KERNELS, _BY_SGLANG),
+    NumberFormat("mxfp4 checkpoint", ("mxfp4",), _NO_CPU_KERNELS, _BY_SGLANG),
+    NumberFormat(
+        "GPTQ, AWQ, compressed-tensors and other quantised checkpoints",
+        ("gptq", "awq", "compressed-tensors"),
+        _NO_CPU_KERNELS,
+        _BY_SGLANG,
+    ),
+)
+_OTHER_QUANTISED = FORMATS[-1]
+
+
+def family_named(architecture: str) -> ModelFamily | None:
+    """The row of an architecture; None for one that the table does not know."""
+    return next((family for family in FAMILIES if architecture in family.architectures), None)
+
+
+def has_adapter(architecture: str) -> bool:
+    """Whether the coroutine forward computes models of this architecture."""
+    family = family_named(architecture)
+    return family is not None and family.forward == COROUTINE
+
+
+def format_of(method: str) -> NumberFormat:
+    """The row of a number type, or of what a config calls a quantisation."""
+    return next((row for row in FORMATS if method in row.methods), _OTHER_QUANTISED)
+
+
+def forward_text(architecture: str, *, has_adapter: bool) -> str:
+    """Which forward pass computes a model's groups, in the words that are used wherever it is said."""
+    return COROUTINE if has_adapter else f"{SGLANG} (no adapter for {architecture})"

@@ -1,0 +1,49 @@
+"""Owns refusing a model before anything of an engine starts. Why one is refused is decided in core/model_refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_batch.config import BatchConfig
+from sgl_batch.core.model_refusals import check_without_adapter, refusal
+from sgl_batch.core.supported_models import CPU, GPU, has_adapter
+from sgl_batch.errors import ConfigError
+from sgl_batch.model_directory import ModelPlace, check_model, model_config
+from sgl_batch.sglang_adapter.known_models import is_known_architecture
+
+
+def check_any_device(place: ModelPlace) -> None:
+    """Refuse what cannot be loaded, or computed rightly on any device. In milliseconds. Raises ConfigError."""
+    check_model(place, is_known_architecture)
+    config = model_config(place.model, place.revision)
+    if config is not None:
+        _refuse(place.model, config, refusal(config))
+
+
+def check_this_device(arguments: Mapping[str, Any], ours: BatchConfig, *, on_cpu: bool) -> None:
+    """Refuse what this device, or this configuration, has no right form of. Raises ConfigError.
+
+    `arguments`: SGLang's, with our defaults. A model whose config is not here is judged when it is loaded.
+    """
+    name = str(arguments.get("model_path"))
+    config = model_config(name, arguments.get("revision"))
+    if config is None:
+        return
+    config = {**config, **json.loads(arguments.get("json_model_override_args") or "{}")}
+    device = CPU if on_cpu else GPU
+    _refuse(name, config, refusal(config, device=device, context=arguments.get("context_length")))
+    asked = {"quantization_config": {"quant_method": arguments.get("quantization")}}
+    if arguments.get("quantization"):
+        _refuse(name, config, refusal({**config, **asked}, device=device, context=arguments.get("context_length")))
+    architecture = str((config.get("architectures") or ("it",))[0])
+    if not has_adapter(architecture):
+        check_without_adapter(architecture, ours, num_ranks=arguments.get("dp_size") or 1)
+
+
+def _refuse(name: str, config: Mapping[str, Any], why: str | None) -> None:
+    if why is None:
+        return
+    named = ", ".join(map(str, config.get("architectures") or ()))
+    raise ConfigError(f"the model {name} ({named}) is refused: {why}; `sgl-batch models` lists what runs")
