@@ -17,6 +17,8 @@ commands:
   serve   serve the model over HTTP; takes SGLang's flags and ours, as python -m sgl_batch.launch_server does
   jobs    jobs of a server: sgl-batch jobs submit in.jsonl --watch -o out.jsonl
   doctor  look at this machine: devices, packages, kernels, rates, limits; says what is missing and what to do
+  models  list which models and number formats run how
+  check   say of one model whether and how it would run, and in how much memory: sgl-batch check --model DIR
   trace   print how one sequence went through the engine: sgl-batch trace trace.jsonl ID
 
 `sgl-batch COMMAND --help` explains a command. `sgl-batch --version` prints the version.
@@ -42,6 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_batch.cli_doctor.command import doctor_command
 
         return doctor_command(rest)
+    if command == "models":
+        from sgl_batch.cli_models.list_command import models_command
+
+        return models_command(rest)
+    if command == "check":
+        from sgl_batch.cli_models.check_command import check_command
+
+        return check_command(rest)
     if command == "trace":
         from sgl_batch.cli_trace import trace_command
 

@@ -69,6 +69,16 @@ def model_config(model: str, revision: str | None = None) -> dict[str, Any] | No
     return next(_text_configs(model, revision), None)
 
 
+def cached_directory(model: str, revision: str | None = None) -> Path | None:
+    """The directory of a model of the hub in the local cache; None where it is not there."""
+    if not _HUB_NAME.fullmatch(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def num_experts(model: str) -> int | None:
     """How many routed experts a layer of a local model has; None where its config does not say."""
     for part in _text_configs(model, None):
@@ -104,10 +114,8 @@ def _text_configs(model: str, revision: str | None) -> Iterator[dict[str, Any]]:
     """A model's config, local or in the hub's cache, and the part of it that is about text."""
     path = Path(model) / "config.json"
     if not Path(model).exists() and _HUB_NAME.fullmatch(model):
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(model, "config.json", revision=revision)
-        path = Path(cached) if isinstance(cached, str) else path
+        cached = cached_directory(model, revision)
+        path = path if cached is None else cached / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

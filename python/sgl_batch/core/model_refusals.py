@@ -70,6 +70,12 @@ class Judged:
         return family_named(self.architecture)
 
 
+def text_part(config: Config) -> Config:
+    """The part of a config that is about text: the config itself in most."""
+    found = (config.get(name) for name in _TEXT_PARTS)
+    return next((part for part in found if isinstance(part, Mapping)), config)
+
+
 def refusal(config: Config, *, device: str | None = None, context: int | None = None) -> str | None:
     """Why a model with this config is refused, as the end of a sentence; None where it may run.
 
@@ -79,6 +85,16 @@ def refusal(config: Config, *, device: str | None = None, context: int | None = 
     named = config.get("architectures") or ("an unknown architecture",)
     judged = Judged(architecture=str(named[0]), whole=config, device=device, context=context)
     return next((why for reason in _REASONS if (why := reason(judged)) is not None), None)
+
+
+def number_type(config: Config, asked: str = "auto") -> str:
+    """The number type in which SGLang loads a model's plain weights; `asked`: the value of --dtype."""
+    if asked != "auto":
+        return {"half": "float16", "float": "float32"}.get(asked, asked)
+    parts = (config, text_part(config))
+    named = next((part[name] for part in parts for name in ("dtype", "torch_dtype") if part.get(name)), "float32")
+    downcast = "bfloat16" if str(config.get("model_type", "")).startswith("gemma") else "float16"
+    return downcast if named == "float32" else str(named)
 
 
 def check_without_adapter(architecture: str, config: BatchConfig, *, num_ranks: int) -> None:
@@ -154,7 +170,9 @@ def _latent(judged: Judged) -> str | None:
 
 def _position_biases(judged: Judged) -> str | None:
     biases = judged.get("alibi", "use_alibi") or judged.get("position_embedding_type") == "alibi"
-    return "attention here adds no position biases (ALiBi)" if biases or judged.architecture.startswith("Bloom") else None
+    return (
+        "attention here adds no position biases (ALiBi)" if biases or judged.architecture.startswith("Bloom") else None
+    )
 
 
 def _windows(judged: Judged) -> str | None:

@@ -66,6 +66,21 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily("Qwen3-MoE", ("Qwen3MoeForCausalLM",), COROUTINE),
     ModelFamily("Mixtral", ("MixtralForCausalLM",), COROUTINE),
     ModelFamily("DeepSeek-V2, V3, R1", ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), COROUTINE, latent=True),
+    ModelFamily("Cohere Command-R", ("CohereForCausalLM",)),
+    ModelFamily("ERNIE-4.5", ("Ernie4_5ForCausalLM",)),
+    ModelFamily("ERNIE-4.5-MoE", ("Ernie4_5_MoeForCausalLM",), cpu=_refused("SGLang's choice of experts fails there")),
+    ModelFamily("GLM-4", ("Glm4ForCausalLM",)),
+    ModelFamily("GPT-2", ("GPT2LMHeadModel",)),
+    ModelFamily("Granite", ("GraniteForCausalLM",)),
+    ModelFamily("Granite-MoE", ("GraniteMoeForCausalLM",)),
+    ModelFamily("OLMo-2", ("Olmo2ForCausalLM",)),
+    ModelFamily("Phi-3, Phi-4", ("Phi3ForCausalLM",)),
+    ModelFamily("Seed-OSS", ("SeedOssForCausalLM",)),
+    ModelFamily("SmolLM3", ("SmolLM3ForCausalLM",)),
+    ModelFamily("StableLM", ("StableLmForCausalLM",)),
+    ModelFamily("StarCoder2", ("Starcoder2ForCausalLM",)),
+    ModelFamily("Qwen2-MoE", ("Qwen2MoeForCausalLM",), cpu=_refused("SGLang's own forward pass of it needs Triton")),
+    ModelFamily("EXAONE-4", ("Exaone4ForCausalLM",), cpu=_refused("SGLang wants attention of a GPU for it")),
 )
 
 
@@ -83,13 +98,20 @@ class NumberFormat:
         return self.cpu if device == CPU else self.gpu
 
 
-_NO_CPU_KERNELS = _refused("no CPU kernels take it; use the bfloat16 checkpoint, with --cpu-weight-dtype int8 to halve it")
+_NO_CPU_KERNELS = _refused(
+    "no CPU kernels take it; use the bfloat16 checkpoint, with --cpu-weight-dtype int8 to halve it"
+)
 _BY_SGLANG = _unrun("SGLang's own kernels; its weights stay resident")
 
 FORMATS: tuple[NumberFormat, ...] = (
     NumberFormat("bfloat16", ("bfloat16",), _WORKS, _UNRUN),
     NumberFormat("float32", ("float32",), _WORKS, _UNRUN),
-    NumberFormat("float16", ("float16",), _WORKS, _UNRUN),
+    NumberFormat(
+        "float16 (of a float32 checkpoint too, unless `--dtype` says otherwise)",
+        ("float16",),
+        _refused("the CPU's kernels take bfloat16 and float32; give --dtype bfloat16 or float32"),
+        _UNRUN,
+    ),
     NumberFormat(
         "int8, rounded when loaded (`--cpu-weight-dtype int8`)",
         ("int8",),

@@ -18,7 +18,12 @@ def format_summary(result: RunResult) -> str:
     if result.failed:
         lines += _failures(result)
     if result.stats is not None:
-        lines += [*_forward(result.stats), *_memory(result.stats), *_computed_twice(result.stats), *_sharing(result.stats)]
+        lines += [
+            *_forward(result.stats),
+            *_memory(result.stats),
+            *_computed_twice(result.stats),
+            *_sharing(result.stats),
+        ]
         lines += [*_store(result.stats), *_graphs(result.stats)]
         lines += _time_table(result.stats)
         lines += _rank_table(result.stats)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.config import BatchConfig
-from sgl_batch.core.model_refusals import check_without_adapter, refusal
-from sgl_batch.core.supported_models import CPU, GPU, has_adapter
+from sgl_batch.core.model_refusals import check_without_adapter, number_type, refusal
+from sgl_batch.core.supported_models import CPU, GPU, Status, family_named, format_of, has_adapter
 from sgl_batch.errors import ConfigError
 from sgl_batch.model_directory import ModelPlace, check_model, model_config
-from sgl_batch.sglang_adapter.known_models import is_known_architecture
+from sgl_batch.sglang_adapter.known_models import has_own_model, is_known_architecture
 
 
 def check_any_device(place: ModelPlace) -> None:
@@ -19,7 +19,15 @@ def check_any_device(place: ModelPlace) -> None:
     check_model(place, is_known_architecture)
     config = model_config(place.model, place.revision)
     if config is not None:
-        _refuse(place.model, config, refusal(config))
+        _refuse(place.model, config, refusal(config) or _not_measured(config))
+
+
+def _not_measured(config: Mapping[str, Any]) -> str | None:
+    """Of models that SGLang runs with transformers' own modules, not all load and not all are right."""
+    named = [str(name) for name in config.get("architectures") or ()]
+    if "auto_map" in config or not named or any(family_named(name) or has_own_model(name) for name in named):
+        return None
+    return "SGLang has no model of its own for it, and nobody has measured that transformers' is right under it"
 
 
 def check_this_device(arguments: Mapping[str, Any], ours: BatchConfig, *, on_cpu: bool) -> None:
@@ -37,6 +45,9 @@ def check_this_device(arguments: Mapping[str, Any], ours: BatchConfig, *, on_cpu
     asked = {"quantization_config": {"quant_method": arguments.get("quantization")}}
     if arguments.get("quantization"):
         _refuse(name, config, refusal({**config, **asked}, device=device, context=arguments.get("context_length")))
+    number_format = format_of(number_type(config, str(arguments.get("dtype") or "auto")))
+    if number_format.on(device).status is Status.REFUSED:
+        raise ConfigError(f"the model {name} would run in float16: {number_format.on(device).note}")
     architecture = str((config.get("architectures") or ("it",))[0])
     if not has_adapter(architecture):
         check_without_adapter(architecture, ours, num_ranks=arguments.get("dp_size") or 1)

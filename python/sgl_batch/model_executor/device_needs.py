@@ -9,6 +9,7 @@ import torch
 
 from sgl_batch.core.device_budget import ModelShape
 from sgl_batch.core.gpu_reserves import GpuUse
+from sgl_batch.core.model_numbers import Value, number, shape_of
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.sglang_adapter.forward import decode_graph_rows
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
@@ -38,44 +39,20 @@ def resident_weight_bytes(model: torch.nn.Module, *, int8: bool = False) -> int:
     return sum(sizes.values())
 
 
-def _number(config: object, *names: str, default: int = 0) -> int:
-    """The first of these that the model's configuration has."""
-    found = (getattr(config, name, None) for name in names)
-    return next((int(value) for value in found if value), default)
-
-
-def _all_sparse(config: object) -> bool:
-    """Whether a model says of every layer that it has experts; one that says nothing may have others."""
-    step, others = getattr(config, "decoder_sparse_step", None), getattr(config, "mlp_only_layers", None)
-    return step == 1 and others == []
-
-
 def model_shape(model_config: ModelConfig) -> ModelShape:
     """The shape of SGLang's model configuration; what it does not have counts as nothing."""
-    config = model_config.hf_text_config
-    heads = _number(config, "num_attention_heads")
-    kv_heads = _number(config, "num_key_value_heads", default=heads)
-    head_dim = max(model_config.head_dim, model_config.v_head_dim)
-    latent = _number(config, "kv_lora_rank")
-    # Latent attention: queries absorbed into the latent space, and its answer before values are made of it.
-    attention = heads * (2 * head_dim + 2 * latent) if latent else (2 * heads + 2 * kv_heads) * head_dim
-    inter = _number(config, "intermediate_size")
-    experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
-    expert_width = _number(config, "moe_intermediate_size", default=inter)
-    shared = _number(
-        config, "shared_expert_intermediate_size", default=_number(config, "n_shared_experts") * expert_width
-    )
-    return ModelShape(
+    return shape_of(
+        _values(model_config),
         hidden=model_config.hidden_size,
         vocabulary=model_config.vocab_size,
         layers=model_config.num_hidden_layers,
-        attention_width=attention,
-        experts=experts,
-        top_k=_number(config, "num_experts_per_tok"),
-        expert_width=expert_width,
-        dense_width=shared if experts and _all_sparse(config) else max(inter, shared),
+        head_dim=max(model_config.head_dim, model_config.v_head_dim),
         item_bytes=model_config.dtype.itemsize,
     )
+
+
+def _values(model_config: ModelConfig) -> Value:
+    return lambda name: getattr(model_config.hf_text_config, name, None)
 
 
 def gpu_use(
@@ -87,9 +64,9 @@ def gpu_use(
     """
     row_bytes, backend = 0, server_args.attention_backend
     if backend == TRITON_ATTENTION:
-        latent = _number(model_config.hf_text_config, "kv_lora_rank")
+        latent = number(_values(model_config), "kv_lora_rank")
         splits = decode_kv_splits(server_args, model_config.context_len, latent=latent > 0, processors=processors)
-        heads = _number(model_config.hf_text_config, "num_attention_heads")
+        heads = number(_values(model_config), "num_attention_heads")
         row_bytes = heads * splits * ((latent or model_config.v_head_dim) + 1) * _FLOAT_BYTES
     return GpuUse(
         shares_gpu=place is not None and place.shares_gpu,

@@ -16,15 +16,23 @@ _TRANSFORMERS_MODELS = ("models", "auto", "modeling_auto.py")
 
 def is_known_architecture(name: str) -> bool:
     """Whether SGLang has a model of this name, or transformers has; True where nobody can say."""
-    sglang, transformers = _package("sglang"), _package("transformers")
-    if sglang is None or transformers is None or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
+    transformers = _package("transformers")
+    if transformers is None or has_own_model(name):
+        return True
+    return f'"{name}"' in transformers.joinpath(*_TRANSFORMERS_MODELS).read_text(encoding="utf-8")
+
+
+def has_own_model(name: str) -> bool:
+    """Whether SGLang itself has a model of this name; True where nobody can say."""
+    sglang = _package("sglang")
+    if sglang is None or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
         return True
     word = re.compile(rf"\b{re.escape(name)}\b")
     for path in sglang.joinpath(*_MODELS).glob("*.py"):
         text = path.read_text(encoding="utf-8")
         if name in text and word.search(text, max(text.rfind(_OFFERED), 0)):
             return True
-    return f'"{name}"' in transformers.joinpath(*_TRANSFORMERS_MODELS).read_text(encoding="utf-8")
+    return False
 
 
 def _package(name: str) -> Path | None:
