@@ -266,6 +266,7 @@ def test_the_page_shows_jobs_and_where_the_engines_time_went(server: str) -> Non
     assert "<title>sgl_batch</title>" in requests.get(server, timeout=10).text
     found = requests.get(f"{server}/v1/sgl_batch/progress", headers=HEADERS, timeout=10).json()
     assert found["health"]["status"] == "ok"
+    assert found["health"]["engine"]["forward"] == "coroutine"
     assert found["jobs"]
     assert found["engine"]["part_s"]["experts"] > 0
     assert any(sample["tokens_per_expert_call"] for sample in found["engine"]["samples"])

@@ -98,6 +98,12 @@ def test_the_summary_says_where_the_time_went(first_run: RunFiles) -> None:
     assert "Traceback" not in first_run.stderr
 
 
+def test_start_summary_and_manifest_say_which_forward_pass_computed_it(first_run: RunFiles) -> None:
+    assert re.search(r"^\[[^]]*\] forward: coroutine$", first_run.stderr, re.MULTILINE), first_run.stderr
+    assert re.search(r"^ +forward +coroutine$", first_run.stderr, re.MULTILINE)
+    assert first_run.manifest["plan"]["forward"] == "coroutine"
+
+
 def test_a_run_is_repeated_from_its_manifest_whatever_the_sub_batches(
     first_run: RunFiles, mixed_input: Path, run_command: Callable[..., RunFiles]
 ) -> None:

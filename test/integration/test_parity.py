@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from sgl_batch.cli_models.check_command import check_command
 
 from .conftest import FAMILIES, Prompts, Reference
 
@@ -38,6 +41,17 @@ def test_float32_greedy_tokens_equal_huggingface_for_every_sub_batch_size(
     prompts: Prompts,
 ) -> None:
     assert generate(batch_engine(family, b_attn), prompts) == reference(family, "float32").tokens
+
+
+@by_family
+def test_the_check_command_counts_weights_and_kv_as_the_engine_does(
+    family: str, batch_engine: Callable[..., Any], model_path: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_command(["--model", model_path(family), "--dtype", "float32", "--device", "cpu", "--json"]) == 0
+    told, stats = json.loads(capsys.readouterr().out), batch_engine(family, None).batch_stats()
+    assert told["weight_bytes"] == pytest.approx(stats["memory"]["weight_bytes"], rel=0.005)
+    assert told["kv_token_bytes"] == stats["memory"]["kv_token_bytes"]
+    assert told["forward"] == stats["forward"] == "coroutine"
 
 
 @pytest.mark.parametrize("family", STOCK_FAMILIES, scope="module")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sgl_batch.cli import main
 
 HEAVY = ("torch", "sglang", "transformers", "numpy")
+
+
+CHECK = ["check", "--model", str(Path(__file__).resolve().parents[1] / "models" / "tiny-qwen3-moe")]
 
 
 def run_cli(*argv):
@@ -42,7 +46,9 @@ def test_help_of_run_states_exit_codes_and_an_example():
     assert "--b-attn-decode" in done.stdout
 
 
-@pytest.mark.parametrize("argv", [["run", "--help"], ["run", "-i", "no.jsonl", "-o", "o.jsonl", "--model", "m"], []])
+@pytest.mark.parametrize(
+    "argv", [["run", "--help"], ["run", "-i", "no.jsonl", "-o", "o.jsonl", "--model", "m"], [], ["models"], CHECK]
+)
 def test_help_and_mistakes_import_nothing_heavy(argv):
     program = (
         "import sys, contextlib\n"

@@ -62,6 +62,8 @@ class ModelFamily:
         return self.cpu if device == CPU else self.gpu
 
 
+_NO_HEAD_BIAS = _refused("SGLang leaves out the bias of its output projection, and gives other tokens")
+
 FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily("Qwen3-MoE", ("Qwen3MoeForCausalLM",), COROUTINE),
     ModelFamily("Mixtral", ("MixtralForCausalLM",), COROUTINE),
@@ -70,6 +72,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily("ERNIE-4.5", ("Ernie4_5ForCausalLM",)),
     ModelFamily("ERNIE-4.5-MoE", ("Ernie4_5_MoeForCausalLM",), cpu=_refused("SGLang's choice of experts fails there")),
     ModelFamily("GLM-4", ("Glm4ForCausalLM",)),
+    ModelFamily("GPT-BigCode (StarCoder)", ("GPTBigCodeForCausalLM",)),
     ModelFamily("GPT-2", ("GPT2LMHeadModel",)),
     ModelFamily("Granite", ("GraniteForCausalLM",)),
     ModelFamily("Granite-MoE", ("GraniteMoeForCausalLM",)),
@@ -79,7 +82,12 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily("SmolLM3", ("SmolLM3ForCausalLM",)),
     ModelFamily("StableLM", ("StableLmForCausalLM",)),
     ModelFamily("StarCoder2", ("Starcoder2ForCausalLM",)),
+    ModelFamily("Llama 1 to 3", ("LlamaForCausalLM",)),
+    ModelFamily("Mistral", ("MistralForCausalLM",)),
+    ModelFamily("Qwen2", ("Qwen2ForCausalLM",)),
     ModelFamily("Qwen2-MoE", ("Qwen2MoeForCausalLM",), cpu=_refused("SGLang's own forward pass of it needs Triton")),
+    ModelFamily("GPT-J", ("GPTJForCausalLM",), cpu=_NO_HEAD_BIAS, gpu=_NO_HEAD_BIAS),
+    ModelFamily("Phi-1, Phi-2", ("PhiForCausalLM",), cpu=_NO_HEAD_BIAS, gpu=_NO_HEAD_BIAS),
     ModelFamily("EXAONE-4", ("Exaone4ForCausalLM",), cpu=_refused("SGLang wants attention of a GPU for it")),
 )
 

@@ -28,6 +28,12 @@ def test_it_says_lines_time_and_speed():
     assert "2,500          50.0 per second" in text
 
 
+def test_it_says_which_forward_pass_computed():
+    told = format_summary(result(stats=EngineStats(forward="sglang (no adapter for Phi3ForCausalLM)")))
+    assert "  forward     sglang (no adapter for Phi3ForCausalLM)\n" in told
+    assert "forward" not in format_summary(result(stats=EngineStats()))
+
+
 def test_it_says_where_the_time_went_the_longest_first():
     stats = EngineStats(part_s={"attention": 10.0, "experts": 30.0})
     lines = format_summary(result(stats=stats)).splitlines()

@@ -1,0 +1,84 @@
+"""A plain decoder without an adapter runs through SGLang's own forward pass, rightly, and says so."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, Phi3Config, PretrainedConfig
+
+from sgl_batch import Engine
+from sgl_batch.errors import ConfigError
+
+from .conftest import FAMILIES, Prompts, Traces, greedy_reference
+
+pytestmark = pytest.mark.engine
+
+NUMBERS: dict[str, Any] = {
+    "vocab_size": 3072,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+# One with fused projections, and one with experts and multipliers of its own.
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "Phi3ForCausalLM": lambda: Phi3Config(**NUMBERS),
+    "GraniteMoeForCausalLM": lambda: GraniteMoeConfig(
+        **NUMBERS, num_local_experts=8, num_experts_per_tok=2, embedding_multiplier=2.0, residual_multiplier=0.5
+    ),
+}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "page_size": 16, "b_moe_prefill": 700, "b_moe_decode": 8}
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
+    architecture: str,
+    tmp_path: Path,
+    model_path: Callable[[str], str],
+    traces: Traces,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path, prompts = random_model(architecture, tmp_path, model_path(FAMILIES[0])), prompts_that_begin_alike()
+    expected = greedy_reference(path, torch.float32, prompts).tokens
+    assert len({token for tokens in expected for token in tokens}) > 20, "the model does not repeat itself"
+    with pytest.raises(ConfigError, match=rf"kv_store_bytes is 1048576, and {architecture} has no family adapter"):
+        Engine(model_path=path, **SETTINGS, kv_store_bytes="1M")
+    engine = Engine(model_path=path, **SETTINGS, max_total_tokens=4096, **traces.new())
+    try:
+        told = f"sglang (no adapter for {architecture})"
+        assert f"] forward: {told}\n" in capfd.readouterr().err
+        results = engine.generate(input_ids=prompts.input_ids, sampling_params=prompts.sampling_params)
+        assert [result["output_ids"] for result in results] == expected
+        stats = engine.batch_stats()
+        assert stats["forward"] == engine.plan_manifest()["forward"] == told
+        assert stats["counters"]["prompt_tokens_shared"] > 0
+    finally:
+        engine.shutdown()
+
+
+def random_model(architecture: str, path: Path, tokenizer: str) -> str:
+    """A random checkpoint of two layers. Norms and biases are no ones and zeros, which would hide one left out."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[architecture]()).float()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight) if weight.ndim == 1 else 0.0
+    model.save_pretrained(path)
+    for file in Path(tokenizer).glob("*token*"):
+        shutil.copy(file, path)
+    return str(path)
+
+
+def prompts_that_begin_alike() -> Prompts:
+    tokens = torch.randint(10, 3000, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+    input_ids = [tokens[:n] for n in (1, 5, 17, 64)] + [tokens[:150] + tokens[200 + i : 210 + i] for i in range(3)]
+    return Prompts(input_ids, [{"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}] * len(input_ids))
