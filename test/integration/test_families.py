@@ -73,7 +73,7 @@ def sampled(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 def check_coroutine_forward(engine: Any, counts: dict[str, int]) -> None:
     """Every pass was ours."""
-    assert engine.running["coroutine_forward"]
+    assert engine.running["forward"] == "coroutine"
     assert counts.get("forwards_by_sglang", 0) == 0
     assert counts["prefill_groups"] > 0
 
@@ -131,6 +131,21 @@ def test_a_window_that_sglangs_model_leaves_out_is_refused(
     windowed = replace(mistral, name="windowed", settings={**mistral.settings, "sliding_window": 5 * PAGE})
     with pytest.raises(ConfigError, match=f"give --context-length {5 * PAGE}"):
         Engine(model_path=checkpoint(windowed, HUB), **SMALL)
+
+
+def test_each_of_two_ranks_has_a_model_without_experts_whole(
+    checkpoint: Callable[[RandomFamily, str], str], requests: Requests, traces: Traces
+) -> None:
+    path = checkpoint(next(family for family in FAMILIES if not family.experts), TRANSFORMERS)
+    engine = Engine(model_path=path, **SMALL, **ranks(2), **traces.new())
+    try:
+        check_greedy(path, requests, greedy(engine, requests))
+        stats = engine.batch_stats()
+        check_coroutine_forward(engine, stats["counters"])
+        assert stats["counters"]["sequences_arrived"] > 0, "sequences moved"
+        assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
+    finally:
+        engine.shutdown()
 
 
 @named

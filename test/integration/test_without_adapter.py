@@ -15,6 +15,7 @@ from sgl_batch import Engine
 from sgl_batch.errors import ConfigError
 
 from .conftest import FAMILIES, Prompts, Traces, greedy_reference
+from .test_ranks import ranks
 
 pytestmark = pytest.mark.engine
 
@@ -39,9 +40,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 SETTINGS: dict[str, Any] = {"dtype": "float32", "page_size": 16, "b_moe_prefill": 700, "b_moe_decode": 8}
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize(
+    ("architecture", "num_ranks"), [("Phi3ForCausalLM", 2), ("GraniteMoeForCausalLM", 1)], scope="module"
+)
 def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
     architecture: str,
+    num_ranks: int,
     tmp_path: Path,
     model_path: Callable[[str], str],
     traces: Traces,
@@ -52,7 +56,8 @@ def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
     assert len({token for tokens in expected for token in tokens}) > 20, "the model does not repeat itself"
     with pytest.raises(ConfigError, match=rf"kv_store_bytes is 1048576, and {architecture} has no family adapter"):
         Engine(model_path=path, **SETTINGS, kv_store_bytes="1M")
-    engine = Engine(model_path=path, **SETTINGS, max_total_tokens=4096, **traces.new())
+    own = ranks(num_ranks) if num_ranks > 1 else {}
+    engine = Engine(model_path=path, **SETTINGS, **own, max_total_tokens=4096, **traces.new())
     try:
         told = f"sglang (no adapter for {architecture})"
         assert f"] forward: {told}\n" in capfd.readouterr().err
@@ -61,6 +66,9 @@ def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
         stats = engine.batch_stats()
         assert stats["forward"] == engine.plan_manifest()["forward"] == told
         assert stats["counters"]["prompt_tokens_shared"] > 0
+        if num_ranks > 1:
+            assert stats["counters"]["sequences_arrived"] > 0, "sequences moved"
+            assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
     finally:
         engine.shutdown()
 

@@ -34,6 +34,8 @@ _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
 _UNEQUAL = ("block_configs", "global_head_dim", "swa_head_dim", "num_kv_shared_layers", "use_cla")
 # SGLang gives these a second pool for the KV of layers with a window.
 _TWO_POOLS = re.compile(r"^(GptOss|MiMoV2|Step3p[57]|Gemma4|Laguna|Mellum|Inkling)")
+# Devices whose attention takes windows.
+_WINDOW_DEVICES = (GPU,)
 # Those of SGLang's models that attend within windows; the others ignore them.
 _WINDOWS_BY_SGLANG = re.compile(r"^(Afmoe|Cohere2|Exaone4|ExaoneMoE|Gemma[23]|Olmo3|Transformers)")
 _SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap")
@@ -100,14 +102,14 @@ def number_type(config: Config, asked: str = "auto") -> str:
 def check_without_adapter(architecture: str, config: BatchConfig, *, num_ranks: int) -> None:
     """Refuse what SGLang's own forward pass, which models without an adapter run through, does not do.
 
-    Raises ConfigError.
+    `num_ranks`: those that share experts; without any, each rank may hold the model whole. Raises ConfigError.
     """
     values = {**config.flat(), "dp_size": num_ranks}
     missing = {
         "on_yield": ("no sequence yields there", "--on-yield"),
         "mix_prefill": ("it computes prompts by themselves", "--mix-prefill"),
         "kv_store_bytes": ("its prompts do not leave for a store layer by layer", "--kv-store-bytes"),
-        "dp_size": ("it exchanges no rows between ranks", "--tp, --dp and --ep"),
+        "dp_size": ("its experts cannot lie on several ranks", "--tp, --dp and --ep"),
     }
     for name, (why, flags) in missing.items():
         if values[name] and (name, values[name]) != ("dp_size", 1):
@@ -177,11 +179,10 @@ def _position_biases(judged: Judged) -> str | None:
 
 def _windows(judged: Judged) -> str | None:
     window, context = window_of(judged), judged.context or judged.get("max_position_embeddings")
-    if window is None or _covers_windows(judged) or (context is not None and context <= window):
+    if window is None or judged.device is None or (context is not None and context <= window):
         return None
-    if judged.device == GPU and _WINDOWS_BY_SGLANG.match(judged.architecture):
-        return None
-    if judged.device is None:
+    by_sglang = judged.device in _WINDOW_DEVICES and _WINDOWS_BY_SGLANG.match(judged.architecture)
+    if by_sglang or _covers_windows(judged):
         return None
     return (
         f"its layers attend to the last {window} tokens alone, and attention here covers the whole context "

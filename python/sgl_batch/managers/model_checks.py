@@ -10,7 +10,7 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.core.model_refusals import check_without_adapter, number_type, refusal
 from sgl_batch.core.supported_models import CPU, GPU, Status, family_named, format_of, has_adapter
 from sgl_batch.errors import ConfigError
-from sgl_batch.model_directory import ModelPlace, check_model, model_config
+from sgl_batch.model_directory import ModelPlace, check_model, model_config, num_experts
 from sgl_batch.sglang_adapter.known_models import has_own_model, is_known_architecture
 
 
@@ -50,7 +50,8 @@ def check_this_device(arguments: Mapping[str, Any], ours: BatchConfig, *, on_cpu
         raise ConfigError(f"the model {name} would run in float16: {number_format.on(device).note}")
     architecture = str((config.get("architectures") or ("it",))[0])
     if not has_adapter(architecture):
-        check_without_adapter(architecture, ours, num_ranks=arguments.get("dp_size") or 1)
+        num_ranks = 1 if num_experts(name) is None else arguments.get("dp_size") or 1
+        check_without_adapter(architecture, ours, num_ranks=num_ranks)
 
 
 def _refuse(name: str, config: Mapping[str, Any], why: str | None) -> None:

@@ -152,8 +152,9 @@ class LayerRunner:
         return model.logits_processor(batch.input_ids, hidden, model.lm_head, batch)
 
     def forward_without_rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Take part in the exchanges of a forward pass in which this rank has no rows of its own."""
-        assert self.exchange is not None, "a lone rank without rows has nothing to do"
+        """Take part in the exchanges of a forward pass in which this rank has no rows of its own, if there are any."""
+        if self.exchange is None:
+            return
         nothing = torch.empty(0, hidden_size, dtype=dtype, device=device)
         self.counters.add("forwards_without_rows")
         for layer in self.family.layers(self.model):

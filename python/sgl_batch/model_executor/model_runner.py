@@ -52,6 +52,7 @@ from sgl_batch.sglang_adapter.forward import (
     graphs_wanted,
 )
 from sgl_batch.sglang_adapter.gpu_pools import use_our_pools
+from sgl_batch.sglang_adapter.layers import expert_layers
 from sgl_batch.sglang_adapter.memory import kv_token_bytes, set_kv_bytes
 from sgl_batch.sglang_adapter.model_forms import models_as_configured
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
@@ -204,7 +205,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         family = family_of(self.model)
         if family is None:
             # For models of which no config could be read before the start.
-            num_ranks = 1 if self._place is None else self._place.topology.num_ranks
+            has_experts = bool(expert_layers(self.model))
+            num_ranks = 1 if self._place is None or not has_experts else self._place.topology.num_ranks
             check_without_adapter(type(self.model).__name__, self.context.config, num_ranks=num_ranks)
             return
         if not self._can_reenter:
@@ -316,12 +318,15 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             num_ranks=1 if self._place is None else self._place.topology.num_ranks,
         )
 
-    def _exchange(self, place: RankPlace, family: Family) -> ExpertExchange:
-        """The way to the other ranks' experts. Every rank makes its own at this point."""
+    def _exchange(self, place: RankPlace, family: Family) -> ExpertExchange | None:
+        """The way to the other ranks' experts; None for a model without any, which each rank has whole.
+
+        Every rank makes its own at this point.
+        """
         blocks = (family.expert_block(layer) for layer in family.layers(self.model))
         block = next((block for block in blocks if block is not None), None)
         if block is None:
-            raise ConfigError("this model has no experts to share out: leave out --tp, --dp and --ep")
+            return None
         dispatcher = create_token_dispatcher(
             self._token_dispatcher(place),
             place.process_group("experts", place.backend(self.device)),
@@ -343,12 +348,13 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     def set_expert_calls(self, calls: int) -> None:
         """How many expert calls a layer takes on every rank in the next forward pass."""
-        assert self.layer_runner is not None, "several ranks run the coroutine forward"
-        self.layer_runner.expert_calls = calls
+        if self.layer_runner is not None:
+            self.layer_runner.expert_calls = calls
 
     def forward_without_rows(self) -> None:
-        """Take part in a forward pass of the other ranks."""
-        assert self.layer_runner is not None, "several ranks run the coroutine forward"
+        """Take part in a forward pass of the other ranks. Models without an adapter exchange nothing."""
+        if self.layer_runner is None:
+            return
         with torch.no_grad():
             self.layer_runner.forward_without_rows(
                 self.model_config.hidden_size, self.model_config.dtype, torch.device(self.device)
