@@ -18,6 +18,7 @@ from sgl_batch.managers.rank_stats import merged_stats
 from sgl_batch.model_directory import ModelPlace
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN
+from sgl_batch.sglang_adapter.faults import words_of
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
 
@@ -26,7 +27,8 @@ class Engine(processes.RankedEngine):
     """A drop-in for sglang.Engine: the same arguments, and those of `sgl_batch.config.BatchConfig`.
 
     Raises ConfigError for arguments that cannot work, and EngineError when the engine does not start or our
-    classes are not the ones running.
+    classes are not the ones running. When one of its processes ends later, whatever awaits an answer raises
+    EngineError, as does every later call; then only `shutdown` is left to do.
     """
 
     init_tokenizer_manager_func = staticmethod(launch.start_tokenizer_manager)
@@ -42,18 +44,19 @@ class Engine(processes.RankedEngine):
         platform = launch.child_platform(server_args)
         if start_method is None:  # a process that has met a GPU, as imports beside one do, cannot be forked
             start_method = FORKSERVER if platform == CPU_PLATFORM else SPAWN
-        self._run = self.run_scheduler_process_func = EngineRun.begin(self.batch_config, start_method)
-        self.run_detokenizer_process_func = self._run.detokenizer
-        with processes.platform(platform), launch.start_errors(self._run):
+        run = self._run = self.run_scheduler_process_func = EngineRun.begin(self.batch_config, start_method)
+        self.run_detokenizer_process_func = run.detokenizer
+        with processes.platform(platform), launch.start_errors(run):
             super().__init__(server_args=server_args)
         self.own_processes = processes.processes_of(self.get_all_child_pids())
-        infos = self._run.infos(self._scheduler_init_result.scheduler_infos)
+        infos = run.infos(self._scheduler_init_result.scheduler_infos)
         try:
             self.running = launch.verify(infos, self.tokenizer_manager, server_args)
         except EngineError:
             self.shutdown()
             raise
         launch.say_forward(self.running)
+        run.watch(self.tokenizer_manager.note_death)
 
     def shutdown(self) -> None:
         """End this engine's processes. Idempotent."""
@@ -67,16 +70,11 @@ class Engine(processes.RankedEngine):
     def line_engine(self) -> LineAnswers:
         """This engine as a job uses it: one OpenAI request at a time, on `loop`.
 
-        From now on a child's death ends the requests with EngineError, not this process.
+        From now on the engine's death is raised by what awaits these answers alone.
         """
         manager = self.tokenizer_manager
-        manager.outlives_children = True
-        return LineAnswers(manager, self.template_manager, self._death)
-
-    def _death(self) -> EngineError | None:
-        """Why this engine cannot answer any more: a rank's own words where there are any."""
-        death = self.tokenizer_manager.child_death
-        return EngineError(self._run.failure or death, code=self._run.failure_code) if death else None
+        manager.death.is_raised = False
+        return LineAnswers(manager, self.template_manager, lambda: manager.death.error)
 
     def plan_manifest(self) -> dict[str, Any]:
         """The plan in force, our flags, and whose kernels compute what, as they go into a manifest."""
@@ -132,6 +130,6 @@ def make_server_args(kwargs: dict[str, Any], config: BatchConfig) -> Any:
             return processes.ServerArgs(**arguments)
         # It checks what it is given, and has no class of errors for that.
         except (ArithmeticError, AssertionError, ImportError, LookupError, OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"SGLang refuses these arguments: {processes.words_of(error)}") from error
+            raise ConfigError(f"SGLang refuses these arguments: {words_of(error)}") from error
         except (AttributeError, TypeError) as error:
-            raise ConfigError(f"SGLang cannot read these arguments: {processes.words_of(error)}") from error
+            raise ConfigError(f"SGLang cannot read these arguments: {words_of(error)}") from error

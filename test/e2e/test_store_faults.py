@@ -144,7 +144,7 @@ def test_a_scheduler_killed_while_it_writes_ends_the_run_leaves_nothing_and_a_se
     now.touch()
     files = job.end()
     assert files.exit_code == 3, files.stderr
-    assert "a process of the engine died" in files.stderr
+    assert "the scheduler died: SIGKILL (its process was killed)" in files.stderr
     assert len(files.output) >= 20
     assert list(disk.iterdir()) == []
     again = start(disk, "64M", num_lines=NUM_SHORT).end()

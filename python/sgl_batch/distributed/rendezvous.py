@@ -5,16 +5,25 @@ What is written there, and what a rank's failure means, is decided by others.
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_batch.distributed.rank_errors import PeerTimeout, RankError
-from sgl_batch.errors import BAD_USAGE, ConfigError, SglBatchError, StoreError
+from sgl_batch.distributed.rank_errors import PeerTimeout
 
 _POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a group could not go on. `code`: as EngineError has it. `traceback`: of a fault of the program, or empty."""
+
+    text: str
+    code: str | None
+    traceback: str
 
 
 class Rendezvous:
@@ -48,11 +57,11 @@ class Rendezvous:
         """What has been published under `name` so far, by rank."""
         return {int(path.suffix[1:]): path.read_text() for path in self.directory.glob(f"{name}.[0-9]*")}
 
-    def report_failure(self, text: str, *, code: str = "") -> None:
+    def report_failure(self, text: str, *, code: str = "", traceback: str = "") -> None:
         """Say why the group cannot go on. The first to say so is heard. `code`: as EngineError has it."""
         path = self.directory / "failure"
         own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(f"{code}\n{text}")
+        own.write_text(json.dumps({"text": text, "code": code or None, "traceback": traceback}))
         try:
             os.link(own, path)
         except FileExistsError:
@@ -66,40 +75,11 @@ class Rendezvous:
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
-    @contextmanager
-    def telling(self, rank: int | None = None) -> Iterator[None]:
-        """Report what of our own errors ends this block: SGLang only logs it, and ends the process.
-
-        What is wrong with another rank is told by those that watch it.
-        """
-        try:
-            yield
-        except RankError:
-            raise
-        except SglBatchError as error:
-            who = "" if rank is None else f"rank {rank} of the engine failed: "
-            code = error.code if isinstance(error, StoreError) else BAD_USAGE if isinstance(error, ConfigError) else ""
-            self.report_failure(f"{who}{error}", code=code)
-            raise
-
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> Failure | None:
         """Why the group could not go on, if somebody has said so."""
-        told = self._told()
-        return told and told[1]
-
-    @property
-    def failure_code(self) -> str | None:
-        """Its code, where there is one."""
-        told = self._told()
-        return (told[0] or None) if told else None
-
-    def _told(self) -> tuple[str, str] | None:
         path = self.directory / "failure"
-        if not path.exists():
-            return None
-        code, _, text = path.read_text().partition("\n")
-        return code, text
+        return Failure(**json.loads(path.read_text())) if path.exists() else None
 
     def _write(self, path: Path, text: str) -> None:
         draft = path.with_name(f".{path.name}.{os.getpid()}")

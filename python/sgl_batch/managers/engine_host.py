@@ -44,7 +44,9 @@ class EngineHost:
     def __init__(self, server_args: ServerArgs, config: BatchConfig, start_method: str, link: FrontLink) -> None:
         self._server_args, self._link = server_args, link
         # The front has made this directory for this engine alone.
-        self._run = EngineRun.begin(config, start_method, Path(link.socket).parent)
+        directory = Path(link.socket).parent
+        # The front's own directory goes with it; what is beside it stays.
+        self._run = EngineRun.begin(config, start_method, directory, tracebacks=Path(link.directory).parent)
         self._launched: processes.Launched | None = None
         self._forward = ""
 
@@ -65,8 +67,8 @@ class EngineHost:
             # The front tells of requests; this server's address is no user's business.
             self._server_args.log_level_http = self._server_args.log_level_http or "warning"
             launched.tokenizer_manager.server_drains = True
-            launched.tokenizer_manager.outlives_children = True
             manager = launched.tokenizer_manager
+            manager.death.is_raised = False
             routes = control_routes(manager)
             processes.serve_http(self._server_args, launched, manager.check_openai, self._lines, routes)
         finally:
@@ -127,10 +129,10 @@ class EngineHost:
                 return
 
     def _death(self) -> EngineError | None:
-        """Why this engine cannot answer any more: a rank's own words where there are any."""
+        """Why this engine cannot answer any more."""
         assert self._launched is not None, "the process tree has started"
-        death = self._launched.tokenizer_manager.child_death
-        return EngineError(self._run.failure or death, code=self._run.failure_code) if death else None
+        death: EngineError | None = self._launched.tokenizer_manager.death.error
+        return death
 
     def _death_of_lines(self) -> EngineError | None:
         """What a line gets then. Whatever it was, a restarted engine answers it: no line is told a final word here."""

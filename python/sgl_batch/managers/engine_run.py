@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -20,11 +19,12 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.rank_cores import read_cpus, share_of
-from sgl_batch.distributed.rank_errors import RankError
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.rendezvous import Rendezvous
-from sgl_batch.errors import ConfigError, SglBatchError
+from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError, SglBatchError
 from sgl_batch.layers.counter_sampler import CounterSampler
+from sgl_batch.managers.last_words import LastWords, fault_text, keep_traceback, traceback_text
+from sgl_batch.managers.process_watch import ProcessEndedError, ProcessWatch
 from sgl_batch.managers.rank_controller import run_rank_controller
 from sgl_batch.managers.scheduler import BatchScheduler
 from sgl_batch.model_executor.counters import Counters, PartClock
@@ -42,8 +42,7 @@ from sgl_batch.sglang_adapter.private_ports import LONGEST_NAME
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
 
-logger = logging.getLogger(__name__)
-
+_NO_START = "the engine did not start: "
 # What the kernel takes.
 _LONGEST_SOCKET = 107
 
@@ -63,7 +62,9 @@ class EngineRun:
 
     It is SGLang's scheduler process function, and has its controller's and the detokenizer's beside it.
     `start_method`: multiprocessing's, for those that SGLang starts from this process. `graphs`: what gives a scheduler
-    process its way to capture graphs, or None. `owned`: the directory, where it was made for this run.
+    process its way to capture graphs, or None. `owned`: the directory, where it was made for this run. `tracebacks`:
+    where those of faults are kept, None for the directory of temporary files. `processes`: those that this process has
+    started.
     """
 
     config: BatchConfig
@@ -71,10 +72,14 @@ class EngineRun:
     start_method: str
     graphs: Callable[[], Graphs | None] = device_graphs
     owned: OwnedDirectory | None = None
+    tracebacks: Path | None = None
+    processes: ProcessWatch = field(default_factory=ProcessWatch)
     surroundings: Surroundings = field(default_factory=Surroundings)
 
     @classmethod
-    def begin(cls, config: BatchConfig, start_method: str, directory: Path | None = None) -> EngineRun:
+    def begin(
+        cls, config: BatchConfig, start_method: str, directory: Path | None = None, tracebacks: Path | None = None
+    ) -> EngineRun:
         """A run in `directory`, which is closed to other users, or in a new one.
 
         Directories of runs that were killed are removed. Raises ConfigError where the directory's name leaves no room
@@ -85,7 +90,7 @@ class EngineRun:
             owned = OwnedDirectory.make(_PREFIX)
             run = cls(config=config, directory=owned.path, owned=owned, start_method=start_method)
         else:
-            run = cls(config=config, directory=directory, start_method=start_method)
+            run = cls(config=config, directory=directory, start_method=start_method, tracebacks=tracebacks)
         longest = _LONGEST_SOCKET - LONGEST_NAME - 1
         if len(str(run.directory)) > longest:
             run.end()
@@ -100,15 +105,29 @@ class EngineRun:
         if self.owned is not None:
             self.owned.remove()
 
-    @property
-    def failure(self) -> str | None:
-        """Why its ranks could not go on, if they have said so."""
-        return Rendezvous(self.directory).failure
+    def watch(self, on_death: Callable[[EngineError], None]) -> None:
+        """Call `on_death`, in a thread, with why the engine cannot go on, as soon as one of its processes ends."""
+        self.processes.watch(lambda how: on_death(self._error("", how)))
 
-    @property
-    def failure_code(self) -> str | None:
-        """A word for why, as EngineError has it."""
-        return Rendezvous(self.directory).failure_code
+    def start_error(self, error: BaseException) -> BaseException:
+        """What the user gets for `error`, which has ended the start: `error` itself where that says it all."""
+        failure = Rendezvous(self.directory).failure
+        if failure is not None and failure.code == BAD_USAGE:
+            return ConfigError(failure.text)
+        if failure is not None or isinstance(error, ProcessEndedError):
+            return self._error(_NO_START, str(error))
+        if isinstance(error, SglBatchError) or not isinstance(error, Exception):
+            return error
+        kept = keep_traceback(traceback_text(error), self.tracebacks)
+        return EngineError(f"{_NO_START}{fault_text(error)}{kept}")
+
+    def _error(self, prefix: str, how: str) -> EngineError:
+        """The error of an engine of which a process has ended: in its own words, or else `how` it was seen to end."""
+        failure = Rendezvous(self.directory).failure
+        if failure is None:
+            return EngineError(f"{prefix}{how}")
+        kept = keep_traceback(failure.traceback, self.tracebacks) if failure.traceback else ""
+        return EngineError(f"{prefix}{failure.text}{kept}", code=failure.code)
 
     def infos(self, scheduler_infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What each scheduler says of itself: several have left it in the directory, one tells SGLang."""
@@ -120,19 +139,35 @@ class EngineRun:
 
     def controller(self, **kwargs: object) -> None:
         """Body of the process that starts the ranks."""
-        _begin_as_child(self)
-        with start_method_of(self) if self.start_method == FORKSERVER else nullcontext():
-            run_rank_controller(self.directory, **kwargs)
+        last = self.last_words("the controller of the ranks")
+        with last.ending():
+            _begin_as_child(self)
+            with start_method_of(self) if self.start_method == FORKSERVER else nullcontext():
+                run_rank_controller(last, **kwargs)
 
     def detokenizer(self, *args: object, **kwargs: object) -> None:
         """Body of the detokenizer process: SGLang's own, imported through our adapter so that it starts on a CPU."""
-        _begin_as_child(self)
-        processes.run_detokenizer_process(*args, **kwargs)
+        last = self.last_words("the detokenizer")
+        with last.ending():
+            _begin_as_child(self)
+            processes.run_detokenizer_with(last.end, *args, **kwargs)
+
+    def last_words(self, name: str, *, is_rank: bool = False) -> LastWords:
+        """What a process of this run says at its end."""
+        return LastWords(rendezvous=Rendezvous(self.directory), name=name, is_rank=is_rank)
 
 
 def run_scheduler_process(run: EngineRun, *args: object, **kwargs: object) -> None:
     """Body of a scheduler process: ours, in SGLang's process function."""
-    _begin_as_child(run)
+    is_rank = args[_DP_RANK] is not None
+    name = f"rank {args[_DP_RANK]} of the engine" if is_rank else "the scheduler"
+    last = run.last_words(name, is_rank=is_rank)
+    with last.ending():
+        _begin_as_child(run)
+        _run_scheduler(run, last, *args, **kwargs)
+
+
+def _run_scheduler(run: EngineRun, last: LastWords, *args: object, **kwargs: object) -> None:
     belongs_to(run.directory, processes.load_file(args[_PORT_ARGS]))
     config, place = run.config, _place(run.directory, args)
     operators, gpu_experts = None, None
@@ -156,22 +191,8 @@ def run_scheduler_process(run: EngineRun, *args: object, **kwargs: object) -> No
         rendezvous=Rendezvous(run.directory),
     )
     register_triton_attention()
-    processes.run_scheduler_with(partial(_scheduler, context), CounterSampler, *args, **kwargs)
-
-
-def _scheduler(context: RunContext, *args: object, **kwargs: object) -> BatchScheduler:
-    try:
-        with context.telling():
-            return BatchScheduler(*args, context=context, **kwargs)
-    except RankError:
-        raise
-    except SglBatchError:
-        # It is told, and the engine's process says it. SGLang would print a traceback that helps with no such mistake.
-        logger.debug("this scheduler does not start", exc_info=True)
-        os._exit(1)
-    except Exception as error:
-        context.rendezvous.report_failure(f"{type(error).__name__}: {processes.words_of(error)}")
-        raise
+    scheduler = partial(BatchScheduler, context=context)
+    processes.run_scheduler_with(scheduler, CounterSampler, last.end, *args, **kwargs)
 
 
 # SGLang's positional arguments of a scheduler process.

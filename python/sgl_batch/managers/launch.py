@@ -16,7 +16,7 @@ import torch
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
 from sgl_batch.core.topology import Topology, check_runnable
-from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError
+from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.kernel_loader import kv_store_kernels, native_kernels
 from sgl_batch.layers.moe.expert_runner import check_runner
 from sgl_batch.managers.argument_ranges import check_ranges
@@ -24,6 +24,7 @@ from sgl_batch.managers.budget_checks import check_budgets
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.managers.model_checks import check_this_device
+from sgl_batch.managers.process_watch import ProcessEndedError
 from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
 from sgl_batch.model_directory import num_experts, quantization
 from sgl_batch.sglang_adapter import processes
@@ -280,8 +281,8 @@ def child_platform(server_args: ServerArgs) -> str | None:
 def start_tokenizer_manager(server_args: ServerArgs, port_args: object) -> tuple[BatchTokenizerManager, object]:
     """Our tokenizer manager with SGLang's templates, in the parent process.
 
-    The children run by now. From here on one that fails to start is reported by whoever waits for it, instead of
-    by SGLang's handler, which ends this process too.
+    The children run by now. One that fails to start is reported by the wait for it. SGLang's handler of SIGQUIT, which
+    its processes send, would end this process too.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGQUIT, lambda *_: None)
@@ -291,7 +292,7 @@ def start_tokenizer_manager(server_args: ServerArgs, port_args: object) -> tuple
 
 @contextmanager
 def start_errors(run: EngineRun) -> Iterator[None]:
-    """Turn SGLang's errors of starting its process tree into EngineError; whatever ends the start ends its children.
+    """Turn every fault of starting SGLang's process tree into EngineError; whatever ends the start ends its children.
 
     What a process of `run` says is the user's mistake is ConfigError.
 
@@ -309,13 +310,12 @@ def start_errors(run: EngineRun) -> Iterator[None]:
             child.join()
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGQUIT, handler)
-        failure, code = run.failure, run.failure_code
+        told = run.start_error(error)
         run.end()
-        if failure is not None and code == BAD_USAGE:
-            raise ConfigError(failure) from error
-        if isinstance(error, RuntimeError):
-            raise EngineError(f"the engine did not start: {failure or error}") from error
-        raise
+        if told is error:
+            raise
+        # A process's own words say it all: this one only waited for it.
+        raise told from (None if isinstance(error, ProcessEndedError) else error)
 
 
 def start_tree(server_args: ServerArgs, run: EngineRun) -> tuple[processes.Launched, str]:
@@ -332,6 +332,7 @@ def start_tree(server_args: ServerArgs, run: EngineRun) -> tuple[processes.Launc
         )
     running = verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, server_args)
     say_forward(running)
+    run.watch(launched.tokenizer_manager.note_death)
     return launched, str(running["forward"])
 
 

@@ -12,10 +12,10 @@ import signal
 import threading
 import time
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import NoReturn
 
-from sgl_batch.distributed.rendezvous import Rendezvous
+from sgl_batch.managers.last_words import LastWords
+from sgl_batch.managers.process_watch import Peaks, end_of
 from sgl_batch.sglang_adapter.ranks import run_controller_with
 
 _LOOK_S = 0.1
@@ -23,37 +23,48 @@ _LOOK_S = 0.1
 _LAST_WORDS_S = 1.0
 
 
-def run_rank_controller(directory: Path, **kwargs: object) -> None:
-    """Body of the controller process. `directory`: the engine's rendezvous; `kwargs`: SGLang's for its controller."""
+def run_rank_controller(last: LastWords, **kwargs: object) -> None:
+    """Body of the controller process. `last`: what it says at its own end; `kwargs`: SGLang's for its controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A rank that fails sends SGLang's SIGQUIT to its parent; here its exit is enough, and its cause can be told.
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-    ranks = _Ranks(Rendezvous(directory))
+    ranks = _Ranks(last)
     threading.Thread(target=ranks.watch, name="rank watch", daemon=True).start()
-    run_controller_with(ranks.processes, ranks.end_unstarted, directory, **kwargs)
+    run_controller_with(ranks.processes, ranks.end_unstarted, ranks.end_by, last.rendezvous.directory, **kwargs)
 
 
 class _Ranks:
     """`processes`: each rank's, once it runs; another thread puts them there."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
+    def __init__(self, last: LastWords) -> None:
+        self._last, self._rendezvous = last, last.rendezvous
+        self._peaks = Peaks()
         self.processes: dict[int, list[BaseProcess]] = {}
 
     def watch(self) -> None:
         """Wait for the end of a rank, and end this process."""
         while not self._exit_codes():
+            self._peaks.look(self._running())
             time.sleep(_LOOK_S)
         deadline = time.monotonic() + _LAST_WORDS_S
         while not self._cause_is_known() and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         codes = self._exit_codes()
         first = min(codes, key=codes.__getitem__)
-        self._end(f"rank {first} of the engine {_end_of(codes[first])}")
+        peak_bytes = max(map(self._peaks.of, self.processes[first]))
+        self._end(f"rank {first} of the engine {end_of(codes[first], peak_bytes)}")
 
     def end_unstarted(self, rank: int, what: str) -> NoReturn:
         """A rank's process could not be started."""
         self._end(f"rank {rank} of the engine could not be started ({what})")
+
+    def end_by(self, error: Exception) -> NoReturn:
+        """A fault ends this process."""
+        self._last.report(error)
+        self._end(str(error))
+
+    def _running(self) -> list[BaseProcess]:
+        return [process for processes in list(self.processes.values()) for process in processes]
 
     def _exit_codes(self) -> dict[int, int]:
         """Those of the ranks that have ended."""
@@ -73,11 +84,3 @@ class _Ranks:
                     process.join()
         finally:  # whatever fails here, the engine's own process must not wait for this one
             os._exit(1)
-
-
-def _end_of(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"failed (exit code {exit_code}); its own message stands above"
-    number = -exit_code
-    name = signal.Signals(number).name if number in map(int, signal.Signals) else f"signal {number}"
-    return f"died: {name} (its process was killed)"

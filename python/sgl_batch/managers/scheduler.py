@@ -178,10 +178,6 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self.context.place.rendezvous.publish("info", self.context.place.rank, json.dumps(info["sgl_batch"]))
         return info
 
-    def run_event_loop(self) -> None:
-        with self.context.telling():
-            super().run_event_loop()
-
     # Intake.
 
     def process_input_requests(self, recv_reqs: list[object]) -> None:

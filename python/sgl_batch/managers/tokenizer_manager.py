@@ -5,21 +5,26 @@ nothing leaves which a scheduler cannot take.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import signal
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
 from starlette.requests import Request
 
+from sgl_batch.errors import EngineError
 from sgl_batch.managers.asked_aborts import AskedAborts
+from sgl_batch.managers.engine_death import EngineDeath
 from sgl_batch.managers.field_checks import check_generation_fields, check_openai_fields
 from sgl_batch.managers.grammar_check import CompileProcess, GrammarCheck, refuse_grammars
+from sgl_batch.managers.last_words import fault_text
 from sgl_batch.managers.line_recordings import LineRecordings
 from sgl_batch.managers.profile_limits import check_activities, check_directory, steps_of
 from sgl_batch.managers.prompt_groups import ChoiceTag
@@ -43,6 +48,7 @@ from sgl_batch.sglang_adapter.tokenizing import (
     SignalHandler,
     TokenizerManager,
     as_attention_ranks,
+    calls_to_schedulers,
     check_travels,
     choice_of,
     name_choices,
@@ -61,9 +67,11 @@ from sgl_batch.sglang_adapter.types.messages import (
 )
 from sgl_batch.sglang_adapter.types.requests import TokenizedRequest
 
+logger = logging.getLogger(__name__)
+
 
 class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
-    """SGLang's signal handler, which ends the process when a child dies, unless somebody here copes with that.
+    """SGLang's signal handler, which leaves the program alive when a process of the engine asks for its end.
 
     It is made when the first request arrives, and takes SIGTERM from whoever listened before.
     """
@@ -85,11 +93,10 @@ class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
             super().sigterm_handler(signum, frame)
 
     def running_phase_sigquit_handler(self, signum: int | None = None, frame: FrameType | None = None) -> None:
-        manager = self.tokenizer_manager
-        if manager.outlives_children:
-            manager.child_death = "a process of the engine died; its own message stands above"
-        else:
-            super().running_phase_sigquit_handler(signum, frame)
+        """SGLang's processes send this where they hang (--watchdog-timeout); those that fail say so themselves."""
+        self.tokenizer_manager.note_death(
+            EngineError("a process of the engine has asked for its end (SIGQUIT); its own message stands above")
+        )
 
 
 @contextmanager
@@ -115,7 +122,7 @@ def _generates(request: object) -> bool:
 class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """SGLang's tokenizer manager; everything that leaves it carries a seed.
 
-    `outlives_children`: a child's death is noted in `child_death` and the process goes on, to save its work.
+    `death`: whether the engine still answers.
     `server_drains`: the HTTP server of this process ends it in order when asked to.
     `recordings`: what is known of the answers of lines before they are whole.
     `grammar_process`: checks grammars; to be closed with the engine.
@@ -124,9 +131,10 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.signal_handler_class = BatchSignalHandler
-        self.outlives_children = False
         self.server_drains = False
-        self.child_death: str | None = None
+        self.death = EngineDeath()
+        for name, call in calls_to_schedulers(self).items():
+            setattr(self, name, partial(self.death.unless_dead, call))
         self.recordings = LineRecordings()
         self._aborts = AskedAborts()
         self.grammar_process = CompileProcess(self._tokenizer_info)
@@ -141,7 +149,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         weakref.finalize(self, close_sockets, sockets_of(self)).atexit = False
 
     async def generate_request(self, obj: GenerationRequest, request: Request | None = None) -> AsyncIterator[object]:
-        """SGLang's answers. Raises ValueError for a request that cannot be computed."""
+        """SGLang's answers. Raises ValueError for a request that cannot be computed, EngineError of a dead engine."""
         if _generates(obj):
             check_shape(obj)
             given = await json_of(request) if request is not None and request.url.path == "/generate" else {}
@@ -165,7 +173,26 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._aborts.note(rid, self.rid_to_state.keys(), abort_all=abort_all)
         super().abort_request(rid, abort_all)
 
+    # The engine's death.
+
+    def note_death(self, error: EngineError) -> None:
+        """The engine answers nothing any more. May be called in any thread."""
+        self.death.note(error, self.rid_to_state, self.event_loop)
+
+    def _dispatch_to_scheduler(self, obj: object) -> None:
+        self.death.raise_if_dead()
+        super()._dispatch_to_scheduler(obj)
+
+    async def handle_loop(self) -> None:
+        """SGLang's reading of answers; a fault in it is this engine's death. SGLang would end the program."""
+        try:
+            await super().handle_loop()
+        except Exception as error:
+            logger.exception("the tokenizer manager fails")
+            self.note_death(EngineError(f"the tokenizer manager failed: {fault_text(error)}"))
+
     async def _handle_abort_finish_reason(self, out: Answer, state: RequestState, is_stream: bool) -> object:
+        self.death.raise_if_dead()
         self._aborts.judge(out, state.obj.sampling_params, is_stream=is_stream)
         return await super()._handle_abort_finish_reason(out, state, is_stream)
 

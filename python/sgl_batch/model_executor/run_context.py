@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,8 +20,8 @@ class RunContext:
     """Made once per scheduler process, before SGLang's scheduler is built.
 
     One of `cpu_operators` and `gpu_experts` is None: they are for a machine without a GPU and with one. `place` is None
-    where there is one rank, `graphs` where none can be captured. At `rendezvous` the engine's process hears why this
-    one ended.
+    where there is one rank, `graphs` where none can be captured. `rendezvous`: of all processes of the
+    engine.
     """
 
     in_force: PlanInForce
@@ -47,7 +46,3 @@ class RunContext:
     def world_store(self) -> Path:
         """Where this process's group of torch.distributed, of one rank, meets."""
         return self.rendezvous.directory / f"world-{self.rank}"
-
-    def telling(self) -> AbstractContextManager[None]:
-        """Inside, what ends this process is told to the engine's; by rank, where there are several."""
-        return self.rendezvous.telling(None if self.place is None else self.place.rank)

@@ -11,15 +11,15 @@ import dataclasses
 import logging
 import multiprocessing
 import os
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sgl_batch.sglang_adapter import bootstrap, fork_server
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
+from sgl_batch.sglang_adapter.faults import ending_by
 from sgl_batch.sglang_adapter.http_errors import refuse_unexpected_types
 from sgl_batch.sglang_adapter.internal_key import OnlyWithKey
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, SAFETENSORS
@@ -29,11 +29,11 @@ from sgl_batch.sglang_adapter.refusals import Check, on_http_server
 
 with bootstrap.importing():
     import sglang.srt.entrypoints.engine as engine_module
+    import sglang.srt.managers.detokenizer_manager as detokenizer_module
     import sglang.srt.managers.scheduler as scheduler_module
     import sglang.srt.mem_cache.allocation as allocation_module
     import sglang.srt.model_executor.forward_batch_info as forward_batch_module
     from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.managers.load_snapshot import shm_path_for
     from sglang.srt.server_args import ServerArgs
@@ -60,14 +60,11 @@ __all__ = [
     "merge_config_file",
     "platform",
     "processes_of",
-    "run_detokenizer_process",
+    "run_detokenizer_with",
     "run_scheduler_with",
     "serve_http",
     "sockets_of",
-    "words_of",
 ]
-
-_LONGEST_WORDS = 600
 
 
 def _is_no_dump(record: logging.LogRecord) -> bool:
@@ -83,13 +80,18 @@ def _support_triton(backend: str) -> bool:
     return backend not in ("torch_native", "intel_amx", CPU_ATTENTION)
 
 
-def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[], Any], *args: Any) -> None:
+def run_scheduler_with(
+    scheduler_class: Callable[..., Any], sampler: Callable[[], Any], end: Callable[[Exception], NoReturn], *args: Any
+) -> None:
     """Run SGLang's scheduler process with `scheduler_class` and `sampler`. Call it in a process of its own.
+
+    `end(error)` ends the process after a fault; SGLang would print it and send its parent a signal.
 
     Also says to SGLang that our CPU attention backend has no Triton; it knows only its own backends' names.
     """
     from sglang.srt.layers.sampler import register_sampler_backend
 
+    scheduler_module.get_exception_traceback = ending_by(end)
     scheduler_module.Scheduler = scheduler_class
     allocation_module.support_triton = _support_triton
     forward_batch_module.support_triton = _support_triton
@@ -98,13 +100,10 @@ def run_scheduler_with(scheduler_class: Callable[..., Any], sampler: Callable[[]
     scheduler_module.run_scheduler_process(*args)
 
 
-def words_of(error: BaseException) -> str:
-    """What SGLang's error says, on one line; of an assertion without words, what it asserts and where."""
-    words = " ".join(str(error).split())
-    if not words:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        words = f"{last.line} ({Path(last.filename).name}:{last.lineno})"
-    return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]} ..."
+def run_detokenizer_with(end: Callable[[Exception], NoReturn], *args: Any, **kwargs: Any) -> None:
+    """Run SGLang's detokenizer process, likewise."""
+    detokenizer_module.get_exception_traceback = ending_by(end)
+    detokenizer_module.run_detokenizer_process(*args, **kwargs)
 
 
 def load_file(port_args: Any) -> Path:
@@ -127,27 +126,38 @@ class RankedEngine(Engine):  # type: ignore[misc]
     """SGLang's engine, whose several ranks are started by the `controller` of the scheduler process function.
 
     SGLang's own controller never rests and waits for ever for a rank that ends while it starts. Its processes start as
-    the `start_method` of their functions' owner says; SGLang always starts them anew.
+    the `start_method` of their functions' owner says; SGLang always starts them anew. The owner's `processes` watch
+    them in place of SGLang's watch, which sends this process a signal when one ends.
     """
 
     @classmethod
     def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, run_scheduler_process_func: Any) -> Any:
-        own = engine_module.run_data_parallel_controller_process
-        controller = getattr(run_scheduler_process_func, "controller", own)
-        engine_module.run_data_parallel_controller_process = controller
+        run, own = run_scheduler_process_func, engine_module.run_data_parallel_controller_process
+        engine_module.run_data_parallel_controller_process = run.controller
         try:
-            with start_method_of(run_scheduler_process_func):
-                return super()._launch_scheduler_processes(server_args, port_args, run_scheduler_process_func)
+            with start_method_of(run):
+                result, started = super()._launch_scheduler_processes(server_args, port_args, run)
         finally:
             engine_module.run_data_parallel_controller_process = own
+        run.processes.add("the scheduler" if server_args.dp_size == 1 else "the controller of the ranks", started)
+        return result, started
 
     @classmethod
     def _launch_subprocesses(cls, server_args: Any, *, run_scheduler_process_func: Any, **functions: Any) -> Any:
         """SGLang's, with all sockets in the directory of the scheduler process function's owner."""
-        ports = PrivatePorts(run_scheduler_process_func.directory, "e").init_new(server_args)
-        return super()._launch_subprocesses(
-            server_args, run_scheduler_process_func=run_scheduler_process_func, port_args=ports, **functions
-        )
+        run, own = run_scheduler_process_func, engine_module._wait_for_scheduler_ready
+        engine_module._wait_for_scheduler_ready = run.processes.await_ready
+        try:
+            *launched, watchdog = super()._launch_subprocesses(
+                server_args,
+                run_scheduler_process_func=run,
+                port_args=PrivatePorts(run.directory, "e").init_new(server_args),
+                **functions,
+            )
+        finally:
+            engine_module._wait_for_scheduler_ready = own
+        watchdog.stop()
+        return (*launched, run.processes)
 
     def update_weights_from_tensor(
         self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True
@@ -170,10 +180,15 @@ class RankedEngine(Engine):  # type: ignore[misc]
     def _launch_detokenizer_subprocesses(
         cls, server_args: Any, port_args: Any, run_detokenizer_process_func: Any
     ) -> Any:
+        run = run_detokenizer_process_func.__self__
         several = server_args.detokenizer_worker_num > 1  # each then has a socket of its own
-        private = temporary_files_in(run_detokenizer_process_func.__self__.directory) if several else nullcontext()
+        private = temporary_files_in(run.directory) if several else nullcontext()
         with start_method_of(run_detokenizer_process_func), private:
-            return super()._launch_detokenizer_subprocesses(server_args, port_args, run_detokenizer_process_func)
+            started, names = super()._launch_detokenizer_subprocesses(
+                server_args, port_args, run_detokenizer_process_func
+            )
+        run.processes.add("the detokenizer", started)
+        return started, names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

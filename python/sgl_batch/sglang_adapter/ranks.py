@@ -11,9 +11,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.faults import ending_by
 from sgl_batch.sglang_adapter.private_ports import PrivatePorts, hold_port, on_this_machine
 
 with bootstrap.importing():
@@ -48,12 +49,17 @@ def new_process_group(backend: str, store: Any, *, rank: int, world_size: int, n
 
 
 def run_controller_with(
-    processes: dict[int, list[Any]], on_start_failure: Callable[[int, str], None], directory: Path, **kwargs: Any
+    processes: dict[int, list[Any]],
+    on_start_failure: Callable[[int, str], None],
+    end: Callable[[Exception], NoReturn],
+    directory: Path,
+    **kwargs: Any,
 ) -> None:
     """Run SGLang's data-parallel controller in this process; its sockets are in `directory`.
 
     `processes`: for each rank, its scheduler process is put here as soon as it runs; another thread may look at it.
     `on_start_failure(rank, what)` is called, in some thread, where one cannot be started, and ends this process.
+    `end(error)` ends it after any other fault.
     """
 
     class Controller(DataParallelController):  # type: ignore[misc]
@@ -86,6 +92,7 @@ def run_controller_with(
                 if self.recv_from_tokenizer.poll(_POLL_MS):
                     self._request_dispatcher(controller_module.sock_recv(self.recv_from_tokenizer))
 
+    controller_module.get_exception_traceback = ending_by(end)
     controller_module.DataParallelController = Controller
     controller_module.PortArgs = PrivatePorts(directory, "r")
     controller_module.bind_port = hold_port

@@ -15,6 +15,7 @@ from sgl_batch.sglang_adapter.types.requests import TokenizedRequest
 
 with bootstrap.importing():
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.managers.communicator import FanOutCommunicator
     from sglang.srt.managers.io_struct import (
         FlushCacheReqInput,
         SetInternalStateReq,
@@ -31,6 +32,7 @@ __all__ = [
     "SignalHandler",
     "TokenizerManager",
     "as_attention_ranks",
+    "calls_to_schedulers",
     "check_travels",
     "choice_of",
     "init_tokenizer_manager",
@@ -58,6 +60,11 @@ _MORE_THAN_TOKENS = (
     "custom_logit_processor",
 )
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
+def calls_to_schedulers(manager: Any) -> dict[str, Any]:
+    """By the attribute's name, what a tokenizer manager awaits all schedulers' answers with."""
+    return {name: value for name, value in vars(manager).items() if isinstance(value, FanOutCommunicator)}
 
 
 def is_repeatable(tokenized: TokenizedRequest) -> bool:

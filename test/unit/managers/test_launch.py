@@ -6,10 +6,12 @@ import json
 import multiprocessing
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +22,9 @@ from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.managers import launch
 from sgl_batch.managers.engine_run import EngineRun
 from sgl_batch.managers.gpu_arguments import MachineFacts
+from sgl_batch.managers.last_words import LastWords
 from sgl_batch.managers.launch import sglang_arguments, start_errors
+from sgl_batch.managers.process_watch import ProcessEndedError
 
 SPAWN = multiprocessing.get_context("spawn")
 HOPPER = MachineFacts(capability=(9, 0), flash_attention_3=True, flashinfer=True, xgrammar=True)
@@ -59,7 +63,7 @@ def run() -> Iterator[EngineRun]:
 
 @pytest.mark.parametrize(
     ("error", "becomes"),
-    [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt), (OSError(), OSError)],
+    [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt), (OSError(), EngineError)],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_a_start_that_fails_ends_its_own_children_and_no_others(error, becomes, start_child, run):
@@ -83,9 +87,16 @@ def test_a_start_that_succeeds_ends_nobody(start_child, run):
     assert child.is_alive()
 
 
-def test_the_error_says_that_the_engine_did_not_start_and_why(run):
-    with pytest.raises(EngineError, match="the engine did not start: no memory"), start_errors(run):
-        raise RuntimeError("no memory")
+def test_the_error_says_that_the_engine_did_not_start_why_and_where(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said = (
+        r"^the engine did not start: KeyError: 'eos' \(sgl_batch/managers/launch\.py:\d+\); its traceback is in (.*)$"
+    )
+    with pytest.raises(EngineError, match=said) as raised, start_errors(run):
+        raise KeyError("eos")
+    kept = Path(re.search(said, str(raised.value))[1])
+    assert kept.parent == tmp_path
+    assert kept.read_text().endswith("KeyError: 'eos'\n")
 
 
 @pytest.mark.parametrize(
@@ -96,18 +107,15 @@ def test_the_error_says_that_the_engine_did_not_start_and_why(run):
     ],
 )
 def test_a_child_that_has_said_why_it_ended_is_believed_and_nothing_is_left_of_the_run(run, told, becomes, words):
-    def fail() -> None:
-        with Rendezvous(run.directory).telling():
-            raise told
-
     def start_engine() -> None:
         with start_errors(run):
-            with pytest.raises(type(told)):
-                fail()
-            raise RuntimeError("rank 0 died")
+            LastWords(rendezvous=Rendezvous(run.directory), name="the scheduler").report(told)
+            raise ProcessEndedError("the scheduler failed (exit code 1)")
 
-    with pytest.raises(becomes, match=words):
+    with pytest.raises(becomes, match=words) as raised:
         start_engine()
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
     assert not run.directory.exists()
 
 

@@ -40,7 +40,7 @@ def test_ranks_that_fall_silent_together_are_all_named_and_the_engine_ends(tmp_p
     assert controller.exitcode == -signal.SIGTERM, "the rank that noticed ends the controller, and with it all ranks"
     failure = Rendezvous(tmp_path).failure
     assert failure is not None
-    assert failure.startswith("ranks 1, 2 of the engine hang: ranks 1, 2: waited 1 s")
+    assert failure.text.startswith("ranks 1, 2 of the engine hang: ranks 1, 2: waited 1 s")
 
 
 def test_a_rank_that_stood_still_itself_takes_nobody_for_hanging(tmp_path):
@@ -56,7 +56,7 @@ def test_a_rank_that_stood_still_itself_takes_nobody_for_hanging(tmp_path):
         controller.join(timeout=60)
     failure = Rendezvous(tmp_path).failure
     assert failure is not None
-    assert failure.startswith("rank 1 of the engine died"), "it went on until rank 1 closed its connection"
+    assert failure.text.startswith("rank 1 of the engine died"), "it went on until rank 1 closed its connection"
 
 
 def exchange_beats(channel, number):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import Field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
@@ -55,6 +56,10 @@ class RequestState(Protocol):
     obj: GenerationRequest
     output_ids: list[int]
     """The tokens that have come of its answer."""
+    out_list: list[Answer]
+    """Parts of the answer that wait to be taken, which `event` says."""
+    finished: bool
+    event: asyncio.Event
 
 
 class EndReason(TypedDict, total=False):

@@ -1,0 +1,158 @@
+"""Owns the child processes of one engine that its program has started: the wait until they are ready, and the notice of
+the first that ends.
+
+It decides nothing about what follows from an end. SGLang's own watch looks once a second, sees no detokenizer that ends
+while the model is loaded, and sends the program a signal.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import psutil
+
+from sgl_batch.byte_sizes import format_bytes
+from sgl_batch.errors import EngineError
+
+_LOOK_S = 0.5
+_END_S = 10.0
+# What the C library and faulthandler have written to standard error.
+_NATIVE_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+
+
+def end_of(exit_code: int, peak_bytes: int = 0) -> str:
+    """Say how a process has ended. `peak_bytes`: the most memory that it was seen to have, 0 where unknown."""
+    if exit_code >= 0:
+        return f"failed (exit code {exit_code}); its own message stands above"
+    number = -exit_code
+    name = signal.Signals(number).name if number in map(int, signal.Signals) else f"signal {number}"
+    if number in _NATIVE_FAULTS:
+        return f"died: {name} (a fault in native code); its stack stands above"
+    died = f"died: {name} (its process was killed)"
+    if number != signal.SIGKILL:
+        return died
+    had = f"it had taken {format_bytes(peak_bytes)} of memory" if peak_bytes else "its memory is not known"
+    total = format_bytes(psutil.virtual_memory().total)
+    return (
+        f"{died}, as the kernel does where memory runs out; {had}, and the machine has {total}: lower "
+        "--max-total-tokens, --device-memory or --kv-store-bytes, or stream the weights"
+    )
+
+
+class Peaks:
+    """The most memory that each process was seen to have."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}
+
+    def look(self, processes: Sequence[BaseProcess]) -> None:
+        """Note how much each has now; one that has ended has nothing any more."""
+        for process in processes:
+            try:
+                now = psutil.Process(process.pid).memory_info().rss
+            except psutil.Error:
+                continue
+            assert process.pid is not None, "it runs"
+            self._bytes[process.pid] = max(now, self.of(process))
+
+    def of(self, process: BaseProcess) -> int:
+        """Bytes; 0 of a process at which nobody has looked."""
+        return self._bytes.get(process.pid or 0, 0)
+
+
+class ProcessEndedError(EngineError):
+    """A process has ended, and this says how."""
+
+
+class ProcessWatch:
+    """A child that is given it gets an empty one: the processes are its parent's."""
+
+    def __init__(self) -> None:
+        self._named: list[tuple[str, BaseProcess]] = []
+        self._peaks = Peaks()
+        self._thread: threading.Thread | None = None
+        self._stopping: tuple[Connection, Connection] | None = None
+
+    def __reduce__(self) -> tuple[type[ProcessWatch], tuple[()]]:
+        return ProcessWatch, ()
+
+    def add(self, name: str, processes: Sequence[BaseProcess]) -> None:
+        """Watch these, which have just started, too."""
+        self._named += [(name, process) for process in processes]
+
+    def await_ready(self, readers: Sequence[Connection], senders: Sequence[BaseProcess]) -> list[dict[str, object]]:
+        """What each of `senders` says of itself when it is ready, at its end of a pipe.
+
+        Raises ProcessEndedError as soon as any process ends instead.
+        """
+        infos: dict[int, dict[str, object]] = {}
+        while len(infos) < len(readers):
+            waiting = [one for number, one in enumerate(readers) if number not in infos]
+            ready = connection.wait([*waiting, *(process.sentinel for _, process in self._named)], _LOOK_S)
+            self._look()
+            for number, (reader, sender) in enumerate(zip(readers, senders, strict=True)):
+                if number not in infos and reader in ready:
+                    infos[number] = self._received(reader, sender)
+            self._raise_for_ended()
+        return [infos[number] for number in range(len(readers))]
+
+    def watch(self, on_end: Callable[[str], None]) -> None:
+        """Call `on_end`, in a thread, with how the first process ends that does not end in order."""
+        self._stopping = stopping = multiprocessing.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._run, args=(stopping[0], on_end), name="process watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """From now on processes may end. Idempotent."""
+        if self._thread is None or self._stopping is None:
+            return
+        self._stopping[1].close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._thread = None
+
+    def _run(self, stopping: Connection, on_end: Callable[[str], None]) -> None:
+        running = list(self._named)
+        while running:
+            ready = connection.wait([stopping, *(process.sentinel for _, process in running)], _LOOK_S)
+            if stopping in ready:
+                return
+            self._look()
+            for name, process in [one for one in running if one[1].sentinel in ready]:
+                running.remove((name, process))
+                code = _exit_code(process)
+                if code:
+                    on_end(f"{name} {end_of(code, self._peaks.of(process))}")
+                    return
+
+    def _look(self) -> None:
+        self._peaks.look([process for _, process in self._named])
+
+    def _received(self, reader: Connection, sender: BaseProcess) -> dict[str, object]:
+        try:
+            info: dict[str, object] = reader.recv()
+        except EOFError:
+            raise self._ended(sender) from None
+        return info
+
+    def _raise_for_ended(self) -> None:
+        for _, process in self._named:
+            if process.exitcode is not None:
+                raise self._ended(process)
+
+    def _ended(self, process: BaseProcess) -> ProcessEndedError:
+        name = next((name for name, one in self._named if one is process), "a process of the engine")
+        code = _exit_code(process)
+        how = "did not end and closed its pipe" if code is None else end_of(code, self._peaks.of(process))
+        return ProcessEndedError(f"{name} {how}")
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    process.join(_END_S)
+    return process.exitcode

@@ -1,0 +1,67 @@
+"""What waits for an engine raises when the engine dies, and what is asked of a dead one raises at once."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_batch.errors import EngineError
+from sgl_batch.managers.engine_death import EngineDeath
+
+
+def under_way() -> SimpleNamespace:
+    return SimpleNamespace(out_list=[], finished=False, event=asyncio.Event())
+
+
+async def never(asked: object) -> None:
+    await asyncio.Event().wait()
+
+
+def test_calls_and_requests_under_way_end_with_the_first_reason() -> None:
+    async def die() -> None:
+        death, states = EngineDeath(), {"a": under_way()}
+        state = states["a"]
+        call = asyncio.ensure_future(death.unless_dead(never, None))
+        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(death.note, EngineError("the disk is full", code="full"), states, loop)
+        death.note(EngineError("another"), states, loop)
+        with pytest.raises(EngineError, match=r"^the disk is full$") as raised:
+            await call
+        assert raised.value.code == "full"
+        assert state.event.is_set()
+        assert state.finished
+        assert [one["meta_info"]["finish_reason"]["type"] for one in state.out_list] == ["abort"]
+        assert states == {}
+        with pytest.raises(EngineError, match=r"^the disk is full$"):
+            await death.unless_dead(never, None)
+
+    asyncio.run(die())
+
+
+def test_a_call_that_its_caller_gives_up_is_cancelled_and_an_answer_is_handed_on() -> None:
+    async def live() -> None:
+        death = EngineDeath()
+        call = asyncio.ensure_future(death.unless_dead(never, None))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await death.unless_dead(lambda asked: asyncio.sleep(0, asked), 7) == 7
+
+    asyncio.run(live())
+
+
+def test_where_lines_look_for_themselves_nothing_is_raised() -> None:
+    async def die() -> None:
+        death, states = EngineDeath(), {"a": under_way()}
+        death.is_raised = False
+        death.note(EngineError("killed"), states, asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        assert not states["a"].event.is_set()
+        death.raise_if_dead()
+        assert str(death.error) == "killed"
+
+    asyncio.run(die())
