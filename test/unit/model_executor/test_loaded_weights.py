@@ -126,3 +126,87 @@ def test_layers_beyond_the_model_tables_tied_embeddings_and_other_ranks_experts_
     with pytest.raises(ConfigError, match=r"no place for 1 of its tensors: lm_head\.weight"):
         load(tied)
     load({**checkpoint(), "layers.0.others.1": torch.zeros(2)}, elsewhere="others")
+
+
+PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+class Packed(nn.Module):
+    """One parameter, of which `load_weights` fills what `loaded` says with the numbers it is given."""
+
+    def __init__(self, data: Tensor, loaded: tuple[slice, ...], name: str = "qweight") -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(data, requires_grad=False))
+        self.loaded = loaded
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, weight in weights:
+            self.get_parameter(name).data[self.loaded] = weight[self.loaded]
+
+    def load(self, numbers: Tensor) -> None:
+        watch = LoadedWeights(1, is_tied=False, is_elsewhere=lambda name: False)
+        [name] = [name for name, _ in self.named_parameters()]
+        watch.load(self, [(name, numbers)], self.load_weights)
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@pytest.mark.parametrize(
+    ("loaded", "said"),
+    [
+        ((slice(0), slice(None), slice(None)), "qweight"),
+        ((slice(1, 4), slice(None), slice(None)), r"qweight \(experts 0\)"),
+        ((slice(None), slice(32), slice(None)), r"qweight \(experts 0, 1, 2, 3\)"),
+        ((slice(None), slice(None), slice(3)), "qweight"),
+        ((slice(None), slice(None), slice(3, None)), "qweight"),
+    ],
+)
+def test_packed_weights_that_are_not_loaded_are_named(dtype: torch.dtype, loaded: tuple[slice, ...], said: str) -> None:
+    numbers = torch.zeros(4, 40, 6, dtype=dtype)
+    with pytest.raises(ConfigError, match=f"nothing for 1 parameters of the model: {said}. Its answers"):
+        Packed(torch.empty(4, 40, 6, dtype=dtype), loaded).load(numbers)
+    Packed(torch.empty(4, 40, 6, dtype=dtype), (slice(None),)).load(numbers)
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@pytest.mark.parametrize("shape", [(100,), (3, 50)])
+def test_packed_weights_of_few_rows_are_watched_by_all_their_numbers(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match="nothing for 1 parameters"):
+        Packed(torch.empty(shape, dtype=dtype), (slice(0),)).load(torch.zeros(shape, dtype=dtype))
+    Packed(torch.empty(shape, dtype=dtype), (slice(None),)).load(torch.zeros(shape, dtype=dtype))
+
+
+def test_no_numbers_of_a_checkpoint_are_taken_for_a_mark() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.uint8, torch.int8):
+        for numbers in (torch.randint(0, 127, (1 << 20, 2)), torch.arange(1 << 21).reshape(-1, 2) % 251):
+            Packed(torch.empty(1 << 20, 2, dtype=dtype), (slice(None),)).load(numbers.to(dtype))
+    single = torch.empty(3, dtype=torch.uint8)  # too few bits to tell
+    Packed(single, (slice(0),)).load(torch.zeros(3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_parameter_is_watched_however_it_lies_in_memory(dtype: torch.dtype) -> None:
+    for data in (
+        torch.empty(12, 40, dtype=dtype).t(),
+        torch.empty(40, 24, dtype=dtype)[:, ::2],
+    ):
+        numbers = torch.ones(40, 12).to(dtype)
+        with pytest.raises(ConfigError, match=r"nothing for 1 parameters of the model: qweight \(20 of 40 rows\)"):
+            Packed(data.clone(memory_format=torch.preserve_format), (slice(20),)).load(numbers)
+        Packed(data, (slice(None),)).load(numbers)
+    alike = torch.zeros(1, 12).to(dtype).expand(40, 12)  # one row, seen forty times
+    Packed(alike, (slice(0),)).load(torch.ones(40, 12).to(dtype))
+
+
+def test_what_packed_weights_need_not_have_is_passed_over_and_their_scales_are_numbers() -> None:
+    Packed(torch.full((64,), -1, dtype=torch.int32), (slice(0),), "g_idx").load(torch.zeros(64, dtype=torch.int32))
+    for spoiled in ("nan", "inf"):
+        numbers = torch.ones(4, 8, dtype=torch.bfloat16)
+        numbers[2, 3] = float(spoiled)
+        with pytest.raises(ConfigError, match=r"^1 scales of the checkpoint's weights hold .*: scales\."):
+            Packed(torch.empty(4, 8, dtype=torch.bfloat16), (slice(None),), "scales").load(numbers)
+    Packed(torch.empty(4, 8), (slice(None),), "weight_scale_inv").load(torch.ones(4, 8))
+    with pytest.raises(ConfigError, match="nothing for 1 parameters of the model: weight_scale_inv"):
+        Packed(torch.empty(4, 8), (slice(0),), "weight_scale_inv").load(torch.ones(4, 8))
