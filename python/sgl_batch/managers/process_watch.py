@@ -22,6 +22,11 @@ from sgl_batch.errors import EngineError
 
 _LOOK_S = 0.5
 _END_S = 10.0
+# A process that has begun says why it fails. Before that it reads the program's own file.
+_UNGUARDED = (
+    ". It failed before it began: each process reads the program's file anew, so that what makes an engine there has "
+    'its place below `if __name__ == "__main__":`'
+)
 # What the C library and faulthandler have written to standard error.
 _NATIVE_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 
@@ -150,7 +155,7 @@ class ProcessWatch:
         name = next((name for name, one in self._named if one is process), "a process of the engine")
         code = _exit_code(process)
         how = "did not end and closed its pipe" if code is None else end_of(code, self._peaks.of(process))
-        return ProcessEndedError(f"{name} {how}")
+        return ProcessEndedError(f"{name} {how}{_UNGUARDED if code == 1 else ''}")
 
 
 def _exit_code(process: BaseProcess) -> int | None:
