@@ -119,6 +119,7 @@ def model_place(kwargs: Mapping[str, Any]) -> ModelPlace:
         load_format=kwargs.get("load_format"),
         revision=kwargs.get("revision"),
         needs_tokenizer=not kwargs.get("skip_tokenizer_init"),
+        is_overridden=kwargs.get("json_model_override_args") not in (None, "{}"),
     )
 
 

@@ -73,7 +73,7 @@ def _check_early(argv: Sequence[str]) -> None:
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     batch_config.add_cli_flags(parser)
-    for flag in ("--tokenizer-path", "--load-format", "--revision"):
+    for flag in ("--tokenizer-path", "--load-format", "--revision", "--json-model-override-args"):
         parser.add_argument(flag)
     parser.add_argument("--model-path", "--model", dest="model")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
@@ -89,6 +89,7 @@ def _check_early(argv: Sequence[str]) -> None:
         load_format=args.load_format,
         revision=args.revision,
         needs_tokenizer=not args.skip_tokenizer_init,
+        is_overridden=args.json_model_override_args is not None,
     )
     check_any_device(place)
 

@@ -1,7 +1,7 @@
 """Looks at a model's files before anything slow is imported, and says in words what makes it unusable.
 
-It decides nothing about how a model is run. It reads names, config.json and the headers of safetensors files: some
-milliseconds. A name on the hub is looked up there, or in the cache.
+It decides nothing about how a model is run. It reads names, config.json, the tokenizer, and of the weights headers and
+some scales: some milliseconds. A name on the hub is looked up there, or in the cache.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from sgl_batch.checkpoint_files import check_no_pointer, read_tensors
+from sgl_batch.checkpoint_fit import check_scales, check_shapes, check_tokenizer_fits
 from sgl_batch.errors import ConfigError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -27,41 +29,56 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 _QUANTIZATION = ("quantization_config", "compression_config")
 # What names the layers that are not quantised.
 _SPARED = ("ignore", "ignored_layers", "modules_to_not_convert")
-_LFS_POINTER = b"version https://git-lfs"
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_TOKENIZER_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
+# What every config has, by the names that families give it.
+_NEEDED = (
+    ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim", "model_dim"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("vocab_size", "padded_vocab_size", "n_vocab", "padded_vocab"),
+)
 _REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlace:
-    """Where a model and its tokenizer are said to be. `load_format`: SGLang's; `tokenizer`: None is the model's own."""
+    """Where a model and its tokenizer are said to be. `load_format`: SGLang's; `tokenizer`: None is the model's own.
+
+    `is_overridden`: fields of the model's config are given beside it.
+    """
 
     model: str
     tokenizer: str | None = None
     load_format: str | None = None
     revision: str | None = None
     needs_tokenizer: bool = True
+    is_overridden: bool = False
 
 
-def check_model(place: ModelPlace, is_known: Callable[[str], bool]) -> None:
+def check_model(
+    place: ModelPlace, is_known: Callable[[str], bool], is_known_quantization: Callable[[str], bool]
+) -> None:
     """Raise ConfigError for a model that cannot be loaded. `is_known`: whether an architecture can be run."""
     if _REMOTE.match(place.model) or os.environ.get("SGLANG_USE_MODELSCOPE"):
         return
-    path = Path(place.model)
-    if not path.exists():
+    path, is_here = Path(place.model), Path(place.model).exists()
+    if not is_here:
         path = _in_hub("model", place.model, "config.json", place.revision)
-        _check_config(path, is_known, place.model)
-        return
-    if path.is_file():
+    elif path.is_file():
         if path.suffix == ".gguf":
             return
         raise ConfigError(f"the model {path} is a file; name the directory with its config.json and weights")
+    config: Mapping[str, Any] = {}
     if not (path / "params.json").exists():  # Mistral's own format has that one
-        _check_config(path, is_known, place.model)
-    if place.load_format in _PLAIN_LOAD_FORMATS:
-        _check_weights(path)
-    if place.needs_tokenizer:
-        _check_tokenizer(place.tokenizer or place.model)
+        config = _check_config(path, is_known, place.model)
+        _check_quantization(config, path / "config.json", is_known_quantization)
+    # What is not in the hub's cache yet is fetched, where there is a network.
+    if place.load_format in _PLAIN_LOAD_FORMATS and (is_here or _is_offline()):
+        _check_weights(path, config, is_overridden=place.is_overridden)
+    if place.needs_tokenizer and is_here:
+        rows = None if place.is_overridden else _text_part(config).get("vocab_size")
+        _check_tokenizer(place.tokenizer or place.model, rows if _is_count(rows) else None)
 
 
 def model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
@@ -125,91 +142,108 @@ def _text_configs(model: str, revision: str | None) -> Iterator[dict[str, Any]]:
             yield part
 
 
-def _check_config(directory: Path, is_known: Callable[[str], bool], name: str) -> None:
+def _check_config(directory: Path, is_known: Callable[[str], bool], name: str) -> Mapping[str, Any]:
     path = directory / "config.json"
     if not path.exists():
         raise ConfigError(
             f"the model directory {name} has no config.json; name the directory that has it beside the weights, as "
             "Hugging Face's save_pretrained makes it"
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no JSON ({error}); restore it from where the model came from") from error
-    architectures: Any = config.get("architectures") if isinstance(config, dict) else None
-    if not isinstance(architectures, list) or not architectures:
+    config = _json_of(path)
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(architectures, list) or not architectures:
         raise ConfigError(
             f'{path} names no architecture; it needs "architectures": ["Qwen3MoeForCausalLM"], say, as the model\'s '
             "maker gives it"
         )
-    if "auto_map" not in config and not any(is_known(str(one)) for one in architectures):
+    if "auto_map" in config:
+        return config
+    if not any(is_known(str(one)) for one in architectures):
         raise ConfigError(
             f"the model {name} has the architecture {', '.join(map(str, architectures))}, which this SGLang does not "
             "know; choose a model of another family"
         )
+    _check_fields(path, config)
+    return config
 
 
-def _check_weights(directory: Path) -> None:
+def _json_of(path: Path) -> Any:
+    """What a file of JSON says. Raises ConfigError."""
+    with path.open("rb") as file:
+        check_no_pointer(path, file.read(64))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no JSON ({error}); restore it from where the model came from") from error
+
+
+def _check_fields(path: Path, config: Mapping[str, Any]) -> None:
+    """A field that is absent would be the default of some model of this family, which is another one's."""
+    nested = [name for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
+    if set(nested) - set(_QUANTIZATION):
+        return  # the fields are in some part, of which each family knows which it is
+    for names in _NEEDED:
+        given = next((config[name] for name in names if name in config), None)
+        if not isinstance(given, int) or given < 1:
+            raise ConfigError(
+                f'{path} has {names[0]} {given!r}; it needs a number there, as in "{names[0]}": 2048: restore it from '
+                "where the model came from"
+            )
+
+
+def _check_quantization(config: Mapping[str, Any], path: Path, is_known: Callable[[str], bool]) -> None:
+    asked: Mapping[str, Any] = next((config[name] for name in _QUANTIZATION if isinstance(config.get(name), dict)), {})
+    method = asked.get("quant_method")
+    if method is not None and not is_known(str(method)):
+        raise ConfigError(
+            f"{path} says that the weights are quantised by {method!r}, which this SGLang does not know; name a "
+            "checkpoint that is not quantised, or is by a method that it knows (fp8, awq, gptq, compressed-tensors)"
+        )
+
+
+def _check_weights(directory: Path, config: Mapping[str, Any], *, is_overridden: bool) -> None:
     if not any(next(directory.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
         raise ConfigError(
             f"the model directory {directory} has no weights (*.safetensors or *.bin); fetch them, or give "
             "--load-format dummy for random ones"
         )
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        _check_index(index)
-    for path in sorted(directory.glob("*.safetensors")):
-        _check_safetensors(path)
+    tensors = read_tensors(directory)
+    part = _text_part(config)
+    if tensors and not is_overridden:
+        check_shapes(part, tensors, next((part[name] for name in _EXPERT_COUNTS if _is_count(part.get(name))), None))
+    check_scales(tensors)
 
 
-def _check_index(index: Path) -> None:
-    try:
-        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is no index of weights ({error!r}); fetch it anew") from error
-    missing = [name for name in named if not (index.parent / name).exists()]
-    if missing:
-        raise ConfigError(
-            f"{index} names {len(named)} files of weights, of which {len(missing)} are not there ({missing[0]}, say); "
-            "fetch them"
-        )
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that is about text; empty where that is not one of its direct parts."""
+    parts = [config[name] for name in _TEXT_PARTS if isinstance(config.get(name), dict)]
+    return parts[0] if parts else {} if "thinker_config" in config else config
 
 
-def _check_safetensors(path: Path) -> None:
-    """The format: 8 bytes with the length of a JSON header, the header, and the tensors it gives offsets of."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        begin = file.read(max(8, len(_LFS_POINTER)))
-        if begin.startswith(_LFS_POINTER):
-            raise ConfigError(f"{path} is a pointer of Git LFS, not weights; fetch them with `git lfs pull`")
-        length = int.from_bytes(begin[:8], "little")
-        whole = 8 + length
-        header: Any = {}
-        if len(begin) >= 8 and whole <= size:
-            file.seek(8)
-            try:
-                header = json.loads(file.read(length))
-                whole += max(
-                    (one["data_offsets"][1] for key, one in header.items() if key != "__metadata__"), default=0
-                )
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{path} is no file of safetensors ({error!r}); fetch it anew") from error
-    if size < whole:
-        raise ConfigError(
-            f"the weights {path} have {size:,} bytes, and by their header {whole:,}: the file was cut short, by an "
-            "interrupted download or copy, say; fetch it anew"
-        )
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 0
 
 
-def _check_tokenizer(name: str) -> None:
+def _check_tokenizer(name: str, rows: int | None) -> None:
+    """`rows`: how many the model's embedding has, where that is known."""
     directory = Path(name)
     if not directory.exists():
         _in_hub("tokenizer", name, "tokenizer_config.json", None)
     if not directory.is_dir():
         return
-    if any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return
-    if any(next(directory.glob(pattern), None) for pattern in _TOKENIZER_PATTERNS):
+    for config in _TOKENIZER_CONFIGS:
+        if (directory / config).exists():
+            _json_of(directory / config)
+    found = [directory / name for name in _TOKENIZER_FILES if (directory / name).exists()]
+    for path in found:
+        with path.open("rb") as file:
+            begin = file.read(64)
+        check_no_pointer(path, begin)
+        if not begin:
+            raise ConfigError(f"the tokenizer {path} is empty; fetch it anew")
+        if path.name == "tokenizer.json":
+            check_tokenizer_fits(path, rows)
+    if found or any(next(directory.glob(pattern), None) for pattern in _TOKENIZER_PATTERNS):
         return
     raise ConfigError(
         f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, ...); copy the model's own there, or name a "
@@ -258,6 +292,12 @@ def _in_hub(kind: str, name: str, file: str, revision: str | None) -> Path:
         raise ConfigError(f"the {kind} {name} has no {file} on the hub; name another") from error
     except (HfHubHTTPError, OSError) as error:
         raise ConfigError(f"the {kind} {name} cannot be fetched from the hub: {error}") from error
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _has_address(url: str) -> bool:

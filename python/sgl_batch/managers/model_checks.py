@@ -11,15 +11,15 @@ from sgl_batch.core.model_refusals import check_without_adapter, number_type, re
 from sgl_batch.core.supported_models import CPU, GPU, Status, family_named, format_of, has_adapter
 from sgl_batch.errors import ConfigError
 from sgl_batch.model_directory import ModelPlace, check_model, model_config, num_experts
-from sgl_batch.sglang_adapter.known_models import has_own_model, is_known_architecture
+from sgl_batch.sglang_adapter.known_models import has_own_model, is_known_architecture, is_known_quantization
 
 
 def check_any_device(place: ModelPlace) -> None:
     """Refuse what cannot be loaded, or computed rightly on any device. In milliseconds. Raises ConfigError."""
-    check_model(place, is_known_architecture)
-    config = model_config(place.model, place.revision)
-    if config is not None:
-        _refuse(place.model, config, refusal(config) or _not_measured(config))
+    config = model_config(place.model, place.revision) or {}
+    _refuse(place.model, config, refusal(config))  # before its files are read: they are of a form that is not ours
+    check_model(place, is_known_architecture, is_known_quantization)
+    _refuse(place.model, config, _not_measured(config))
 
 
 def _not_measured(config: Mapping[str, Any]) -> str | None:

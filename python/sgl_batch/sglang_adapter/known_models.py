@@ -1,4 +1,7 @@
-"""Which architectures SGLang can run, read from its source: to import them all takes seconds. It decides nothing."""
+"""Which architectures and kinds of quantised weights SGLang can run, read from its source: to import it takes seconds.
+
+It decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 _MODELS = ("srt", "models")
 # The classes that a file of a model offers.
 _OFFERED = "EntryClass"
+_QUANTIZATIONS = (("srt", "layers", "quantization", "__init__.py"), ("srt", "configs", "model_config.py"))
 # What transformers can run SGLang runs by way of it.
 _TRANSFORMERS_MODELS = ("models", "auto", "modeling_auto.py")
 
@@ -33,6 +37,14 @@ def has_own_model(name: str) -> bool:
         if name in text and word.search(text, max(text.rfind(_OFFERED), 0)):
             return True
     return False
+
+
+def is_known_quantization(name: str) -> bool:
+    """Whether SGLang reads weights that are quantised by this method; True where nobody can say."""
+    sglang = _package("sglang")
+    if sglang is None:
+        return True
+    return any(f'"{name.lower()}"' in sglang.joinpath(*path).read_text(encoding="utf-8") for path in _QUANTIZATIONS)
 
 
 def _package(name: str) -> Path | None:

@@ -1,0 +1,170 @@
+"""Owns what the files of a checkpoint say of themselves: indexes and headers, and that each file is whole.
+
+It reads no tensor and decides nothing about whether a model fits. A header of safetensors is 8 bytes of length, JSON,
+and then the tensors to which the JSON gives offsets.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from sgl_batch.errors import ConfigError
+
+_LFS_POINTER = b"version https://git-lfs"
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+_ONE_OF = re.compile(r"-(\d{5})-of-(\d{5})\.(?:safetensors|bin)$")
+_ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """What a header says of one tensor. Its remarks on the whole file (`__metadata__`) have none of these."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] | None = None
+
+
+class _Index(msgspec.Struct):
+    """By tensor, the file that has it."""
+
+    weight_map: dict[str, str]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, _Entry])
+
+
+class StoredTensor(msgspec.Struct, frozen=True, gc=False):
+    """A tensor of a checkpoint: `num_bytes` from `begin` of `file`, of safetensors' `dtype`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+def read_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of all files of safetensors, by name. Raises ConfigError for a file that is missing or not whole."""
+    files = sorted(directory.glob("*.safetensors"))
+    headers = {path.name: read_header(path) for path in files}
+    for pattern in _PICKLED:
+        for path in directory.glob(pattern):
+            _check_pickled(path)
+    indexes = [directory / name for name in _INDEXES if (directory / name).exists()]
+    for index in indexes:
+        _check_index(index, headers)
+    if not indexes:
+        _check_numbers(directory)
+    return {name: tensor for header in headers.values() for name, tensor in header.items()}
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file of safetensors. Raises ConfigError."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begin = file.read(max(8, len(_LFS_POINTER)))
+        check_no_pointer(path, begin)
+        length = int.from_bytes(begin[:8], "little")
+        if len(begin) < 8 or 8 + length > size:
+            raise _cut_short(path, size, 8 + length)
+        file.seek(8)
+        try:
+            entries = _HEADER.decode(file.read(length))
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path} is no file of safetensors ({error}); fetch it anew") from error
+    entries.pop("__metadata__", None)
+    found = {name: _stored(path, name, entry, 8 + length) for name, entry in entries.items()}
+    whole = max((one.begin + one.num_bytes for one in found.values()), default=8 + length)
+    if size < whole:
+        raise _cut_short(path, size, whole)
+    return found
+
+
+def check_no_pointer(path: Path, begin: bytes) -> None:
+    """Raise ConfigError where a file is what Git leaves of one that it has not fetched."""
+    if begin.startswith(_LFS_POINTER):
+        raise ConfigError(f"{path} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
+
+
+def _cut_short(path: Path, size: int, whole: int) -> ConfigError:
+    return ConfigError(
+        f"the weights {path} have {size:,} bytes, and by their header {whole:,}: the file was cut short, by an "
+        "interrupted download or copy, say; fetch it anew"
+    )
+
+
+def _stored(path: Path, name: str, entry: _Entry, data: int) -> StoredTensor:
+    begin, end = entry.data_offsets or (0, -1)
+    num_bytes, item_bytes = end - begin, _ITEM_BYTES.get(entry.dtype)
+    if begin < 0 or num_bytes < 0 or min(entry.shape, default=0) < 0:
+        raise ConfigError(f"{path} says of {name} no bytes that could be it; fetch the file anew")
+    if item_bytes is not None and num_bytes != prod(entry.shape) * item_bytes:
+        raise ConfigError(
+            f"{path} says of {name} that {entry.dtype}{list(entry.shape)} is {num_bytes:,} bytes; fetch the file anew"
+        )
+    return StoredTensor(path, entry.dtype, entry.shape, data + begin, num_bytes)
+
+
+def _check_pickled(path: Path) -> None:
+    """A file of torch.save: an archive whose directory is at its end."""
+    with path.open("rb") as file:
+        begin = file.read(len(_LFS_POINTER))
+    check_no_pointer(path, begin)
+    if not begin or (begin.startswith(b"PK") and not zipfile.is_zipfile(path)):
+        raise ConfigError(
+            f"the weights {path} have {path.stat().st_size:,} bytes, and no end: the file was cut short, by an "
+            "interrupted download or copy, say; fetch it anew"
+        )
+
+
+def _check_index(index: Path, headers: Mapping[str, Mapping[str, StoredTensor]]) -> None:
+    try:
+        place_of = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{index} is no index of weights ({error}); fetch it anew") from error
+    named = sorted(set(place_of.values()))
+    missing = [name for name in named if not (index.parent / name).exists()]
+    if missing:
+        raise ConfigError(
+            f"{index} names {len(named)} files of weights, of which {len(missing)} are not there ({missing[0]}, say); "
+            "fetch them"
+        )
+    absent = [name for name, file in place_of.items() if file in headers and name not in headers[file]]
+    if absent:
+        raise ConfigError(
+            f"{index} names {len(absent)} tensors that their files do not have ({absent[0]}, say, in "
+            f"{place_of[absent[0]]}): the files are of two checkpoints; fetch all of one anew"
+        )
+
+
+def _check_numbers(directory: Path) -> None:
+    """Files that say of themselves that they are one of several, without an index."""
+    found: dict[int, set[int]] = {}
+    for path in directory.iterdir():
+        if numbers := _ONE_OF.search(path.name):
+            found.setdefault(int(numbers[2]), set()).add(int(numbers[1]))
+    for count, present in found.items():
+        if absent := sorted(set(range(1, count + 1)) - present):
+            raise ConfigError(
+                f"{directory} has {len(present)} of {count} files of weights: {few(map(str, absent))} are not there; "
+                "fetch them"
+            )
+
+
+def few(names: Iterable[str], most: int = 6) -> str:
+    """The first of several names, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
