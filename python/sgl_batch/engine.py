@@ -55,7 +55,7 @@ class Engine(processes.RankedEngine):
         except EngineError:
             self.shutdown()
             raise
-        launch.say_forward(self.running)
+        launch.say_forward(self.running["forward"])
         run.watch(self.tokenizer_manager.note_death)
 
     def shutdown(self) -> None:

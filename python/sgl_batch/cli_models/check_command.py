@@ -13,7 +13,7 @@ from typing import Any
 from sgl_batch import config as batch_config
 from sgl_batch.byte_sizes import HOW_TO_WRITE, format_bytes
 from sgl_batch.cli_models.needs import Fit, Model, Place, fit, remedy
-from sgl_batch.cli_models.tensors import read_tensors
+from sgl_batch.cli_models.tensors import tensors_of
 from sgl_batch.cli_run_options import UsageParser
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.model_refusals import number_type, text_part
@@ -114,7 +114,7 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
     method, dtype = quantization(str(directory)), number_type(whole, args.dtype)
     if method is not None and config.memory.weights == "streamed":
         raise ConfigError(f"weights are to be streamed, and the model's are quantised ({method}); leave --weights out")
-    tensors = read_tensors(directory, int(text.get("num_hidden_layers") or 0))
+    tensors = tensors_of(directory, int(text.get("num_hidden_layers") or 0))
     model = Model(config=text, tensors=tensors, dtype=dtype)
     place = Place(device=device, budget=_budget(config, device), page_size=args.page_size, length=_length(args, text))
     streamable = method is None and any(one.is_streamable for one in tensors)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.cli_models.tensors import Tensor
+from sgl_batch.cli_models.tensors import ModelTensor
 from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.gpu_reserves import GpuReading, GpuUse, gpu_reserves
@@ -37,7 +37,7 @@ class Model:
     """What is known of a model. `config`: the part of config.json that is about text; `dtype`: that of the engine."""
 
     config: Mapping[str, Any]
-    tensors: list[Tensor]
+    tensors: list[ModelTensor]
     dtype: str
 
     @property
@@ -70,10 +70,10 @@ class Model:
         experts = sum(num_bytes for num_bytes, is_expert in sizes if is_expert)
         return sum(num_bytes for num_bytes, _ in sizes) + self._rotary_bytes(), experts
 
-    def _bytes_of(self, tensor: Tensor, *, int8: bool) -> int:
-        if int8 and len(tensor.shape) >= 2 and not any(part in tensor.name for part in _INT8_EXACT):
-            return tensor.count + _FLOAT_BYTES * (tensor.count // tensor.shape[-1])
-        rows = tensor.shape[0] if tensor.shape else 1
+    def _bytes_of(self, tensor: ModelTensor, *, int8: bool) -> int:
+        if int8 and len(tensor.stored.shape) >= 2 and not any(part in tensor.name for part in _INT8_EXACT):
+            return tensor.count + _FLOAT_BYTES * (tensor.count // tensor.stored.shape[-1])
+        rows = tensor.stored.shape[0] if tensor.stored.shape else 1
         padding = -rows % _VOCABULARY_STEP if rows == number(self.value, "vocab_size") else 0
         return tensor.num_bytes(self.item_bytes) * (rows + padding) // max(rows, 1)
 

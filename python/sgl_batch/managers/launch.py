@@ -331,15 +331,15 @@ def start_tree(server_args: ServerArgs, run: EngineRun) -> tuple[processes.Launc
             run_detokenizer_process_func=run.detokenizer,
         )
     running = verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, server_args)
-    say_forward(running)
+    say_forward(running["forward"])
     run.watch(launched.tokenizer_manager.note_death)
     return launched, str(running["forward"])
 
 
-def say_forward(running: Mapping[str, Any]) -> None:
-    """Say which forward pass computes the model, whatever SGLang's log level is; `running`: what `verify` returns."""
+def say_forward(forward: str) -> None:
+    """Say which forward pass computes the model, whatever SGLang's log level is."""
     logger.setLevel(logging.INFO)
-    logger.info("forward: %s", running["forward"])
+    logger.info("forward: %s", forward)
 
 
 def expected_classes(server_args: ServerArgs) -> dict[str, str]:

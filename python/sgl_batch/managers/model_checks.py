@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.config import BatchConfig
-from sgl_batch.core.model_refusals import check_without_adapter, number_type, refusal
+from sgl_batch.core.model_refusals import Config, check_without_adapter, number_type, refusal
 from sgl_batch.core.supported_models import CPU, GPU, Status, family_named, format_of, has_adapter
 from sgl_batch.errors import ConfigError
 from sgl_batch.model_directory import ModelPlace, check_model, model_config, num_experts
@@ -22,7 +22,7 @@ def check_any_device(place: ModelPlace) -> None:
     _refuse(place.model, config, _not_measured(config))
 
 
-def _not_measured(config: Mapping[str, Any]) -> str | None:
+def _not_measured(config: Config) -> str | None:
     """Of models that SGLang runs with transformers' own modules, not all load and not all are right."""
     named = [str(name) for name in config.get("architectures") or ()]
     if "auto_map" in config or not named or any(family_named(name) or has_own_model(name) for name in named):
@@ -54,7 +54,7 @@ def check_this_device(arguments: Mapping[str, Any], ours: BatchConfig, *, on_cpu
         check_without_adapter(architecture, ours, num_ranks=num_ranks)
 
 
-def _refuse(name: str, config: Mapping[str, Any], why: str | None) -> None:
+def _refuse(name: str, config: Config, why: str | None) -> None:
     if why is None:
         return
     named = ", ".join(map(str, config.get("architectures") or ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import cast
 
 import torch
@@ -11,7 +12,7 @@ from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.models import PlainLayer
 
 
-class PlainNormFamily(Family):
+class PlainNormFamily(Family, ABC):
     """Families of which a layer norms, attends, and norms again, with nothing between."""
 
     def attention_half(
