@@ -87,14 +87,6 @@ def _check_olmoe(config: Any) -> None:
         )
 
 
-def _check_qwen_moe(config: Any) -> None:
-    if config.use_sliding_window:
-        raise ConfigError(
-            f"use_sliding_window is true in the model's config, with {config.sliding_window} tokens, and SGLang's "
-            "Qwen-MoE attends to all tokens: its answers would be wrong"
-        )
-
-
 def _adapt_minimax(model: Any, _: Any) -> None:
     """On a CPU, norm queries and keys over all heads by SGLang's plain norm; MiniMax-M2's own is a GPU's kernel."""
     for layer in model.model.layers:
@@ -171,8 +163,6 @@ _CONFIGS: Mapping[str, Callable[[Any], None]] = {
     "DeepseekV3ForCausalLM": _complete_deepseek_v3,
     "MiniMaxM2ForCausalLM": _complete_minimax,
     "OlmoeForCausalLM": _check_olmoe,
-    "Qwen2MoeForCausalLM": _check_qwen_moe,
-    "Qwen3MoeForCausalLM": _check_qwen_moe,
 }
 _MODELS: Mapping[str, Callable[[Any, Any], None]] = {
     "Glm4MoeForCausalLM": _adapt_glm,
