@@ -19,7 +19,6 @@ WITHOUT_TYPE = {
     "managers.launch: default_arguments": _ARGUMENTS,
     "managers.launch: sglang_arguments": _ARGUMENTS,
     "managers.launch: verify": _STATS,
-    "managers.model_checks: check_this_device": _ARGUMENTS,
     "managers.engine_run: EngineRun.infos": _STATS,
     "managers.engine_run: _place": "SGLang's arguments of a process by position, each of another type",
     "managers.line_answers: LineAnswers._answer": _ANSWER,

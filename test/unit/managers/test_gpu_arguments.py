@@ -120,7 +120,7 @@ def test_latent_attention_has_graphs_of_moderate_size():
         (None, True, False),
         ({"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512}, True, True),
         ({"architectures": ["DeepseekV2ForCausalLM"], "text_config": {"kv_lora_rank": 512}}, True, True),
-        ({"architectures": ["LlamaForCausalLM"], "kv_lora_rank": None}, False, False),
+        ({"architectures": ["Phi3ForCausalLM"], "kv_lora_rank": None}, False, False),
     ],
 )
 def test_a_models_config_says_whether_it_is_split_and_latent(config, is_split, is_latent, tmp_path):

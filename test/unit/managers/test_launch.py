@@ -203,7 +203,7 @@ def test_beside_a_gpu_the_memory_that_sglang_keeps_free_follows_the_prefill_grou
 
 
 @pytest.mark.parametrize(
-    ("architecture", "chosen"), [("Qwen3MoeForCausalLM", "triton"), ("LlamaForCausalLM", None), (None, "triton")]
+    ("architecture", "chosen"), [("Qwen3MoeForCausalLM", "triton"), ("Phi3ForCausalLM", None), (None, "triton")]
 )
 def test_what_the_machine_decides_is_said_once_for_models_that_are_split(
     architecture, chosen, tmp_path, monkeypatch, caplog
@@ -378,7 +378,9 @@ def test_values_that_sglang_takes_and_fails_on_later_are_refused(arguments, mess
 
 @pytest.mark.parametrize(("num_ranks", "is_refused"), [(2, False), (3, True), (4, False)])
 def test_ranks_share_experts_evenly_or_are_refused(num_ranks, is_refused, tmp_path):
-    (tmp_path / "config.json").write_text('{"num_local_experts": 8}')
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "dtype": "bfloat16"}'
+    )
     arguments = {"model_path": str(tmp_path), "enable_dp_attention": True, "device": "cpu"}
     arguments |= dict.fromkeys(("tp_size", "dp_size", "ep_size"), num_ranks)
     if is_refused:
