@@ -84,8 +84,9 @@ def refusal(config: Config, *, device: str | None = None, context: int | None = 
     `device`: one of supported_models.DEVICES, or None for reasons that hold on all. `context`: the most tokens of a
     sequence, where it is not the model's own number.
     """
-    named = config.get("architectures") or ("an unknown architecture",)
-    judged = Judged(architecture=str(named[0]), whole=config, device=device, context=context)
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "an unknown architecture"
+    judged = Judged(architecture=architecture, whole=config, device=device, context=context)
     return next((why for reason in _REASONS if (why := reason(judged)) is not None), None)
 
 
@@ -136,13 +137,14 @@ def _kind_of_model(judged: Judged) -> str | None:
 
 def _kind_of_layers(judged: Judged) -> str | None:
     kinds = judged.get(*_KINDS)
-    odd = sorted({str(kind) for kind in kinds} - _PLAIN_KINDS) if isinstance(kinds, (list, tuple)) else []
+    odd = sorted({str(kind) for kind in kinds} - _PLAIN_KINDS) if isinstance(kinds, list) else []
     if odd == ["chunked_attention"] or judged.get("attention_chunk_size") or judged.architecture.startswith("Llama4"):
         return "its layers attend within chunks, and here attention covers the whole context"
     if any("sparse" in kind or "compressed" in kind for kind in odd):
         return f"it has layers of {odd[0]}, and here attention covers the whole context"
     state = judged.matching(_STATES)
-    if odd or state or 0 in (judged.get("attn_type_list") or ()):
+    by_layer = judged.get("attn_type_list")
+    if odd or state or (isinstance(by_layer, list) and 0 in by_layer):
         told = f"layers of {odd[0]}" if odd else f"{state or 'attn_type_list'} in its config"
         return f"it carries a state from token to token beside KV ({told}), which no tier here keeps"
     sparse = judged.matching(_SPARSE)
@@ -178,7 +180,7 @@ def _position_biases(judged: Judged) -> str | None:
 
 
 def _windows(judged: Judged) -> str | None:
-    window, context = window_of(judged), judged.context or judged.get("max_position_embeddings")
+    window, context = window_of(judged), judged.context or _number(judged.get("max_position_embeddings"))
     if window is None or judged.device is None or (context is not None and context <= window):
         return None
     by_sglang = judged.device in _WINDOW_DEVICES and _WINDOWS_BY_SGLANG.match(judged.architecture)
@@ -196,11 +198,16 @@ def _covers_windows(judged: Judged) -> bool:
 
 def window_of(judged: Judged) -> int | None:
     """To how many of the last tokens some layers attend; None where all attend to the whole context."""
-    window, kinds = judged.get("sliding_window", "sliding_window_size"), judged.get("layer_types")
-    if isinstance(kinds, (list, tuple)):
-        return int(window) if window and "sliding_attention" in kinds else None
+    window, kinds = _number(judged.get("sliding_window", "sliding_window_size")), judged.get("layer_types")
+    if isinstance(kinds, list):
+        return window if "sliding_attention" in kinds else None
     off = any(part.get("use_sliding_window") is False for part in judged.parts)
-    return None if off or not window else int(window)
+    return None if off else window
+
+
+def _number(value: object) -> int | None:
+    """A number of a config, which may hold anything."""
+    return value if isinstance(value, int) else None
 
 
 def _cpu_alone(judged: Judged) -> str | None:

@@ -64,6 +64,10 @@ RIGHT = [
     ("MiniMaxM2ForCausalLM", {"attn_type_list": [1, 1], "head_dim": 128}),
     ("GPT2LMHeadModel", {}),
     ("ChatGLMModel", {}),
+    (
+        "GarbledForCausalLM",
+        {"sliding_window": "4k", "layer_types": 3, "attn_type_list": 1, "text_config": [], "v_head_dim": {}},
+    ),
     ("CohereForCausalLM", {"layer_types": None, "alibi": False, "vision_config": None}),
 ]
 
@@ -97,6 +101,11 @@ def test_a_window_that_sglang_ignores_is_refused_on_a_gpu_as_well_unless_sequenc
     assert refusal(config("Gemma3ForCausalLM", WINDOWED), device=GPU) is None
     for device in DEVICES:
         assert refusal(config("Phi3ForCausalLM", WINDOWED), device=device, context=64) is None
+
+
+@pytest.mark.parametrize("named", [None, [], "LlamaForCausalLM", {"a": 1}])
+def test_a_config_without_a_list_of_architectures_is_left_to_what_checks_its_form(named):
+    assert refusal({"architectures": named}, device=CPU) is None
 
 
 @pytest.mark.parametrize("name", [name for row in FAMILIES for name in row.architectures])
