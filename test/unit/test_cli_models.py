@@ -12,6 +12,7 @@ import pytest
 from sgl_batch.cli_models.check_command import check_command
 from sgl_batch.cli_models.list_command import models_command
 from sgl_batch.cli_models.tables import as_json
+from sgl_batch.cli_models.tensors import Tensor
 from sgl_batch.core.supported_models import FAMILIES, FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +101,20 @@ def test_a_model_that_runs_is_said_with_its_memory_by_use(capsys):
     assert told["sequences_in_store"] == 16
     assert check_command(["--model", str(TINY), "--device-memory", "1G"]) == 0
     assert "It would run." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "is_expert", "is_streamable"),
+    [
+        ("model.layers.0.mlp.experts.3.up_proj.weight", (8, 4), True, True),
+        ("model.layers.0.mlp.experts.gate_up_proj", (16, 8, 4), True, False),
+        ("model.layers.0.block_sparse_moe.input_linear.weight", (16, 8, 4), True, False),
+        ("model.layers.0.mlp.shared_experts.up_proj.weight", (8, 4), False, False),
+    ],
+)
+def test_routed_experts_are_known_by_name_or_as_a_stack(name, shape, is_expert, is_streamable):
+    tensor = Tensor(name, "BF16", shape)
+    assert (tensor.is_expert, tensor.is_streamable) == (is_expert, is_streamable)
 
 
 def test_rounded_weights_take_half(capsys):
