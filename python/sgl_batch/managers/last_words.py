@@ -6,6 +6,7 @@ send the program a signal.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
@@ -92,15 +93,21 @@ def traceback_text(error: BaseException) -> str:
 def keep_traceback(text: str, directory: Path | None) -> str:
     """Write a traceback to a file of the user's own, and say where; the oldest such files go.
 
-    `directory`: None is that of temporary files. Where nothing can be written, say nothing.
+    `directory`: None is that of temporary files. The same traceback has the same file: an engine that fails again says
+    the same words. Where nothing can be written, say nothing.
     """
     directory = directory or Path(tempfile.gettempdir())
+    path = directory / f"{_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:12]}.txt"
     with suppress(OSError):
-        number, path = tempfile.mkstemp(prefix=_PREFIX, suffix=".txt", dir=directory)
+        # Others may write in that directory, too: no link of theirs is followed, and no file of theirs is written.
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         with open(number, "w", encoding="utf-8") as file:
+            if os.fstat(number).st_uid != os.geteuid():
+                return ""
+            file.truncate(0)
             file.write(text)
-        own = [one for one in directory.glob(f"{_PREFIX}*.txt") if one.owner() == Path(path).owner()]
-        for old in sorted(own, key=lambda one: one.stat().st_mtime)[:-_MOST_KEPT]:
+        own = [one for one in directory.glob(f"{_PREFIX}*.txt") if one.lstat().st_uid == os.geteuid()]
+        for old in sorted(own, key=lambda one: one.lstat().st_mtime)[:-_MOST_KEPT]:
             old.unlink(missing_ok=True)
         return f"; its traceback is in {path}"
     return ""

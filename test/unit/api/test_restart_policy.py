@@ -16,6 +16,12 @@ def test_the_same_failure_three_times_in_the_first_minute_is_the_last():
     assert policy.delay_after(end()) is None
 
 
+def test_words_that_differ_in_numbers_alone_are_the_same():
+    policy = RestartPolicy()
+    words = [f"the scheduler died: SIGKILL; it had taken {had} GiB" for had in ("1.50", "1.62", "9")]
+    assert [policy.delay_after(end(one)) for one in words] == [1.0, 2.0, None]
+
+
 def test_other_words_begin_the_count_again():
     policy = RestartPolicy()
     delays = [policy.delay_after(end(words)) for words in ("a", "a", "b", "b", "b")]
@@ -43,5 +49,5 @@ def test_an_engine_that_dies_of_every_line_is_given_up_after_many_lives():
 
 def test_delays_grow_to_a_minute_and_no_further():
     policy = RestartPolicy()
-    delays = [policy.delay_after(end(str(number))) for number in range(9)]
+    delays = [policy.delay_after(end(word)) for word in "abcdefghi"]
     assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]

@@ -9,6 +9,7 @@ import pytest
 
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.engine_death import EngineDeath
+from sgl_batch.managers.tokenizer_manager import BatchSignalHandler, BatchTokenizerManager
 
 
 def under_way() -> SimpleNamespace:
@@ -65,3 +66,23 @@ def test_where_lines_look_for_themselves_nothing_is_raised() -> None:
         assert str(death.error) == "killed"
 
     asyncio.run(die())
+
+
+def tokenizer_manager() -> BatchTokenizerManager:
+    manager = BatchTokenizerManager.__new__(BatchTokenizerManager)
+    manager.death, manager.rid_to_state, manager.event_loop = EngineDeath(), {}, None
+    return manager
+
+
+def test_a_fault_of_the_tokenizer_manager_is_the_engines_death_and_not_the_programs() -> None:
+    manager = tokenizer_manager()  # without the parts that it reads answers with
+    asyncio.run(manager.handle_loop())
+    assert str(manager.death.error).startswith("the tokenizer manager failed: AttributeError: ")
+
+
+def test_a_process_that_asks_for_the_end_by_a_signal_ends_the_engine_alone() -> None:
+    manager = tokenizer_manager()
+    BatchSignalHandler(manager).running_phase_sigquit_handler()
+    assert "SIGQUIT" in str(manager.death.error)
+    with pytest.raises(EngineError, match="SIGQUIT"):
+        manager._dispatch_to_scheduler(None)

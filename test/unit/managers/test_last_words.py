@@ -69,6 +69,13 @@ def test_few_tracebacks_are_kept_and_where_none_can_be_nothing_is_said(tmp_path:
     said = [keep_traceback(f"fault {number}", tmp_path) for number in range(20)]
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert len(kept) == 16
+    assert keep_traceback("fault 19", tmp_path) == said[-1], "the same fault has the same file"
+    assert Path(said[-1].rpartition(" ")[2]).read_text() == "fault 19"
+    (tmp_path / "elsewhere").touch()
+    Path(said[-1].rpartition(" ")[2]).unlink()
+    Path(said[-1].rpartition(" ")[2]).symlink_to(tmp_path / "elsewhere")
+    assert keep_traceback("fault 19", tmp_path) == "", "a link may be another user's"
+    assert (tmp_path / "elsewhere").read_text() == ""
     assert said[-1] == f"; its traceback is in {tmp_path / Path(said[-1]).name}"
     assert Path(said[-1]).name in kept
     assert keep_traceback("fault", tmp_path / "none") == ""
