@@ -6,6 +6,7 @@ and then the tensors to which the JSON gives offsets.
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -28,11 +29,15 @@ _ITEM_BYTES = {
 }
 
 
+# What msgspec raises of JSON: no JSON, of other types, no text, too deep.
+NOT_READABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
 class _Entry(msgspec.Struct, gc=False):
     """What a header says of one tensor. Its remarks on the whole file (`__metadata__`) have none of these."""
 
     dtype: str = ""
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] | None = None
     data_offsets: tuple[int, int] | None = None
 
 
@@ -72,18 +77,21 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file of safetensors. Raises ConfigError."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        begin = file.read(max(8, len(_LFS_POINTER)))
-        check_no_pointer(path, begin)
-        length = int.from_bytes(begin[:8], "little")
-        if len(begin) < 8 or 8 + length > size:
-            raise _cut_short(path, size, 8 + length)
-        file.seek(8)
-        try:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            begin = file.read(max(8, len(_LFS_POINTER)))
+            check_no_pointer(path, begin)
+            length = int.from_bytes(begin[:8], "little")
+            if len(begin) < 8 or 8 + length > size:
+                raise _cut_short(path, size, 8 + length)
+            file.seek(8)
             entries = _HEADER.decode(file.read(length))
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path} is no file of safetensors ({error}); fetch it anew") from error
+    except NOT_READABLE as error:
+        raise ConfigError(f"{path} is no file of safetensors ({error}); fetch it anew") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     entries.pop("__metadata__", None)
     found = {name: _stored(path, name, entry, 8 + length) for name, entry in entries.items()}
     whole = max((one.begin + one.num_bytes for one in found.values()), default=8 + length)
@@ -106,15 +114,15 @@ def _cut_short(path: Path, size: int, whole: int) -> ConfigError:
 
 
 def _stored(path: Path, name: str, entry: _Entry, data: int) -> StoredTensor:
-    begin, end = entry.data_offsets or (0, -1)
-    num_bytes, item_bytes = end - begin, _ITEM_BYTES.get(entry.dtype)
-    if begin < 0 or num_bytes < 0 or min(entry.shape, default=0) < 0:
-        raise ConfigError(f"{path} says of {name} no bytes that could be it; fetch the file anew")
-    if item_bytes is not None and num_bytes != prod(entry.shape) * item_bytes:
+    shape, (begin, end) = entry.shape, entry.data_offsets or (0, -1)
+    if not entry.dtype or shape is None or min(shape, default=0) < 0 or not 0 <= begin <= end:
+        raise ConfigError(f"{path} says of {name} no type, shape and bytes that could be it; fetch the file anew")
+    item_bytes = _ITEM_BYTES.get(entry.dtype)
+    if item_bytes is not None and end - begin != prod(shape) * item_bytes:
         raise ConfigError(
-            f"{path} says of {name} that {entry.dtype}{list(entry.shape)} is {num_bytes:,} bytes; fetch the file anew"
+            f"{path} says of {name} that {entry.dtype}{list(shape)} is {end - begin:,} bytes; fetch the file anew"
         )
-    return StoredTensor(path, entry.dtype, entry.shape, data + begin, num_bytes)
+    return StoredTensor(path, entry.dtype, shape, data + begin, end - begin)
 
 
 def _check_pickled(path: Path) -> None:
@@ -132,7 +140,7 @@ def _check_pickled(path: Path) -> None:
 def _check_index(index: Path, headers: Mapping[str, Mapping[str, StoredTensor]]) -> None:
     try:
         place_of = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as error:
+    except NOT_READABLE as error:
         raise ConfigError(f"{index} is no index of weights ({error}); fetch it anew") from error
     named = sorted(set(place_of.values()))
     missing = [name for name in named if not (index.parent / name).exists()]

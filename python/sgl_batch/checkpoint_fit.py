@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from sgl_batch.checkpoint_files import StoredTensor, few
+from sgl_batch.checkpoint_files import NOT_READABLE, StoredTensor, few
 from sgl_batch.errors import ConfigError
 
 # A text model beside other parts has its names below one of these.
 _ROOT = r"^(?:language_model\.|model\.)*"
-_EMBEDDING = re.compile(_ROOT + r"(embed_tokens|lm_head)\.weight$")
+_EMBEDDING = re.compile(_ROOT + r"(?:embed_tokens|lm_head)\.weight$")
 _LAYER = re.compile(_ROOT + r"layers\.(\d+)\.(?:.*\.experts\.(\d+)\.)?")
 _PLAIN = ("F32", "F16", "BF16")
 _SCALE = re.compile(r"weight_scale(_inv)?$")
@@ -29,14 +29,17 @@ _EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2"
 _MOST_SCALES, _MOST_SCALE_BYTES = 512, 16 << 20
 
 
-def check_shapes(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], experts: int | None) -> None:
+def check_shapes(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], experts: int | None, *, is_part: bool
+) -> None:
     """Raise ConfigError where the config says other numbers of rows, layers or experts than there are.
 
-    `config`: the part about text. `experts`: how many each layer has, None where the config does not say.
+    `config`: the part about text, `is_part` where there are others. `experts`: how many each layer has, None where the
+    config does not say.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype in _PLAIN and len(tensor.shape) == 2 and (part := _EMBEDDING.search(name)):
-            _check_embedding(config, name, tensor, part[1])
+        if tensor.dtype in _PLAIN and len(tensor.shape) == 2 and _EMBEDDING.search(name):
+            _check_embedding(config, name, tensor, is_part=is_part)
     found = _experts_of_layers(tensors)
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int) or not found:
@@ -54,14 +57,15 @@ def check_shapes(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor],
             )
 
 
-def _check_embedding(config: Mapping[str, Any], name: str, tensor: StoredTensor, part: str) -> None:
+def _check_embedding(config: Mapping[str, Any], name: str, tensor: StoredTensor, *, is_part: bool) -> None:
     rows, columns = config.get("vocab_size"), config.get("hidden_size")
     if not isinstance(rows, int) or not isinstance(columns, int) or tensor.shape == (rows, columns):
         return
+    if is_part and tensor.shape[0] >= rows and tensor.shape[1] == columns:
+        return  # other parts may have tokens of their own behind those of the text
     raise ConfigError(
         f"{name} is {list(tensor.shape)} in {tensor.file}, and config.json says vocab_size {rows} and hidden_size "
-        f"{columns}; fetch the {'embedding' if part == 'embed_tokens' else 'output embedding'} and the config of one "
-        "checkpoint"
+        f"{columns}; fetch the weights and the config of one checkpoint"
     )
 
 
@@ -119,7 +123,7 @@ def check_tokenizer_fits(path: Path, rows: int | None) -> None:
     """
     try:
         vocabulary = msgspec.json.decode(path.read_bytes(), type=_Tokenizer).model.vocab
-    except msgspec.DecodeError as error:
+    except NOT_READABLE as error:
         raise ConfigError(f"{path} is no tokenizer ({error}); fetch it anew") from error
     largest = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary or ()) - 1
     if rows is not None and largest >= rows:

@@ -210,7 +210,8 @@ def _check_weights(directory: Path, config: Mapping[str, Any], *, is_overridden:
     tensors = read_tensors(directory)
     part = _text_part(config)
     if tensors and not is_overridden:
-        check_shapes(part, tensors, next((part[name] for name in _EXPERT_COUNTS if _is_count(part.get(name))), None))
+        experts = next((part[name] for name in _EXPERT_COUNTS if _is_count(part.get(name))), None)
+        check_shapes(part, tensors, experts, is_part=part is not config)
     check_scales(tensors)
 
 

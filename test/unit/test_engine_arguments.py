@@ -9,7 +9,7 @@ import pytest
 
 from sgl_batch.engine_arguments import _Parser
 from sgl_batch.errors import ConfigError
-from sgl_batch.sglang_adapter import processes
+from sgl_batch.sglang_adapter import faults, processes
 
 
 @pytest.mark.parametrize(
@@ -43,5 +43,5 @@ def test_all_of_sglangs_arguments_are_logged_for_debugging_alone(
 def test_an_assertion_without_words_is_told_by_what_it_asserts() -> None:
     with pytest.raises(AssertionError) as caught:
         raise AssertionError
-    assert processes.words_of(caught.value).startswith("raise AssertionError (test_engine_arguments.py:")
-    assert processes.words_of(AssertionError("two\nlines")) == "two lines"
+    assert faults.words_of(caught.value).startswith("raise AssertionError (test_engine_arguments.py:")
+    assert faults.words_of(AssertionError("two\nlines")) == "two lines"

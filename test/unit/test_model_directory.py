@@ -106,11 +106,11 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda model: respell(model, lambda header: header[NORM].update(shape=[-64])),
-        "no bytes that could be it",
+        "no type, shape and bytes that could be it",
     ),
     (
         lambda model: respell(model, lambda header: header[NORM].pop("data_offsets")),
-        "no bytes that could be it",
+        "no type, shape and bytes that could be it",
     ),
     (lambda model: index(model, a="model.safetensors", b="2"), r"names 2 files .* of which 1 are not there \(2, say\)"),
     (
@@ -141,6 +141,8 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     (lambda model: add_scales(model, "BF16", b"\xc0\x7f\x80\x3f"), r"has 1 scales that are infinite"),
     (lambda model: without(model, "tokenizer*"), "has no tokenizer .* --tokenizer-path"),
     (lambda model: cut(model / "tokenizer.json", 0), r"tokenizer\.json is empty; fetch it anew"),
+    (lambda model: (model / "tokenizer.json").write_bytes(b'{"\xff": 1}'), r"tokenizer\.json is no tokenizer"),
+    (lambda model: (model / "model.safetensors.index.json").write_bytes(b'{"\xff": 1}'), "no index of weights"),
     (lambda model: cut(model / "tokenizer.json", 999), r"tokenizer\.json is no tokenizer \(.*; fetch it anew"),
     (lambda model: (model / "tokenizer.json").write_bytes(POINTER), r"tokenizer\.json is a pointer of Git LFS"),
     (lambda model: (model / "tokenizer_config.json").write_text("{"), r"tokenizer_config\.json is no JSON"),
@@ -220,6 +222,8 @@ def test_a_checkpoint_s_own_ways_pass(model: Path, tmp_path: Path) -> None:
     nested = {"architectures": text["architectures"], "text_config": text, "vision_config": {"hidden_size": 7}}
     (model / "config.json").write_text(json.dumps(nested))
     check(model)
+    spoil_config(model, text_config={**text, "vocab_size": text["vocab_size"] - 8})
+    check(model, needs_tokenizer=False)  # another part's tokens
     spoil_config(model, text_config={**text, "num_hidden_layers": 3})
     check(model)  # a layer beyond the model's predicts further tokens
     spoil_config(model, text_config={**text, "num_hidden_layers": 9})

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from sgl_batch.checkpoint_files import read_header
 from sgl_batch.errors import ConfigError
 
 # As Qwen3-MoE, DeepSeek and most others name them, and as Mixtral does: gate, up and down.
@@ -99,52 +95,8 @@ def _matrices(found: dict[str, _Tensor], module: str, expert: int, files: Sequen
 
 
 def _expert_tensors(number: int, file: Path) -> dict[str, _Tensor]:
-    header, data, data_bytes = _header(file)
-    found = {}
-    for name, entry in header.items():
-        if is_expert_weight(name):
-            tensor = _tensor(number, entry, data, data_bytes)
-            if tensor is None:
-                raise _broken(
-                    file, f"its header says of {name} {str(entry)[:200]}, and {data_bytes} bytes of data follow"
-                )
-            found[name] = tensor
-    return found
-
-
-def _tensor(file: int, entry: Any, data: int, data_bytes: int) -> _Tensor | None:
-    """What a header says of one tensor; None where that is incomplete, contradicts itself or lies outside the file."""
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
-            if not all(isinstance(size, int) and size >= 0 for size in shape) or not 0 <= begin <= end <= data_bytes:
-                return None
-            if dtype in _DTYPES and end - begin != prod(shape) * _DTYPES[dtype].itemsize:
-                return None
-            return _Tensor(file, data + begin, tuple(shape), dtype)
-    return None
-
-
-def _header(file: Path) -> tuple[dict[str, Any], int, int]:
-    """A safetensors file's header, where its data begin and how many bytes they are: 8 bytes of length, JSON, data."""
-    try:
-        with file.open("rb") as opened:
-            file_bytes = opened.seek(0, os.SEEK_END)
-            opened.seek(0)
-            start = opened.read(8)
-            size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= size <= file_bytes - 8:
-                raise _broken(file, f"it has {file_bytes} bytes, and a header of {size}")
-            text = opened.read(size)
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _broken(file, f"its header cannot be read ({error})") from error
-    if not isinstance(header, dict):
-        raise _broken(file, f"its header is {text[:40]!r}, no object")
-    return header, 8 + size, file_bytes - 8 - size
-
-
-def _broken(file: Path, what: str) -> ConfigError:
-    return ConfigError(f"{file} is no whole safetensors file: {what}; fetch it again")
+    return {
+        name: _Tensor(number, one.begin, one.shape, one.dtype)
+        for name, one in read_header(file).items()
+        if is_expert_weight(name)
+    }
