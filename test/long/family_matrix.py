@@ -44,13 +44,13 @@ _CASES: dict[str, dict[str, Any]] = {
     "store": STORE,
     "store, KV streamed": {**STORE, "decode_kv": "streamed"},
     "store, mixed": {**STORE, **MIXED},
+    "2 ranks": ranks(2),
+    "2 ranks, store": {**ranks(2), **STORE},
 }
 _EXPERT_CASES: dict[str, dict[str, Any]] = {
     "torch experts": {"expert_runner": "torch"},
     "streamed": {"weights": "streamed"},
     "streamed, store": {"weights": "streamed", **STORE},
-    "2 ranks": ranks(2),
-    "2 ranks, store": {**ranks(2), **STORE},
     "2 ranks, streamed": {**ranks(2), "weights": "streamed"},
 }
 _FORM = f"config as {TRANSFORMERS} writes it"
