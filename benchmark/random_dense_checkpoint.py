@@ -73,7 +73,7 @@ def dense_config(layers: int) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000,
         "rope_scaling": None,
-        "max_position_embeddings": 40960,
+        "max_position_embeddings": 4096,
         "max_window_layers": layers,
         "attention_bias": False,
         "attention_dropout": 0.0,

@@ -17,6 +17,7 @@ from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.mem_cache.expert_slots import ExpertSlots
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_blocks import CpuBlocks
+from sgl_batch.model_executor.cpu_mlp import CpuMlps
 from sgl_batch.model_executor.families import CommunicatingFamily, Family, family_of
 from sgl_batch.model_executor.streamed_weights import stream_experts
 from sgl_batch.model_executor.weight_streamer import WeightStreamer
@@ -116,6 +117,7 @@ class CpuOperators:
         if isinstance(family, CommunicatingFamily):
             CpuBlocks(family, self._weights, self.expert_sums, self._counters).adopt(model)
         if self._kernels is not None:
+            CpuMlps(self._weights).adopt(model)
             cpu_row_operators.adopt(self._kernels, model)
         routers = _routers(model, family)
         for module in put_linear_under(model, self._weights.linear, unless=self._weights.__contains__):

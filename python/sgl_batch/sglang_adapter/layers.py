@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sgl_batch.sglang_adapter import bootstrap
-from sgl_batch.sglang_adapter.types.models import ExpertLayer
+from sgl_batch.sglang_adapter.types.models import DenseMlp, ExpertLayer
 
 with bootstrap.importing():
     import sglang.srt.layers.rotary_embedding.factory as rotary_factory
@@ -57,6 +57,7 @@ __all__ = [
     "forget_attention_inputs",
     "is_plain_norm",
     "number_scratch",
+    "plain_mlps",
     "put_experts_under",
     "put_forward_under",
     "put_forwards_under",
@@ -86,6 +87,17 @@ def put_linear_under(model: torch.nn.Module, linear: Callable[..., Any], *, unle
     for module in changed:
         module.quant_method = LinearMethod()
     return changed
+
+
+def plain_mlps(model: torch.nn.Module, names: Iterable[str]) -> list[DenseMlp]:
+    """The MLPs of a loaded model, by the names of their classes, of which no layer is quantised or has a bias."""
+    modules: Iterable[Any] = model.modules()
+    found = [m for m in modules if type(m).__name__ in names]
+    return [m for m in found if all(_is_plain_linear(layer) for layer in (m.gate_up_proj, m.down_proj))]
+
+
+def _is_plain_linear(layer: Any) -> bool:
+    return type(layer.quant_method) is UnquantizedLinearMethod and layer.bias is None
 
 
 def put_forwards_under(model: torch.nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, list[Any]]:

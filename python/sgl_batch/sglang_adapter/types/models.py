@@ -79,6 +79,9 @@ class DenseMlp(Protocol):
     gate_up_proj: Weighted
     down_proj: Weighted
 
+    def forward(self, hidden: torch.Tensor, /, *rest: object, **named: object) -> torch.Tensor:
+        """What it adds to rows [T, M]."""
+
 
 class ChoiceOptions(Protocol):
     """How a layer chooses experts (SGLang's TopKConfig)."""

@@ -1,0 +1,37 @@
+"""Owns how the MLPs of dense families compute on a CPU: as a lone expert that every row goes to, in one call.
+
+What lies between their two products then stays in the caches, instead of three passes over memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_batch.layers.packed_weights import PackedWeights
+from sgl_batch.sglang_adapter.layers import plain_mlps, put_forwards_under
+from sgl_batch.sglang_adapter.types.models import DenseMlp
+
+# SGLang's classes; Qwen3's is Qwen2's.
+_NAMES = ("LlamaMLP", "Qwen2MLP")
+
+
+class CpuMlps:
+    """Puts its method under the MLPs of a loaded model whose weights the kernels take; others stay SGLang's."""
+
+    def __init__(self, weights: PackedWeights) -> None:
+        self._weights = weights
+
+    def adopt(self, model: torch.nn.Module) -> None:
+        """Pack the MLPs' weights and let them compute here. Before the model's other linear layers are packed."""
+        for mlp in plain_mlps(model, _NAMES):
+            self._weights.add_experts(mlp.gate_up_proj.weight, mlp.down_proj.weight)
+        put_forwards_under(model, dict.fromkeys(_NAMES, self._mlp))
+
+    def _mlp(self, module: DenseMlp, hidden: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
+        gate_up, down = module.gate_up_proj.weight, module.down_proj.weight
+        if gate_up not in self._weights:
+            own: torch.Tensor = type(module).forward(module, hidden, *rest, **named)
+            return own
+        one = (len(hidden), 1)
+        choice = torch.ones(one), torch.zeros(one, dtype=torch.int32)
+        return self._weights.experts(hidden, gate_up[None], down[None], *choice)[0]
