@@ -1,15 +1,14 @@
 #!/usr/bin/env python
 """Owns the measurement of the expert runners of this machine, by number of tokens, and of which is the fastest.
 
-On a CPU: native and torch. On a GPU: SGLang's own, Triton, DeepGEMM (where it is installed) and torch; there `--write`
-puts the fastest into sgl_batch's table, after which the engine takes it (`--expert-runner auto`). Not yet run on a GPU.
+On a CPU: native and torch. On a GPU: SGLang's own, Triton, DeepGEMM (where it is installed) and torch. An engine beside
+a GPU measures a few numbers of tokens by itself (`--expert-runner auto`). Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from kernel_rates.shapes import Shapes, shapes_of
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe.expert_runner import create_expert_runner
-from sgl_batch.layers.moe.runner_choice import MEASURED, ExpertShape, fastest, with_measurement
 from sgl_batch.layers.packed_weights import PackedWeights
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,12 +37,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sample-s", type=float, default=0.05, help="seconds that a sample takes at least (0.05)")
-    parser.add_argument("--write", action="store_true", help="on a GPU: put the fastest into sgl_batch's table")
     options = parser.parse_args(argv)
     if min(*options.tokens, options.rounds, 1) < 1:
         raise ConfigError("a number below 1 is given; tokens and rounds are at least 1")
-    if options.write and not torch.cuda.is_available():
-        raise ConfigError("--write is for a GPU, and torch sees none; on a CPU the native kernels always compute")
     return options
 
 
@@ -133,17 +128,6 @@ def table(found: dict[int, dict[str, Spread]], shapes: Shapes) -> str:
     return "\n".join(lines)
 
 
-def write(found: dict[int, dict[str, Spread]], shapes: Shapes, dtype: str, about: dict[str, Any]) -> None:
-    """Put the fastest runners into the engine's table."""
-    shape = ExpertShape(
-        experts=shapes.experts, hidden=shapes.hidden, intermediate=shapes.inter, top_k=shapes.top_k, dtype=dtype
-    )
-    medians = {tokens: {name: one.median for name, one in spreads.items()} for tokens, spreads in found.items()}
-    known = json.loads(MEASURED.read_text(encoding="utf-8"))
-    entries = with_measurement(known, torch.cuda.get_device_name(), shape, fastest(medians), about)
-    MEASURED.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-
-
 def main(argv: list[str]) -> int:
     options = parse(argv)
     shapes = shapes_of(options.model)
@@ -153,8 +137,6 @@ def main(argv: list[str]) -> int:
     about = {"source": machine.source(ROOT), "torch": torch.__version__, "command": " ".join(argv)}
     print(f"{machine.describe(machine.hardware())}; {about}\n{shapes}, {options.dtype}\n")
     print(f"Milliseconds of a call, median (smallest-largest) of {options.rounds} rounds:\n\n{table(found, shapes)}")
-    if options.write:
-        write(found, shapes, options.dtype, about)
     return 0
 
 

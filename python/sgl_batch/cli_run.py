@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import shlex
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from sgl_batch.cli_run_options import STDIN, RunOptions, check_paths, parse_run_options, run_flags
 from sgl_batch.cli_stop import StopSignals, signals_restored
-from sgl_batch.core.decode_choice import MEASURE, MODES
+from sgl_batch.core.decode_choice import MEASURE
+from sgl_batch.core.start_choices import line_of
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.jobs.file_run import FileRun, RunSettings
 from sgl_batch.jobs.line_engine import LineEngine
@@ -52,7 +54,7 @@ class BatchEngine(Protocol):
         """The engine as jobs see it."""
         ...
 
-    def plan_manifest(self) -> Mapping[str, object]:
+    def plan_manifest(self) -> Mapping[str, Any]:
         """The plan, as it goes into the manifest."""
         ...
 
@@ -113,21 +115,23 @@ def resume_command(argv: Sequence[str], options: RunOptions) -> str:
 
 
 def _settled_before(options: RunOptions) -> list[str]:
-    """Flags for what the start of an earlier run has measured: one that goes on with it computes in the same way.
+    """Flags for what the start of an earlier run has settled: one that goes on with it computes in the same way.
 
-    Another --decode-forward than `measure` on the command line is the user's word, and stands.
+    An option that the command line names is the user's word, unless it is a decode forward to be measured.
     """
-    if not options.resume or not options.manifest.exists() or _decode_forward(options) not in (None, MEASURE):
+    if not options.resume or not options.manifest.exists():
         return []
-    mode = read_manifest(options.manifest).get("plan", {}).get("decode_forward", {}).get("mode")
-    return ["--decode-forward", mode] if mode in MODES else []
+    choices = read_manifest(options.manifest).get("plan", {}).get("choices", {})
+    named = _named(options.engine_argv, choices)
+    left = {option: choice for option, choice in choices.items() if named.get(option) in (None, MEASURE)}
+    return ["--start-choices", json.dumps(left)] if left else []
 
 
-def _decode_forward(options: RunOptions) -> str | None:
+def _named(engine_argv: Sequence[str], options: Iterable[str]) -> dict[str, str | None]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--decode-forward")
-    value: str | None = parser.parse_known_args(list(options.engine_argv))[0].decode_forward
-    return value
+    for option in options:
+        parser.add_argument(f"--{option.replace('_', '-')}", dest=option)
+    return vars(parser.parse_known_args(list(engine_argv))[0])
 
 
 def _complain(message: str, exit_code: int) -> int:
@@ -214,7 +218,9 @@ class _Run:
 
     def _run_on(self, engine: BatchEngine, input_path: Path, scan: InputScan, total: int, directory: Path) -> int:
         options, line_engine = self._options, engine.line_engine()
-        manifest = Manifest(options.manifest, self._facts(engine, line_engine, scan))
+        facts = self._facts(engine, line_engine, scan)
+        manifest = Manifest(options.manifest, facts)
+        self._display.note(f"settled at the start: {line_of(facts.plan['choices'])}")
         with ExitStack() as files:
             output = files.enter_context(closing(self._open_output()))
             seen = files.enter_context(closing(SeenIds(directory / "seen.db")))

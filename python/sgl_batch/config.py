@@ -76,8 +76,9 @@ class ForwardConfig:
     )
     expert_runner: str = _flag(
         "auto",
-        "what computes the experts: auto (native on a CPU; on a GPU the fastest as measured there, else SGLang's own), "
-        "or one of sglang, triton, deepgemm (GPU), native (CPU), torch",
+        "what computes the experts: auto (native on a CPU; on a GPU, by the number of tokens, SGLang's own or another "
+        "that is 5 % faster in calls at the start, with the same outputs up to rounding), or one of sglang, triton, "
+        "deepgemm (GPU), native (CPU), torch",
         choices=EXPERT_RUNNERS,
     )
     decode_forward: str = _flag(
@@ -87,6 +88,11 @@ class ForwardConfig:
         "tries them at the start, in at most 20 s, and leaves the default for one with the same tokens that is 5 % "
         "faster (kept in the user's cache); auto measures on a GPU and is the default on a CPU",
         choices=DECODE_FORWARDS,
+    )
+    start_choices: str | None = _flag(
+        None,
+        "what an earlier start has settled, in JSON (`choices` of a manifest's plan): taken over in place of measuring "
+        "where an option is left to auto and this engine can compute so (`sgl-batch run --resume` passes it)",
     )
     decode_graph_memory: int = _flag(
         0,
@@ -147,8 +153,9 @@ class ScheduleConfig:
     overlap: str = _flag(
         "auto",
         "when the results of a decode step are processed: on, while the device computes the next one (several ranks, "
-        "groups with penalties and streamed KV wait for each result); off, before the next one; auto is off: a CPU "
-        "gains nothing, and on a GPU it has not run yet",
+        "groups with penalties and streamed KV wait for each result); off, before the next one; auto is off on a CPU, "
+        "which gains nothing, and on a GPU on where the device still computes, as measured at the start, when the host "
+        "has launched a step",
         choices=OVERLAPS,
     )
 
@@ -179,7 +186,8 @@ class MemoryConfig:
         "auto",
         "where the decode group's KV lies beside a host KV store: resident on the device, so that as many run as fit "
         "there; streamed through the device by layer and sub-batch in each step, so that the group is as large as the "
-        "store; auto measures both for a page of steps and takes the faster one (several ranks: resident)",
+        "store; auto measures both for a page of steps and takes the faster one, on a GPU only where copies as fast as "
+        "measured at the start can win (several ranks: resident)",
         choices=DECODE_KV_PLACES,
     )
     kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")

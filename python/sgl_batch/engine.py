@@ -84,7 +84,7 @@ class Engine(processes.RankedEngine):
             "forward": self.running["forward"],
             "kernels": self.running["kernels"],
             "expert_runner": self.running["expert_runner"],
-            "decode_forward": self.running["decode_forward"],
+            "choices": self.running["choices"],
         }
 
     def set_plan(self, **limits: int | float | str) -> None:

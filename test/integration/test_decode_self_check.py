@@ -35,17 +35,18 @@ def test_the_self_check_keeps_what_it_has_measured_and_the_next_start_computes_s
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = Engine(model_path=model_path("tiny-qwen3-moe"), **SETTINGS)
     try:
-        choice = engine.plan_manifest()["decode_forward"]
+        choice = engine.plan_manifest()["choices"]["decode_forward"]
         assert engine.plan_manifest()["flags"]["decode_forward"] == "measure"
-        assert set(choice["seconds"]) == {"default", "sglang"}
-        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in choice["seconds"].values())
+        launched = ", until the host has launched it"
+        assert set(choice["numbers"]) == {"default", "sglang", f"default{launched}", f"sglang{launched}"}
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in choice["numbers"].values())
         assert "tokens than" not in choice["why"]
         assert "failed" not in choice["why"]
         assert engine.batch_stats()["counters"].get("decode_groups", 0) == 0
         wanted = answers(engine)
     finally:
         engine.shutdown()
-    (kept,) = (tmp_path / "sgl_batch" / "decode_choices").glob("*.json")
+    (kept,) = (tmp_path / "sgl_batch" / "start_choices").glob("*.json")
     content = json.loads(kept.read_text())
     assert content["choice"]["mode"] == choice["mode"]
     content["choice"] |= {"mode": "sglang", "why": "sglang: as the test says"}
@@ -53,7 +54,11 @@ def test_the_self_check_keeps_what_it_has_measured_and_the_next_start_computes_s
 
     engine = Engine(model_path=model_path("tiny-qwen3-moe"), **SETTINGS)
     try:
-        assert engine.running["decode_forward"]["why"] == "sglang: as the test says (measured at an earlier start)"
+        again = engine.plan_manifest()["choices"]
+        assert again["decode_forward"]["why"] == "sglang: as the test says (settled at an earlier start)"
+        assert again == engine.batch_stats()["choices"]
+        assert [again[option]["mode"] for option in ("overlap", "decode_kv")] == ["off", "resident"]
+        assert "CPU" in again["attention"]["why"]
         assert answers(engine) == wanted
         counters = engine.batch_stats()["counters"]
         assert counters["forwards_by_sglang"] > 0

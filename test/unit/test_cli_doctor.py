@@ -18,7 +18,7 @@ from sgl_batch.cli_doctor.command import doctor_command
 from sgl_batch.cli_doctor.machine import Machine
 from sgl_batch.cli_doctor.rows import Check, Row, State, can_run, table
 from sgl_batch.cli_doctor.running import run_checks
-from sgl_batch.core.decode_choice import DecodeChoice
+from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
 
@@ -260,7 +260,7 @@ def test_a_model_that_cannot_be_loaded_prevents_a_run(tmp_path):
 
 def test_what_self_checks_have_found_on_this_device_is_told(tmp_path):
     here = Machine(environment={"XDG_CACHE_HOME": str(tmp_path)}, load=loader(torch=Gpu), model=MODEL)
-    (none,) = model_checks.decode_forward(here)
+    (none,) = model_checks.self_checks(here)
     assert none.found == "not measured on this machine"
     cache, settings = ChoiceCache(user_cache(here.environment)), {"sizes": [256, 16]}
     for device, model, why in (
@@ -268,11 +268,11 @@ def test_what_self_checks_have_found_on_this_device_is_told(tmp_path):
         ("NVIDIA H200", "another", "eager: 2.00 ms"),
         ("cpu", model_hash(str(MODEL)), "default: 9.00 ms"),
     ):
-        key = ChoiceKey(device=device, model=model, versions=versions(), settings=settings)
-        cache.keep(key, DecodeChoice(mode=why.partition(":")[0], why=why, seconds={"default": [1.0]}))
-    (one,) = model_checks.decode_forward(here)
-    assert one.found == f"model {model_hash(str(MODEL))[:8]}, groups of [256, 16]: sglang: 1.00 ms"
-    (both,) = model_checks.decode_forward(dataclasses.replace(here, model=None))
+        key = ChoiceKey(option="decode_forward", device=device, model=model, versions=versions(), settings=settings)
+        cache.keep(key, Choice(mode=why.partition(":")[0], why=why, numbers={"default": [1.0]}))
+    (one,) = model_checks.self_checks(here)
+    assert one.found == f"decode forward, model {model_hash(str(MODEL))[:8]}, groups of [256, 16]: sglang: 1.00 ms"
+    (both,) = model_checks.self_checks(dataclasses.replace(here, model=None))
     assert {choice["mode"] for choice in both.values["choices"]} == {"sglang", "eager"}
 
 

@@ -240,22 +240,22 @@ def test_where_nothing_is_left_no_engine_is_started_and_nothing_is_written(job: 
 
 
 @pytest.mark.parametrize(
-    ("first", "again", "asked"),
+    ("first", "again", "mode", "why"),
     [
-        ([], [], "sglang"),
-        (["--decode-forward", "measure"], ["--decode-forward", "measure"], "sglang"),
-        ([], ["--decode-forward", "eager"], "eager"),
-        ([], ["--decode-forward=auto"], "auto"),
-        (["--decode-forward", "eager"], [], "eager"),
+        ([], [], "sglang", "earlier"),
+        (["--decode-forward", "measure"], ["--decode-forward", "measure"], "sglang", "earlier"),
+        ([], ["--decode-forward", "eager"], "eager", "asked for"),
+        ([], ["--decode-forward=auto"], "sglang", "measured"),
+        (["--decode-forward", "eager"], [], "eager", "earlier"),
     ],
 )
 def test_a_run_that_goes_on_computes_decode_as_the_earlier_one_has_settled(
-    job: Job, first: list[str], again: list[str], asked: str
+    job: Job, first: list[str], again: list[str], mode: str, why: str
 ) -> None:
     job.write("a", "b")
     assert job.run(*first) == 0
     job.keep("out.jsonl", [0])
     for _ in range(2):
         assert job.run("--resume", *again) == 0
-        assert job.manifest["plan"]["decode_forward"]["asked"] == asked
+        assert job.manifest["plan"]["choices"]["decode_forward"] == {"mode": mode, "why": why}
         job.keep("out.jsonl", [0])

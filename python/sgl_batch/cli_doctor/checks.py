@@ -43,5 +43,5 @@ CHECKS: tuple[Check, ...] = (
     Check(name="copies", rows=rate_checks.copies, after="device"),
     Check(name="disk", rows=rate_checks.disk),
     Check(name="model", rows=model_checks.model, required=True),
-    Check(name="decode forward", rows=model_checks.decode_forward, after="device"),
+    Check(name="self-checks", rows=model_checks.self_checks, after="device"),
 )

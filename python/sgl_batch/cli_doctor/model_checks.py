@@ -1,4 +1,4 @@
-"""The doctor's checks of a model, and of which forward pass was measured as the fastest for it on this device."""
+"""The doctor's checks of a model, and of what self-checks have found to be the fastest for it on this device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.cli_doctor.machine import Machine
 from sgl_batch.cli_doctor.rows import Row, State
-from sgl_batch.core.decode_choice import DecodeChoice
+from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
 from sgl_batch.managers.model_checks import check_any_device
@@ -28,8 +28,8 @@ def model(machine: Machine) -> Sequence[Row]:
     return [Row(check="model", state=State.OK, found=found, required=True, values={"weight_bytes": size})]
 
 
-def decode_forward(machine: Machine) -> Sequence[Row]:
-    """Which forward pass won the self-checks of decode on this device, with these versions."""
+def self_checks(machine: Machine) -> Sequence[Row]:
+    """Which decode forward and expert runner won the self-checks on this device, with these versions."""
     device = machine.load("torch").cuda.get_device_name(0) if machine.has_gpu else "cpu"
     kept = [
         (key, choice)
@@ -41,14 +41,17 @@ def decode_forward(machine: Machine) -> Sequence[Row]:
     remedy = "" if shown else "an engine measures at its start: on a GPU, or with --decode-forward measure"
     return [
         Row(
-            check="decode forward",
+            check="self-checks",
             state=State.OK,
             found=" | ".join(_said(key, choice) for key, choice in shown) or "not measured on this machine",
             remedy=remedy,
-            values={"choices": [{"model": key.model, "mode": choice.mode} for key, choice in shown]},
+            values={
+                "choices": [{"option": key.option, "model": key.model, "mode": choice.mode} for key, choice in shown]
+            },
         )
     ]
 
 
-def _said(key: ChoiceKey, choice: DecodeChoice) -> str:
-    return f"model {key.model[:8]}, groups of {key.settings.get('sizes')}: {choice.why}"
+def _said(key: ChoiceKey, choice: Choice) -> str:
+    sizes = key.settings.get("sizes") or key.settings.get("tokens")
+    return f"{key.option.replace('_', ' ')}, model {key.model[:8]}, groups of {sizes}: {choice.why}"

@@ -6,7 +6,9 @@ How steps are run and timed, and where the choice is kept, is decided elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from sgl_batch.core.start_choices import WINS_BY, Choice
 
 # Values of --decode-forward. The first two are settled at the start; the others are modes.
 AUTO, MEASURE = "auto", "measure"
@@ -15,7 +17,8 @@ AUTO, MEASURE = "auto", "measure"
 DEFAULT, COROUTINE, EAGER, SGLANG = "default", "coroutine", "eager", "sglang"
 MODES = (DEFAULT, COROUTINE, EAGER, SGLANG)
 
-WINS_BY = 1.05
+# Behind a mode's name in the numbers of a choice: the host's part of a step.
+_LAUNCHED = ", until the host has launched it"
 # Two best logits that are nearer than this share of the best one's size: bfloat16 keeps 8 bits of each of many sums.
 NEAR_TIE = 0.03
 
@@ -26,11 +29,13 @@ class Measured:
 
     `seconds`: of one step, for each size of group, the largest first. `tokens`: the likeliest, of all steps and rows in
     one order. `margins`: by how much each beats the second, as a share of its size; empty where it is not known.
+    `host_seconds`: how much of each step passes until the host has launched all of it; empty where it is not known.
     """
 
     seconds: tuple[float, ...]
     tokens: tuple[int, ...]
     margins: tuple[float, ...] = ()
+    host_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +50,6 @@ Outcome = Measured | Failed
 
 class TimeUp(Exception):  # noqa: N818 (a name that says what has happened)
     """The budget of time ended while a mode was measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeChoice:
-    """The mode that computes decode groups, and why, in a sentence. `seconds`: of a step of each measured mode."""
-
-    mode: str
-    why: str
-    seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +85,7 @@ def refusal(mode: str, forms: DecodeForms) -> str | None:
     return None
 
 
-def choose(modes: Sequence[str], outcomes: Mapping[str, Outcome], *, deterministic: bool = False) -> DecodeChoice:
+def choose(modes: Sequence[str], outcomes: Mapping[str, Outcome], *, deterministic: bool = False) -> Choice:
     """The mode to use. `modes`: as `candidates` gives them; one without an outcome was not measured.
 
     The first stays unless another gives its tokens, up to near ties, and takes at most 1 / 1.05 of its time with the
@@ -97,18 +93,26 @@ def choose(modes: Sequence[str], outcomes: Mapping[str, Outcome], *, determinist
     """
     default = modes[0]
     if deterministic:
-        return DecodeChoice(mode=default, why=f"{default}: the deterministic mode never switches by time")
+        return Choice(mode=default, why=f"{default}: the deterministic mode never switches by time")
     if len(modes) == 1:
-        return DecodeChoice(mode=default, why=f"{default}: no other forward pass can compute this engine's groups")
-    seconds = {name: found.seconds for name in modes if isinstance(found := outcomes.get(name), Measured)}
+        return Choice(mode=default, why=f"{default}: no other forward pass can compute this engine's groups")
+    measured = {name: found for name in modes if isinstance(found := outcomes.get(name), Measured)}
+    seconds = {name: found.seconds for name, found in measured.items()}
     if not seconds:
-        return DecodeChoice(mode=default, why=f"{default}: nothing could be measured ({_failures(modes, outcomes)})")
+        return Choice(mode=default, why=f"{default}: nothing could be measured ({_failures(modes, outcomes)})")
     reference = next(iter(seconds))
     why_not = {name: _why_not(outcomes.get(name), outcomes[reference], reference) for name in modes}
     winners = [name for name, why in why_not.items() if why is None]
     mode = min(winners, key=lambda name: seconds[name][0], default=reference)
     others = "; ".join(f"{name} {why}" for name, why in why_not.items() if name not in (mode, reference) and why)
-    return DecodeChoice(mode=mode, why=_sentence(mode, reference, seconds, others), seconds=seconds)
+    host = {name + _LAUNCHED: found.host_seconds for name, found in measured.items() if found.host_seconds}
+    return Choice(mode=mode, why=_sentence(mode, reference, seconds, others), numbers={**seconds, **host})
+
+
+def step_of(choice: Choice) -> tuple[float | None, float | None]:
+    """Seconds of a step of the largest group in the chosen mode, and of them the host's; None where not measured."""
+    step, host = (choice.numbers.get(name) for name in (choice.mode, choice.mode + _LAUNCHED))
+    return step[0] if step else None, host[0] if host else None
 
 
 def _sentence(mode: str, reference: str, seconds: Mapping[str, Sequence[float]], others: str) -> str:

@@ -16,7 +16,14 @@ from sgl_batch.errors import ConfigError
 
 # What an engine is built with, by section of BatchConfig; the rest can change while it runs.
 _BUILT_WITH: dict[str, tuple[str, ...] | None] = {
-    "forward": ("expert_runner", "decode_forward", "decode_graph_memory", "cpu_weight_dtype", "on_yield"),
+    "forward": (
+        "expert_runner",
+        "decode_forward",
+        "start_choices",
+        "decode_graph_memory",
+        "cpu_weight_dtype",
+        "on_yield",
+    ),
     "schedule": ("order",),
     "memory": None,
     "ranks": None,

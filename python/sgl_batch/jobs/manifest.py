@@ -37,7 +37,7 @@ class RunFacts:
     model_path: str
     served_model_names: Sequence[str]
     job_seed: int
-    plan: Mapping[str, object]
+    plan: Mapping[str, Any]
     resumed: Sequence[object] = ()
 
 

@@ -1,6 +1,6 @@
 """Owns where choices that a self-check has made are kept between starts: a file for each, in the user's cache.
 
-What is chosen is decided in core/decode_choice.
+What is chosen is decided in core/decode_choice and core/expert_runner_choice.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from sgl_batch.core.decode_choice import MODES, DecodeChoice
+from sgl_batch.core.start_choices import Choice, choice_of
 from sgl_batch.installed_versions import versions_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "sgl_batch.decode_choice/1"
+FORMAT = "sgl_batch.start_choice/1"
 _PACKAGES = ("sgl-batch", "sglang", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceKey:
-    """What a choice holds for. `model`: a hash of its configuration; `settings`: flags by which steps differ."""
+    """What a choice holds for. `option`: what it is the choice of; `model`: a hash of its configuration.
 
+    `settings`: flags by which what was measured differs.
+    """
+
+    option: str
     device: str
     model: str
     versions: Mapping[str, str | None]
@@ -56,7 +60,7 @@ def model_hash(model: str) -> str:
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
     """The directory of this user's choices."""
     base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sgl_batch" / "decode_choices"
+    return (Path(base) if base else Path.home() / ".cache") / "sgl_batch" / "start_choices"
 
 
 class ChoiceCache:
@@ -65,13 +69,13 @@ class ChoiceCache:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def find(self, key: ChoiceKey) -> DecodeChoice | None:
+    def find(self, key: ChoiceKey) -> Choice | None:
         """The choice of this key, if one was kept."""
         path = self._directory / key.file_name
         found = self._read(path)
         return None if found is None or found[0] != key else found[1]
 
-    def kept(self) -> list[tuple[ChoiceKey, DecodeChoice]]:
+    def kept(self) -> list[tuple[ChoiceKey, Choice]]:
         """All choices, of any machine and model."""
         try:
             paths = sorted(self._directory.glob("*.json"))
@@ -79,7 +83,7 @@ class ChoiceCache:
             return []
         return [found for path in paths if (found := self._read(path)) is not None]
 
-    def keep(self, key: ChoiceKey, choice: DecodeChoice) -> None:
+    def keep(self, key: ChoiceKey, choice: Choice) -> None:
         """Write in one step: a reader sees the old file or the new one, whole. A full disk costs the file alone."""
         path = self._directory / key.file_name
         content = {"format": FORMAT, "key": asdict(key), "choice": asdict(choice)}
@@ -89,19 +93,16 @@ class ChoiceCache:
                 json.dump(content, draft, indent=2)
             os.replace(draft.name, path)
         except OSError as error:
-            logger.warning("the choice of a decode forward is not kept, and is measured again: %s: %s", path, error)
+            logger.warning("the choice of %s is not kept, and is measured again: %s: %s", key.option, path, error)
 
-    def _read(self, path: Path) -> tuple[ChoiceKey, DecodeChoice] | None:
+    def _read(self, path: Path) -> tuple[ChoiceKey, Choice] | None:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
-            choice = DecodeChoice(**content["choice"])
-            if choice.mode not in MODES:
-                raise ValueError(f"there is no mode {choice.mode!r}")
-            return ChoiceKey(**content["key"]), choice
+            return ChoiceKey(**content["key"]), choice_of(content["choice"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError) as error:
-            logger.warning("%s holds no choice of a decode forward and is measured again: %s", path, error)
+            logger.warning("%s holds no choice of a self-check, which is measured again: %s", path, error)
             return None

@@ -10,11 +10,12 @@ from sgl_batch.core.decode_choice import (
     AUTO,
     DEFAULT,
     MEASURE,
-    DecodeChoice,
+    MODES,
     DecodeForms,
     candidates,
     refusal,
 )
+from sgl_batch.core.start_choices import Choice, earlier_choices, taken_over
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
 from sgl_batch.managers.self_check import settle, settle_once
@@ -24,42 +25,45 @@ from sgl_batch.model_executor.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
+OPTION = "decode_forward"
 # Beside the largest group, one of as many sequences as the end of a batch has for a while.
 _SMALL_SHARE = 16
 # What the self-check leaves in the counters: graphs that it has captured stay.
 _STAYS = ("graphs_captured", "graph_bytes")
 
 
-def settle_decode(runner: BatchModelRunner, context: RunContext) -> DecodeChoice:
+def settle_decode(runner: BatchModelRunner, context: RunContext) -> Choice:
     """Choose, and have the runner compute so from now on. Raises ConfigError for a mode that cannot compute here."""
     choice = _choice(runner, context)
     runner.compute_decode_by(choice.mode)
     return choice
 
 
-def _choice(runner: BatchModelRunner, context: RunContext) -> DecodeChoice:
+def _choice(runner: BatchModelRunner, context: RunContext) -> Choice:
     wanted, on_cpu = context.config.forward.decode_forward, context.cpu_operators is not None
     hindered, has_adapter = _hindrance(runner, context), runner.layer_runner is not None
     if wanted not in (AUTO, MEASURE):
         why = refusal(wanted, DecodeForms(has_adapter=has_adapter, hindered=hindered))
         if why is not None:
             raise ConfigError(f"decode_forward is {wanted!r}, and {why}: choose 'auto' or 'default'")
-        return DecodeChoice(mode=wanted, why=f"{wanted}: asked for by decode_forward")
+        return Choice(mode=wanted, why=f"{wanted}: asked for by decode_forward")
+    earlier = earlier_choices(context.config.forward.start_choices).get(OPTION)
+    forms = DecodeForms(has_adapter=has_adapter, hindered=hindered)
+    if earlier is not None and earlier.mode in MODES and refusal(earlier.mode, forms) is None:
+        return taken_over(earlier)
     if on_cpu and wanted == AUTO:
-        return DecodeChoice(mode=DEFAULT, why="default: a CPU measures only where decode_forward is 'measure'")
+        return Choice(mode=DEFAULT, why="default: a CPU measures only where decode_forward is 'measure'")
     with context.counters.uncounted(_STAYS):
         return _measured(runner, context, has_adapter=has_adapter, hindered=hindered)
 
 
-def _measured(
-    runner: BatchModelRunner, context: RunContext, *, has_adapter: bool, hindered: str | None
-) -> DecodeChoice:
+def _measured(runner: BatchModelRunner, context: RunContext, *, has_adapter: bool, hindered: str | None) -> Choice:
     largest, args = context.in_force.plan.decode.b_moe, runner.server_args
     sizes = (largest, max(1, largest // _SMALL_SHARE))
     vocabulary = runner.model_config.vocab_size
     trial = DecodeTrial(runner, sizes, page_size=args.page_size, vocabulary=vocabulary)
     if not trial.sizes:
-        return DecodeChoice(mode=DEFAULT, why="default: the pool of KV has no room for a measurement")
+        return Choice(mode=DEFAULT, why="default: the pool of KV has no room for a measurement")
     own_graph = runner.layer_runner is not None and runner.layer_runner.graphed is not None
     forms = DecodeForms(
         has_adapter=has_adapter, sglang_graph=_has_sglang_graph(trial), own_graph=own_graph, hindered=hindered
@@ -67,6 +71,7 @@ def _measured(
     modes, deterministic = candidates(forms), bool(args.enable_deterministic_inference)
     plan, forward = context.in_force.plan, context.config.forward
     key = ChoiceKey(
+        option=OPTION,
         device="cpu" if runner.device == "cpu" else torch.cuda.get_device_name(),
         model=model_hash(args.model_path),
         versions=versions(),
@@ -82,11 +87,13 @@ def _measured(
             "quantization": args.quantization,
         },
     )
+
+    def measured() -> Choice:
+        return settle(modes, trial, context.budget, deterministic=deterministic)
+
     if deterministic or len(modes) == 1:
-        return settle(modes, trial, deterministic=deterministic)
-    choice = settle_once(
-        ChoiceCache(user_cache()), key, modes, lambda: settle(modes, trial, deterministic=deterministic)
-    )
+        return measured()
+    choice = settle_once(ChoiceCache(user_cache()), key, modes.__contains__, measured)
     logger.info("decode groups are computed by %s", choice.why)
     return choice
 

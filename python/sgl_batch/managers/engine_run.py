@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError, SglBatchError
 from sgl_batch.layers.counter_sampler import CounterSampler
+from sgl_batch.managers.expert_setup import ExpertSetup
 from sgl_batch.managers.last_words import LastWords, fault_text, keep_traceback, traceback_text
 from sgl_batch.managers.process_watch import ProcessEndedError, ProcessWatch
 from sgl_batch.managers.rank_controller import run_rank_controller
@@ -33,6 +34,7 @@ from sgl_batch.model_executor.cuda_graphs import CudaGraphs, Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.model_executor.sampled_parts import SampledParts
+from sgl_batch.model_executor.time_budget import TimeBudget
 from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN, start_method_of
@@ -41,6 +43,7 @@ from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.private_ports import LONGEST_NAME
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
+from sgl_batch.sglang_adapter.types.messages import ServerArgs
 
 _NO_START = "the engine did not start: "
 # What the kernel takes.
@@ -170,6 +173,7 @@ def run_scheduler_process(run: EngineRun, *args: object, **kwargs: object) -> No
 def _run_scheduler(run: EngineRun, last: LastWords, *args: object, **kwargs: object) -> None:
     belongs_to(run.directory, processes.load_file(args[_PORT_ARGS]))
     config, place = run.config, _place(run.directory, args)
+    in_force, budget = PlanInForce(config), TimeBudget()
     operators, gpu_experts = None, None
     counters = Counters() if _is_on_cpu() else Counters(clock=PartClock(SampledParts()))
     if _is_on_cpu():
@@ -180,9 +184,17 @@ def _run_scheduler(run: EngineRun, last: LastWords, *args: object, **kwargs: obj
         gpu_id = args[_GPU_ID]
         assert isinstance(gpu_id, int), f"{gpu_id!r} is no number of a GPU"
         torch.cuda.set_device(gpu_id)
-        gpu_experts = GpuExperts(config.forward.expert_runner, torch.cuda.get_device_name(), counters)
+        setup = ExpertSetup(
+            device=torch.cuda.get_device_name(),
+            in_force=in_force,
+            server_args=cast(ServerArgs, args[_SERVER_ARGS]),
+            budget=budget,
+            num_ranks=1 if place is None else place.topology.num_ranks,
+        )
+        gpu_experts = GpuExperts(config.forward.expert_runner, counters, setup)
     context = RunContext(
-        in_force=PlanInForce(config),
+        in_force=in_force,
+        budget=budget,
         counters=counters,
         cpu_operators=operators,
         gpu_experts=gpu_experts,

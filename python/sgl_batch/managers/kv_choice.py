@@ -1,9 +1,10 @@
-"""Owns which form of KV a rank has, by its configuration, and the policy in core that decides for that form."""
+"""Owns which form of KV a rank has, as its start has settled it, and the policy in core that decides for that form."""
 
 from __future__ import annotations
 
 from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy
+from sgl_batch.core.start_choices import PER_PAGE
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 from sgl_batch.managers.device_kv import DeviceKV
 from sgl_batch.managers.exclusive_kv import ExclusiveKV
@@ -11,13 +12,17 @@ from sgl_batch.managers.kv_form import KVForm
 from sgl_batch.managers.kv_tiers import KVTiers
 from sgl_batch.managers.store_kv import StoreKV
 from sgl_batch.managers.streamed_kv import StreamedKV
-from sgl_batch.model_executor.run_context import RunContext
+from sgl_batch.model_executor.counters import Counters
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
-def kv_form(scheduler: SGLangScheduler, context: RunContext, tiers: KVTiers | None) -> tuple[KVForm, KVPolicy]:
-    """The form and its policy; `tiers` where there is a host store. Made after the scheduler's pools."""
-    counters, decode_kv = context.counters, context.config.memory.decode_kv
+def kv_form(
+    scheduler: SGLangScheduler, counters: Counters, tiers: KVTiers | None, decode_kv: str
+) -> tuple[KVForm, KVPolicy]:
+    """The form and its policy; `tiers` where there is a host store. Made after the scheduler's pools.
+
+    `decode_kv`: as the start has settled it: resident, streamed, or `auto`, either by the page.
+    """
     if tiers is None:
         return DeviceKV(scheduler, counters), DeviceOnly()
     store = StoreKV(scheduler, counters, tiers)
@@ -25,6 +30,6 @@ def kv_form(scheduler: SGLangScheduler, context: RunContext, tiers: KVTiers | No
         return ExclusiveKV(store, counters), Exclusive()
     if decode_kv == "streamed":
         return StreamedKV(scheduler, counters, store, streams=True), Streamed()
-    if decode_kv == "auto" and context.place is None and scheduler.device == "cpu":
+    if decode_kv == PER_PAGE:
         return StreamedKV(scheduler, counters, store, streams=False), Streamed(StreamingChoice())
     return store, Inclusive()

@@ -35,6 +35,9 @@ from sgl_batch.sglang_adapter.scheduling import tokens_written
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
+# Enough to fill a link for milliseconds.
+_RATE_PAGES = 64
+
 
 def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankPlace | None) -> HostKVStore:
     """The store of this engine: of several attention ranks, the first makes it and the others join it.
@@ -130,6 +133,19 @@ class KVTiers:
         small = self.share <= self._allocator.size // self._page_size
         asked = memory.kv_store_mode
         return asked == "exclusive" or (asked == "auto" and small and memory.decode_kv != "streamed")
+
+    @property
+    def pool_bytes(self) -> int:
+        """What all pages of the device take in the store."""
+        return self._allocator.size // self._page_size * self._store.geometry.slot_bytes
+
+    def copy_rate(self) -> float:
+        """Bytes a second that come from the store to the device, as a copy of some pages takes now.
+
+        Before there is any sequence: the pages are not in use. Raises CopyError.
+        """
+        num_pages = min(_RATE_PAGES, self.share, self._allocator.size // self._page_size)
+        return self.stored.copy_rate(torch.arange(1, num_pages + 1))
 
     def store_state(self) -> dict[str, int]:
         """Pages of the store, those free of them, and the bytes of one; of a store of several ranks, all ranks'."""

@@ -5,7 +5,6 @@ What runs next is decided in core/ and carried out by `BoundaryExecutor`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from sgl_batch import config
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.order import make_order
 from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.core.start_choices import OFF, StartChoices, line_of
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
 from sgl_batch.distributed.shared_memory import shared_regions
@@ -31,6 +31,7 @@ from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
 from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_steps import Part, RankSteps
+from sgl_batch.managers.start_setup import attention_of, settle_decode_kv, settle_overlap
 from sgl_batch.managers.steps_in_flight import StepsInFlight, is_wanted, with_copied_results
 from sgl_batch.managers.stored_migration import StoredSequences
 from sgl_batch.managers.tp_worker import BatchTpWorker
@@ -86,8 +87,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
         self.max_req_input_len = self.model_config.context_len
-        self.decode_choice = settle_decode(self.tp_worker.model_runner, context)
-        self.executor = self._make_executor(context)
+        self.executor, self.choices = self._settled(context)
         self.in_flight = StepsInFlight()
         self.tp_worker.model_runner.before_sampling = self._process_while_computing
         say_why_grammars_end(self)
@@ -97,16 +97,27 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.rank_steps = None if context.place is None else self._join(context.place)
         self._check_overlap(context.config)
 
-    def _make_executor(self, context: RunContext) -> BoundaryExecutor:
-        runner = self.tp_worker.model_runner
+    def _settled(self, context: RunContext) -> tuple[BoundaryExecutor, StartChoices]:
+        """What carries decisions out, and what this start has settled."""
+        runner, deterministic = self.tp_worker.model_runner, bool(self.server_args.enable_deterministic_inference)
+        decode = settle_decode(runner, context)
         if context.config.memory.kv_store_bytes:
             assert runner.layer_runner is not None, "a store is refused for a model without an adapter"
             self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
-        kv, policy = kv_form(self, context, self._tiers)
+        choices = StartChoices(
+            decode_forward=decode,
+            expert_runner=runner.expert_choice,
+            attention=attention_of(runner),
+            overlap=settle_overlap(context, decode, deterministic=deterministic),
+            decode_kv=settle_decode_kv(context, self._tiers, decode, deterministic=deterministic),
+        )
+        logger.info("settled at the start: %s", line_of(choices.as_dict()))
+        kv, policy = kv_form(self, context.counters, self._tiers, choices.decode_kv.mode)
         order = make_order(context.config.schedule.order)
-        return BoundaryExecutor(
+        executor = BoundaryExecutor(
             self, context.in_force, context.counters, self._trace, kv, policy, order, rank=context.rank
         )
+        return executor, choices
 
     def _join(self, place: RankPlace) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""
@@ -172,7 +183,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "plan": self.context.in_force.plan.as_dict(),
             "kernels": kernels_in_use() if self.context.cpu_operators is not None else "sglang",
             "expert_runner": runner.expert_runner,
-            "decode_forward": dataclasses.asdict(self.decode_choice),
+            "choices": self.choices.as_dict(),
         }
         if self.context.place is not None:
             self.context.place.rendezvous.publish("info", self.context.place.rank, json.dumps(info["sgl_batch"]))
@@ -302,7 +313,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def _results_can_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the next step may begin before these results are processed. Ranks agree on each step with them."""
         return (
-            is_wanted(self.context.config.schedule.overlap)
+            is_wanted(self.context.config.schedule.overlap, self.choices.overlap.mode)
+            and not self.context.in_force.plan.mix_prefill
             and self.rank_steps is None
             and batch.forward_mode.is_decode()
             and self.executor.overlaps
@@ -311,7 +323,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def _check_overlap(self, wanted: BatchConfig) -> None:
         """Say what several ranks do not do."""
-        if self.rank_steps is not None and is_wanted(wanted.schedule.overlap):
+        if self.rank_steps is not None and is_wanted(wanted.schedule.overlap, OFF):
             logger.warning(
                 "overlap is 'on', which several ranks do not do: each step's results are processed before they agree "
                 "on the next"
@@ -404,6 +416,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             **self.context.counters.as_dict(),
             "forward": self.tp_worker.model_runner.forward_text,
             "plan": self.context.in_force.plan.as_dict(),
+            "choices": self.choices.as_dict(),
             "refused_change": self._refused_change,
             "free_pages": self.executor.ledger.free_pages,
             "total_pages": self.executor.ledger.total_pages,

@@ -15,9 +15,9 @@ from sgl_batch.sglang_adapter.scheduling import copy_results_to_host
 from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 
 
-def is_wanted(overlap: str) -> bool:
-    """What the option says; `auto` is off until it has been measured where there is something to win."""
-    return overlap == "on"
+def is_wanted(overlap: str, settled: str) -> bool:
+    """What the option says, and where that is `auto`, what the start has settled."""
+    return (settled if overlap == "auto" else overlap) == "on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

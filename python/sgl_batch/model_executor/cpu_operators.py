@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from sgl_batch.config import MemoryConfig
+from sgl_batch.core.start_choices import Choice
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
@@ -59,6 +60,8 @@ class CpuOperators:
         self.expert_runner = expert_runner
         if expert_runner == "auto":
             self.expert_runner = "torch" if self._kernels is None else "native"
+        why = "as a CPU computes them" if expert_runner == "auto" else "asked for by expert_runner"
+        self.choice = Choice(mode=self.expert_runner, why=f"{self.expert_runner}: {why}")
         self._run: ExpertRunner
         if self.expert_runner == "native":
             self._run = self._weights.experts

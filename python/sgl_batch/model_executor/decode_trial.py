@@ -54,9 +54,10 @@ class TrialRunner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Steps of one size of group. `tokens`: the likeliest of the compared steps' rows; `margins`: as `Measured` has."""
+    """Steps of one size of group; `host_s`: of one, until it is launched. The rest is of the compared steps' rows."""
 
     step_s: float
+    host_s: float
     tokens: Sequence[int]
     margins: Sequence[float]
 
@@ -101,10 +102,12 @@ class DecodeTrial:
             seconds=tuple(run.step_s for run in runs),
             tokens=tuple(token for run in runs for token in run.tokens),
             margins=tuple(margin for run in runs for margin in run.margins),
+            host_seconds=tuple(run.host_s for run in runs),
         )
 
     def _run(self, size: int, time_is_up: Callable[[], bool]) -> _Run:
         took: list[float] = []
+        launched: list[float] = []
         tokens: list[int] = []
         margins: list[float] = []
         for step in range(self._num_steps):
@@ -116,6 +119,7 @@ class DecodeTrial:
             self._finish()
             begun = time.perf_counter()
             logits = self._runner.forward(batch).logits_output.next_token_logits
+            launched.append(time.perf_counter() - begun)
             self._finish()
             took.append(time.perf_counter() - begun)
             assert logits is not None, "a decode step gives logits"
@@ -125,7 +129,8 @@ class DecodeTrial:
                 best, second = two.values.float().unbind(-1)
                 tokens += two.indices[:, 0].tolist()
                 margins += ((best - second) / best.abs().clamp(min=1e-6)).tolist()
-        return _Run(step_s=statistics.median(took[_FIRST_TIMED:] or took), tokens=tokens, margins=margins)
+        step_s, host_s = (statistics.median(times[_FIRST_TIMED:] or times) for times in (took, launched))
+        return _Run(step_s=step_s, host_s=host_s, tokens=tokens, margins=margins)
 
     def _batch(self, size: int, step: int) -> ForwardBatch:
         rows = torch.arange(1, size + 1, device=self._runner.device)

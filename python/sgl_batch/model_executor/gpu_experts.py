@@ -7,38 +7,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from sgl_batch.config import MemoryConfig
+from sgl_batch.core.expert_runner_choice import RunnerTable
+from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
-from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
-from sgl_batch.layers.moe.runner_choice import ExpertShape, RunnerTable, measured_table
+from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner, installed_on_gpu
 from sgl_batch.mem_cache.device_expert_slots import CudaPrefetchStream, DeviceExpertSlots, PrefetchStream
 from sgl_batch.model_executor.counters import Counters
+from sgl_batch.model_executor.expert_trial import LayerCall
 from sgl_batch.model_executor.streamed_weights import stream_experts_to_device
 from sgl_batch.model_executor.weight_streamer import WeightStreamer
-from sgl_batch.sglang_adapter.layers import expert_layers, put_experts_under, sglang_expert_sums
+from sgl_batch.sglang_adapter.layers import expert_layers, put_experts_under, sglang_expert_sums, sglang_experts_of
 from sgl_batch.sglang_adapter.types.models import ExpertLayer
 
 logger = logging.getLogger(__name__)
 
-OWN = "sglang"
+OWN, AUTO = "sglang", "auto"
+
+# What settles `auto` for layers, by runners' names, SGLang's own first, and how each calls a layer: a table, as text.
+SettleExperts = Callable[[Sequence[ExpertLayer], Sequence[str], Callable[[str], LayerCall]], Choice]
 
 
 class GpuExperts:
-    """The expert runner of one scheduler process. `name`: the flag's value, `device`: the GPU's name."""
+    """The expert runner of one scheduler process. `name`: the flag's value; `settle`: what settles `auto`."""
 
     def __init__(
         self,
         name: str,
-        device: str,
         counters: Counters,
+        settle: SettleExperts,
         prefetch_stream: Callable[[], PrefetchStream] = CudaPrefetchStream,
     ) -> None:
-        self._name, self._device, self._counters = name, device, counters
+        self._name, self._counters, self._settle = name, counters, settle
         self._prefetch_stream = prefetch_stream
+        self.choice = Choice(mode=OWN, why=f"{OWN}: asked for by expert_runner")
+        """What computes the experts, and why; a table of runners, as text."""
         self._streamer: WeightStreamer[DeviceExpertSlots] | None = None
         self._table = RunnerTable(best=((0, OWN),))
         # Loaded at the first call, so that a package which is not used need not be there.
@@ -47,7 +54,7 @@ class GpuExperts:
     @property
     def expert_runner(self) -> str:
         """What computes the experts, in words."""
-        return ", ".join(f"{name} from {tokens} tokens" if tokens else name for tokens, name in self._table.best)
+        return str(self._table)
 
     def stream(self, model: torch.nn.Module, files: Sequence[str], memory: MemoryConfig, *, expert_shard: int) -> None:
         """Let the experts of a model that was loaded without them come from host memory. Before `adopt`.
@@ -57,7 +64,7 @@ class GpuExperts:
         layers = expert_layers(model)
         for layer in layers:
             _check_layer(layer)
-        name = OWN if self._name == "auto" else self._name
+        name = OWN if self._name == AUTO else self._name
         self._streamer = stream_experts_to_device(
             model,
             files,
@@ -68,7 +75,8 @@ class GpuExperts:
             stream=self._prefetch_stream(),
             counters=self._counters,
         )
-        self._table = RunnerTable(best=((0, name),))
+        why = "streamed experts are not measured" if self._name == AUTO else "asked for by expert_runner"
+        self._choose(Choice(mode=name, why=f"{name}: {why}"))
 
     @property
     def streams_weights(self) -> bool:
@@ -90,30 +98,40 @@ class GpuExperts:
         if not layers:
             self._refuse("this model has no unquantised experts")
             return
-        table = self._table_for(layers[0])
-        if table.best == self._table.best:
-            return
         try:
             for layer in layers:
                 _check_layer(layer)
-            for _, name in table.best:
-                if name != OWN:
-                    self._runner(name)
+            if self._name != AUTO:
+                self._runner(self._name)
         except ConfigError as error:
             self._refuse(str(error))
             return
-        self._table = table
-        put_experts_under(layers, self._experts)
+        if self._name == AUTO:
+            self._choose(self._settled(layers))
+        else:
+            self._choose(Choice(mode=self._name, why=f"{self._name}: asked for by expert_runner"))
+        if self._table.names != {OWN}:
+            put_experts_under(layers, self._experts)
 
-    def _table_for(self, layer: ExpertLayer) -> RunnerTable:
-        if self._name != "auto":
-            return RunnerTable(best=((0, self._name),))
-        return measured_table(self._device, shape_of(layer))
+    def _choose(self, choice: Choice) -> None:
+        self.choice, self._table = choice, RunnerTable.parse(choice.mode)
+
+    def _settled(self, layers: Sequence[ExpertLayer]) -> Choice:
+        weight = layers[0].w13_weight
+        choice = self._settle(layers, installed_on_gpu(weight.dtype), self._call_of)
+        if weight.is_cuda:
+            # What calls have taken of the device is for the graphs that are captured next.
+            torch.cuda.empty_cache()
+        return choice
+
+    def _call_of(self, name: str) -> LayerCall:
+        return sglang_experts_of if name == OWN else partial(_call, self._runner(name))
 
     def _refuse(self, reason: str) -> None:
-        if self._name != "auto":
+        if self._name != AUTO:
             raise ConfigError(f"expert_runner is {self._name!r}: {reason}; choose auto or sglang")
         logger.warning("SGLang's own expert runner computes: %s", reason)
+        self._choose(Choice(mode=OWN, why=f"{OWN}: {reason}"))
 
     def _experts(
         self, layer: ExpertLayer, x_TM: torch.Tensor, topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
@@ -123,9 +141,7 @@ class GpuExperts:
             given = x_TM, layer.w13_weight, layer.w2_weight, topk_weights_TK, topk_ids_TK
             return self._streamer.experts(*given)[0]
         runner = self._chosen(len(x_TM))
-        if runner is None:
-            return None
-        return runner(x_TM, layer.w13_weight, layer.w2_weight, topk_weights_TK, topk_ids_TK)[0]
+        return None if runner is None else _call(runner, layer, x_TM, topk_weights_TK, topk_ids_TK)
 
     def _chosen(self, num_tokens: int) -> ExpertRunner | None:
         name = self._table.runner_for(num_tokens)
@@ -145,11 +161,14 @@ class GpuExperts:
         return runner(x_RM, *weights, topk_weights_RK, topk_ids_RK, f32_output=True)[0]
 
 
-def shape_of(layer: ExpertLayer) -> ExpertShape:
-    """The shape of one of SGLang's layers of experts, those on this rank."""
-    experts, double, hidden = layer.w13_weight.shape
-    dtype = str(layer.w13_weight.dtype).removeprefix("torch.")
-    return ExpertShape(experts=experts, hidden=hidden, intermediate=double // 2, top_k=layer.top_k, dtype=dtype)
+def _call(
+    runner: ExpertRunner,
+    layer: ExpertLayer,
+    x_TM: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+) -> torch.Tensor:
+    return runner(x_TM, layer.w13_weight, layer.w2_weight, topk_weights_TK, topk_ids_TK)[0]
 
 
 def _check_layer(layer: ExpertLayer) -> None:

@@ -15,6 +15,7 @@ from sgl_batch.core.gpu_reserves import check_gpu_has, gpu_reserves
 from sgl_batch.core.graph_capture import graph_budget
 from sgl_batch.core.model_refusals import check_without_adapter
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.start_choices import Choice
 from sgl_batch.core.supported_models import forward_text
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.errors import ConfigError
@@ -110,6 +111,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """Which forward pass computes this model's groups, in words."""
         named: str = self.model_config.hf_config.architectures[0]
         return forward_text(named, has_adapter=self.layer_runner is not None)
+
+    @property
+    def expert_choice(self) -> Choice:
+        """The same, and why."""
+        return self._operators.choice
 
     def init_torch_distributed(self) -> None:
         with on_this_machine(self.context.world_store):

@@ -13,6 +13,7 @@ from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.cuda_graphs import Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
+from sgl_batch.model_executor.time_budget import TimeBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +21,8 @@ class RunContext:
     """Made once per scheduler process, before SGLang's scheduler is built.
 
     One of `cpu_operators` and `gpu_experts` is None: they are for a machine without a GPU and with one. `place` is None
-    where there is one rank, `graphs` where none can be captured. `rendezvous`: of all processes of the
-    engine.
+    where there is one rank, `graphs` where none can be captured. `rendezvous`: of all processes of the engine.
+    `budget`: the time of all self-checks at the start.
     """
 
     in_force: PlanInForce
@@ -31,6 +32,7 @@ class RunContext:
     gpu_experts: GpuExperts | None = None
     graphs: Graphs | None = None
     place: RankPlace | None = None
+    budget: TimeBudget = field(default_factory=TimeBudget)
 
     @property
     def config(self) -> BatchConfig:

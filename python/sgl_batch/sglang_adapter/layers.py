@@ -69,6 +69,7 @@ __all__ = [
     "register_grammar_backend",
     "register_sampler_backend",
     "sglang_expert_sums",
+    "sglang_experts_of",
 ]
 
 
@@ -245,10 +246,16 @@ def sglang_expert_sums(
 
     Ids are local, -1 is none. For GPUs; not yet run.
     """
+    return sglang_experts_of(experts, x_RM, topk_weights_RK, topk_ids_RK).float()
+
+
+def sglang_experts_of(
+    experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+) -> torch.Tensor:
+    """The output [R, M] of a layer's experts on this rank, by its own method; may lie where `x_RM` did."""
     topk = StandardTopKOutput(topk_weights=topk_weights_RK, topk_ids=topk_ids_RK, router_logits=None)
     given = StandardDispatchOutput(hidden_states=x_RM.contiguous(), hidden_states_scale=None, topk_output=topk)
-    sums_RM: torch.Tensor = experts.run_moe_core(given).hidden_states
-    return sums_RM.float()
+    return experts.run_moe_core(given).hidden_states
 
 
 def register_forward(op_class: Any, forward: Callable[..., Any], dispatch_key: str) -> None:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from comparison.figures import Spread
 from expert_runners import parse, table
 from kernel_rates.shapes import Shapes
@@ -42,9 +41,3 @@ def test_the_fastest_of_a_line_is_bold():
 def test_numbers_below_one_are_refused():
     with pytest.raises(ConfigError, match="a number below 1"):
         parse(["--tokens", "0"])
-
-
-def test_the_engines_table_is_written_on_a_gpu_alone(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="--write is for a GPU"):
-        parse(["--write"])

@@ -16,6 +16,7 @@ from sgl_batch.core.decode_choice import (
     candidates,
     choose,
     refusal,
+    step_of,
 )
 
 TOKENS = (5, 9, 2)
@@ -30,7 +31,7 @@ def test_another_mode_must_win_by_five_per_cent(other_ms, chosen):
     outcomes = {COROUTINE: measured(10.0), SGLANG: measured(other_ms)}
     choice = choose((COROUTINE, SGLANG), outcomes)
     assert choice.mode == chosen
-    assert choice.seconds == {COROUTINE: (0.01,), SGLANG: (other_ms / 1e3,)}
+    assert choice.numbers == {COROUTINE: (0.01,), SGLANG: (other_ms / 1e3,)}
 
 
 def test_the_fastest_of_several_winners_is_taken_and_the_sentence_says_by_how_much():
@@ -104,3 +105,12 @@ def test_a_mode_that_was_asked_for_is_refused_where_it_cannot_compute():
     assert [refusal(mode, ranks) for mode in MODES] == [None, None, None, "several ranks"]
     adapter = "this model has no family adapter"
     assert [refusal(mode, unknown) for mode in MODES] == [None, adapter, adapter, None]
+
+
+def test_the_times_of_the_chosen_mode_are_told_with_the_hosts_part():
+    def of(ms, host_ms):
+        return Measured(seconds=(ms / 1e3,), tokens=(1,), host_seconds=(host_ms / 1e3,))
+
+    choice = choose((COROUTINE, SGLANG), {COROUTINE: of(10, 9), SGLANG: of(5, 1)})
+    assert step_of(choice) == (0.005, 0.001)
+    assert step_of(choose((COROUTINE,), {})) == (None, None)

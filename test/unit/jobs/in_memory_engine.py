@@ -88,8 +88,8 @@ def request(custom_id: str, prompt: str = "hello", **body: object) -> dict[str, 
 class InMemoryBatchEngine:
     """The engine as a whole, as the command needs it."""
 
-    def __init__(self, line_engine: InMemoryEngine, decode_forward: str | None = None) -> None:
-        self._decode_forward = decode_forward
+    def __init__(self, line_engine: InMemoryEngine, forward: tuple[str | None, str | None] = (None, None)) -> None:
+        self._forward = forward
         self.loop = asyncio.new_event_loop()
         self.is_shut_down = False
         self._line_engine = line_engine
@@ -98,10 +98,15 @@ class InMemoryBatchEngine:
         return self._line_engine
 
     def plan_manifest(self) -> Mapping[str, object]:
-        """With the mode that was asked for, or the one that a self-check of this engine would find."""
-        wanted = self._decode_forward
-        mode = "sglang" if wanted in (None, "auto", "measure") else wanted
-        return {"b_attn_decode": 64, "decode_forward": {"mode": mode, "asked": wanted}}
+        """With the mode that was asked for, that of an earlier start, or that which a self-check here would find."""
+        wanted, earlier = self._forward
+        if wanted not in (None, "auto", "measure"):
+            choice = {"mode": wanted, "why": "asked for"}
+        elif earlier is not None and (found := json.loads(earlier).get("decode_forward")):
+            choice = {"mode": found["mode"], "why": "earlier"}
+        else:
+            choice = {"mode": "sglang", "why": "measured"}
+        return {"b_attn_decode": 64, "choices": {"decode_forward": choice, "overlap": {"mode": "off", "why": "x"}}}
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -132,7 +137,7 @@ def prepare_in_memory(engine_argv: Sequence[str]) -> Callable[[], InMemoryBatchE
         return None
 
     return lambda: InMemoryBatchEngine(
-        InMemoryEngine(before, (args.served_model_name or args.model_path,)), args.decode_forward
+        InMemoryEngine(before, (args.served_model_name or args.model_path,)), (args.decode_forward, args.start_choices)
     )
 
 
@@ -142,6 +147,7 @@ def _parse_engine_argv(engine_argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--served-model-name")
     parser.add_argument("--log-level")
     parser.add_argument("--decode-forward")
+    parser.add_argument("--start-choices")
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--release", action="store_true")
     args, unknown = parser.parse_known_args(engine_argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from sgl_batch.config import from_mapping
-from sgl_batch.core.decode_choice import DEFAULT, SGLANG, DecodeChoice, Measured
+from sgl_batch.core.decode_choice import DEFAULT, EAGER, SGLANG, Measured
 from sgl_batch.core.plan_in_force import PlanInForce
+from sgl_batch.core.start_choices import Choice
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers import decode_setup
@@ -24,9 +26,7 @@ def settled(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(decode_setup, "user_cache", lambda: tmp_path / "choices")
 
-    def settle(
-        *, has_adapter=True, latent=False, deterministic=False, on_cpu=True, **flags
-    ) -> tuple[DecodeChoice, str]:
+    def settle(*, has_adapter=True, latent=False, deterministic=False, on_cpu=True, **flags) -> tuple[Choice, str]:
         in_force = PlanInForce(from_mapping(flags))
         in_force.fit(page_size=64, max_running=32, can_reenter=True)
         context = RunContext(
@@ -83,7 +83,7 @@ def test_a_cpu_measures_only_when_told_to_and_a_gpu_by_itself(settled, measured)
     measured.clear()
     choice, mode = settled(on_cpu=False)
     assert (choice.mode, mode, measured) == (SGLANG, SGLANG, [])
-    assert choice.why.endswith("(measured at an earlier start)")
+    assert choice.why.endswith("(settled at an earlier start)")
     choice, mode = settled(on_cpu=False, b_moe_decode=16, b_attn_decode=16)
     assert (mode, set(measured)) == (SGLANG, {DEFAULT, SGLANG}), "other groups are measured by themselves"
 
@@ -112,3 +112,18 @@ def test_a_mode_that_was_asked_for_is_taken_or_refused(settled):
         settled(decode_forward="sglang", mix_prefill=64)
     with pytest.raises(ConfigError, match="'eager', and this model has no family adapter"):
         settled(decode_forward="eager", has_adapter=False)
+
+
+def test_what_an_earlier_start_has_settled_is_taken_over_where_this_engine_can_compute_so(settled, measured):
+    def earlier(mode):
+        return json.dumps({"decode_forward": {"mode": mode, "why": f"{mode}: faster", "numbers": {mode: [0.01]}}})
+
+    choice, mode = settled(on_cpu=False, start_choices=earlier(EAGER))
+    assert (choice.mode, mode, measured) == (EAGER, EAGER, [])
+    assert (choice.why, choice.numbers) == ("eager: faster (settled at an earlier start)", {EAGER: (0.01,)})
+    choice, _ = settled(decode_forward="default", start_choices=earlier(EAGER))
+    assert choice.mode == DEFAULT, "what is asked for stands"
+    choice, _ = settled(decode_forward="measure", start_choices=earlier(SGLANG), mix_prefill=64)
+    assert choice.mode == DEFAULT, "SGLang's own forward mixes no prompts in"
+    with pytest.raises(ConfigError, match=r"start_choices .* \(KeyError: 'numbers'\): leave it out"):
+        settled(on_cpu=False, start_choices='{"decode_forward": {}}')

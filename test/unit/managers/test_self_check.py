@@ -8,12 +8,20 @@ import logging
 
 import pytest
 
-from sgl_batch.core.decode_choice import COROUTINE, SGLANG, DecodeChoice, Measured, TimeUp
+from sgl_batch.core.decode_choice import COROUTINE, SGLANG, Measured, TimeUp
+from sgl_batch.core.start_choices import Choice
 from sgl_batch.managers.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
 from sgl_batch.managers.self_check import settle, settle_once
+from sgl_batch.model_executor.time_budget import TimeBudget
 
-KEY = ChoiceKey(device="NVIDIA H200", model="ab12", versions={"torch": "2.11.0"}, settings={"b_moe_decode": 256})
-CHOICE = DecodeChoice(mode=SGLANG, why="sglang: faster", seconds={SGLANG: (0.001,), COROUTINE: (0.002,)})
+KEY = ChoiceKey(
+    option="decode_forward",
+    device="NVIDIA H200",
+    model="ab12",
+    versions={"torch": "2.11.0"},
+    settings={"b_moe_decode": 256},
+)
+CHOICE = Choice(mode=SGLANG, why="sglang: faster", numbers={SGLANG: (0.001,), COROUTINE: (0.002,)})
 MODES = (COROUTINE, SGLANG)
 
 
@@ -35,8 +43,8 @@ class ScriptedSteps:
             raise found
         return Measured(seconds=(found,), tokens=(1, 2))
 
-    def settle(self, **options):
-        return settle(MODES, self, clock=lambda: self.now, **{"deterministic": False, **options})
+    def settle(self, budget_s=20.0, *, deterministic=False):
+        return settle(MODES, self, TimeBudget(budget_s, lambda: self.now), deterministic=deterministic)
 
 
 @pytest.fixture
@@ -48,7 +56,7 @@ def test_modes_are_measured_in_rounds_and_count_by_their_fastest():
     steps = ScriptedSteps(coroutine=[3.0, 2.0, 5.0], sglang=[1.9, 1.95, 9.0])
     choice = steps.settle()
     assert steps.ran == [COROUTINE, SGLANG] * 3
-    assert (choice.mode, choice.seconds) == (SGLANG, {COROUTINE: (2.0,), SGLANG: (1.9,)})
+    assert (choice.mode, choice.numbers) == (SGLANG, {COROUTINE: (2.0,), SGLANG: (1.9,)})
 
 
 def test_no_measurement_goes_on_when_the_time_is_up():
@@ -84,8 +92,9 @@ def test_a_choice_is_kept_for_its_key_alone(cache):
     assert cache.find(KEY) is None
     cache.keep(KEY, CHOICE)
     found = cache.find(KEY)
-    assert (found.mode, found.why, found.seconds[SGLANG]) == (SGLANG, CHOICE.why, [0.001])
+    assert (found.mode, found.why, found.numbers[SGLANG]) == (SGLANG, CHOICE.why, (0.001,))
     for changed in (
+        {"option": "expert_runner"},
         {"device": "NVIDIA A100"},
         {"model": "cd"},
         {"versions": {"torch": "2.13.0"}},
@@ -97,7 +106,7 @@ def test_a_choice_is_kept_for_its_key_alone(cache):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "{}", json.dumps({"format": "another/1"}), '{"format": "sgl_batch.decode_choice/1", "choice": 3}'],
+    ["", "{", "[]", "{}", json.dumps({"format": "another/1"}), '{"format": "sgl_batch.start_choice/1", "choice": 3}'],
 )
 def test_a_foreign_or_broken_file_is_measured_again_with_a_line(cache, tmp_path, caplog, content):
     cache.keep(KEY, CHOICE)
@@ -106,18 +115,18 @@ def test_a_foreign_or_broken_file_is_measured_again_with_a_line(cache, tmp_path,
     with caplog.at_level(logging.WARNING):
         assert cache.find(KEY) is None
     assert f"{path} holds no choice" in caplog.text
-    assert settle_once(cache, KEY, MODES, lambda: CHOICE) is CHOICE
+    assert settle_once(cache, KEY, MODES.__contains__, lambda: CHOICE) is CHOICE
     assert cache.find(KEY).mode == SGLANG
 
 
 def test_only_a_measured_choice_is_kept_and_one_of_a_mode_that_cannot_be_is_not_taken(cache):
-    unmeasured = DecodeChoice(mode=COROUTINE, why="nothing could be measured")
-    assert settle_once(cache, KEY, MODES, lambda: unmeasured) is unmeasured
+    unmeasured = Choice(mode=COROUTINE, why="nothing could be measured")
+    assert settle_once(cache, KEY, MODES.__contains__, lambda: unmeasured) is unmeasured
     assert cache.find(KEY) is None
-    assert settle_once(cache, KEY, MODES, lambda: CHOICE) is CHOICE
-    again = settle_once(cache, KEY, MODES, lambda: pytest.fail("measured twice"))
-    assert (again.mode, again.why) == (SGLANG, "sglang: faster (measured at an earlier start)")
-    assert settle_once(cache, KEY, (COROUTINE,), lambda: unmeasured) is unmeasured
+    assert settle_once(cache, KEY, MODES.__contains__, lambda: CHOICE) is CHOICE
+    again = settle_once(cache, KEY, MODES.__contains__, lambda: pytest.fail("measured twice"))
+    assert (again.mode, again.why) == (SGLANG, "sglang: faster (settled at an earlier start)")
+    assert settle_once(cache, KEY, (COROUTINE,).__contains__, lambda: unmeasured) is unmeasured
 
 
 def test_a_directory_that_cannot_be_written_costs_the_cache_alone(tmp_path, caplog):
@@ -134,3 +143,20 @@ def test_the_key_has_the_models_configuration_and_versions(tmp_path):
     assert len({first, model_hash(str(tmp_path)), model_hash("org/name")}) == 3
     assert set(versions()) == {"sgl-batch", "sglang", "torch"}
     assert user_cache({"XDG_CACHE_HOME": "/x"}).parts[1:3] == ("x", "sgl_batch")
+
+
+def test_all_self_checks_share_one_budget_of_time():
+    now = 0.0
+    budget = TimeBudget(20.0, lambda: now)
+    with budget.spending(0.5) as time_is_up:
+        now += 9.0
+        assert not time_is_up()
+        now += 1.0
+        assert time_is_up()
+    now += 100.0  # between two checks nothing is spent
+    with budget.spending() as time_is_up:
+        now += 9.9
+        assert not time_is_up()
+        now += 5.0
+    with budget.spending() as time_is_up:
+        assert time_is_up()

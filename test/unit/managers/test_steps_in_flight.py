@@ -117,9 +117,9 @@ def test_results_of_a_batch_are_copied_at_once_and_processed_as_it_was_then() ->
     assert [(kept.reqs[0].rid, of) for kept, of in processed] == [("r1", result)]
 
 
-@pytest.mark.parametrize(("option", "wanted"), [("on", True), ("off", False), ("auto", False)])
-def test_the_option_says_whether_results_wait(option: str, wanted: bool) -> None:
-    assert is_wanted(option) is wanted
+@pytest.mark.parametrize("settled", ["on", "off"])
+def test_the_option_says_whether_results_wait_and_the_start_where_it_is_auto(settled: str) -> None:
+    assert [is_wanted(option, settled) for option in ("on", "off", "auto")] == [True, False, settled == "on"]
 
 
 class LateDevice:

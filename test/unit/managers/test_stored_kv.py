@@ -220,3 +220,10 @@ def test_in_exclusive_tiers_all_pages_go_to_the_store_and_leave_it_when_they_com
         stored.forget(name)
     assert store.counts().free == store.num_slots
     engine.close()
+
+
+def test_the_rate_of_copies_is_measured_without_a_trace(stored, store, pool):
+    before = [pool.page_parts(layer)[0].clone() for layer in range(LAYERS)]
+    assert stored.copy_rate(torch.arange(1, 9)) > 0
+    assert store.counts().used == stored.held == 0
+    assert all(torch.equal(pool.page_parts(layer)[0], before[layer]) for layer in range(LAYERS))

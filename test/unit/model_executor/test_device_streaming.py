@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from host_syncs import HostSyncs
 from sgl_batch.config import MemoryConfig
+from sgl_batch.core.start_choices import Choice
 from sgl_batch.core.weight_residency import plan_residency
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe.cpu_experts import combined_experts
@@ -198,6 +199,10 @@ class Experts(torch.nn.Module):
         self.quant_method = method
 
 
+def not_settled(*_: object) -> Choice:
+    raise AssertionError("what is asked for is not measured")
+
+
 def test_a_models_experts_are_left_on_the_host_and_computed_from_there(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +213,7 @@ def test_a_models_experts_are_left_on_the_host_and_computed_from_there(
     with unloaded_experts():
         layers = [torch.nn.ModuleDict({"experts": Experts()}) for _ in range(3)]
         model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
-    gpu = GpuExperts("torch", "GPU A", Counters(), lambda: Stream(late=True))
+    gpu = GpuExperts("torch", Counters(), not_settled, lambda: Stream(late=True))
     monkeypatch.setattr("sgl_batch.model_executor.gpu_experts.expert_layers", expert_layers)
     gpu.stream(model, [str(checkpoint.file)], MemoryConfig(weights="streamed"), expert_shard=0)
     gpu.adopt(model)

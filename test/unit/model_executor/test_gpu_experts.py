@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
-from sgl_batch.layers.moe import runner_choice
 from sgl_batch.layers.moe.cpu_experts import combined_experts
-from sgl_batch.layers.moe.runner_choice import RunnerTable, with_measurement
 from sgl_batch.model_executor.counters import Counters
-from sgl_batch.model_executor.gpu_experts import GpuExperts, shape_of
+from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.sglang_adapter.layers import UnquantizedFusedMoEMethod
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 16, 8, 2
@@ -55,7 +53,7 @@ def expected(layer, given):
 
 def test_a_runner_that_is_asked_for_computes_every_call_of_every_layer():
     layers = experts_layer(), experts_layer()
-    experts = GpuExperts("torch", "GPU A", Counters())
+    experts = GpuExperts("torch", Counters(), unmeasured)
     experts.adopt(model_of(*layers))
     for layer in layers:
         given = dispatched(5)
@@ -65,7 +63,7 @@ def test_a_runner_that_is_asked_for_computes_every_call_of_every_layer():
 
 def test_on_several_ranks_its_sums_are_in_float32():
     layer, given = experts_layer(), dispatched(5)
-    experts = GpuExperts("torch", "GPU A", Counters())
+    experts = GpuExperts("torch", Counters(), unmeasured)
     experts.adopt(model_of(layer))
     weights, ids, _ = given.topk_output
     sums = experts.expert_sums(layer, given.hidden_states, weights, ids)
@@ -73,58 +71,64 @@ def test_on_several_ranks_its_sums_are_in_float32():
     assert torch.equal(sums, expected(layer, given))
 
 
+def unmeasured(_layers, names, _call_of):
+    return Choice(mode=names[0], why=f"{names[0]}: the time was up")
+
+
 @pytest.mark.parametrize("name", ["auto", "sglang"])
 def test_without_a_measurement_sglangs_own_computes(name):
     layer = experts_layer()
-    experts = GpuExperts(name, "GPU A", Counters())
+    experts = GpuExperts(name, Counters(), unmeasured)
     experts.adopt(model_of(layer))
     assert layer.run_moe_core(dispatched(3)) is OWN
-    assert experts.expert_runner == "sglang"
+    assert experts.expert_runner == experts.choice.mode == "sglang"
 
 
-@pytest.fixture
-def measured(tmp_path, monkeypatch):
-    """A measurement of the layers' shape on GPU A: torch's is the fastest from 8 tokens on."""
-    table = RunnerTable(best=((1, "sglang"), (8, "torch")))
-    path = tmp_path / "measured.json"
-    path.write_text(json.dumps(with_measurement([], "GPU A", shape_of(experts_layer()), table, {})))
-    monkeypatch.setattr(runner_choice, "MEASURED", path)
+def test_what_a_start_settles_decides_by_the_number_of_tokens():
+    layer, called = experts_layer(), {}
 
+    def settle(layers, names, call_of):
+        given = dispatched(5)
+        rows, (weights, ids, _) = given.hidden_states, given.topk_output
+        called.update({"names": names, "torch": call_of("torch")(layers[0], rows, weights, ids)})
+        with pytest.raises(AttributeError, match="hidden_states"):  # of OWN
+            call_of("sglang")(layers[0], rows, weights, ids)
+        assert torch.equal(called["torch"], expected(layers[0], given))
+        return Choice(mode="sglang, torch from 8 tokens", why="it was measured")
 
-@pytest.mark.usefixtures("measured")
-def test_a_measurement_decides_by_the_number_of_tokens():
-    layer = experts_layer()
-    experts = GpuExperts("auto", "GPU A", Counters())
+    experts = GpuExperts("auto", Counters(), settle)
     experts.adopt(model_of(layer))
+    assert set(called["names"]) <= {"sglang", "triton"}, "deepgemm computes in bfloat16"
     assert layer.run_moe_core(dispatched(7)) is OWN
     given = dispatched(8)
     assert torch.equal(layer.run_moe_core(given).hidden_states, expected(layer, given))
-    assert experts.expert_runner == "sglang from 1 tokens, torch from 8 tokens"
+    assert (experts.expert_runner, experts.choice.why) == ("sglang, torch from 8 tokens", "it was measured")
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [({"activation": "gelu"}, "activation='gelu'"), ({"routed_scaling_factor": 2.5}, "scaled by 2.5")],
 )
-@pytest.mark.usefixtures("measured")
 def test_what_no_runner_of_ours_computes_is_refused_or_left_to_sglang_with_a_warning(config, reason, caplog):
     layer = experts_layer(**config)
     with pytest.raises(ConfigError, match=f"expert_runner is 'torch': .*{reason}.*; choose auto or sglang"):
-        GpuExperts("torch", "GPU A", Counters()).adopt(model_of(layer))
+        GpuExperts("torch", Counters(), unmeasured).adopt(model_of(layer))
     with caplog.at_level(logging.WARNING):
-        GpuExperts("auto", "GPU A", Counters()).adopt(model_of(layer))
+        experts = GpuExperts("auto", Counters(), unmeasured)
+        experts.adopt(model_of(layer))
     assert reason in caplog.text
+    assert reason in experts.choice.why
     assert layer.run_moe_core(dispatched(20)) is OWN
 
 
 def test_a_model_without_unquantised_experts_takes_no_runner_of_ours():
-    GpuExperts("auto", "GPU A", Counters()).adopt(model_of(torch.nn.Linear(2, 2)))
+    GpuExperts("auto", Counters(), unmeasured).adopt(model_of(torch.nn.Linear(2, 2)))
     with pytest.raises(ConfigError, match="this model has no unquantised experts"):
-        GpuExperts("triton", "GPU A", Counters()).adopt(model_of(torch.nn.Linear(2, 2)))
+        GpuExperts("triton", Counters(), unmeasured).adopt(model_of(torch.nn.Linear(2, 2)))
 
 
 def test_weights_in_another_order_are_refused():
     layer = experts_layer()
     layer.w2_weight = torch.nn.Parameter(layer.w2_weight.transpose(1, 2).contiguous(), False)
     with pytest.raises(ConfigError, match="biases or packed weights"):
-        GpuExperts("torch", "GPU A", Counters()).adopt(model_of(layer))
+        GpuExperts("torch", Counters(), unmeasured).adopt(model_of(layer))

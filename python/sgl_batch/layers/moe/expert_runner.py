@@ -16,6 +16,20 @@ ON_CPU = ("native", "torch", "triton")
 ON_GPU = ("sglang", "triton", "deepgemm", "torch")
 
 
+def installed_on_gpu(dtype: torch.dtype) -> tuple[str, ...]:
+    """The runners of a GPU that are there and take weights of this number type; first SGLang's own."""
+    names = ["sglang"]
+    if _is_there("triton"):
+        names.append("triton")
+        if dtype == torch.bfloat16 and _is_there("deep_gemm"):
+            names.append("deepgemm")
+    return tuple(names)
+
+
+def _is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 class ExpertRunner(Protocol):
     """Runs every token through its experts; gives the output [T, M] and the number of rows of each expert [E].
 
@@ -45,7 +59,7 @@ def check_runner(name: str, *, on_cpu: bool) -> None:
         )
     if name == "native" and native_kernels() is None:
         raise ConfigError("expert_runner is 'native', and the native kernels are not there: run scripts/install")
-    if name in ("triton", "deepgemm") and importlib.util.find_spec("triton") is None:
+    if name in ("triton", "deepgemm") and not _is_there("triton"):
         raise ConfigError(f"expert_runner is {name!r}, and the package triton is not installed; choose another")
     if name == "triton" and on_cpu and not _interprets():
         raise ConfigError(

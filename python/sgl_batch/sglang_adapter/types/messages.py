@@ -173,7 +173,9 @@ class ServerArgs(Protocol):
     device: str
     host: str
     port: int
+    model_path: str
     attention_backend: str | None
+    enable_deterministic_inference: bool
     api_key: str | None
     admin_api_key: str | None
     log_level_http: str | None

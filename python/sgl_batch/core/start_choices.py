@@ -1,0 +1,119 @@
+"""Owns what is settled at the start of an engine, and decides of it what follows from measurements of decode steps.
+
+That is overlap and the place of decode KV; the forward pass of decode groups is chosen in decode_choice, the expert
+runner in expert_runner_choice, and the attention backend in managers/gpu_arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sgl_batch.errors import ConfigError
+
+WINS_BY = 1.05
+ON, OFF = "on", "off"
+# `PER_PAGE`: both forms are measured while the engine runs, for a page of steps each.
+RESIDENT, PER_PAGE = "resident", "auto"
+_EARLIER = " (settled at an earlier start)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The mode of one option, and why, in a sentence. `numbers`: what was measured; seconds unless a name says else."""
+
+    mode: str
+    why: str
+    numbers: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartChoices:
+    """What each option that a start settles has become."""
+
+    decode_forward: Choice
+    expert_runner: Choice
+    attention: Choice
+    overlap: Choice
+    decode_kv: Choice
+
+    def as_dict(self) -> dict[str, Any]:
+        """By option: mode, why and numbers."""
+        return asdict(self)
+
+
+def line_of(choices: Mapping[str, Mapping[str, Any]]) -> str:
+    """The modes of `StartChoices.as_dict`, in a line."""
+    return ", ".join(f"{option.replace('_', ' ')} {choice['mode']}" for option, choice in choices.items())
+
+
+def choice_of(found: Mapping[str, Any]) -> Choice:
+    """A choice as `dataclasses.asdict` wrote it. Raises ValueError, TypeError or LookupError for what is none."""
+    numbers = {str(of): tuple(float(one) for one in values) for of, values in found["numbers"].items()}
+    return Choice(mode=str(found["mode"]), why=str(found["why"]), numbers=numbers)
+
+
+def earlier_choices(text: str | None) -> dict[str, Choice]:
+    """The choices of an earlier start from JSON, an object by option. Raises ConfigError for what is none."""
+    if text is None:
+        return {}
+    try:
+        return {name: choice_of(found) for name, found in json.loads(text).items()}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"start_choices does not hold the choices of an earlier start ({type(error).__name__}: {error}): leave it "
+            "out, and they are measured"
+        ) from error
+
+
+def taken_over(choice: Choice) -> Choice:
+    """A choice of an earlier start, which is not made again."""
+    why = choice.why.removesuffix(_EARLIER) + _EARLIER
+    return Choice(mode=choice.mode, why=why, numbers=choice.numbers)
+
+
+def choose_overlap(step_s: float | None, host_s: float | None, *, hindered: str | None = None) -> Choice:
+    """Whether results of a decode step are processed while the device computes the next one.
+
+    `step_s`: a decode step of the largest group; `host_s`: how much of it passes until the host has launched it all.
+    Only what is left can hide the host's work on results: where that is under 5 % of a step, overlap cannot win by 5 %.
+    Otherwise it is on, as by default in SGLang: it changes no token, and costs one row of a step for a sequence that
+    ends at a stop token. `hindered`: why it cannot be.
+    """
+    if hindered is not None:
+        return Choice(mode=OFF, why=f"off: {hindered}")
+    if step_s is None or host_s is None:
+        return Choice(mode=OFF, why="off: no decode step was measured")
+    numbers = {"step": (step_s,), "host": (host_s,)}
+    free = 1 - host_s / step_s
+    said = f"the host has launched a step of {_ms(step_s)} after {_ms(host_s)}"
+    if free < 1 - 1 / WINS_BY:
+        return Choice(mode=OFF, why=f"off: {said}, and the rest can hide less than 5 %", numbers=numbers)
+    return Choice(mode=ON, why=f"on: {said}, and the rest can hide its work on results", numbers=numbers)
+
+
+def choose_decode_kv(step_s: float, copied_bytes_per_s: float, pool_bytes: int) -> Choice:
+    """Whether streamed decode steps can pay where not all sequences fit the device's pages of KV.
+
+    A streamed step brings the KV of its rows from the host; a resident one computes as many rows as the pages hold. So
+    streaming can win by 5 % only if in the time of a resident step 1.05 times the pages' bytes come from the host. The
+    step was measured with short sequences; longer ones add what reading the pages takes, at the device's own rate of
+    memory, tens of times that of copies. `pool_bytes`: of all pages of KV on the device.
+    """
+    numbers = {
+        "step": (step_s,),
+        "copied bytes per second": (copied_bytes_per_s,),
+        "bytes of pages": (float(pool_bytes),),
+    }
+    share = step_s * copied_bytes_per_s / pool_bytes
+    said = f"{copied_bytes_per_s / 1e9:.1f} GB/s from the host bring {share:.1%} of the device's pages in a step of"
+    if share < WINS_BY:
+        why = f"resident: {said} {_ms(step_s)}, and streaming pays only where they bring all"
+        return Choice(mode=RESIDENT, why=why, numbers=numbers)
+    return Choice(mode=PER_PAGE, why=f"auto: {said} {_ms(step_s)}: both are measured page by page", numbers=numbers)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
