@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bringup.folder_lock import FolderHeld, held
 from bringup.runner import Bringup, Wanted
 from bringup.stages import ROOT, Place, Runs, Stage, all_stages
 
@@ -160,6 +161,16 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     # Asked to end, do so as after Ctrl-C: a stage's processes are in a group of their own and would stay behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with held(folder):
+            return bring_up(options, stages, folder)
+    except FolderHeld as error:
+        print(f"scripts/gpu_bringup: {error}", file=sys.stderr)
+        return 2
+
+
+def bring_up(options: argparse.Namespace, stages: tuple[Stage, ...], folder: Path) -> int:
+    """Run the stages; the command's exit code."""
     bringup = Bringup(
         stages,
         folder,

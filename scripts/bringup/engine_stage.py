@@ -50,10 +50,11 @@ def compare_with_reference(spec: dict[str, Any]) -> dict[str, Any]:
     engine = start(spec)
     try:
         agreement = compare(generate(engine, requests), reference, spec["near_tie"])
-        counters = engine.batch_stats()["counters"]
+        stats = engine.batch_stats()
     finally:
         engine.shutdown()
-    print(json.dumps(counters, indent=1))
+    counters = stats["counters"]
+    print(json.dumps({"counters": counters, "choices": stats["choices"]}, indent=1))
     for difference in agreement.differences:
         print(difference)
     found: dict[str, Any] = {"tokens": agreement.text()}

@@ -24,6 +24,7 @@ STORE = {**CUT, "max_total_tokens": 48 * 16, "kv_store_bytes": 64 << 20}
 # No prefill group while anything runs: all but the first prompts are computed beside decode rows.
 MIXED = {**CUT, "mix_prefill": 32, "b_moe_prefill": 64, "ready_ahead": 0.0, "refill_watermark": 0.0}
 TWO_RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "rank_timeout_s": 60.0}
+MEASURED = {"decode_forward": "measure", "expert_runner": "auto", "overlap": "auto"}
 GRAPHS = {"disable_cuda_graph": False, "cuda_graph_max_bs_decode": 16}
 
 
@@ -66,11 +67,11 @@ class Engine:
 
 
 def _device_arguments(place: Place, engine: str) -> dict[str, Any]:
-    """The same of both engines; graphs only where a stage is about them, and a choice of forward pass likewise."""
+    """The same of both engines; graphs, and what a start measures by itself, only where a stage is about them."""
     if not place.on_gpu:
         return {"device": "cpu"}
     return {
-        **({"decode_forward": "eager"} if engine == "ours" else {}),
+        **({"decode_forward": "eager", "expert_runner": "sglang", "overlap": "off"} if engine == "ours" else {}),
         "device": "cuda",
         "attention_backend": place.attention_backend,
         "sampling_backend": "pytorch",
@@ -130,8 +131,14 @@ def engines() -> tuple[Engine, ...]:
         ),
         Engine(
             name="self-check",
-            what="the start measures which forward pass computes decode groups",
-            arguments={**CUT, **GRAPHS, "decode_forward": "measure", "decode_graph_memory": 1 << 30},
+            what="the start measures decode's forward pass and the expert runner, and settles overlap by that",
+            arguments={**CUT, **GRAPHS, **MEASURED, "decode_graph_memory": 1 << 30},
+            gpu_only=True,
+        ),
+        Engine(
+            name="self-check-store",
+            what="the same beside a host KV store: the rate of copies decides where decode KV lies",
+            arguments={**STORE, **GRAPHS, **MEASURED, "kv_store_mode": "inclusive", "decode_kv": "auto"},
             gpu_only=True,
         ),
         Engine(

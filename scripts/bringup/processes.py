@@ -75,7 +75,8 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 def _below(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=True)
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+        return found
     return []
 
 
@@ -90,7 +91,7 @@ def _group(number: int) -> list[psutil.Process]:
 
 def _lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +94,7 @@ def _program(name: str, what: str, runs: Runs, place: Place, expected_s: float, 
     return Stage(name=name, what=what, runs=runs, argv=argv, expected_s=expected_s, limit_s=limit_s)
 
 
-def _call(script: str, spec: dict[str, object], place: Place, name: str) -> tuple[str, ...]:
+def _call(script: str, spec: Mapping[str, object], place: Place, name: str) -> tuple[str, ...]:
     return sys.executable, str(HERE / script), json.dumps(spec), str(result_of(place.folder, name))
 
 

@@ -12,6 +12,7 @@ import pytest
 from bringup.command import main
 from bringup.decode_trace import step_cost
 from bringup.engine_stages import engines
+from bringup.folder_lock import held
 from bringup.stages import BENCHMARKS, HERE, ROOT, Place, Runs, all_stages
 from sgl_batch.config import field_names, split_kwargs
 
@@ -74,6 +75,16 @@ def test_a_dry_run_says_of_every_stage_for_a_device_that_it_was_not_run(tmp_path
     on_devices = [stage.name for stage in all_stages(PLACES[0]) if stage.runs is not Runs.ANYWHERE]
     assert {name for name, outcome in state.items() if outcome["remark"] == "dry run"} == set(on_devices)
     assert done.stdout.splitlines()[0].split()[:2] == ["stage", "state"]
+
+
+def test_a_second_call_on_a_folder_is_refused_while_the_first_works_on_it(tmp_path: Path, capsys) -> None:
+    arguments = ["--dry-run", "--minutes", "0.001", "--out", str(tmp_path)]
+    with held(tmp_path / "dry-run"):
+        assert main(arguments) == 2
+    assert f"{tmp_path / 'dry-run'} is held by another call" in capsys.readouterr().err
+    assert not (tmp_path / "dry-run" / "state.json").exists()
+    with held(tmp_path / "dry-run"):
+        pass
 
 
 def event(name: str, category: str, begin: float, duration: float, thread: int = 1) -> dict[str, object]:
