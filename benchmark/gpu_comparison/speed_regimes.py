@@ -93,6 +93,8 @@ def _accumulation(
         "b_moe_prefill": rows[1],
         "b_attn_decode": small,
         "overlap": "off",
+        # Groups of other sizes would be measured by themselves, and may get another one.
+        "expert_runner": "sglang" if place.on_gpu else "auto",
         **place.graphs(on=graphs),
         # Else SGLang's own graphs would serve the groups of one sub-batch alone.
         "decode_forward": "coroutine",

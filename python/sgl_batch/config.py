@@ -76,9 +76,8 @@ class ForwardConfig:
     )
     expert_runner: str = _flag(
         "auto",
-        "what computes the experts: auto (native on a CPU; on a GPU, by the number of tokens, SGLang's own or another "
-        "that is 5 % faster in calls at the start, with the same outputs up to rounding), or one of sglang, triton, "
-        "deepgemm (GPU), native (CPU), torch",
+        "what computes the experts: auto (native on a CPU; on a GPU the fastest in calls at the start), or one of "
+        "sglang, triton, deepgemm (GPU), native (CPU), torch",
         choices=EXPERT_RUNNERS,
     )
     decode_forward: str = _flag(
@@ -186,8 +185,7 @@ class MemoryConfig:
         "auto",
         "where the decode group's KV lies beside a host KV store: resident on the device, so that as many run as fit "
         "there; streamed through the device by layer and sub-batch in each step, so that the group is as large as the "
-        "store; auto measures both for a page of steps and takes the faster one, on a GPU only where copies as fast as "
-        "measured at the start can win (several ranks: resident)",
+        "store; auto measures both for a page of steps each, on a GPU if copies are fast enough (ranks: resident)",
         choices=DECODE_KV_PLACES,
     )
     kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")
