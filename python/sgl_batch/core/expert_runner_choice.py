@@ -22,11 +22,14 @@ TOLERANCES = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 3e-3}
 class RunnerMeasured:
     """Calls of one runner, for each number of tokens, ascending.
 
-    `seconds`: of a call; `errors`: how far its output is from the reference's, as a share of that one's size.
+    `seconds`: of a call, of the device alone where it has a clock of its own, as in a CUDA graph; `host_seconds`: as the
+    host sees calls that follow each other, empty where that is the same. `errors`: how far the output is from the
+    reference's, as a share of that one's size.
     """
 
     seconds: tuple[float, ...]
     errors: tuple[float, ...]
+    host_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +72,12 @@ def choose_runners(
 ) -> Choice:
     """A table of runners, as text. `names`: first the one without a measurement; `tokens`: of the calls, ascending.
 
-    For each number of tokens the first stays unless another takes at most 1 / 1.05 of its time and gives its outputs,
-    for all numbers, within the tolerance of `dtype`. Between two numbers the nearer by ratio decides. Where the
-    first was not measured, there is nothing to compare with, and it stays.
+    For each number of tokens the first stays unless another takes at most 1 / 1.05 of its time, as the host sees it at
+    most 1.05 of it, and gives its outputs, for all numbers, within the tolerance of `dtype`. Between two numbers the
+    nearer by ratio decides. Where the first was not measured, there is nothing to compare with, and it stays.
     """
-    seconds = {name: found.seconds for name in names if isinstance(found := outcomes.get(name), RunnerMeasured)}
+    measured = {name: found for name in names if isinstance(found := outcomes.get(name), RunnerMeasured)}
+    seconds = {name: found.seconds for name, found in measured.items()}
     reference = names[0]
     if reference not in seconds:
         why = _why_not(outcomes.get(reference), TOLERANCES[dtype], reference)
@@ -82,8 +86,7 @@ def choose_runners(
     usable = [name for name, why in why_not.items() if why is None]
     best: list[tuple[int, str]] = []
     for index, number in enumerate(tokens):
-        first = seconds[reference][index]
-        winners = [name for name in usable if seconds[name][index] * WINS_BY <= first]
+        winners = [name for name in usable if _wins(measured[name], measured[reference], index)]
         name = min(winners, key=lambda one: seconds[one][index], default=reference)
         if not best or best[-1][1] != name:
             best.append((round(math.sqrt(tokens[index - 1] * number)) if index else 0, name))
@@ -91,7 +94,15 @@ def choose_runners(
     said = "; ".join(f"{name} {', '.join(f'{1e3 * one:.3f}' for one in seconds[name])} ms" for name in seconds)
     others = "".join(f"; {name} {why}" for name, why in why_not.items() if why is not None)
     why = f"{table}: calls of {', '.join(map(str, tokens))} tokens take {said}{others}"
-    return Choice(mode=table, why=why, numbers={**seconds, "tokens": tuple(tokens)})
+    host = {f"{name}, as the host sees it": found.host_seconds for name, found in measured.items()}
+    seen = {name: values for name, values in host.items() if values}
+    return Choice(mode=table, why=why, numbers={**seconds, **seen, "tokens": tuple(tokens)})
+
+
+def _wins(found: RunnerMeasured, reference: RunnerMeasured, index: int) -> bool:
+    if found.seconds[index] * WINS_BY > reference.seconds[index]:
+        return False
+    return not found.host_seconds or found.host_seconds[index] <= reference.host_seconds[index] * WINS_BY
 
 
 def _why_not(outcome: RunnerMeasured | Failed | None, tolerance: float, reference: str) -> str | None:

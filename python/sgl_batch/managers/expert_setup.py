@@ -83,5 +83,7 @@ def _can_compute(names: Sequence[str], mode: str) -> bool:
 def _merged(before: RunnerMeasured, now: RunnerMeasured) -> RunnerMeasured:
     """The fastest call and the largest error of each number of tokens."""
     return RunnerMeasured(
-        seconds=tuple(map(min, before.seconds, now.seconds)), errors=tuple(map(max, before.errors, now.errors))
+        seconds=tuple(map(min, before.seconds, now.seconds)),
+        host_seconds=tuple(map(min, before.host_seconds, now.host_seconds)),
+        errors=tuple(map(max, before.errors, now.errors)),
     )

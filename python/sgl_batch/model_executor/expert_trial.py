@@ -22,6 +22,8 @@ _MOST_LAYERS = 8
 _TIMED_CALLS = 8
 _WARMING_CALLS = 2
 _COMPARED_ROWS = 256
+# Some milliseconds, in which the host launches the timed calls.
+_AHEAD_CYCLES = 20_000_000
 _SEED = 21
 
 
@@ -41,34 +43,49 @@ class ExpertTrial:
     def run(self, name: str, time_is_up: Callable[[], bool]) -> RunnerMeasured:
         """Call each layer by this runner a few times. Raises TimeUp between two calls, and what the runner raises."""
         call = self._call_of(name)
-        outputs, seconds = [], []
+        outputs, seconds, device_seconds = [], [], []
         with torch.no_grad():
             for num_tokens in self._num_tokens:
                 given = self._rows(num_tokens)
-                output = self._timed(call, given, _WARMING_CALLS, time_is_up)[1]
+                output = self._calls(call, given, _WARMING_CALLS, time_is_up)
                 outputs.append(output[:_COMPARED_ROWS].float().clone())
-                seconds.append(self._timed(call, given, _TIMED_CALLS, time_is_up)[0])
+                self._finish()
+                begun = time.perf_counter()
+                self._calls(call, given, _TIMED_CALLS, time_is_up)
+                self._finish()
+                seconds.append((time.perf_counter() - begun) / _TIMED_CALLS)
+                if self._weight.is_cuda:
+                    device_seconds.append(self._device_s(call, given, time_is_up))
         if not self._reference:
             self._reference = outputs
-        errors = (_error(*pair) for pair in zip(outputs, self._reference, strict=True))
-        return RunnerMeasured(seconds=tuple(seconds), errors=tuple(errors))
+        errors = tuple(_error(*pair) for pair in zip(outputs, self._reference, strict=True))
+        if device_seconds:
+            return RunnerMeasured(seconds=tuple(device_seconds), host_seconds=tuple(seconds), errors=errors)
+        return RunnerMeasured(seconds=tuple(seconds), errors=errors)
 
-    def _timed(
+    def _calls(
         self, call: LayerCall, given: Sequence[torch.Tensor], calls: int, time_is_up: Callable[[], bool]
-    ) -> tuple[float, torch.Tensor]:
-        """Seconds of a call, and the first one's output."""
+    ) -> torch.Tensor:
+        """Make calls; the first one's output."""
         x_TM, weights_TK, ids_TK = given
         first = x_TM
-        self._finish()
-        begun = time.perf_counter()
         for number in range(calls):
             if time_is_up():
                 raise TimeUp
             # SGLang's own may write its output over its rows.
             output = call(self._layers[number % len(self._layers)], x_TM.clone(), weights_TK, ids_TK)
             first = output if number == 0 else first
-        self._finish()
-        return (time.perf_counter() - begun) / calls, first
+        return first
+
+    def _device_s(self, call: LayerCall, given: Sequence[torch.Tensor], time_is_up: Callable[[], bool]) -> float:
+        """Seconds of a call on the device, which idles at first so that the host is ahead of it, as a graph is."""
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_AHEAD_CYCLES)
+        begun.record()
+        self._calls(call, given, _TIMED_CALLS, time_is_up)
+        ended.record()
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3 / _TIMED_CALLS
 
     def _rows(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         experts, _, hidden = self._weight.shape

@@ -49,6 +49,17 @@ def test_another_runner_must_win_by_five_per_cent_for_a_number_of_tokens():
     assert choice.why.startswith(f"{choice.mode}: calls of 16, 256, 4096 tokens take sglang 1.000, 2.000, 10.000 ms; ")
 
 
+def test_a_winner_on_the_device_may_not_lose_as_the_host_sees_it():
+    def of(device_s, host_s):
+        return RunnerMeasured(seconds=(device_s,) * 3, host_seconds=(host_s,) * 3, errors=(0.0,) * 3)
+
+    assert chosen(sglang=of(1.0, 2.0), triton=of(0.5, 2.1)).mode == "triton"
+    choice = chosen(sglang=of(1.0, 2.0), triton=of(0.5, 2.2))
+    assert choice.mode == "sglang"
+    assert choice.numbers["triton, as the host sees it"] == (2.2,) * 3
+    assert chosen(sglang=of(1.0, 2.0), triton=of(0.96, 0.1)).mode == "sglang", "graphs have no host's part"
+
+
 def test_a_runner_with_other_outputs_is_left_out_at_all_numbers_of_tokens():
     limit = TOLERANCES["bfloat16"]
     near = measured(0.5, 1, 5, errors=(limit, 0.0, limit))
