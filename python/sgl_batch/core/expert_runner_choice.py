@@ -22,8 +22,8 @@ TOLERANCES = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 3e-3}
 class RunnerMeasured:
     """Calls of one runner, for each number of tokens, ascending.
 
-    `seconds`: of a call, of the device alone where it has a clock of its own, as in a CUDA graph; `host_seconds`: as the
-    host sees calls that follow each other, empty where that is the same. `errors`: how far the output is from the
+    `seconds`: of a call, on the device alone where it has a clock of its own, as in a CUDA graph; `host_seconds`: as
+    the host sees calls that follow each other, empty where that is the same. `errors`: how far the output is from the
     reference's, as a share of that one's size.
     """
 
