@@ -107,15 +107,15 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return self._operators.expert_runner
 
     @property
+    def expert_choice(self) -> Choice:
+        """What computes the experts, and why."""
+        return self._operators.choice
+
+    @property
     def forward_text(self) -> str:
         """Which forward pass computes this model's groups, in words."""
         named: str = self.model_config.hf_config.architectures[0]
         return forward_text(named, has_adapter=self.layer_runner is not None)
-
-    @property
-    def expert_choice(self) -> Choice:
-        """The same, and why."""
-        return self._operators.choice
 
     def init_torch_distributed(self) -> None:
         with on_this_machine(self.context.world_store):
