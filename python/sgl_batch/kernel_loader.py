@@ -10,6 +10,8 @@ from sgl_batch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_INTERFACE = 2  # of the module that we call
+
 BUILD_KERNELS = "build them with scripts/install or, beside a GPU, `pip install --no-build-isolation ./sgl-kernel`"
 
 
@@ -27,6 +29,15 @@ def native_kernels() -> ModuleType | None:
             "times slower; scripts/install builds them",
             type(error).__name__,
             error,
+        )
+        return None
+    found = getattr(sgl_batch_kernel, "INTERFACE", 1)
+    if found != _INTERFACE:
+        logger.warning(
+            "the native kernels that are installed are of another version (interface %d, not %d): experts and linear "
+            "layers run as torch operators, several times slower; scripts/install builds those that belong here",
+            found,
+            _INTERFACE,
         )
         return None
     try:

@@ -9,12 +9,15 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from runner_promises import PROMISES, prepare_runner
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 
 # tokens, hidden, intermediate, experts, choices
 SHAPES = (
@@ -32,6 +35,8 @@ SHAPES = (
     (600, 64, 34, 60, 4),
     (4096, 32, 16, 8, 2),
 )
+# Of these also experts with biases and a clamped activation.
+CLAMPED_SHAPES = ((1, 160, 96, 8, 8), (37, 128, 96, 8, 3), (68, 32, 130, 5, 1))
 # More tokens would show nothing more of the order in which a token's experts are added up.
 RANKED_TOKENS = 50
 # Triton's interpreter takes some milliseconds for each block of a kernel, of which each expert has its own.
@@ -48,9 +53,10 @@ class Batch:
     w2: torch.Tensor
     weights: torch.Tensor
     ids: torch.Tensor
+    clamped: ClampedExperts | None = None
 
     def some(self, tokens: torch.Tensor) -> Batch:
-        return Batch(self.x[tokens], self.w13, self.w2, self.weights[tokens], self.ids[tokens])
+        return replace(self, x=self.x[tokens], weights=self.weights[tokens], ids=self.ids[tokens])
 
     def shard(self, rank: int, ranks: int) -> Batch:
         """A rank's contiguous share of the experts."""
@@ -58,7 +64,10 @@ class Batch:
         local = self.ids - rank * size
         local = torch.where((local < 0) | (local >= size), -1, local)
         own = slice(rank * size, (rank + 1) * size)
-        return Batch(self.x, self.w13[own].contiguous(), self.w2[own].contiguous(), self.weights, local)
+        beside = self.clamped
+        if beside is not None:
+            beside = replace(beside, w13_bias=beside.w13_bias[own], w2_bias=beside.w2_bias[own])
+        return replace(self, w13=self.w13[own].contiguous(), w2=self.w2[own].contiguous(), ids=local, clamped=beside)
 
 
 def draw_routing(name: str, tokens: int, experts: int, choices: int) -> torch.Tensor:
@@ -75,7 +84,7 @@ def draw_routing(name: str, tokens: int, experts: int, choices: int) -> torch.Te
     return ids.contiguous()
 
 
-def draw(shape: tuple[int, ...], routing: str, dtype: torch.dtype, device: str) -> Batch:
+def draw(shape: tuple[int, ...], routing: str, dtype: torch.dtype, device: str, *, clamped: bool) -> Batch:
     tokens, hidden, inter, experts, choices = shape
     wide = torch.randn(tokens, hidden + 7).to(dtype)
     return Batch(
@@ -84,7 +93,24 @@ def draw(shape: tuple[int, ...], routing: str, dtype: torch.dtype, device: str) 
         (torch.randn(experts, hidden, inter) / inter**0.5).to(dtype).to(device),
         torch.rand(tokens, choices).to(device),
         draw_routing(routing, tokens, experts, choices).to(device),
+        draw_clamped(experts, hidden, inter, device) if clamped else None,
     )
+
+
+def draw_clamped(experts: int, hidden: int, inter: int, device: str) -> ClampedExperts:
+    """With a limit that a good part of the numbers reach."""
+    biases = torch.randn(experts, 2 * inter).to(device), torch.randn(experts, hidden).to(device)
+    return ClampedExperts(w13_bias=biases[0], w2_bias=biases[1], alpha=1.702, limit=1.5)
+
+
+def expert_in_float64(batch: Batch, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    product, down, clamped = rows @ batch.w13[expert].double().T, batch.w2[expert].double().T, batch.clamped
+    if clamped is None:
+        gate, up = product.chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ down
+    product = product + clamped.w13_bias[expert].double()
+    gate, up = product[:, ::2].clamp(max=clamped.limit), product[:, 1::2].clamp(-clamped.limit, clamped.limit)
+    return (gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)) @ down + clamped.w2_bias[expert].double()
 
 
 def in_float64(batch: Batch) -> torch.Tensor:
@@ -92,8 +118,7 @@ def in_float64(batch: Batch) -> torch.Tensor:
     out = torch.zeros(batch.x.shape, dtype=torch.float64, device=batch.x.device)
     for expert in range(len(batch.w13)):
         token, choice = torch.where(batch.ids == expert)
-        gate, up = (batch.x[token].double() @ batch.w13[expert].double().T).chunk(2, dim=-1)
-        rows = (F.silu(gate) * up) @ batch.w2[expert].double().T
+        rows = expert_in_float64(batch, expert, batch.x[token].double())
         out.index_add_(0, token, rows * batch.weights[token, choice, None].double())
     return out
 
@@ -106,25 +131,33 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def inputs(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[torch.dtype, tuple[int, ...], str]]:
+def inputs(dtypes: Iterable[torch.dtype], *, clamped: bool) -> Iterator[tuple[torch.dtype, tuple[int, ...], str, bool]]:
     """Every shape with every routing; those that Triton's interpreter manages, each with one by turns."""
-    everything = itertools.product(dtypes, SHAPES, ROUTINGS)
+    everything = ((*one, False) for one in itertools.product(dtypes, SHAPES, ROUTINGS))
+    more = itertools.product(dtypes, CLAMPED_SHAPES if clamped else (), ROUTINGS[-1:], [True])
     if "TRITON_INTERPRET" not in os.environ:
-        return everything
+        return itertools.chain(everything, more)
     small = [shape for shape in SHAPES if max(shape) <= INTERPRETED_SIZE and shape[3] <= INTERPRETED_EXPERTS]
     pairs = itertools.product(dtypes, small)
-    return ((dtype, shape, ROUTINGS[number % len(ROUTINGS)]) for number, (dtype, shape) in enumerate(pairs))
+    by_turns = ((*pair, ROUTINGS[number % len(ROUTINGS)], False) for number, pair in enumerate(pairs))
+    return itertools.chain(by_turns, more)
 
 
 def cases(name: str, device: str) -> Iterator[tuple[str, bool]]:
     promise, prepare = PROMISES[name], prepare_runner(name)
 
     def run(batch: Batch, *, f32_output: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        runner = prepare(batch.w13, batch.w2)
+        runner = prepare(batch.w13, batch.w2, batch.clamped)
         return runner(batch.x, batch.w13, batch.w2, batch.weights, batch.ids, f32_output=f32_output)
 
-    for dtype, shape, routing in inputs(promise.error):
-        batch, case = draw(shape, routing, dtype, device), f"{name} {dtype} {shape} {routing}"
+    if not promise.clamped:
+        yield (
+            f"{name}: biases are refused",
+            refuses(lambda: run(draw(SHAPES[1], ROUTINGS[0], torch.bfloat16, device, clamped=True))),
+        )
+    for dtype, shape, routing, clamped in inputs(promise.error, clamped=promise.clamped):
+        batch = draw(shape, routing, dtype, device, clamped=clamped)
+        case = f"{name} {dtype} {shape} {routing}{' clamped' * clamped}"
         out, rows = run(batch)
         yield f"{case}: float32", out.dtype == torch.float32
         yield case, relative_error(out, in_float64(batch)) < promise.error[dtype]
@@ -138,6 +171,14 @@ def cases(name: str, device: str) -> Iterator[tuple[str, bool]]:
             yield f"{case}: a token's bits", torch.equal(run(batch.some(some))[0], out[some])
         if promise.tree_order and shape[0] <= RANKED_TOKENS:
             yield from sharded(case, batch, out, run)
+
+
+def refuses(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except ConfigError:
+        return True
+    return False
 
 
 def sharded(case, batch, whole, run) -> Iterator[tuple[str, bool]]:

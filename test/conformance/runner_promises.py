@@ -10,11 +10,12 @@ from types import ModuleType
 import torch
 
 from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, create_expert_runner
 from sgl_batch.layers.packed_weights import PackedWeights
 
-# A runner for one layer's weights.
-Prepare = Callable[[torch.Tensor, torch.Tensor], ExpertRunner]
+# A runner for one layer's weights, and for what it has beside them.
+Prepare = Callable[[torch.Tensor, torch.Tensor, ClampedExperts | None], ExpertRunner]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +24,14 @@ class Promise:
 
     `own_bits`: a token's result has the same bits whatever tokens are beside it. `tree_order`: its experts are added up
     as a binary tree over their ids, so that those of 2 or 4 ranks add up to the bits of one. `rounds_once`: the output
-    is the float32 one, rounded.
+    is the float32 one, rounded. `clamped`: it also computes experts with biases and a clamped activation.
     """
 
     error: dict[torch.dtype, float]
     own_bits: bool = True
     tree_order: bool = True
     rounds_once: bool = True
+    clamped: bool = True
 
 
 _EXACT = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -38,7 +40,7 @@ PROMISES = {
     "triton": Promise(error=_EXACT),
     # These round to bfloat16 between their steps.
     "torch": Promise(error={torch.float32: 2e-6, torch.bfloat16: 1e-2}, own_bits=False, tree_order=False),
-    "deepgemm": Promise(error={torch.bfloat16: 1e-2}),
+    "deepgemm": Promise(error={torch.bfloat16: 1e-2}, clamped=False),
     "sglang": Promise(
         error={torch.float32: 2e-6, torch.bfloat16: 1e-2}, own_bits=False, tree_order=False, rounds_once=False
     ),
@@ -57,22 +59,22 @@ def prepare_runner(name: str) -> Prepare:
         prepare_process("none")
     runner = create_expert_runner(name)
 
-    def prepare(w13: torch.Tensor, w2: torch.Tensor) -> ExpertRunner:
+    def prepare(w13: torch.Tensor, w2: torch.Tensor, clamped: ClampedExperts | None) -> ExpertRunner:
         def run(x_TM, _w13, _w2, weights_TK, ids_TK, *, f32_output=False):
-            return runner(x_TM, w13, w2, weights_TK, ids_TK, f32_output=f32_output)
+            return runner(x_TM, w13, w2, weights_TK, ids_TK, f32_output=f32_output, clamped=clamped)
 
         return run
 
     return prepare
 
 
-def _native(w13: torch.Tensor, w2: torch.Tensor) -> ExpertRunner:
+def _native(w13: torch.Tensor, w2: torch.Tensor, clamped: ClampedExperts | None) -> ExpertRunner:
     """With copies of the weights, which are packed in place."""
     packed, own13, own2 = PackedWeights(native_kernels()), w13.clone(), w2.clone()
-    assert packed.add_experts(own13, own2), "the native kernels take these weights"
+    assert packed.add_experts(own13, own2, clamped=clamped is not None), "the native kernels take these weights"
 
     def run(x_TM, _w13, _w2, weights_TK, ids_TK, *, f32_output=False):
-        return packed.experts(x_TM, own13, own2, weights_TK, ids_TK, f32_output=f32_output)
+        return packed.experts(x_TM, own13, own2, weights_TK, ids_TK, f32_output=f32_output, clamped=clamped)
 
     return run
 

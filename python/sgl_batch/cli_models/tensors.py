@@ -37,7 +37,7 @@ class ModelTensor:
     @property
     def is_expert(self) -> bool:
         """Whether it is of routed experts: by its name, or as one that stacks those of a layer."""
-        return len(self.shape) == 3 or _EXPERT.search(self.name) is not None
+        return len(self.stored.shape) == 3 or _EXPERT.search(self.name) is not None
 
     @property
     def is_streamable(self) -> bool:

@@ -6,7 +6,7 @@ under `plain()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,6 +16,7 @@ import torch
 from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.int8_weights import from_int8, to_int8
 from sgl_batch.layers.moe import cpu_experts
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
 from sgl_batch.layers.packed_rows import packed_rows
 
 
@@ -27,6 +28,8 @@ class _Packed:
     shape: tuple[int, int, int]
     dtype: torch.dtype
     scales: torch.Tensor | None = None
+    reordered: bool = False
+    """Whether rows of each expert's gate and up alternate in its plain order."""
 
     @property
     def matrices(self) -> torch.Tensor:
@@ -50,30 +53,41 @@ class PackedWeights:
         """Pack a weight [out, in]; False where the kernels cannot take it."""
         return self._pack([(weight, (1, *weight.shape))], exact=exact)
 
-    def add_experts(self, w13: torch.Tensor, w2: torch.Tensor) -> bool:
+    def add_experts(self, w13: torch.Tensor, w2: torch.Tensor, *, clamped: bool = False) -> bool:
         """Pack the experts' weights [E, 2I, M], gate and up half each by itself, and [E, M, I]; False likewise.
 
-        Those of a lone expert may come as [2I, M] and [M, I].
+        Those of a lone expert may come as [2I, M] and [M, I]. `clamped`: rows of w13 alternate, as in ClampedExperts.
         """
         hidden, inter = w2.shape[-2:]
-        return self._pack([(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))])
+        reordered = w13 if clamped else None
+        return self._pack([(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))], reordered=reordered)
 
     def add_by_head(self, weight_HNK: torch.Tensor) -> bool:
         """Pack a weight [out, in] for each head; False likewise. They are not rounded."""
         return self._pack([(weight_HNK, tuple(weight_HNK.shape))], exact=True)
 
-    def _pack(self, weights: list[tuple[torch.Tensor, tuple[int, ...]]], *, exact: bool = False) -> bool:
+    def _pack(
+        self,
+        weights: list[tuple[torch.Tensor, tuple[int, ...]]],
+        *,
+        exact: bool = False,
+        reordered: torch.Tensor | None = None,
+    ) -> bool:
         if self._kernels is None or not all(_packable(weight) for weight, _ in weights):
             return False
         for weight, shape in weights:
             assert weight not in self, "a weight is packed once"
             batches, outputs, inputs = weight.data.view(shape).shape
-            packed = _Packed(weight=weight, shape=(batches, outputs, inputs), dtype=weight.dtype)
+            packed = _Packed(
+                weight=weight, shape=(batches, outputs, inputs), dtype=weight.dtype, reordered=weight is reordered
+            )
             self._put(packed, int8=self._int8 and not exact and inputs % 2 == 0)
         return True
 
     def _put(self, packed: _Packed, *, int8: bool) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
+        if packed.reordered:
+            _reorder(packed.weight.data, in_halves)
         if int8:
             rounded, packed.scales = to_int8(packed.matrices)
             packed.weight.data = rounded.view(packed.weight.shape)
@@ -86,6 +100,8 @@ class PackedWeights:
         self._kernels.unpack_(packed.matrices)
         if packed.scales is not None:
             packed.weight.data = from_int8(packed.matrices, packed.scales, packed.dtype).view(packed.weight.shape)
+        if packed.reordered:
+            _reorder(packed.weight.data, alternating)
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -143,13 +159,16 @@ class PackedWeights:
         topk_ids_TK: torch.Tensor,
         *,
         f32_output: bool = False,
+        clamped: ClampedExperts | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
         A choice with a negative id counts as nothing. The output has x's number type, or float32.
         """
         if self._kernels is None or w13 not in self:
-            return cpu_experts.combined_experts(x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output=f32_output)
+            return cpu_experts.combined_experts(
+                x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output=f32_output, clamped=clamped
+            )
         return packed_experts(
             self._kernels,
             x_TM,
@@ -160,6 +179,7 @@ class PackedWeights:
             f32_output=f32_output,
             w13_scales=self._scales(w13),
             w2_scales=self._scales(w2),
+            clamped=clamped,
         )
 
 
@@ -175,8 +195,17 @@ def packed_experts(
     w13_scales: torch.Tensor | None,
     w2_scales: torch.Tensor | None,
     slots: torch.Tensor | None = None,
+    clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels' `experts` with packed weights, whatever number types and order in memory the other tensors have."""
+    beside = {}
+    if clamped is not None:
+        beside = {
+            "w13_bias": in_halves(clamped.w13_bias.float()),
+            "w2_bias": clamped.w2_bias.float().contiguous(),
+            "alpha": clamped.alpha,
+            "limit": clamped.limit,
+        }
     done: tuple[torch.Tensor, torch.Tensor] = kernels.experts(
         x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous(),
         w13,
@@ -187,8 +216,15 @@ def packed_experts(
         w13_scales=w13_scales,
         w2_scales=w2_scales,
         slots=slots,
+        **beside,
     )
     return done
+
+
+def _reorder(weight: torch.Tensor, order: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put the rows of each expert in another order, in place; one expert after the other, which takes little memory."""
+    for expert in weight.view(-1, *weight.shape[-2:]):
+        expert.copy_(order(expert[None])[0])
 
 
 def _packable(weight: torch.Tensor) -> bool:

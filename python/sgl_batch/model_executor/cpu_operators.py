@@ -13,6 +13,7 @@ from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
 from sgl_batch.layers.moe import cpu_topk
+from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.mem_cache.expert_slots import ExpertSlots
@@ -130,7 +131,8 @@ class CpuOperators:
             self._weights.add_linear(head.weight, exact=True)
         if self.expert_runner == "native" and self._streamer is None:
             for layer in expert_layers(model):
-                self._weights.add_experts(layer.w13_weight, layer.w2_weight)
+                clamped = clamped_experts_of(layer) is not None
+                self._weights.add_experts(layer.w13_weight, layer.w2_weight, clamped=clamped)
 
     def plain_weights(self) -> AbstractContextManager[None]:
         """For whoever reads or writes weights: inside, they lie in their plain order."""
@@ -141,10 +143,9 @@ class CpuOperators:
     ) -> torch.Tensor:
         """What the experts of a layer on this rank add to each row, in float32 [R, M]; ids are local, -1 is none."""
         check_experts(experts.quant_method.moe_runner_config)
+        given = x_RM, experts.w13_weight, experts.w2_weight, topk_weights_RK, topk_ids_RK
         with self._counters.clock.part("experts"):
-            out_RM, rows_per_expert = self._run(
-                x_RM, experts.w13_weight, experts.w2_weight, topk_weights_RK, topk_ids_RK, f32_output=True
-            )
+            out_RM, rows_per_expert = self._run(*given, f32_output=True, clamped=clamped_experts_of(experts))
         self._counters.add_expert_call(rows_per_expert)
         return out_RM
 
@@ -153,7 +154,12 @@ class CpuOperators:
         weights, ids, _ = dispatch_output.topk_output
         with self._counters.clock.part("experts"):
             out, rows_per_expert = self._run(
-                dispatch_output.hidden_states, layer.w13_weight, layer.w2_weight, weights, ids
+                dispatch_output.hidden_states,
+                layer.w13_weight,
+                layer.w2_weight,
+                weights,
+                ids,
+                clamped=clamped_experts_of(layer),
             )
         self._counters.add_expert_call(rows_per_expert)
         output: ExpertOutput = StandardCombineInput(hidden_states=out)

@@ -15,6 +15,7 @@ from sgl_batch.config import MemoryConfig
 from sgl_batch.core.expert_runner_choice import RunnerTable
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner, installed_on_gpu
 from sgl_batch.mem_cache.device_expert_slots import CudaPrefetchStream, DeviceExpertSlots, PrefetchStream
 from sgl_batch.model_executor.counters import Counters
@@ -158,7 +159,8 @@ class GpuExperts:
         if runner is None:
             return sglang_expert_sums(experts, x_RM, topk_weights_RK, topk_ids_RK)
         weights = experts.w13_weight, experts.w2_weight
-        return runner(x_RM, *weights, topk_weights_RK, topk_ids_RK, f32_output=True)[0]
+        clamped = clamped_experts_of(experts)
+        return runner(x_RM, *weights, topk_weights_RK, topk_ids_RK, f32_output=True, clamped=clamped)[0]
 
 
 def _call(
@@ -168,7 +170,8 @@ def _call(
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
 ) -> torch.Tensor:
-    return runner(x_TM, layer.w13_weight, layer.w2_weight, topk_weights_TK, topk_ids_TK)[0]
+    weights = layer.w13_weight, layer.w2_weight
+    return runner(x_TM, *weights, topk_weights_TK, topk_ids_TK, clamped=clamped_experts_of(layer))[0]
 
 
 def _check_layer(layer: ExpertLayer) -> None:
@@ -177,5 +180,6 @@ def _check_layer(layer: ExpertLayer) -> None:
     if config.routed_scaling_factor not in (None, 1.0):
         raise ConfigError(f"its experts' sum is scaled by {config.routed_scaling_factor}, which only SGLang's own do")
     experts, double, hidden = layer.w13_weight.shape
-    if layer.w2_weight.shape != (experts, hidden, double // 2) or hasattr(layer, "w13_weight_bias"):
-        raise ConfigError("its experts have biases or packed weights; leave SGLang's --moe-runner-backend out")
+    clamped_experts_of(layer)
+    if layer.w2_weight.shape != (experts, hidden, double // 2):
+        raise ConfigError("its experts have packed weights; leave SGLang's --moe-runner-backend out")

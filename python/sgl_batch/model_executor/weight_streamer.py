@@ -19,6 +19,7 @@ from sgl_batch.core.weight_residency import (
     slots_to_stream,
     to_keep,
 )
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.moe.expert_runner import ExpertRunner
 from sgl_batch.layers.packed_weights import packed_experts
 from sgl_batch.mem_cache.expert_slot_table import ExpertSlotTable
@@ -189,8 +190,10 @@ class WeightStreamer(Generic[S_co]):
         topk_ids_TK: torch.Tensor,
         *,
         f32_output: bool = False,
+        clamped: ClampedExperts | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As PackedWeights.experts; `w13` is a layer's key, `w2` is not looked at."""
+        assert clamped is None, "experts with biases are refused where weights are streamed"
         layer = self._keys[id(w13)]
         routed = self._routed(topk_ids_TK)
         self._enter(layer)

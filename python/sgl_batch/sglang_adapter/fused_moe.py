@@ -5,7 +5,7 @@ In an engine SGLang calls them itself.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sgl_batch.sglang_adapter import bootstrap
 
@@ -17,6 +17,19 @@ with bootstrap.importing():
 
 if TYPE_CHECKING:
     import torch
+
+
+class Clamped(Protocol):
+    """Experts with biases and a clamped activation (layers/moe/clamped_experts)."""
+
+    @property
+    def w13_bias(self) -> torch.Tensor: ...
+    @property
+    def w2_bias(self) -> torch.Tensor: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def limit(self) -> float: ...
 
 
 def prepare_process(model_path: str) -> None:
@@ -32,14 +45,19 @@ def sglang_experts(
     topk_ids_TK: torch.Tensor,
     *,
     f32_output: bool = False,
+    clamped: Clamped | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An `ExpertRunner`. It sums in x's number type, whatever that of its output."""
     import torch
 
     # Other numbers of experts in all and of local ones make SGLang look for negative ids.
-    config = MoeRunnerConfig(num_experts=None, num_local_experts=len(w13), inplace=False)
+    alpha, limit = (None, None) if clamped is None else (clamped.alpha, clamped.limit)
+    config = MoeRunnerConfig(
+        num_experts=None, num_local_experts=len(w13), inplace=False, gemm1_alpha=alpha, gemm1_clamp_limit=limit
+    )
+    biases = (None, None) if clamped is None else (clamped.w13_bias, clamped.w2_bias)
     topk = StandardTopKOutput(topk_weights=topk_weights_TK.float(), topk_ids=topk_ids_TK.int(), router_logits=None)
-    out_TM = fused_experts(x_TM, w13, w2, topk, config)
+    out_TM = fused_experts(x_TM, w13, w2, topk, config, *biases)
     ids_R = torch.where(topk_ids_TK < 0, len(w13), topk_ids_TK).flatten()
     rows_per_expert = torch.bincount(ids_R, minlength=len(w13) + 1)[:-1]
     return out_TM.float() if f32_output else out_TM, rows_per_expert

@@ -78,17 +78,27 @@ class Attention {
     const auto count = static_cast<int64_t>(blocks_.size());
     run_tasks_ahead(count, [&](int64_t index, int64_t next, int thread) {
       const Block& after = blocks_[next < count ? next : index];
-      attend(blocks_[index], pages_at(after, after.head, 0), base + bytes * thread);
+      attend(blocks_[index], pages_at(after, after.head, first_chunk(after)), base + bytes * thread);
     });
   }
 
  private:
-  int64_t work(const Block& block) const { return (block.end - block.begin) * seen_by(block, block.end - 1); }
+  int64_t work(const Block& block) const {
+    return (block.end - block.begin) * (seen_by(block, block.end - 1) - first_chunk(block));
+  }
 
   // How many tokens the given token of a block's piece sees.
   int64_t seen_by(const Block& block, int64_t token) const {
     return c_.lengths[block.piece] - (c_.starts[block.piece + 1] - c_.starts[block.piece]) + token + 1;
   }
+
+  // The first token that the given token of a block's piece sees.
+  int64_t first_seen(const Block& block, int64_t token) const {
+    return c_.window == 0 ? 0 : std::max<int64_t>(0, seen_by(block, token) - c_.window);
+  }
+
+  // Where the steps of a block's softmax begin: at the same tokens for every piece of a sequence.
+  int64_t first_chunk(const Block& block) const { return first_seen(block, block.begin) / chunk_ * chunk_; }
 
   size_t element() const { return size_of(c_.dtype); }
 
@@ -113,15 +123,18 @@ class Attention {
     auto* sums = reinterpret_cast<float*>(scratch + sums_at_);
     std::fill(sums, sums + heads * rows * padded_dim_, 0.0f);
     for (int64_t at = 0; at < heads * rows; ++at) {
-      state[2 * at] = -std::numeric_limits<float>::infinity();
-      state[2 * at + 1] = 0.0f;
+      // The running maximum is of scores before they are scaled.
+      const bool sinks = c_.sinks != nullptr;
+      state[2 * at] = sinks ? c_.sinks[(block.head + at / rows) * group_ + at % rows % group_] / c_.scaling
+                            : -std::numeric_limits<float>::infinity();
+      state[2 * at + 1] = sinks ? 1.0f : 0.0f;
       convert_row(scratch + queries_at_ + at * query_bytes(), row_dtype_,
                   static_cast<const char*>(c_.q) + row_offset(block, block.head + at / rows, at % rows, c_.q_stride), c_.dtype,
                   c_.dim);
     }
     const Tiles tiles(0, rows, tile_.max_rows);
     const int64_t tokens = seen_by(block, block.end - 1);
-    for (int64_t first = 0; first < tokens; first += chunk_)
+    for (int64_t first = first_chunk(block); first < tokens; first += chunk_)
       for (int64_t head = 0; head < heads; ++head) {
         const Pages next = head + 1 < heads          ? pages_at(block, block.head + head + 1, first)
                            : first + chunk_ < tokens ? pages_at(block, block.head, first + chunk_)
@@ -145,7 +158,7 @@ class Attention {
     const int64_t row = tiles.at(tile);
     const int m = tiles.size(tile);
     const int64_t most = std::min(chunk_, seen_by(block, block.begin + (row + m - 1) / group_) - first);
-    if (most <= 0) return;
+    if (most <= 0 || first_seen(block, block.begin + row / group_) >= first + chunk_) return;
     auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
     float* state = own.state + 2 * row;
     float* sums = own.sums + row * padded_dim_;
@@ -155,9 +168,11 @@ class Attention {
             scores + part, tiles, tile, scratch);
     char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
     for (int i = 0; i < m; ++i) {
-      const int64_t seen = std::clamp<int64_t>(seen_by(block, block.begin + (row + i) / group_) - first, 0, chunk_);
-      const float kept = isa_.softmax_step(scores + i * score_stride_, seen, round_up(most, kPanel), c_.scaling, state + 2 * i,
-                                           row_dtype_, weights + i * weight_bytes());
+      const int64_t token = block.begin + (row + i) / group_;
+      const int64_t from = std::clamp<int64_t>(first_seen(block, token) - first, 0, chunk_);
+      const int64_t seen = std::clamp<int64_t>(seen_by(block, token) - first, 0, chunk_);
+      const float kept = isa_.softmax_step(scores + i * score_stride_, from, seen, round_up(most, kPanel), c_.scaling,
+                                           state + 2 * i, row_dtype_, weights + i * weight_bytes());
       if (kept != 1.0f) scale_row(sums + i * padded_dim_, sums + i * padded_dim_, kept, c_.dim);
     }
     for (int64_t part = 0; part < most; part += part_)

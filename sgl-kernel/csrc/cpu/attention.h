@@ -11,7 +11,7 @@ namespace sgl_batch {
 // kPanel tokens wide) and values a packed matrix [dim, page] (a panel is kPanel channels wide), as in gemm.h.
 //
 // Piece i is rows [starts[i], starts[i + 1]) of q: the last tokens of a sequence of lengths[i] tokens, all of which lie
-// in the pages tables[table_starts[i]] and on. Row r of a piece sees the tokens up to its own.
+// in the pages tables[table_starts[i]] and on. Row r of a piece sees the tokens up to its own: all, or the last `window`.
 struct AttentionCall {
   int64_t pieces, q_heads, kv_heads, dim, page;
   const void* q;  // [rows, q_heads * dim]
@@ -24,7 +24,9 @@ struct AttentionCall {
   const int64_t* table_starts;  // [pieces]
   const int64_t* tables;
   float scaling;
-  void* out;  // [rows, q_heads * dim]
+  int64_t window;      // tokens that a row sees, its own included; 0 for all
+  const float* sinks;  // [q_heads]: a score beside those of the tokens, whose weight goes to no value; or null
+  void* out;           // [rows, q_heads * dim]
 };
 
 // A row is computed page by page, from the first, with a running maximum and sum: its result depends neither on the

@@ -46,11 +46,21 @@ const int32_t* slots_in(const std::optional<at::Tensor>& slots, int64_t num_slot
   return first;
 }
 
+const float* floats_in(const std::optional<at::Tensor>& given, int64_t count, const char* name) {
+  if (!given.has_value()) return nullptr;
+  TORCH_CHECK(given->scalar_type() == at::kFloat && given->is_contiguous() && given->numel() == count, name, " is ",
+              given->scalar_type(), given->sizes(), "; use ", count, " contiguous float32");
+  return given->data_ptr<float>();
+}
+
 std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
                                            const at::Tensor& topk_weights, const at::Tensor& topk_ids, bool f32_output,
                                            const std::optional<at::Tensor>& w13_scales,
                                            const std::optional<at::Tensor>& w2_scales,
-                                           const std::optional<at::Tensor>& slots) {
+                                           const std::optional<at::Tensor>& slots,
+                                           const std::optional<at::Tensor>& w13_bias,
+                                           const std::optional<at::Tensor>& w2_bias, std::optional<double> alpha,
+                                           std::optional<double> limit) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
   check(w13, 3, "w13");
   check(w2, 3, "w2");
@@ -68,12 +78,16 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
               " and topk_weights ", topk_weights.sizes(), " for ", tokens, " tokens");
   TORCH_CHECK(topk_ids.scalar_type() == at::kInt, "topk_ids is ", topk_ids.scalar_type(), "; use int32");
   TORCH_CHECK(topk_weights.scalar_type() == at::kFloat, "topk_weights is ", topk_weights.scalar_type(), "; use float32");
+  TORCH_CHECK(alpha.has_value() == limit.has_value(), "alpha and limit are given together");
+  const float* bias13 = floats_in(w13_bias, num_experts * 2 * inter, "w13_bias");
+  const float* bias2 = floats_in(w2_bias, num_experts * hidden, "w2_bias");
   auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
   run_experts({tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"), w13.data_ptr(),
                w2.data_ptr(), weight_dtype_of(w13, "w13"), scales_of(w13, w13_scales, num_slots * 2 * inter, "w13"),
                scales_of(w2, w2_scales, num_slots * hidden, "w2"), topk_weights.data_ptr<float>(), topk_ids.data_ptr<int32_t>(),
-               out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(), slot_of});
+               out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(), slot_of, bias13, bias2,
+               alpha.has_value(), static_cast<float>(alpha.value_or(0.0)), static_cast<float>(limit.value_or(0.0))});
   return {out, rows_per_expert};
 }
 
@@ -152,7 +166,7 @@ void qk_norm_rope(at::Tensor qkv, const at::Tensor& q_weight, const at::Tensor& 
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, const at::Tensor& starts,
                      const at::Tensor& lengths, const at::Tensor& table_starts, const at::Tensor& tables, int64_t page,
-                     int64_t dim, double scaling) {
+                     int64_t dim, double scaling, int64_t window, const std::optional<at::Tensor>& sinks) {
   TORCH_CHECK(q.dim() == 2 && q.stride(1) == 1 && q.size(1) % dim == 0, "q is ", q.sizes(), " with strides ",
               q.strides(), " for heads of ", dim);
   TORCH_CHECK(k_pages.is_contiguous() && v_pages.is_contiguous() && k_pages.numel() == v_pages.numel(),
@@ -164,11 +178,14 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::T
   const int64_t q_heads = q.size(1) / dim, kv_heads = k_pages.size(1);
   TORCH_CHECK(k_pages.numel() == k_pages.size(0) * kv_heads * page * dim && q_heads % kv_heads == 0, "pages are ",
               k_pages.sizes(), " for ", q_heads, " query heads of ", dim, " and pages of ", page, " tokens");
+  TORCH_CHECK(window >= 0, "a row sees ", window, " tokens; use 0 for all");
+  const float* sink = floats_in(sinks, q_heads, "sinks");
   check_pieces(starts, lengths, table_starts, tables, q.size(0), page, k_pages.size(0));
   auto out = at::empty({q.size(0), q.size(1)}, q.options());
   run_attention({lengths.size(0), q_heads, kv_heads, dim, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(),
                  v_pages.data_ptr(), dtype_of(q, "q"), starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
-                 table_starts.data_ptr<int64_t>(), tables.data_ptr<int64_t>(), static_cast<float>(scaling), out.data_ptr()});
+                 table_starts.data_ptr<int64_t>(), tables.data_ptr<int64_t>(), static_cast<float>(scaling), window, sink,
+                 out.data_ptr()});
   return out;
 }
 
@@ -183,7 +200,8 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("unpack_(Tensor(a!) weight) -> ()");
   library.def(
       "experts(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, bool f32_output, Tensor? "
-      "w13_scales, Tensor? w2_scales, Tensor? slots) -> (Tensor, Tensor)");
+      "w13_scales, Tensor? w2_scales, Tensor? slots, Tensor? w13_bias, Tensor? w2_bias, float? alpha, float? limit) -> "
+      "(Tensor, Tensor)");
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   library.def("rotary(Tensor(a!) x, Tensor positions, Tensor cos_sin, int head_dim, bool neox) -> ()");
@@ -191,7 +209,7 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
               "Tensor cos_sin, int q_heads, int k_heads, bool neox) -> ()");
   library.def(
       "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor starts, Tensor lengths, Tensor table_starts, Tensor "
-      "tables, int page, int dim, float scaling) -> Tensor");
+      "tables, int page, int dim, float scaling, int window, Tensor? sinks) -> Tensor");
   library.def("isa() -> str", sgl_batch::isa_name);
   library.def("runnable_isas() -> str", sgl_batch::isa_names);
 }

@@ -129,10 +129,26 @@ class Experts {
         up_panel.tile({a, stride, up_panel.data, c_.hidden, m, ups, kPanel, false, ahead(tiles, tile, up, next)});
         gate.scale(panel, isa_, gates, kPanel, m);
         up.scale(panel, isa_, ups, kPanel, m);
-        isa_.silu_mul(gates, ups, m, row_dtype_, inter_row(tiles.at(tile)) + row_bytes(panel * kPanel),
-                      static_cast<int64_t>(inter_stride_));
+        if (c_.w13_bias != nullptr) {
+          const float* bias = c_.w13_bias + 2 * block.expert * c_.inter + panel * kPanel;
+          add_bias(gates, kPanel, m, bias, gate.width(panel));
+          add_bias(ups, kPanel, m, bias + c_.inter, up.width(panel));
+        }
+        mix(gates, ups, m, inter_row(tiles.at(tile)) + row_bytes(panel * kPanel));
       }
     }
+  }
+
+  static void add_bias(float* rows, int64_t stride, int m, const float* bias, int64_t width) {
+    for (int i = 0; i < m; ++i) add_row(rows + i * stride, bias, width);
+  }
+
+  void mix(const float* gates, const float* ups, int m, char* to) const {
+    const auto stride = static_cast<int64_t>(inter_stride_);
+    if (c_.clamped)
+      isa_.clamped_mul(gates, ups, m, c_.alpha, c_.limit, row_dtype_, to, stride);
+    else
+      isa_.silu_mul(gates, ups, m, row_dtype_, to, stride);
   }
 
   static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedWeight& weight, int64_t panel) {
@@ -185,6 +201,9 @@ class Experts {
         panel.tile({inter_row(tiles.at(tile)), static_cast<int64_t>(inter_stride_), panel.data, c_.inter, tiles.size(tile), to,
                panels * kPanel, false, ahead(tiles, tile, last ? after : weight, last ? first : first + p + 1)});
         weight.scale(first + p, isa_, to, panels * kPanel, tiles.size(tile));
+        if (c_.w2_bias != nullptr)
+          add_bias(to, panels * kPanel, tiles.size(tile), c_.w2_bias + expert * c_.hidden + (first + p) * kPanel,
+                   weight.width(first + p));
       }
     }
   }

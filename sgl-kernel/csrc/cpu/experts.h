@@ -13,6 +13,7 @@ namespace sgl_batch {
 // A choice with a negative id belongs to nobody here and counts as nothing.
 // `slots`: where each expert lies in w13 and w2, as its number there, or -1 for one that is not there and has no rows; or
 // null where they lie in their own order.
+// `clamped`: what lies between the products in place of SiLU(gate) * up, see ClampedMulFn. Biases are added to products.
 struct ExpertsCall {
   int64_t tokens, top_k, hidden, inter, experts;
   const void* x;
@@ -29,9 +30,13 @@ struct ExpertsCall {
   DType out_dtype;
   int64_t* rows_per_expert;  // [experts]
   const int32_t* slots;      // [experts], or null
+  const float* w13_bias;     // [experts, 2 * inter], gates first; or null
+  const float* w2_bias;      // [experts, hidden], or null
+  bool clamped;
+  float alpha, limit;
 };
 
-// out[t] = sum over choices of weight * down(silu(gate(x[t])) * up(x[t])).
+// out[t] = sum over choices of weight * down(silu(gate(x[t])) * up(x[t])), each product plus its bias.
 //
 // The choices of a token are added up in f32 in the order of a binary tree over expert ids that halves [0, experts)
 // recursively (the middle one of an odd number belongs to the first half). So the sum depends on nothing but the token's own choices; and where experts lie on a power-of-two

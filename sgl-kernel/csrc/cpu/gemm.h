@@ -81,18 +81,21 @@ struct TileKernel {
 using StoreFn = void (*)(const float* from, int64_t from_stride, int rows, DType dtype, void* to, int64_t to_stride);
 // silu(gate) * up over rows of kPanel, stored likewise; gate and up have rows of kPanel one after the other.
 using SiluMulFn = void (*)(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride);
+// g * sigmoid(alpha * g) * (u + 1) likewise, with g = min(gate, limit) and u = up between -limit and limit.
+using ClampedMulFn = void (*)(const float* gate, const float* up, int rows, float alpha, float limit, DType dtype, void* to,
+                              int64_t to_stride);
 
 // int8 to bf16.
 using WidenFn = void (*)(const int8_t* from, int64_t count, uint16_t* to);
 // Rows of kPanel f32, `c_stride` apart, times `scales`, column by column.
 using ScaleColumnsFn = void (*)(float* c, int64_t c_stride, int rows, const float* scales);
 
-// One row's step of a softmax over blocks. Of `width` scores (a multiple of kPanel) the first `valid` count; their
+// One row's step of a softmax over blocks. Of `width` scores (a multiple of kPanel) those in [first, valid) count; their
 // weights exp(scaling * (score - maximum)), zero for the others, go to `weights` in the given number type; f32 weights
 // may lie in the place of the scores. state holds the running maximum of scores and sum of weights; scaling is above 0.
 // Returns the factor by which what was added up before must shrink.
-using SoftmaxStepFn = float (*)(float* scores, int64_t valid, int64_t width, float scaling, float* state, DType dtype,
-                                void* weights);
+using SoftmaxStepFn = float (*)(float* scores, int64_t first, int64_t valid, int64_t width, float scaling, float* state,
+                                DType dtype, void* weights);
 
 // One row of an RMS norm: h = x + residual, which goes to residual_out (both may be null); see norm_rope.h.
 struct NormRow {
@@ -158,6 +161,7 @@ struct Isa {
   TileKernel tile_f32;           // chained, and sets up nothing
   StoreFn store;
   SiluMulFn silu_mul;
+  ClampedMulFn clamped_mul;
   SoftmaxStepFn softmax_step;
   NormRowFn norm_row;
   RotateHeadFn rotate_head;

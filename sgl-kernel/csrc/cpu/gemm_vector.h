@@ -165,6 +165,7 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, Tile
       .tile_f32 = kernel_of(by_rows<TileF32, kRows>, nullptr),
       .store = store_rows,
       .silu_mul = silu_mul,
+      .clamped_mul = clamped_mul,
       .softmax_step = softmax_step,
       .norm_row = norm_row,
       .rotate_head = rotate_head,

@@ -70,6 +70,20 @@ constexpr float kLog2E = 1.44269504088896341f;
     }
 }
 
+[[maybe_unused]] void clamped_mul(const float* gate, const float* up, int rows, float alpha, float limit, DType dtype, void* to,
+                                  int64_t to_stride) {
+  const VecF most = splat(limit), least = splat(-limit);
+  for (int i = 0; i < rows; ++i)
+    for (int column = 0; column < kPanel; column += kLanes) {
+      VecF g = load(gate + i * kPanel + column), u = load(up + i * kPanel + column);
+      g = g > most ? most : g;  // NaN stays NaN
+      u = u > most ? most : u;
+      u = u < least ? least : u;
+      const VecF mixed = g / (1.0f + exp2_clamped(g * (-kLog2E * alpha))) * (u + 1.0f);
+      put(static_cast<char*>(to) + i * to_stride, column, mixed, dtype);
+    }
+}
+
 [[maybe_unused]] void scale_columns(float* c, int64_t c_stride, int rows, const float* scales) {
   for (int i = 0; i < rows; ++i)
     for (int column = 0; column < kPanel; column += kLanes) {
@@ -124,12 +138,14 @@ inline float join_sum(VecF lanes) {
     return join_sum<distance / 2>(lanes);
 }
 
-[[maybe_unused]] float softmax_step(float* scores, int64_t valid, int64_t width, float scaling, float* state, DType dtype, void* weights) {
-  if (valid == 0) {
+[[maybe_unused]] float softmax_step(float* scores, int64_t first, int64_t valid, int64_t width, float scaling, float* state,
+                                    DType dtype, void* weights) {
+  if (first >= valid) {
     for (int64_t i = 0; i < width; i += kLanes) put(weights, static_cast<int>(i), VecF{}, dtype);
     return 1.0f;
   }
   const float lowest = -3.0e38f;
+  for (int64_t i = 0; i < first; ++i) scores[i] = lowest;
   for (int64_t i = valid; i < width; ++i) scores[i] = lowest;
   VecF most = splat(lowest);
   for (int64_t i = 0; i < width; i += kLanes) {

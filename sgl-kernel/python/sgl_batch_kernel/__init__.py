@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 
+INTERFACE = 2
+"""Which functions there are and what they take; counts up whenever that changes."""
+
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
 _ops = torch.ops.sgl_batch_kernel
 
@@ -46,6 +49,10 @@ def experts(
     w13_scales: torch.Tensor | None = None,
     w2_scales: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
@@ -55,9 +62,24 @@ def experts(
     `f32_output`. A token's result depends on that token alone.
     `slots` [E], int32: where w13 and w2 hold more than these experts, the place of each in them, or -1 for one that is
     not there and has no rows.
+    `w13_bias` [E, 2I], gates first, and `w2_bias` [E, M], float32, are added to the products. With `alpha` and `limit`
+    an expert computes g * sigmoid(alpha * g) * (u + 1) in place of SiLU(gate) * up, where g is gate up to limit, and u
+    is up between -limit and limit.
     """
     out: tuple[torch.Tensor, torch.Tensor] = _ops.experts(
-        x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output, w13_scales, w2_scales, slots
+        x_TM,
+        w13,
+        w2,
+        topk_weights_TK,
+        topk_ids_TK,
+        f32_output,
+        w13_scales,
+        w2_scales,
+        slots,
+        w13_bias,
+        w2_bias,
+        alpha,
+        limit,
     )
     return out
 
@@ -121,15 +143,19 @@ def attention(
     page_size: int,
     head_dim: int,
     scaling: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of pieces of sequences over pages; returns [T, query heads * head_dim].
 
     Piece i is rows [starts[i], starts[i + 1]) of q: the last tokens of a sequence of lengths[i] tokens, which lie in
     the pages tables[table_starts[i]] and on. `k_pages`: [pages, KV heads, ...] of which the rest is a packed matrix
     [page_size, head_dim]; `v_pages` likewise, [head_dim, page_size]. A row's result depends on its sequence alone.
+    A row sees the last `window` tokens up to its own, or all with 0. `sinks` [query heads], float32: a score beside
+    those of the tokens, whose weight goes to no value.
     """
     out: torch.Tensor = _ops.attention(
-        q_TD, k_pages, v_pages, starts, lengths, table_starts, tables, page_size, head_dim, scaling
+        q_TD, k_pages, v_pages, starts, lengths, table_starts, tables, page_size, head_dim, scaling, window, sinks
     )
     return out
 

@@ -195,6 +195,7 @@ class Experts(torch.nn.Module):
         method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
         torch.nn.Module.__init__(method)
         plain = {"activation": "silu", "apply_router_weight_on_input": False, "routed_scaling_factor": None}
+        plain |= {"gemm1_alpha": None, "gemm1_clamp_limit": None, "gate_up_interleaved": True}
         method.moe_runner_config = SimpleNamespace(**plain)
         self.quant_method = method
 

@@ -3,6 +3,8 @@
 It decides neither sub-batches nor pages; both come with the forward batch. The native kernels compute where pages
 have their layout, torch operators otherwise. Latent attention (MLA) is attention with one KV head, whose values are
 the first channels of its keys.
+A window limits what a row sees to that many tokens, its own included (0: all up to its own); the KV before it stays. A
+sink is a score of each query head beside those of the tokens, whose weight goes to no value.
 Shape suffixes: B sequences, P pages of all sequences, T tokens, S slots of a page, H KV heads, G query heads
 per KV head, D head dimension, V that of values.
 """
@@ -30,6 +32,7 @@ class DecodeMetadata:
 
     pages_P: torch.Tensor
     owner_P: torch.Tensor
+    used_P: torch.Tensor  # tokens of the sequence from the page's first on
     bias_PS: torch.Tensor
     num_pages_B: torch.Tensor
 
@@ -61,7 +64,7 @@ def page_table(
     bias_PS = torch.zeros(len(owner_P), page_size)
     bias_PS.masked_fill_(torch.arange(page_size) >= used_P[:, None], float("-inf"))
     pages_P = slots_P // page_size - first_page
-    return DecodeMetadata(pages_P=pages_P, owner_P=owner_P, bias_PS=bias_PS, num_pages_B=num_pages_B)
+    return DecodeMetadata(pages_P=pages_P, owner_P=owner_P, used_P=used_P, bias_PS=bias_PS, num_pages_B=num_pages_B)
 
 
 def decode_attention(
@@ -70,47 +73,84 @@ def decode_attention(
     v_pages: torch.Tensor,
     metadata: DecodeMetadata,
     scaling: float,
+    window: int = 0,
+    sinks_G: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per sequence over its pages; returns float32 [B, H, G, V].
 
     Pages of all sequences are multiplied at once, then reduced to their sequences by a running maximum and
     sum, so that no row is padded to the longest sequence and no Python loop visits sequences.
-    `k_pages`: [num_pages, H, S, D], `v_pages`: [num_pages, H, S, V].
+    `k_pages`: [num_pages, H, S, D], `v_pages`: [num_pages, H, S, V]; `sinks_G`: [query heads].
     """
     owner_P = metadata.owner_P
     q_PHGD = (q_BHGD.float() * scaling)[owner_P]
     k_PHSD = k_pages.index_select(0, metadata.pages_P).float()
     scores_PHGS = torch.matmul(q_PHGD, k_PHSD.transpose(-1, -2))
     scores_PHGS += metadata.bias_PS[:, None, None, :]
+    if window:
+        before_PS = torch.arange(scores_PHGS.shape[-1]) < metadata.used_P[:, None] - window
+        scores_PHGS.masked_fill_(before_PS[:, None, None, :], float("-inf"))
     top_BHG = torch.segment_reduce(scores_PHGS.amax(-1), "max", lengths=metadata.num_pages_B, axis=0)
+    if sinks_G is not None:
+        sinks_HG = sinks_G.float().view(top_BHG.shape[1:])
+        top_BHG = torch.maximum(top_BHG, sinks_HG)
     weights_PHGS = scores_PHGS.sub_(top_BHG[owner_P][..., None]).exp_()
     v_PHSV = v_pages.index_select(0, metadata.pages_P).float()
     parts_PHGV = torch.matmul(weights_PHGS, v_PHSV)
     sums_BHG = torch.zeros_like(top_BHG).index_add_(0, owner_P, weights_PHGS.sum(-1))
+    if sinks_G is not None:
+        sums_BHG += (sinks_HG - top_BHG).exp()
     out_BHGV = torch.zeros(*top_BHG.shape, v_pages.shape[-1]).index_add_(0, owner_P, parts_PHGV)
     return out_BHGV / sums_BHG[..., None]
 
 
-def prefill_attention(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THV: torch.Tensor, scaling: float) -> torch.Tensor:
+def prefill_attention(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THV: torch.Tensor,
+    scaling: float,
+    window: int = 0,
+    sinks_G: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Causal attention of the last `len(q)` tokens of one sequence over all its tokens; returns [T, heads, V].
 
-    `k_THD`, `v_THV` may hold more tokens than `q_THD`: those before are the cached prefix.
+    `k_THD`, `v_THV` may hold more tokens than `q_THD`: those before are the cached prefix. `sinks_G`: [query heads].
     """
     num_q, num_kv, groups = q_THD.shape[0], k_THD.shape[0], q_THD.shape[1] // k_THD.shape[1]
     if groups > 1:
         k_THD, v_THV = (x[:, :, None].expand(-1, -1, groups, -1).flatten(1, 2) for x in (k_THD, v_THV))
     mask = None
-    if num_q not in (1, num_kv):
+    if num_q not in (1, num_kv) or 0 < window < num_kv or sinks_G is not None:
         mask = torch.ones(num_q, num_kv, dtype=torch.bool).tril_(num_kv - num_q)
+    if mask is not None and window:
+        mask = mask.triu_(num_kv - num_q - window + 1)
+    if mask is not None and sinks_G is not None:
+        return _attention_with_sinks(q_THD, k_THD, v_THV, scaling, mask, sinks_G)
     out = F.scaled_dot_product_attention(
         q_THD.transpose(0, 1)[None],
         k_THD.transpose(0, 1)[None],
         v_THV.transpose(0, 1)[None],
         attn_mask=mask,
-        is_causal=num_q == num_kv and num_q > 1,
+        is_causal=mask is None and num_q > 1,
         scale=scaling,
     )
     return out[0].transpose(0, 1)
+
+
+def _attention_with_sinks(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THV: torch.Tensor,
+    scaling: float,
+    visible_TT: torch.Tensor,
+    sinks_G: torch.Tensor,
+) -> torch.Tensor:
+    """Torch's own attention has no sinks: its definition, in float32."""
+    q_HTD, k_HTD, v_HTV = (x.transpose(0, 1).float() for x in (q_THD, k_THD, v_THV))
+    scores_HTT = (q_HTD @ k_HTD.mT * scaling).masked_fill_(~visible_TT, float("-inf"))
+    sinks_HT1 = sinks_G.float()[:, None, None].expand(-1, len(q_THD), 1)
+    weights_HTT = torch.cat((scores_HTT, sinks_HT1), -1).softmax(-1)[..., :-1]
+    return (weights_HTT @ v_HTV).transpose(0, 1).to(q_THD.dtype)
 
 
 class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
@@ -122,7 +162,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         if not isinstance(pool, (DevicePagePool, LatentPagePool)):
             raise ConfigError(
                 f"this model keeps its KV in {type(pool).__name__}, which the CPU attention backend cannot read; "
-                "it covers multi-head, grouped-query and latent attention with full context"
+                "it covers multi-head, grouped-query and latent attention, with one pool of KV for all layers"
             )
         self.pool: DevicePagePool | LatentPagePool = pool
         self.token_to_kv_pool = pool
@@ -166,29 +206,32 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             start += length
         self.forward_metadata = PrefillMetadata(rows=tuple(rows), slots=tuple(slots))
 
-    def _check(self, layer: Any, asked: dict[str, Any]) -> None:
+    def _check(self, layer: Any, sinks: torch.Tensor | None, asked: dict[str, Any]) -> None:
         """Refuse what is not computed here, by name: never wrong tokens in silence (invariant 3)."""
+        latent = isinstance(self.pool, LatentPagePool)
         features = {
             "logit_cap": bool(layer.logit_cap),
-            "sliding_window_size": layer.sliding_window_size is not None and layer.sliding_window_size > 0,
+            "sliding_window_size": latent and _window(layer) > 0,
             "is_cross_attention": layer.is_cross_attention,
             f"attn_type {layer.attn_type.value}": layer.attn_type.value != "decoder",
             "xai_temperature_len": layer.xai_temperature_len > 0,
             "k_scale": layer.k_scale is not None,
             "expanded latents": isinstance(self.pool, LatentPagePool) and layer.qk_head_dim != self.pool.row_dim,
+            "sinks": latent and sinks is not None,
             **{name: value is not None for name, value in asked.items()},
         }
         present = [name for name, there in features.items() if there]
         if present:
             raise ConfigError(
-                "the CPU attention backend covers causal attention over the whole context; "
+                "the CPU attention backend covers causal attention over the whole context or, unless it is latent, a "
+                "window of it with sinks; "
                 f"this model asks for {', '.join(present)}"
             )
 
     def _save(self, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
         self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
 
-    def _attend(self, q: torch.Tensor, layer: Any, pieces: PieceMetadata) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, layer: Any, pieces: PieceMetadata, sinks: torch.Tensor | None) -> torch.Tensor:
         assert self._kernels is not None, "pieces are made for the native kernels"
         rows = q.reshape(q.shape[0], -1)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -205,6 +248,8 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             page_size=self.pool.page_size,
             head_dim=layer.qk_head_dim,
             scaling=layer.scaling,
+            window=_window(layer),
+            sinks=sinks,
         )
 
     def forward_decode(
@@ -215,17 +260,19 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        *,
+        sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        self._check(layer, kwargs)
+        self._check(layer, sinks, kwargs)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         if isinstance(self.forward_metadata, PieceMetadata):
-            return self._attend(q, layer, self.forward_metadata)
+            return self._attend(q, layer, self.forward_metadata, sinks)
         assert isinstance(self.forward_metadata, DecodeMetadata), "decode runs under decode metadata"
         q_BHGD = q.view(q.shape[0], layer.tp_k_head_num, -1, layer.qk_head_dim)
         k_pages, v_pages = self.pool.pages_by_head(layer.layer_id)
-        out = decode_attention(q_BHGD, k_pages, v_pages, self.forward_metadata, layer.scaling)
+        out = decode_attention(q_BHGD, k_pages, v_pages, self.forward_metadata, layer.scaling, _window(layer), sinks)
         return out.to(q.dtype).view(q.shape[0], -1)
 
     def forward_extend(
@@ -236,13 +283,15 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        *,
+        sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        self._check(layer, kwargs)
+        self._check(layer, sinks, kwargs)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         if isinstance(self.forward_metadata, PieceMetadata):
-            return self._attend(q, layer, self.forward_metadata)
+            return self._attend(q, layer, self.forward_metadata, sinks)
         assert isinstance(self.forward_metadata, PrefillMetadata), "prefill runs under prefill metadata"
         q_THD = q.view(q.shape[0], layer.tp_q_head_num, layer.qk_head_dim)
         out_THV = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
@@ -251,5 +300,11 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
                 keys, values = k[start:end], v[start:end]
             else:
                 keys, values = self.pool.read_slots(layer.layer_id, slots)
-            out_THV[start:end] = prefill_attention(q_THD[start:end], keys, values, layer.scaling)
+            out_THV[start:end] = prefill_attention(q_THD[start:end], keys, values, layer.scaling, _window(layer), sinks)
         return out_THV.view(q.shape[0], -1)
+
+
+def _window(layer: Any) -> int:
+    """How many tokens a row sees, its own included; 0 is all. SGLang counts those before it, and has -1 for all."""
+    size = layer.sliding_window_size
+    return size + 1 if size is not None and size > 0 else 0

@@ -53,8 +53,13 @@ def attend(
     page_size: int,
     head_dim: int,
     scaling: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [rows, heads * head_dim] over the pages of its pieces; the same shape and number type."""
+    """Causal attention of q [rows, heads * head_dim] over the pages of its pieces; the same shape and number type.
+
+    A row sees the last `window` tokens up to its own, or all with 0. `sinks`: [heads].
+    """
     out: torch.Tensor = kernels.attention(
         q,
         *pools,
@@ -65,6 +70,8 @@ def attend(
         page_size=page_size,
         head_dim=head_dim,
         scaling=scaling,
+        window=window,
+        sinks=None if sinks is None else sinks.detach().float().contiguous(),
     )
     return out
 

@@ -10,12 +10,20 @@ import torch
 import torch.nn.functional as F
 
 from sgl_batch.layers.cpu_gemm import compute_dtype, linear
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 
 
-def _expert(rows_RM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """Gate and up projection [2I, M], SiLU-and-multiply, down projection [M, I], for one expert's rows."""
-    gate, up = linear(rows_RM, w13).chunk(2, dim=-1)
-    return linear(F.silu(gate) * up, w2)
+def _expert(
+    rows_RM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, expert: int, clamped: ClampedExperts | None
+) -> torch.Tensor:
+    """Gate and up projection, SiLU-and-multiply or what is clamped, down projection, for one expert's rows."""
+    gate_up_RJ = linear(rows_RM, w13[expert])
+    if clamped is not None:
+        mixed_RI = clamped.mix(gate_up_RJ.float() + clamped.w13_bias[expert])
+        out_RM = linear(mixed_RI.to(rows_RM.dtype), w2[expert])
+        return (out_RM.float() + clamped.w2_bias[expert]).to(rows_RM.dtype)
+    gate, up = gate_up_RJ.chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, w2[expert])
 
 
 def combined_experts(
@@ -26,11 +34,12 @@ def combined_experts(
     topk_ids_TK: torch.Tensor,
     *,
     f32_output: bool = False,
+    clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
-    `w13`: [E, 2I, M], gate above up; `w2`: [E, M, I]. A choice with a negative id counts as nothing. Rows are sorted
-    by expert, so each expert sees all its rows of the combined batch at once, and are added up per token in order of K
+    `w13`: [E, 2I, M], gate above up unless `clamped`; `w2`: [E, M, I]. A choice with a negative id counts as nothing.
+    Rows are sorted by expert, so each expert sees all its rows of the combined batch at once, and are added up per token in order of K
     in float32: the result does not depend on the order in which experts run. It has x's number type, or float32.
     """
     num_tokens, top_k = topk_ids_TK.shape
@@ -46,7 +55,7 @@ def combined_experts(
     for expert, count in enumerate(rows_per_expert.tolist()):
         if count:
             rows = slice(start, start + count)
-            out_RM[rows] = _expert(sorted_RM[rows], w13[expert], w2[expert])
+            out_RM[rows] = _expert(sorted_RM[rows], w13, w2, expert, clamped)
             start += count
     out_RM[num_absent:] *= topk_weights_TK.reshape(-1)[order_R[num_absent:], None].to(out_RM.dtype)
     place_R = torch.empty_like(order_R)

@@ -10,6 +10,7 @@ import torch
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe import triton_steps
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.moe.routed_rows import route
 
 try:
@@ -32,8 +33,14 @@ def deepgemm_experts(
     topk_ids_TK: torch.Tensor,
     *,
     f32_output: bool = False,
+    clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An `ExpertRunner` for bfloat16. Raises ConfigError for another number type."""
+    """An `ExpertRunner` for bfloat16 without biases. Raises ConfigError for another number type, or for biases."""
+    if clamped is not None:
+        raise ConfigError(
+            "the expert runner deepgemm has no biases and no clamped activation, which this model's experts have: "
+            "choose the expert runner triton"
+        )
     if x_TM.dtype != torch.bfloat16 or w13.dtype != torch.bfloat16:
         raise ConfigError(
             f"the expert runner deepgemm computes in bfloat16, not on rows of {x_TM.dtype} with weights of "

@@ -9,6 +9,7 @@ import torch
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.sglang_adapter.types.models import ExpertOptions
 
 # Runners for weights as they are loaded, by where they run. `native` (on a CPU) packs weights first: `PackedWeights`.
@@ -34,7 +35,7 @@ class ExpertRunner(Protocol):
     """Runs every token through its experts; gives the output [T, M] and the number of rows of each expert [E].
 
     `w13`: [E, 2I, M], gate above up; `w2`: [E, M, I]. A choice with a negative id counts as nothing. The output has x's
-    number type, or float32.
+    number type, or float32. `clamped`: experts with biases, whose rows of w13 alternate.
     """
 
     def __call__(
@@ -46,6 +47,7 @@ class ExpertRunner(Protocol):
         topk_ids_TK: torch.Tensor,
         *,
         f32_output: bool = False,
+        clamped: ClampedExperts | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_batch.layers.moe import triton_steps
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.moe.routed_rows import route
 
 
@@ -16,6 +17,7 @@ def triton_experts(
     topk_ids_TK: torch.Tensor,
     *,
     f32_output: bool = False,
+    clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An `ExpertRunner`: two grouped GEMMs, gather and scatter in them, then the tree sum. Never waits for the GPU."""
     if not len(x_TM):
@@ -23,7 +25,7 @@ def triton_experts(
             len(w13), dtype=torch.int64, device=w13.device
         )
     rows = route(topk_ids_TK, topk_weights_TK, num_experts=len(w13), block_rows=triton_steps.BLOCK_ROWS)
-    inter_SI = triton_steps.gate_up(x_TM if x_TM.stride(1) == 1 else x_TM.contiguous(), w13, rows)
-    products_RM = triton_steps.down(inter_SI, w2, rows)
+    inter_SI = triton_steps.gate_up(x_TM if x_TM.stride(1) == 1 else x_TM.contiguous(), w13, rows, clamped)
+    products_RM = triton_steps.down(inter_SI, w2, rows, clamped)
     out_TM = triton_steps.tree_sum(products_RM, rows, torch.float32 if f32_output else x_TM.dtype)
     return out_TM, rows.rows_per_expert

@@ -12,10 +12,13 @@ import triton.language as tl
 
 @triton.jit
 def gate_up_kernel(
-    x, w13, inter, slot_row, block_expert, x_stride, top_k, hidden, width, experts,
-    H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr,
+    x, w13, inter, slot_row, block_expert, x_stride, top_k, hidden, width, experts, bias, alpha, limit,
+    H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CLAMPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """inter[s] = silu(gate(x[t])) * up(x[t]) for the slots of a block, in some columns; the gather is part of it."""
+    """inter[s] = silu(gate(x[t])) * up(x[t]) for the slots of a block, in some columns; the gather is part of it.
+
+    CLAMPED: as clamped_experts has it; rows of gate and up alternate.
+    """
     expert = tl.load(block_expert + tl.program_id(0)).to(tl.int64)
     if expert < experts:
         slot_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
@@ -23,8 +26,14 @@ def gate_up_kernel(
         used_H = row_H >= 0
         x_H = x + (row_H // top_k).to(tl.int64) * x_stride
         column_N = tl.program_id(1) * N + tl.arange(0, N)
-        gate_N = w13 + (expert * 2 * width + column_N) * hidden
-        up_N = w13 + ((expert * 2 + 1) * width + column_N) * hidden
+        if CLAMPED:
+            gate_row_N = expert * 2 * width + 2 * column_N
+            up_row_N = gate_row_N + 1
+        else:
+            gate_row_N = expert * 2 * width + column_N
+            up_row_N = gate_row_N + width
+        gate_N = w13 + gate_row_N * hidden
+        up_N = w13 + up_row_N * hidden
         gate_HN = tl.zeros((H, N), dtype=tl.float32)
         up_HN = tl.zeros((H, N), dtype=tl.float32)
         for start in range(0, hidden, D):
@@ -37,15 +46,22 @@ def gate_up_kernel(
                 x_HD, gate_DN, up_DN = x_HD.to(tl.float32), gate_DN.to(tl.float32), up_DN.to(tl.float32)
             gate_HN = tl.dot(x_HD, gate_DN, gate_HN, input_precision="ieee")
             up_HN = tl.dot(x_HD, up_DN, up_HN, input_precision="ieee")
-        mixed_HN = gate_HN / (1.0 + tl.exp(-gate_HN)) * up_HN
+        if CLAMPED:
+            gate_HN += tl.load(bias + gate_row_N, column_N < width, other=0.0)[None, :]
+            up_HN += tl.load(bias + up_row_N, column_N < width, other=0.0)[None, :]
+            gate_HN = tl.where(gate_HN > limit, limit, gate_HN)
+            up_HN = tl.where(up_HN > limit, limit, tl.where(up_HN < -limit, -limit, up_HN)) + 1.0
+            mixed_HN = gate_HN / (1.0 + tl.exp(-alpha * gate_HN)) * up_HN
+        else:
+            mixed_HN = gate_HN / (1.0 + tl.exp(-gate_HN)) * up_HN
         to_HN = inter + slot_H[:, None] * width + column_N[None, :]
         tl.store(to_HN, mixed_HN.to(inter.dtype.element_ty), used_H[:, None] & (column_N < width)[None, :])
 
 
 @triton.jit
 def down_kernel(
-    inter, w2, weights, products, slot_row, block_expert, hidden, width, experts,
-    H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr,
+    inter, w2, weights, products, slot_row, block_expert, hidden, width, experts, bias,
+    H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """products[r] = weight[r] * down(inter[s]) for the slots of a block, in some columns; the scatter is part of it."""
     expert = tl.load(block_expert + tl.program_id(0)).to(tl.int64)
@@ -67,6 +83,8 @@ def down_kernel(
             if WIDEN:
                 inter_HD, w2_DN = inter_HD.to(tl.float32), w2_DN.to(tl.float32)
             sum_HN = tl.dot(inter_HD, w2_DN, sum_HN, input_precision="ieee")
+        if BIASED:
+            sum_HN += tl.load(bias + expert * hidden + column_N, column_N < hidden, other=0.0)[None, :]
         weight_H = tl.load(weights + row_H, used_H, other=0.0)
         to_HN = products + row_H[:, None] * hidden + column_N[None, :]
         tl.store(to_HN, sum_HN * weight_H[:, None], used_H[:, None] & (column_N < hidden)[None, :])

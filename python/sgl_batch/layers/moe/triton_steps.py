@@ -12,6 +12,7 @@ import torch
 import triton
 
 from sgl_batch.layers.moe import triton_kernels as kernels
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.moe.routed_rows import RoutedRows, tree_paths
 
 # A tile for the tensor cores of any GPU since Ampere; not tuned on one.
@@ -34,27 +35,32 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def gate_up(x_TM: torch.Tensor, w13: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
+def gate_up(
+    x_TM: torch.Tensor, w13: torch.Tensor, rows: RoutedRows, clamped: ClampedExperts | None = None
+) -> torch.Tensor:
     """SiLU(gate) * up of each slot's token by its expert [E, 2I, M]: [S, I], undefined where a slot has no row."""
+    bias, alpha, limit = (w13, 1.0, 1.0) if clamped is None else (clamped.w13_bias, clamped.alpha, clamped.limit)
     experts, double, hidden = w13.shape
     inter_SI = torch.empty(len(rows.slot_row_S), double // 2, dtype=_to_store(x_TM.dtype), device=x_TM.device)
     grid = (len(rows.block_expert_B), _blocks(double // 2, _TILE["N"]))
     top_k = rows.ids_TK.shape[1]
     kernels.gate_up_kernel[grid](
         x_TM, w13, inter_SI, rows.slot_row_S, rows.block_expert_B, x_TM.stride(0), top_k, hidden, double // 2, experts,
-        WIDEN=_INTERPRETED, **_TILE,
+        bias, alpha, limit, CLAMPED=clamped is not None, WIDEN=_INTERPRETED, **_TILE,
     )  # fmt: skip
     return inter_SI.to(x_TM.dtype)
 
 
-def down(inter_SI: torch.Tensor, w2: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
+def down(
+    inter_SI: torch.Tensor, w2: torch.Tensor, rows: RoutedRows, clamped: ClampedExperts | None = None
+) -> torch.Tensor:
     """Each row's weighted product with its expert's [E, M, I]: float32 [R, M], undefined for nobody's rows."""
     experts, hidden, width = w2.shape
     products_RM = torch.empty(rows.ids_TK.numel(), hidden, dtype=torch.float32, device=w2.device)
     grid = (len(rows.block_expert_B), _blocks(hidden, _TILE["N"]))
     kernels.down_kernel[grid](
         inter_SI, w2, rows.weights_TK, products_RM, rows.slot_row_S, rows.block_expert_B, hidden, width, experts,
-        WIDEN=_INTERPRETED, **_TILE,
+        w2 if clamped is None else clamped.w2_bias, BIASED=clamped is not None, WIDEN=_INTERPRETED, **_TILE,
     )  # fmt: skip
     return products_RM
 

@@ -30,6 +30,12 @@ class ExpertOptions(Protocol):
     activation: str
     apply_router_weight_on_input: bool
     routed_scaling_factor: float | None
+    gemm1_alpha: float | None
+    """The slope of SiLU."""
+
+    gemm1_clamp_limit: float | None
+    gate_up_interleaved: bool
+    """Read with gemm1_alpha alone: whether rows of gate and up alternate in w13."""
 
 
 class ExpertMethod(Protocol):

@@ -35,20 +35,31 @@ class PagedSequences:
         seed: int = 0,
         page_seed: int = 0,
         spare_pages: int = 3,
+        window: int = 0,
+        sinks: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def draw(length: int, heads: int) -> torch.Tensor:
             return torch.randn(length, heads, HEAD_DIM, generator=generator).to(dtype)
 
-        self.lengths = lengths
+        self.lengths, self.window = lengths, window
+        self.sinks = torch.linspace(-3, 5, kv_heads * groups) if sinks else None
         self.q = [draw(length, kv_heads * groups) for length in lengths]
         self.k = [draw(length, kv_heads) for length in lengths]
         self.v = self._values([draw(length, kv_heads) for length in lengths])
         self.pool = self._pool(page_size, kv_heads, dtype, spare_pages)
         self.req_to_token = self._scatter(page_size, spare_pages, page_seed)
         value_dim = self.v[0].shape[-1]
-        self.layer = RadixAttention(kv_heads * groups, HEAD_DIM, SCALING, kv_heads, layer_id=1, v_head_dim=value_dim)
+        self.layer = RadixAttention(
+            kv_heads * groups,
+            HEAD_DIM,
+            SCALING,
+            kv_heads,
+            layer_id=1,
+            sliding_window_size=window - 1,  # SGLang counts the tokens before a row's own
+            v_head_dim=value_dim,
+        )
         self.backend = CpuPagedAttention(
             SimpleNamespace(
                 token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token)
@@ -122,12 +133,13 @@ class PagedSequences:
         batch = self.batch(mode, spans)
         self.backend.init_forward_metadata(batch)
         forward = self.backend.forward_decode if mode.is_decode() else self.backend.forward_extend
-        return forward(*self.rows(spans), self.layer, batch, save_kv_cache)
+        beside = {} if self.sinks is None else {"sinks": self.sinks}
+        return forward(*self.rows(spans), self.layer, batch, save_kv_cache, **beside)
 
     def expected(self, spans: dict[int, tuple[int, int]]) -> torch.Tensor:
         """The same by dense causal attention in float64."""
         parts = [
-            dense_attention(self.q[row][start:end], self.k[row][:end], self.v[row][:end])
+            dense_attention(self.q[row][start:end], self.k[row][:end], self.v[row][:end], self.window, self.sinks)
             for row, (start, end) in spans.items()
         ]
         return torch.cat(parts).flatten(1)
@@ -150,14 +162,25 @@ class LatentSequences(PagedSequences):
         return pool
 
 
-def dense_attention(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THV: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last `len(q)` of `len(k)` tokens, head by head, in float64; returns [T, heads, V]."""
+def dense_attention(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THV: torch.Tensor,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of the last `len(q)` of `len(k)` tokens, head by head, in float64; returns [T, heads, V].
+
+    A row sees `window` tokens, or all with 0; a head's sink is one more score, of which the value is zero.
+    """
     groups = q_THD.shape[1] // k_THD.shape[1]
     first = len(k_THD) - len(q_THD)
     out = torch.empty(*q_THD.shape[:2], v_THV.shape[2], dtype=torch.float64)
     for head in range(q_THD.shape[1]):
         scores = q_THD[:, head].double() @ k_THD[:, head // groups].double().T * SCALING
-        visible = torch.arange(len(k_THD)) <= torch.arange(first, len(k_THD))[:, None]
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        behind = torch.arange(first, len(k_THD))[:, None] - torch.arange(len(k_THD))
+        visible = (behind >= 0) & (behind < (window or len(k_THD)))
+        sink = torch.as_tensor(float("-inf") if sinks is None else sinks[head]).double().expand(len(q_THD), 1)
+        weights = torch.cat((scores.masked_fill(~visible, float("-inf")), sink), 1).softmax(-1)[:, :-1]
         out[:, head] = weights @ v_THV[:, head // groups].double()
     return out

@@ -220,10 +220,9 @@ def test_kv_is_written_at_the_batchs_slots_only_and_only_when_asked(mode, save):
     ("fields", "named"),
     [
         ({"logit_cap": 30.0}, "logit_cap"),
-        ({"sliding_window_size": 128}, "sliding_window_size"),
         ({"is_cross_attention": True}, "is_cross_attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type encoder_only"),
-        ({"logit_cap": 30.0, "sliding_window_size": 128}, "logit_cap, sliding_window_size"),
+        ({"logit_cap": 30.0, "is_cross_attention": True}, "logit_cap, is_cross_attention"),
     ],
     ids=str,
 )
@@ -243,9 +242,9 @@ def test_an_argument_that_we_do_not_know_is_refused_unless_it_is_none(mode):
     batch = paged.batch(mode, spans)
     paged.backend.init_forward_metadata(batch)
     forward = paged.backend.forward_decode if mode.is_decode() else paged.backend.forward_extend
-    assert close(forward(*paged.rows(spans), paged.layer, batch, sinks=None), paged.expected(spans))
-    with pytest.raises(ConfigError, match=r"this model asks for sinks$"):
-        forward(*paged.rows(spans), paged.layer, batch, sinks=torch.zeros(4))
+    assert close(forward(*paged.rows(spans), paged.layer, batch, rope=None), paged.expected(spans))
+    with pytest.raises(ConfigError, match=r"this model asks for rope$"):
+        forward(*paged.rows(spans), paged.layer, batch, rope=torch.zeros(4))
 
 
 def test_a_pool_of_another_layout_is_refused_by_its_type():

@@ -54,6 +54,12 @@ def test_a_row_has_the_same_bits_however_its_prompt_is_chunked(page_size, dtype)
         assert torch.equal(torch.cat(parts), whole), f"chunks of {size}"
 
 
+@pytest.mark.parametrize(("asked", "named"), [({"window": 8}, "sliding_window_size"), ({"sinks": True}, "sinks")])
+def test_a_window_or_sinks_are_refused(asked, named):
+    with pytest.raises(ConfigError, match=rf"this model asks for {named}$"):
+        LatentSequences([4], **asked).attend(DECODE, {0: (3, 4)})
+
+
 def test_keys_that_are_not_latents_are_refused():
     paged = LatentSequences([4])
     paged.layer = RadixAttention(3, HEAD_DIM + 8, SCALING, 3, layer_id=1)

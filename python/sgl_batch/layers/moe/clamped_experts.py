@@ -1,0 +1,61 @@
+"""Owns what gpt-oss's experts have beside their matrices: biases, and what lies between the products.
+
+Which runner computes them is not decided here. Shape suffixes as in expert_runner, J gate and up together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter.types.models import ExpertLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClampedExperts:
+    """An expert adds down(g * sigmoid(alpha * g) * (u + 1)): g is gate up to `limit`, u is up between -limit and limit.
+
+    Rows of w13 [E, 2I, M] alternate, gate, up, gate, up, and so do `w13_bias` [E, 2I]; `w2_bias`: [E, M]. Biases are
+    float32 and added to the products, before the weights of the choice.
+    """
+
+    w13_bias: torch.Tensor
+    w2_bias: torch.Tensor
+    alpha: float
+    limit: float
+
+    def mix(self, gate_up_RJ: torch.Tensor) -> torch.Tensor:
+        """What goes into the down product, of a gate and up product with its bias: [R, I]."""
+        gate_RI = gate_up_RJ[:, 0::2].clamp(max=self.limit)
+        up_RI = gate_up_RJ[:, 1::2].clamp(min=-self.limit, max=self.limit)
+        return gate_RI * torch.sigmoid(gate_RI * self.alpha) * (up_RI + 1)
+
+
+def clamped_experts_of(layer: ExpertLayer) -> ClampedExperts | None:
+    """What a layer of experts has beside its matrices, or None for plain ones. Raises ConfigError for another form."""
+    config = layer.quant_method.moe_runner_config
+    w13_bias: torch.Tensor | None = getattr(layer, "w13_weight_bias", None)
+    w2_bias: torch.Tensor | None = getattr(layer, "w2_weight_bias", None)
+    alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
+    parts = {"w13_weight_bias": w13_bias, "w2_weight_bias": w2_bias, "gemm1_alpha": alpha, "gemm1_clamp_limit": limit}
+    given = [name for name, part in parts.items() if part is not None]
+    if not given:
+        return None
+    if w13_bias is None or w2_bias is None or alpha is None or limit is None or not config.gate_up_interleaved:
+        raise ConfigError(
+            "experts have biases and a clamped activation together, with rows of gate and up that alternate, or none "
+            f"of these here; this model's have {', '.join(given)}, gate_up_interleaved={config.gate_up_interleaved}"
+        )
+    return ClampedExperts(w13_bias=w13_bias, w2_bias=w2_bias, alpha=alpha, limit=limit)
+
+
+def in_halves(rows_EJ: torch.Tensor) -> torch.Tensor:
+    """A copy of [E, 2I, ...], rows of gate above those of up, of one in which they alternate."""
+    return torch.cat((rows_EJ[:, 0::2], rows_EJ[:, 1::2]), 1)
+
+
+def alternating(rows_EJ: torch.Tensor) -> torch.Tensor:
+    """A copy in which rows alternate; undoes `in_halves`."""
+    return torch.stack(rows_EJ.chunk(2, 1), 2).flatten(1, 2)
