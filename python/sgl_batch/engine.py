@@ -12,6 +12,7 @@ from sgl_batch.config import BatchConfig, from_mapping, split_kwargs
 from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.managers import launch
 from sgl_batch.managers.engine_run import EngineRun
+from sgl_batch.managers.family_arguments import has_sinks
 from sgl_batch.managers.line_answers import LineAnswers
 from sgl_batch.managers.model_checks import check_any_device
 from sgl_batch.managers.rank_stats import merged_stats
@@ -128,7 +129,7 @@ def make_server_args(kwargs: dict[str, Any], config: BatchConfig) -> Any:
     arguments = launch.sglang_arguments(kwargs, config)
     with processes.platform(CPU_PLATFORM if launch.on_cpu(kwargs) else None):
         try:
-            return processes.ServerArgs(**arguments)
+            return processes.server_args_of(arguments, sinks=has_sinks(arguments))
         # It checks what it is given, and has no class of errors for that.
         except (ArithmeticError, AssertionError, ImportError, LookupError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"SGLang refuses these arguments: {words_of(error)}") from error

@@ -55,7 +55,7 @@ class RandomFamily:
     put into the published form for all). `read_otherwise`: those that transformers reads otherwise from the published
     form. `further_layer`: published with a layer behind the last, which predicts a further token. `scales`: factors on
     the standard deviation of the weights whose names have the given ending. `experts`: whether layers have experts,
-    which then lie on several ranks and are streamed.
+    which then lie on several ranks and, but for those of which a layer's are `one_tensor`, are streamed.
     """
 
     name: str
@@ -66,6 +66,7 @@ class RandomFamily:
     further_layer: bool = False
     scales: Mapping[str, float] = field(default_factory=dict)
     experts: bool = False
+    one_tensor: bool = False
     seed: int = 0
 
 
@@ -228,6 +229,31 @@ FAMILIES = (
         },
         read_otherwise=("rope_parameters",),
         experts=True,
+    ),
+    RandomFamily(
+        name="gpt-oss",
+        model_type="gpt_oss",
+        settings={
+            "head_dim": 32,
+            "intermediate_size": 96,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 7.0,  # of which transformers knows no other
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+        scales={"self_attn.sinks": 5.0, "_bias": 3.0, "gate_up_proj": 10.0, "down_proj": 0.1},
+        experts=True,
+        one_tensor=True,
     ),
 )
 

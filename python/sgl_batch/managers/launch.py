@@ -22,6 +22,7 @@ from sgl_batch.layers.moe.expert_runner import check_runner
 from sgl_batch.managers.argument_ranges import check_ranges
 from sgl_batch.managers.budget_checks import check_budgets
 from sgl_batch.managers.engine_run import EngineRun
+from sgl_batch.managers.family_arguments import family_arguments
 from sgl_batch.managers.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.managers.model_checks import check_this_device
 from sgl_batch.managers.process_watch import ProcessEndedError
@@ -58,6 +59,8 @@ _DEFAULTS: dict[str, object] = {
     "chunked_prefill_size": -1,
     "disable_overlap_schedule": True,
     "disable_radix_cache": True,
+    # Windows limit what is seen of KV, not what is kept: one pool holds that of all layers.
+    "disable_hybrid_swa_memory": True,
     "page_size": 64,
     "sleep_on_idle": True,
     "skip_server_warmup": True,
@@ -122,6 +125,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
     merged.update(_rank_arguments(merged))
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
+    merged.update(family_arguments(merged, config, on_cpu=on_cpu(kwargs)))
     if config.memory.weights == "streamed" or (merged.get("dp_size") or 1) > 1:
         # A captured graph would compute with the experts of the pass in which it was captured, and past the exchange
         # with other ranks.

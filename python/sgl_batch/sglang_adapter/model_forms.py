@@ -125,6 +125,19 @@ def _adapt_olmoe(model: Any, config: Any) -> None:
             module.variance_epsilon = config.rms_norm_eps
 
 
+def _compute_as_asked(config: Any) -> None:
+    """Attention and routers of the number type that is loaded; SGLang's have the one in the config."""
+    config.dtype = torch.get_default_dtype()
+
+
+def _adapt_gpt_oss(model: Any, _: Any) -> None:
+    """On a CPU, sinks as exact as their checkpoint; SGLang's are in bfloat16 whatever is computed in."""
+    for layer in model.model.layers:
+        sinks = layer.self_attn.sinks
+        if sinks.device.type == "cpu":
+            layer.self_attn.sinks = torch.nn.Parameter(sinks.data.float(), requires_grad=False)
+
+
 def _adapt_qwen_moe(model: Any, config: Any) -> None:
     """Dense layers where the config has them; SGLang's Qwen-MoE has experts in every layer."""
     from sglang.srt.models.qwen2_moe import Qwen2MoeMLP
@@ -161,11 +174,13 @@ def _float32_logits(gate: Any, hidden: torch.Tensor) -> torch.Tensor:
 _CONFIGS: Mapping[str, Callable[[Any], None]] = {
     "DeepseekV2ForCausalLM": _complete_deepseek_v2,
     "DeepseekV3ForCausalLM": _complete_deepseek_v3,
+    "GptOssForCausalLM": _compute_as_asked,
     "MiniMaxM2ForCausalLM": _complete_minimax,
     "OlmoeForCausalLM": _check_olmoe,
 }
 _MODELS: Mapping[str, Callable[[Any, Any], None]] = {
     "Glm4MoeForCausalLM": _adapt_glm,
+    "GptOssForCausalLM": _adapt_gpt_oss,
     "MiniMaxM2ForCausalLM": _adapt_minimax,
     "OlmoeForCausalLM": _adapt_olmoe,
     "Qwen2MoeForCausalLM": _adapt_qwen_moe,

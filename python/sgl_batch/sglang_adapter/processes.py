@@ -22,7 +22,7 @@ from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
 from sgl_batch.sglang_adapter.faults import ending_by
 from sgl_batch.sglang_adapter.http_errors import refuse_unexpected_types
 from sgl_batch.sglang_adapter.internal_key import OnlyWithKey
-from sgl_batch.sglang_adapter.names import CPU_ATTENTION, SAFETENSORS
+from sgl_batch.sglang_adapter.names import CPU_ATTENTION, SAFETENSORS, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.private_ports import PrivatePorts, temporary_files_in
 from sgl_batch.sglang_adapter.process_trees import end_trees, processes_of
 from sgl_batch.sglang_adapter.refusals import Check, on_http_server
@@ -62,6 +62,7 @@ __all__ = [
     "processes_of",
     "run_detokenizer_with",
     "run_scheduler_with",
+    "server_args_of",
     "serve_http",
     "sockets_of",
 ]
@@ -78,6 +79,23 @@ engine_module.logger.addFilter(_is_no_dump)
 
 def _support_triton(backend: str) -> bool:
     return backend not in ("torch_native", "intel_amx", CPU_ATTENTION)
+
+
+def server_args_of(arguments: dict[str, Any], *, sinks: bool) -> Any:
+    """SGLang's ServerArgs. Its errors are SGLang's.
+
+    `sinks`: whether the model's attention has sinks, for which SGLang wants an attention of its own that computes them.
+    To its checks ours, which does, then has the name of one of these.
+    """
+    args = ServerArgs.__new__(ServerArgs)
+    if sinks:
+        own = args._resolved_attention_backends
+        args._resolved_attention_backends = lambda: tuple(
+            TRITON_ATTENTION if name == CPU_ATTENTION else name for name in own()
+        )
+    args.__init__(**arguments)
+    args.__dict__.pop("_resolved_attention_backends", None)
+    return args
 
 
 def run_scheduler_with(

@@ -9,6 +9,7 @@ from sgl_batch.model_executor.families.communicating import CommunicatingFamily
 from sgl_batch.model_executor.families.deepseek import DeepseekFamily
 from sgl_batch.model_executor.families.dense import LlamaFamily, Qwen3Family
 from sgl_batch.model_executor.families.glm4_moe import Glm4MoeFamily
+from sgl_batch.model_executor.families.gpt_oss import GptOssFamily
 from sgl_batch.model_executor.families.minimax_m2 import MinimaxM2Family
 from sgl_batch.model_executor.families.mixtral import MixtralFamily
 from sgl_batch.model_executor.families.olmoe import OlmoeFamily
@@ -22,6 +23,7 @@ __all__ = [
     "ExpertBlock",
     "Family",
     "Glm4MoeFamily",
+    "GptOssFamily",
     "LlamaFamily",
     "MinimaxM2Family",
     "MixtralFamily",
@@ -39,6 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3MoeFamily(),
     Glm4MoeFamily(),
     DeepseekFamily(),
+    GptOssFamily(),
     MinimaxM2Family(),
     Qwen3Family(),
     LlamaFamily(),

@@ -48,6 +48,10 @@ class Family(ABC):
     """Where sequences may yield inside a layer (core/units)."""
     latent: bool = False
     """Whether attention is latent: one row of KV for all heads."""
+    sinks: bool = False
+    """Whether attention has sinks."""
+    clamped_experts: bool = False
+    """Whether experts have biases and a clamped activation, and those of a layer are one tensor in a checkpoint."""
     dense: bool = False
     """Whether no layer has experts: then accumulation gains nothing for prompts."""
     windowed: bool = False

@@ -185,6 +185,12 @@ class GatedSharedMoe(Protocol):
     """Rows [T, M] to numbers [T, 1], of which the sigmoid weights the expert."""
 
 
+class GptOssMoe(Protocol):
+    """What gpt-oss's block of experts calls by a name of its own."""
+
+    router: Router
+
+
 class Norm(Protocol):
     """A layer's norm (SGLang's RMSNorm)."""
 
