@@ -131,11 +131,24 @@ def _compute_as_asked(config: Any) -> None:
 
 
 def _adapt_gpt_oss(model: Any, _: Any) -> None:
-    """On a CPU, sinks as exact as their checkpoint; SGLang's are in bfloat16 whatever is computed in."""
+    """Of one tensor for all experts a rank loads its own; SGLang would load all.
+
+    On a CPU, sinks are as exact as their checkpoint; SGLang's are in bfloat16 whatever is computed in.
+    """
     for layer in model.model.layers:
+        experts = layer.mlp.experts
+        for parameter in experts.parameters():
+            parameter.weight_loader = partial(_load_own_share, experts, parameter.weight_loader)
         sinks = layer.self_attn.sinks
         if sinks.device.type == "cpu":
             layer.self_attn.sinks = torch.nn.Parameter(sinks.data.float(), requires_grad=False)
+
+
+def _load_own_share(
+    experts: Any, load: Callable[..., None], parameter: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
+    first = experts.moe_ep_rank * experts.num_local_experts
+    load(parameter, loaded[first : first + experts.num_local_experts], *args, **kwargs)
 
 
 def _adapt_qwen_moe(model: Any, config: Any) -> None:
