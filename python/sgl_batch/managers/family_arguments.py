@@ -1,4 +1,4 @@
-"""Decides what a model's family makes of the arguments: what they must be, and what is refused before anything starts."""
+"""Decides what a model's family makes of the arguments: what they must be, and what is refused before a start."""
 
 from __future__ import annotations
 

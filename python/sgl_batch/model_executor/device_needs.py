@@ -17,7 +17,7 @@ from sgl_batch.sglang_adapter.triton_attention import decode_kv_splits
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.sglang_adapter.types.scheduler import ModelConfig
 
-_EXACT = ("embed_tokens", "lm_head", ".gate.")
+_EXACT = ("embed_tokens", "lm_head", ".gate.", ".router.", "_bias")
 _SCALE_BYTES = 4
 _FLOAT_BYTES = 4
 # What flashinfer's plans and partial results take, as SGLang gives it.

@@ -62,8 +62,8 @@ __all__ = [
     "processes_of",
     "run_detokenizer_with",
     "run_scheduler_with",
-    "server_args_of",
     "serve_http",
+    "server_args_of",
     "sockets_of",
 ]
 

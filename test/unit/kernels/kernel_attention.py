@@ -29,28 +29,34 @@ CUTS = (
     ([50, 33, 90, 64], [1, 33, 20, 64]),
     ([200], [150]),
 )
+# A window of the tokens, and whether there are sinks.
+FORMS = ((2, False), (64, True), (100, True))
 LONG = ((64, 64, 4, 1), ([4096, 1000], [300, 1]))
 
 
 def attention_cases() -> Iterator[Check]:
     for dtype, (shape, cut) in itertools.product(DTYPES, [*itertools.product(SHAPES, CUTS), LONG]):
         yield from attention_case(dtype, shape, *cut)
+    for dtype, (window, has_sinks) in itertools.product(DTYPES, FORMS):
+        beside = {"window": window, "sinks": torch.linspace(-2, 4, 16) if has_sinks else None}
+        yield from attention_case(dtype, SHAPES[0], *CUTS[2], **beside)
+        yield from attention_case(dtype, SHAPES[0], *CUTS[3], **beside)
 
 
 def attention_case(
-    dtype: torch.dtype, shape: tuple[int, int, int, int], lengths: list[int], news: list[int]
+    dtype: torch.dtype, shape: tuple[int, int, int, int], lengths: list[int], news: list[int], **beside: Any
 ) -> Iterator[Check]:
     page, dim, q_heads, kv_heads = shape
-    name = f"attention {dtype} page {page} dim {dim} heads {q_heads}/{kv_heads} {lengths} {news}"
+    name = f"attention {dtype} page {page} dim {dim} heads {q_heads}/{kv_heads} {lengths} {news} {beside}"
     q, k, v = draw(dtype, dim, (q_heads, kv_heads), lengths, news)
-    given = in_pages(k, v, page)
+    given = in_pages(k, v, page) | beside
     out = attend(q, news, lengths, given)
-    expected = attention_in_float64(q, k, v, news, dim**-0.5)
+    expected = attention_in_float64(q, k, v, news, dim**-0.5, **beside)
     yield name, relative_error(out, expected) < TOLERANCE[dtype]
     yield name + ": threads", same_on_any_threads(lambda: attend(q, news, lengths, given))
     yield name + ": row by row", torch.equal(row_by_row(q, news, lengths, given), out)
     if page in (16, 64):
-        others = [attend(q, news, lengths, in_pages(k, v, other)) for other in (8, 32, 64, 256)]
+        others = [attend(q, news, lengths, in_pages(k, v, other) | beside) for other in (8, 32, 64, 256)]
         yield name + ": page sizes", all(torch.equal(other, out) for other in others)
 
 
@@ -105,15 +111,18 @@ def row_by_row(q: torch.Tensor, news: list[int], lengths: list[int], given: dict
     return attend(q, [1] * len(rows), [seen for _, seen in rows], {**given, "table_starts": starts})
 
 
-def attention_in_float64(q, k, v, news, scaling) -> torch.Tensor:
+def attention_in_float64(q, k, v, news, scaling, window=0, sinks=None) -> torch.Tensor:
     parts, row = [], 0
     for keys, values, new in zip(k, v, news, strict=True):
         dim, length = keys.shape[2], len(keys)
         queries = q[row : row + new].double().view(new, -1, dim)
         groups = queries.shape[1] // keys.shape[1]
         scores = torch.einsum("nhd,thd->hnt", queries, keys.double().repeat_interleave(groups, 1)) * scaling
-        hidden = torch.arange(length) > torch.arange(length - new, length)[:, None]
-        shares = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        behind = torch.arange(length - new, length)[:, None] - torch.arange(length)
+        scores = scores.masked_fill((behind < 0) | (behind >= (window or length)), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, new, 1)), -1)
+        shares = scores.softmax(-1)[..., :length]
         parts.append(torch.einsum("hnt,thd->nhd", shares, values.double().repeat_interleave(groups, 1)).flatten(1))
         row += new
     return torch.cat(parts)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import sgl_batch_kernel
 
+from sgl_batch.kernel_loader import native_kernels
+
 CASES = Path(__file__).with_name("kernel_cases.py")
 
 
@@ -30,6 +32,12 @@ def test_every_kernel_agrees_with_float64_on_each_instruction_set(isa):
     assert report["isa"] == isa
     assert report["checked"] > 100
     assert report["failures"] == []
+
+
+def test_kernels_that_take_other_arguments_are_not_used_and_that_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(native_kernels(), "INTERFACE", 1)
+    assert native_kernels.__wrapped__() is None
+    assert "are of another version (interface 1, not 2)" in caplog.text
 
 
 def test_an_instruction_set_that_the_machine_lacks_is_named_with_those_it_has():

@@ -7,6 +7,7 @@ import torch
 
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_gemm
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.moe.cpu_experts import combined_experts
 from sgl_batch.layers.packed_weights import PackedWeights
 
@@ -141,6 +142,23 @@ def test_rounded_weights_are_whole_where_they_are_written_and_rounded_to_the_sam
     with rounding.plain():
         weight.copy_(plain * 2)
     assert torch.equal(rounding.linear(x, weight), before * 2)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_experts_whose_rows_alternate_are_plain_where_they_are_written(int8):
+    packed = PackedWeights(native_kernels(), int8=int8)
+    w13, w2 = draw(EXPERTS, 2 * INTER, HIDDEN) / 7, draw(EXPERTS, HIDDEN, INTER) / 6
+    plain = (rounded(w13), rounded(w2)) if int8 else (w13.clone(), w2.clone())
+    x, weights, ids = draw(20, HIDDEN), torch.rand(20, 1), torch.arange(20)[:, None] % EXPERTS
+    clamped = ClampedExperts(w13_bias=draw(EXPERTS, 2 * INTER), w2_bias=draw(EXPERTS, HIDDEN), alpha=1.702, limit=1.0)
+    assert packed.add_experts(w13, w2, clamped=True)
+    for factor in (1, 2):
+        out, _ = packed.experts(x, w13, w2, weights, ids, clamped=clamped)
+        expected, _ = combined_experts(x, factor * plain[0], plain[1], weights, ids, clamped=clamped)
+        assert torch.allclose(out, expected, rtol=1e-2, atol=1e-2) if int8 else close(out, expected)
+        with packed.plain():
+            assert close(w13, factor * plain[0])
+            w13.mul_(2)
 
 
 def test_a_weight_of_zeros_and_one_that_must_stay_exact(rounding):

@@ -74,3 +74,28 @@ def test_a_router_reads_the_weights_that_are_loaded_later(monkeypatch):
         logits = gate(hidden)
         assert logits.dtype == torch.float32
         assert torch.allclose(logits, hidden.float() @ gate.weight.float().T)
+
+
+class GptOssForCausalLM(nn.Module):
+    """A model of one layer, whose rank holds the second two of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer, attention, experts = nn.Module(), nn.Module(), nn.Module()
+        attention.sinks = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16), requires_grad=False)
+        experts.moe_ep_rank, experts.num_local_experts = 1, 2
+        experts.w2_weight_bias = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+        experts.w2_weight_bias.weight_loader = lambda parameter, loaded, name, shard_id: parameter.data.copy_(loaded)
+        layer.self_attn, layer.mlp = attention, SimpleNamespace(experts=experts)
+        self.model = SimpleNamespace(layers=[layer])
+
+
+def test_gpt_oss_loads_exact_sinks_and_a_ranks_own_experts_in_the_number_type_that_is_asked_for(monkeypatch):
+    config = SimpleNamespace(dtype=torch.bfloat16)
+    model = built(config, GptOssForCausalLM(), monkeypatch)
+    assert config.dtype == torch.get_default_dtype()
+    layer = model.model.layers[0]
+    assert layer.self_attn.sinks.dtype == torch.float32
+    bias = layer.mlp.experts.w2_weight_bias
+    bias.weight_loader(bias, torch.arange(12.0).view(4, 3), "w2_weight_bias", shard_id="w2")
+    assert bias.tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]

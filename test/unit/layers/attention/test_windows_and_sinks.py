@@ -1,4 +1,4 @@
-"""Attention over a window of the tokens, and with sinks beside them, equals its definition; a row's bits are its own."""
+"""Attention over a window of the tokens, and with sinks beside them, equals its definition; a row keeps its bits."""
 
 from __future__ import annotations
 

@@ -16,21 +16,26 @@ from triton.compiler import ASTSource
 from sgl_batch.layers.moe import triton_kernels, triton_steps
 
 POINTERS = {name: "*bf16" for name in ("x", "w13", "w2", "inter", "outputs", "gate_up", "out")}
-POINTERS.update({name: "*fp32" for name in ("weights", "products")})
+POINTERS.update({name: "*fp32" for name in ("weights", "products", "bias")})
+POINTERS.update({name: "fp32" for name in ("alpha", "limit")})
 POINTERS.update({name: "*i32" for name in ("slot_row", "block_expert", "ids", "paths")})
 gemm = {key: value for key, value in triton_steps._TILE.items() if key.isupper()} | {"WIDEN": False}
-constants = {"gate_up_kernel": gemm, "down_kernel": gemm, "tree_sum_kernel": {"C": 8, "N": triton_steps._COLUMNS}}
+constants = {
+    "gate_up_kernel": [gemm | {"CLAMPED": one} for one in (False, True)],
+    "down_kernel": [gemm | {"BIASED": one} for one in (False, True)],
+    "tree_sum_kernel": [{"C": 8, "N": triton_steps._COLUMNS}],
+}
 instructions = {}
 for name, kernel in vars(triton_kernels).items():
-    if isinstance(kernel, triton.JITFunction):
-        own = constants.get(name, triton_steps._ROW_TILE)
+    for own in constants.get(name, [triton_steps._ROW_TILE]) if isinstance(kernel, triton.JITFunction) else ():
         types = {one: "constexpr" if one in own else POINTERS.get(one, "i32") for one in kernel.arg_names}
         target = GPUTarget("cuda", int(sys.argv[1]), 32)
         compiled = triton.compile(ASTSource(kernel, types, own), target=target, options={"num_warps": 4})
         assert compiled.asm["cubin"]
         ptx = compiled.asm["ptx"]
-        instructions[name] = [one for one in ("wgmma", "mma.sync", "atom.global", "red.global") if one in ptx]
-print(json.dumps(instructions))
+        looked_for = ("wgmma", "mma.sync", "atom.global", "red.global")
+        instructions.setdefault(name, set()).update(one for one in looked_for if one in ptx)
+print(json.dumps({name: sorted(found) for name, found in instructions.items()}))
 """
 
 
