@@ -34,7 +34,7 @@ _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
 _UNEQUAL = ("block_configs", "global_head_dim", "swa_head_dim", "num_kv_shared_layers", "use_cla")
 # SGLang gives these a second pool for the KV of layers with a window.
 _TWO_POOLS = re.compile(r"^(GptOss|MiMoV2|Step3p[57]|Gemma4|Laguna|Mellum|Inkling)")
-# Devices whose attention takes windows.
+# Devices on which SGLang's own models may have windows; on a CPU their tokens have not been compared with others.
 _WINDOW_DEVICES = (GPU,)
 # Those of SGLang's models that attend within windows; the others ignore them.
 _WINDOWS_BY_SGLANG = re.compile(r"^(Afmoe|Cohere2|Exaone4|ExaoneMoE|Gemma[23]|Olmo3|Transformers)")

@@ -62,6 +62,7 @@ RIGHT = [
     ("MistralForCausalLM", {"sliding_window": 4096, "max_position_embeddings": 4096}),
     ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512, "v_head_dim": 128, "head_dim": 64}),
     ("MiniMaxM2ForCausalLM", {"attn_type_list": [1, 1], "head_dim": 128}),
+    ("GptOssForCausalLM", {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}),
     ("GPT2LMHeadModel", {}),
     ("ChatGLMModel", {}),
     (
