@@ -25,12 +25,17 @@ def round_kv(sequences: Sequence[YieldedSequence], layer: int, kv: YieldedKV) ->
             kv.set(sequence, round_trip(keys), round_trip(values))
 
 
-def leave_as_it_is(sequences: Sequence[YieldedSequence], layer: int, kv: YieldedKV) -> None:
-    """Write what was read."""
+def write_what_was_read(sequences: Sequence[YieldedSequence], layer: int, kv: YieldedKV) -> None:
+    """Change nothing."""
     for sequence in sequences:
-        assert sequence.request_id is None, "these batches were made without requests"
         assert 0 < sequence.num_new <= sequence.num_tokens
         kv.set(sequence, *kv.get(sequence))
+
+
+def leave_as_it_is(sequences: Sequence[YieldedSequence], layer: int, kv: YieldedKV) -> None:
+    """Write what was read."""
+    assert all(sequence.request_id is None for sequence in sequences), "these batches were made without requests"
+    write_what_was_read(sequences, layer, kv)
 
 
 not_callable = 7

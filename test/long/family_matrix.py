@@ -8,6 +8,7 @@ Each family runs in a process of its own. Exit code 1 where tokens differ or an 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "store": STORE,
     "store, KV streamed": {**STORE, "decode_kv": "streamed"},
     "store, mixed": {**STORE, **MIXED},
+    "callback at yields": {"on_yield": "integration.yield_callbacks:write_what_was_read"},
     "2 ranks": ranks(2),
     "2 ranks, store": {**ranks(2), **STORE},
 }
@@ -103,7 +105,9 @@ def main(names: list[str]) -> int:
             continue
         begun = time.monotonic()
         command = [sys.executable, __file__, "--one", family.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        path = os.pathsep.join([str(_ROOT / "test"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
         for case, _, _ in _cases(family):
             words = found.get(case, f"no result: the process ended with {done.returncode}")
