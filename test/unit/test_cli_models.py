@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sgl_batch.checkpoint_files import StoredTensor
 from sgl_batch.cli_models.check_command import check_command
 from sgl_batch.cli_models.list_command import models_command
 from sgl_batch.cli_models.tables import as_json
-from sgl_batch.cli_models.tensors import Tensor
+from sgl_batch.cli_models.tensors import ModelTensor
 from sgl_batch.core.supported_models import FAMILIES, FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +114,7 @@ def test_a_model_that_runs_is_said_with_its_memory_by_use(capsys):
     ],
 )
 def test_routed_experts_are_known_by_name_or_as_a_stack(name, shape, is_expert, is_streamable):
-    tensor = Tensor(name, "BF16", shape)
+    tensor = ModelTensor(name, StoredTensor(file=TINY, dtype="BF16", shape=shape, begin=0, num_bytes=0))
     assert (tensor.is_expert, tensor.is_streamable) == (is_expert, is_streamable)
 
 

@@ -55,6 +55,10 @@ with bootstrap.importing():
         DeepseekV2MoE,
         MoEGate,
     )
+    from sglang.srt.models.glm4_moe import Glm4MoeSparseMoeBlock
+    from sglang.srt.models.gpt_oss import GptOssSparseMoeBlock
+    from sglang.srt.models.llama import LlamaDecoderLayer
+    from sglang.srt.models.minimax_m2 import MiniMaxM2DecoderLayer
     from sglang.srt.models.mixtral import (
         MixtralAttention,
         MixtralDecoderLayer,
@@ -62,6 +66,10 @@ with bootstrap.importing():
         MixtralModel,
         MixtralMoE,
     )
+    from sglang.srt.models.olmoe import OlmoeDecoderLayer, OlmoeMoE
+    from sglang.srt.models.qwen2 import Qwen2DecoderLayer
+    from sglang.srt.models.qwen2_moe import Qwen2MoeSparseMoeBlock
+    from sglang.srt.models.qwen3 import Qwen3DecoderLayer
     from sglang.srt.models.qwen3_moe import (
         Qwen3MoeAttention,
         Qwen3MoeDecoderLayer,
@@ -121,15 +129,21 @@ _BEHIND: dict[type, list[tuple[type, ...]]] = {
     models.ExpertChoice: [(StandardTopKOutput,)],
     models.Router: [(MoEGate,), (ReplicatedLinear, LinearBase, UnquantizedLinearMethod)],
     models.ExpertModules: [(MixtralMoE,), (Qwen3MoeSparseMoeBlock,), (DeepseekV2MoE,)],
-    models.MixtralMoe: [(MixtralMoE,)],
+    models.MixtralMoe: [(MixtralMoE,), (OlmoeMoE,)],
     models.DenseBlock: [(Qwen3MoeMLP,), (DeepseekV2MLP,)],
     models.SparseBlock: [(Qwen3MoeSparseMoeBlock,), (DeepseekV2MoE,)],
-    models.DeepseekMoe: [(DeepseekV2MoE,)],
+    models.ScaledMoe: [(DeepseekV2MoE,), (Glm4MoeSparseMoeBlock,)],
+    models.GatedSharedMoe: [(Qwen2MoeSparseMoeBlock,)],
+    models.GptOssMoe: [(GptOssSparseMoeBlock,)],
     models.Norm: [(RMSNorm,)],
     models.Attention: [(MixtralAttention,), (Qwen3MoeAttention,)],
     models.LatentAttention: [(DeepseekV2AttentionMLA,)],
     models.LayerCommunicator: [(LayerCommunicator,)],
+    models.PlainLayer: [(LlamaDecoderLayer,), (MixtralDecoderLayer,), (OlmoeDecoderLayer,)],
     models.MixtralLayer: [(MixtralDecoderLayer,)],
+    models.DenseLayer: [(LlamaDecoderLayer,), (Qwen2DecoderLayer,), (Qwen3DecoderLayer,)],
+    models.OlmoeLayer: [(OlmoeDecoderLayer,)],
+    models.MinimaxLayer: [(MiniMaxM2DecoderLayer,)],
     models.CommunicatingLayer: [(Qwen3MoeDecoderLayer,), (DeepseekV2DecoderLayer,)],
     models.AttendingLayer: [(Qwen3MoeDecoderLayer,)],
     models.LatentLayer: [(DeepseekV2DecoderLayer,)],
@@ -199,13 +213,13 @@ def _takes(real: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
     by_place = [name for name, parameter in given.items() if parameter.kind is parameter.POSITIONAL_ONLY]
     wanted = {parameter.name: parameter for parameter in every[len(by_place) :]}
     kinds = {parameter.kind for parameter in wanted.values()}
-    by_name = [name for name in given if name != "self" and name not in by_place]
+    # What ours hands on as it came (*rest, **named) is not asked for.
+    handed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    by_name = [n for n, parameter in given.items() if n not in ("self", *by_place) and parameter.kind not in handed_on]
     faults = [
         f"no parameter {name}" for name in by_name if name not in wanted and inspect.Parameter.VAR_KEYWORD not in kinds
     ]
-    required = [
-        p.name for p in wanted.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    required = [p.name for p in wanted.values() if p.default is p.empty and p.kind not in handed_on]
     return faults + [f"also wants {name}" for name in required if name not in given]
 
 
