@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import random_checkpoint
+import random_dense_checkpoint
 from comparison.child import last_error, run_child
 from offline import main, parse_engine_arguments, parse_engines
 from safetensors import safe_open
@@ -85,6 +86,20 @@ def test_a_random_checkpoint_has_the_key_names_of_released_ones(tmp_path, repo_r
     assert set(index["weight_map"]) == {key for key in kept if ".experts." not in key or _expert(key) < 4}
     assert index["metadata"]["total_size"] == 2 * parameters
     assert json.loads((tmp_path / "made" / "config.json").read_text())["num_hidden_layers"] == 2
+
+
+def test_a_random_dense_checkpoint_has_an_mlp_in_place_of_experts_and_a_tied_output(tmp_path, repo_root, monkeypatch):
+    for name, size in {"HIDDEN": 32, "WIDTH": 48, "VOCABULARY": 200}.items():
+        monkeypatch.setattr(random_dense_checkpoint, name, size)
+    made, tiny = tmp_path / "made", repo_root / "test" / "models" / "tiny-qwen3-moe"
+    parameters = random_dense_checkpoint.make_dense_checkpoint(made, tiny, 2, lambda _: None)
+    index = json.loads((made / "model.safetensors.index.json").read_text())
+    with safe_open(tiny / "model.safetensors", "pt") as trained:
+        kept = [key for key in trained.keys() if ".layers." not in key or _layer(key) < 2]  # noqa: SIM118
+    mlps = {f"model.layers.{i}.mlp.{name}_proj.weight" for i in range(2) for name in ("gate", "up", "down")}
+    assert set(index["weight_map"]) == {key for key in kept if ".mlp." not in key and "lm_head" not in key} | mlps
+    assert index["metadata"]["total_size"] == 2 * parameters
+    assert json.loads((made / "config.json").read_text())["tie_word_embeddings"] is True
 
 
 def _layer(key):
