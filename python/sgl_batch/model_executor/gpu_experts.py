@@ -119,7 +119,8 @@ class GpuExperts:
 
     def _settled(self, layers: Sequence[ExpertLayer]) -> Choice:
         weight = layers[0].w13_weight
-        choice = self._settle(layers, installed_on_gpu(weight.dtype), self._call_of)
+        names = installed_on_gpu(weight.dtype, clamped=any(clamped_experts_of(layer) is not None for layer in layers))
+        choice = self._settle(layers, names, self._call_of)
         if weight.is_cuda:
             # What calls have taken of the device is for the graphs that are captured next.
             torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ import torch
 
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe import expert_runner
 from sgl_batch.layers.moe.cpu_experts import combined_experts
 from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.gpu_experts import GpuExperts
@@ -104,6 +105,22 @@ def test_what_a_start_settles_decides_by_the_number_of_tokens():
     given = dispatched(8)
     assert torch.equal(layer.run_moe_core(given).hidden_states, expected(layer, given))
     assert (experts.expert_runner, experts.choice.why) == ("sglang, torch from 8 tokens", "it was measured")
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_a_runner_without_biases_is_not_measured_for_experts_that_have_them(clamped, monkeypatch):
+    monkeypatch.setattr(expert_runner, "_is_there", lambda package: True)
+    layer, found = experts_layer(**({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0} if clamped else {})), []
+    layer.to(torch.bfloat16)
+    if clamped:
+        layer.w13_weight_bias, layer.w2_weight_bias = torch.zeros(EXPERTS, 2 * WIDTH), torch.zeros(EXPERTS, HIDDEN)
+
+    def settle(layers, names, call_of):
+        found.extend(names)
+        return unmeasured(layers, names, call_of)
+
+    GpuExperts("auto", Counters(), settle).adopt(model_of(layer))
+    assert found == ["sglang", "triton", *([] if clamped else ["deepgemm"])]
 
 
 @pytest.mark.parametrize(

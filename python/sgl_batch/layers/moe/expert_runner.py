@@ -17,12 +17,15 @@ ON_CPU = ("native", "torch", "triton")
 ON_GPU = ("sglang", "triton", "deepgemm", "torch")
 
 
-def installed_on_gpu(dtype: torch.dtype) -> tuple[str, ...]:
-    """The runners of a GPU that are there and take weights of this number type; first SGLang's own."""
+def installed_on_gpu(dtype: torch.dtype, *, clamped: bool = False) -> tuple[str, ...]:
+    """The runners of a GPU that are there and take weights of this number type; first SGLang's own.
+
+    `clamped`: of experts with biases and a clamped activation.
+    """
     names = ["sglang"]
     if _is_there("triton"):
         names.append("triton")
-        if dtype == torch.bfloat16 and _is_there("deep_gemm"):
+        if dtype == torch.bfloat16 and not clamped and _is_there("deep_gemm"):
             names.append("deepgemm")
     return tuple(names)
 
