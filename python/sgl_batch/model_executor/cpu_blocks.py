@@ -89,15 +89,8 @@ class CpuBlocks:
 
     def _mlp(self, module: DenseMlp, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """A dense layer, or the shared experts of one, as a lone expert that every row goes to."""
-        one = (len(hidden), 1)
         with self._counters.clock.part("experts"):
-            return self._weights.experts(
-                hidden,
-                module.gate_up_proj.weight[None],
-                module.down_proj.weight[None],
-                torch.ones(one),
-                torch.zeros(one, dtype=torch.int32),
-            )[0]
+            return self._weights.mlp(hidden, module.gate_up_proj.weight, module.down_proj.weight)
 
     def _gate(self, module: Weighted, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Logits in float32 [T, E], as SGLang has them on a GPU: in bf16 many experts would tie."""

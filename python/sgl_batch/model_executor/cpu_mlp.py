@@ -32,6 +32,4 @@ class CpuMlps:
         if gate_up not in self._weights:
             own: torch.Tensor = type(module).forward(module, hidden, *rest, **named)
             return own
-        one = (len(hidden), 1)
-        choice = torch.ones(one), torch.zeros(one, dtype=torch.int32)
-        return self._weights.experts(hidden, gate_up[None], down[None], *choice)[0]
+        return self._weights.mlp(hidden, gate_up, down)
