@@ -14,6 +14,7 @@ from sgl_batch import Engine
 from sgl_batch.errors import ConfigError
 
 from .conftest import Traces
+from .interpreter import TRITON, interpret_triton
 from .random_families import (
     FAMILIES,
     HUB,
@@ -145,6 +146,22 @@ def test_each_of_two_ranks_has_a_model_without_experts_whole(
         check_coroutine_forward(engine, stats["counters"])
         assert stats["counters"]["sequences_arrived"] > 0, "sequences moved"
         assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
+    finally:
+        engine.shutdown()
+
+
+def test_a_gpus_attention_and_experts_have_windows_sinks_and_biases_too(
+    checkpoint: Callable[[RandomFamily, str], str], requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Triton's interpreter, with pages that move between a store and the device."""
+    interpret_triton(monkeypatch)
+    path = checkpoint(next(family for family in FAMILIES if family.name == "gpt-oss"), HUB)
+    few = Requests(input_ids=[prompt[:60] for prompt in requests.input_ids[4:8]], lengths=(4, 5, 3, 5))
+    settings = {**SMALL, **TRITON, "expert_runner": "triton", "device": "cpu", "kv_store_bytes": 64 << 20}
+    engine = Engine(model_path=path, **settings)
+    try:
+        assert engine.running["classes"]["attention"] == "TritonAttention"
+        check_greedy(path, few, greedy(engine, few))
     finally:
         engine.shutdown()
 

@@ -68,11 +68,19 @@ def _create(runner: Any) -> Any:
             plan.kv_indptr = plan.kv_indptr.clone()
             if plan.qo_indptr is not None:
                 plan.qo_indptr = plan.qo_indptr.clone()
+            if plan.window_kv_indptr is not None:
+                plan.window_kv_indptr = plan.window_kv_indptr.clone()
             first_page = getattr(self.token_to_kv_pool, "first_page", 0)
             if first_page:
                 plan.kv_indices = plan.kv_indices - first_page * self.page_size
+                if plan.window_kv_indices is not None:
+                    plan.window_kv_indices = plan.window_kv_indices - first_page * self.page_size
 
         def share_scratch(self, plan: Any, first: Any) -> None:
             share_scratch(plan, first)
 
-    return TritonAttention(runner)
+    attention = TritonAttention(runner)
+    if attention.sliding_window_size is not None and attention.sliding_window_size > 0:
+        # SGLang counts the tokens before a row's own, and its plans of decode leave no room for that one.
+        attention.sliding_window_size += 1
+    return attention
