@@ -28,9 +28,12 @@ GREEDY = {"temperature": 0, "max_new_tokens": 2}
 
 
 @pytest.fixture
-def start(model_path: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Engine]:
+def start(
+    model_path: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Engine]:
     """Starts an engine with one of the failing callbacks. Tracebacks are left in a directory of the test."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Of a short name, as paths of sockets are short.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("failures")))
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
     def begin(callback: str) -> Engine:
