@@ -117,9 +117,11 @@ class ProcessWatch:
         """From now on processes may end. Idempotent."""
         if self._thread is None or self._stopping is None:
             return
-        self._stopping[1].close()
+        reader, writer = self._stopping
+        writer.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
+            reader.close()
         self._thread = None
 
     def _run(self, stopping: Connection, on_end: Callable[[str], None]) -> None:

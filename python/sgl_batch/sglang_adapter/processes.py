@@ -284,11 +284,11 @@ def end_processes(engine: Any) -> None:
     manager = engine.tokenizer_manager
     if manager is not None and manager._subprocess_watchdog is not None:
         manager._subprocess_watchdog.stop()
-    if manager is not None:
-        close_sockets(sockets_of(manager))
+    sockets = [] if manager is None else sockets_of(manager)
     if getattr(engine, "send_to_rpc", None) is not None:
-        engine.send_to_rpc.close(linger=0)
+        sockets.append(engine.send_to_rpc)
         engine.send_to_rpc = None
+    close_sockets(sockets)
     end_trees(getattr(engine, "own_processes", ()))
 
 
@@ -299,13 +299,16 @@ def sockets_of(manager: Any) -> list[Any]:
 
 
 def close_sockets(sockets: list[Any]) -> None:
-    """Close sockets whose other ends are gone.
+    """Close sockets whose other ends are gone, and their contexts with the threads that serve them.
 
-    One that is open when it is collected as garbage together with its context would let the context wait for ever.
+    A socket that is open when it is collected as garbage together with its context would let the context wait for ever.
     """
     for socket in sockets:
         with suppress(RuntimeError):  # whoever waits on it may do so in an event loop that is closed
             socket.close(linger=0)
+    for context in {id(socket.context): socket.context for socket in sockets}.values():
+        if all(socket.closed for socket in sockets if socket.context is context):
+            context.term()
 
 
 def argument_names() -> tuple[str, ...]:
