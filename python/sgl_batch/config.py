@@ -178,7 +178,8 @@ class MemoryConfig:
         "auto",
         "inclusive keeps every full page of KV in the host KV store, so that suspending copies next to nothing; "
         "exclusive keeps a page on the device or in the store, so that both together hold sequences, and shares "
-        "prompts among choices alone; auto is exclusive where the store is not larger than the device's pages",
+        "prompts among choices alone; auto is exclusive where the store is not larger than the device's pages, and for "
+        "models without a family adapter, which compute prompts on the device alone and share none",
         choices=KV_STORE_MODES,
     )
     decode_kv: str = _flag(

@@ -38,14 +38,25 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }
 SETTINGS: dict[str, Any] = {"dtype": "float32", "page_size": 16, "b_moe_prefill": 700, "b_moe_decode": 8}
+# A store larger than the device, which has pages for what eight short prompts need at first, not for their answers.
+STORED: dict[str, Any] = {
+    "page_size": 8,
+    "max_total_tokens": 8 * 48,
+    "boundary_tokens": 8,
+    "kv_store_bytes": "1M",
+    "kv_store_checksums": True,
+}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "num_ranks"), [("Phi3ForCausalLM", 2), ("GraniteMoeForCausalLM", 1)], scope="module"
+    ("architecture", "num_ranks", "stored"),
+    [("Phi3ForCausalLM", 2, False), ("Phi3ForCausalLM", 2, True), ("GraniteMoeForCausalLM", 1, True)],
+    scope="module",
 )
 def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
     architecture: str,
     num_ranks: int,
+    stored: bool,
     tmp_path: Path,
     model_path: Callable[[str], str],
     traces: Traces,
@@ -54,10 +65,11 @@ def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
     path, prompts = random_model(architecture, tmp_path, model_path(FAMILIES[0])), prompts_that_begin_alike()
     expected = greedy_reference(path, torch.float32, prompts).tokens
     assert len({token for tokens in expected for token in tokens}) > 20, "the model does not repeat itself"
-    with pytest.raises(ConfigError, match=rf"kv_store_bytes is 1048576, and {architecture} has no family adapter"):
-        Engine(model_path=path, **SETTINGS, kv_store_bytes="1M")
+    with pytest.raises(ConfigError, match=rf"kv_store_mode is 'inclusive', and {architecture} has no family adapter"):
+        Engine(model_path=path, **SETTINGS, kv_store_bytes="1M", kv_store_mode="inclusive")
     own = ranks(num_ranks) if num_ranks > 1 else {}
-    engine = Engine(model_path=path, **SETTINGS, **own, max_total_tokens=4096, **traces.new())
+    memory = STORED if stored else {"max_total_tokens": 4096}
+    engine = Engine(model_path=path, **{**SETTINGS, **memory}, **own, **traces.new())
     try:
         told = f"sglang (no adapter for {architecture})"
         assert f"] forward: {told}\n" in capfd.readouterr().err
@@ -65,12 +77,40 @@ def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
         assert [result["output_ids"] for result in results] == expected
         stats = engine.batch_stats()
         assert stats["forward"] == engine.plan_manifest()["forward"] == told
-        assert stats["counters"]["prompt_tokens_shared"] > 0
+        if stored:
+            check_store(engine, prompts, expected)
+        else:
+            assert stats["counters"]["prompt_tokens_shared"] > 0
         if num_ranks > 1:
             assert stats["counters"]["sequences_arrived"] > 0, "sequences moved"
             assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
     finally:
         engine.shutdown()
+
+
+def check_store(engine: Any, prompts: Prompts, expected: list[list[int]]) -> None:
+    """Sequences that outgrow the device leave it whole and come back, and nothing of them is computed again.
+
+    `prompts` have been answered once.
+    """
+    short, number = slice(1, 3), 8
+    choices = [{**parameters, "n": number} for parameters in prompts.sampling_params[short]]
+    made = engine.generate(input_ids=prompts.input_ids[short], sampling_params=choices)
+    assert [one["output_ids"] for one in made] == [tokens for tokens in expected[short] for _ in range(number)]
+    stats = engine.batch_stats()
+    counters = stats["counters"]
+    computed = prompts.input_ids + number * prompts.input_ids[short]
+    assert stats["choices"]["decode_kv"]["why"].startswith("resident: this model has no family adapter")
+    assert stats["store"]["exclusive"]
+    assert counters["suspensions"] > 0
+    assert counters["pages_restored"] == counters["pages_copied_to_suspend"] > counters["suspensions"]
+    assert counters["prompts_prefilled_on_device"] == len(computed)
+    assert counters["prompt_tokens"] == sum(map(len, computed))
+    of_choices = (number - 1) * sum(map(len, prompts.input_ids[short]))
+    assert counters["recomputed_tokens_planned"] == of_choices, "each choice computes its prompt, once"
+    assert counters["recomputed_tokens_unplanned"] == 0
+    assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
+    assert stats["free_pages"] == stats["total_pages"]
 
 
 def random_model(architecture: str, path: Path, tokenizer: str) -> str:
@@ -89,4 +129,4 @@ def random_model(architecture: str, path: Path, tokenizer: str) -> str:
 def prompts_that_begin_alike() -> Prompts:
     tokens = torch.randint(10, 3000, (400,), generator=torch.Generator().manual_seed(1)).tolist()
     input_ids = [tokens[:n] for n in (1, 5, 17, 64)] + [tokens[:150] + tokens[200 + i : 210 + i] for i in range(3)]
-    return Prompts(input_ids, [{"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}] * len(input_ids))
+    return Prompts(input_ids, [{"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}] * len(input_ids))

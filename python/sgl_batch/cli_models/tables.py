@@ -10,8 +10,8 @@ from sgl_batch.core.supported_models import COROUTINE, CPU, FAMILIES, FORMATS, G
 FORMAT = "sgl_batch.models/1"
 OTHER = (
     "Any other decoder of which SGLang has a model runs through SGLang's own forward pass, in groups and with shared "
-    "prefixes, on several ranks if it has no experts, without a host KV store; unless its config tells that it could "
-    "not be right here."
+    "prefixes, on several ranks if it has no experts; with a host KV store its prompts are computed on the device, and "
+    "sequences move to the store and back whole; unless its config tells that it could not be right here."
 )
 _KINDS_REFUSED = (
     "states beside KV (Mamba, linear attention, convolutions: Jamba, Falcon-H1, Nemotron-H, Qwen3-Next, Kimi-Linear, "

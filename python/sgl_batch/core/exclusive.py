@@ -31,24 +31,31 @@ from sgl_batch.core.residency import pages_to_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rooms:
-    """Pages free for prompts in each tier now; `device` is None where somebody waits in the store."""
+    """Pages free for prompts in each tier now; `device` is None where somebody waits in the store.
+
+    `to_store`: whether prompts can be computed on their way to the store. Where they cannot, they wait for the device.
+    """
 
     device: int | None
     store: int
+    to_store: bool = True
 
 
 def placed(units: Iterable[Admission], rooms: Rooms, ledger: PageLedger, plan: Plan) -> Iterator[Admission]:
     """Units from the head on as far as their prompts have room, all of them in the tier that has it for the first.
 
     Choices of one prompt begin in the store, each with references to it that count as its own; a prompt too large for
-    that comes without its choices, which then queue for themselves. `ledger` is that of admission.
+    that comes without its choices, which then queue for themselves, and so does any where prompts cannot be computed on
+    their way there. `ledger` is that of admission.
     """
     room = on_device = None
     for whole in units:
-        cut = whole.followers and _slots(whole, ledger) > ledger.overflow_pages
+        cut = whole.followers and (not rooms.to_store or _slots(whole, ledger) > ledger.overflow_pages)
         unit = Admission(leader=whole.leader) if cut else whole
         if room is None:
             on_device = stays_on_device([unit], rooms, ledger, plan)
+            if not (on_device or rooms.to_store):
+                return
             room = (rooms.device or 0) if on_device else rooms.store
         if on_device and unit.followers:
             return

@@ -106,14 +106,19 @@ def check_without_adapter(architecture: str, config: BatchConfig, *, num_ranks: 
     `num_ranks`: those that share experts; without any, each rank may hold the model whole. Raises ConfigError.
     """
     values = {**config.flat(), "dp_size": num_ranks}
-    missing = {
-        "on_yield": ("no sequence yields there", "--on-yield"),
-        "mix_prefill": ("it computes prompts by themselves", "--mix-prefill"),
-        "kv_store_bytes": ("its prompts do not leave for a store layer by layer", "--kv-store-bytes"),
-        "dp_size": ("its experts cannot lie on several ranks", "--tp, --dp and --ep"),
+    missing: dict[str, tuple[tuple[object, ...], str, str]] = {  # values that go there, why others do not, flags
+        "on_yield": ((None,), "no sequence yields there", "--on-yield"),
+        "mix_prefill": ((0,), "it computes prompts by themselves", "--mix-prefill"),
+        "kv_store_mode": (
+            ("auto", "exclusive"),
+            "its prompts do not leave for a store layer by layer",
+            "--kv-store-mode",
+        ),
+        "decode_kv": (("auto", "resident"), "its steps bring no KV from a store layer by layer", "--decode-kv"),
+        "dp_size": ((1,), "its experts cannot lie on several ranks", "--tp, --dp and --ep"),
     }
-    for name, (why, flags) in missing.items():
-        if values[name] and (name, values[name]) != ("dp_size", 1):
+    for name, (possible, why, flags) in missing.items():
+        if values[name] not in possible:
             raise ConfigError(
                 f"{name} is {values[name]!r}, and {architecture} has no family adapter, so that SGLang's own forward "
                 f"pass computes it: {why}; leave out {flags}"

@@ -30,6 +30,7 @@ POLICIES: dict[str, Callable[[], KVPolicy]] = {
     "device": DeviceOnly,
     "inclusive": Inclusive,
     "exclusive": Exclusive,
+    "exclusive on device": lambda: Exclusive(to_store=False),
     "streamed": Streamed,
     "streamed by choice": lambda: Streamed(StreamingChoice()),
 }

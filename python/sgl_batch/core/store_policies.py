@@ -96,19 +96,27 @@ class Inclusive:
 
 
 class Exclusive:
-    """A page of KV lies on the device or in the store, and all pages of a sequence move together."""
+    """A page of KV lies on the device or in the store, and all pages of a sequence move together.
 
-    name = "exclusive"
+    `to_store`: whether prompts can be computed on their way to the store; else all are computed on the device.
+    """
+
     is_local = True
+
+    def __init__(self, *, to_store: bool = True) -> None:
+        self.name = "exclusive" if to_store else "exclusive on device"
+        self._to_store = to_store
 
     def rooms(self, state: State, kv: KVState, plan: Plan) -> Rooms:
         on_device = sum(1 for _ in takewhile(lambda s: kv.device.holds(s.sequence_id), state.ready))
         grow = sum(pages_to_run(s, kv.device, plan) - kv.device.held(s.sequence_id) for s in kv.runners())
         room = max(0, kv.device.free_pages - grow)
-        return Rooms(device=None if on_device < len(state.ready) else room, store=kv.store_free)
+        device = None if on_device < len(state.ready) else room
+        return Rooms(device=device, store=kv.store_free, to_store=self._to_store)
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
         if not stays_on_device(units, self.rooms(state, kv, plan), kv.admission, plan):
+            assert self._to_store, "prompts are chosen as far as they have room on the device"
             return Prefill(units=units)
         return Prefill(units=units, on_device=tuple(pages_to_run(unit.leader, kv.device, plan) for unit in units))
 

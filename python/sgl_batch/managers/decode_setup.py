@@ -116,6 +116,7 @@ def _hindrance(runner: BatchModelRunner, context: RunContext) -> str | None:
         "on_yield is called by the coroutine forward alone": config.forward.on_yield is not None,
         "prompts run beside decode rows (mix_prefill)": config.schedule.mix_prefill > 0,
         "decode KV may be streamed (decode_kv)": memory.kv_store_bytes > 0
+        and runner.layer_runner is not None
         and (memory.decode_kv == "streamed" or (memory.decode_kv == "auto" and runner.device == "cpu")),
         "weights are streamed": memory.weights == "streamed",
         "the choice of experts is told": bool(runner.server_args.enable_return_routed_experts),

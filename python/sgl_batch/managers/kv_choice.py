@@ -27,7 +27,7 @@ def kv_form(
         return DeviceKV(scheduler, counters), DeviceOnly()
     store = StoreKV(scheduler, counters, tiers)
     if tiers.stored.exclusive:
-        return ExclusiveKV(store, counters), Exclusive()
+        return ExclusiveKV(store, counters), Exclusive(to_store=tiers.stages_prompts)
     if decode_kv == "streamed":
         return StreamedKV(scheduler, counters, store, streams=True), Streamed()
     if decode_kv == PER_PAGE:

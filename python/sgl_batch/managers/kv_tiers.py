@@ -84,6 +84,9 @@ class Returning:
 class KVTiers:
     """Made after the scheduler's pools. `runner`: the layer runner, which hands a prefill group's KV over.
 
+    A model without an adapter has none: its prompts are computed in pages of the device alone, and its sequences move
+    whole.
+
     `share`: how many pages of the store are this rank's. Each has as many, so that none asks another before it takes
     some; sequences that move take theirs along.
     """
@@ -91,7 +94,7 @@ class KVTiers:
     def __init__(
         self,
         scheduler: SGLangScheduler,
-        runner: LayerRunner,
+        runner: LayerRunner | None,
         memory: MemoryConfig,
         counters: Counters,
         place: RankPlace | None,
@@ -125,11 +128,23 @@ class KVTiers:
         self._restored: list[int] = []
         self._on_device: dict[PrefixPage, int] = {}
 
+    @property
+    def stages_prompts(self) -> bool:
+        """Whether prompts can be computed on their way to the store."""
+        return self._runner is not None
+
+    @property
+    def _layer_runner(self) -> LayerRunner:
+        assert self._runner is not None, "the layer runner alone stages prompts and streams decode KV"
+        return self._runner
+
     def _is_exclusive(self, memory: MemoryConfig) -> bool:
         """An inclusive store that is no larger than the device would hold nothing that the device cannot.
 
-        What is streamed lies in the store whole.
+        What is streamed lies in the store whole. An inclusive store holds every prompt, which has to be staged for it.
         """
+        if not self.stages_prompts:
+            return True
         small = self.share <= self._allocator.size // self._page_size
         asked = memory.kv_store_mode
         return asked == "exclusive" or (asked == "auto" and small and memory.decode_kv != "streamed")
@@ -194,12 +209,12 @@ class KVTiers:
             for page, slot in zip(hold.pages[max(first, hold.shared) :], part.tolist(), strict=False):
                 page.place = slot
         self._group = list(zip(requests, tokens, holds, parts, strict=True))
-        self._runner.prefill_sink = self._staging
+        self._layer_runner.prefill_sink = self._staging
 
     def end_prefill(self) -> None:
         """The pass is over: all prompts are in the store."""
         waited = self._staging.waited_s
-        self._runner.prefill_sink = None
+        self._layer_runner.prefill_sink = None
         self._staging.end()
         self._counters.add("staging_wait_us", round(1e6 * (self._staging.waited_s - waited)))
         self._counters.counts["staging_peak_bytes"] = self._staging.peak_bytes
@@ -238,12 +253,12 @@ class KVTiers:
     def begin_streamed_step(self, copies: list[PartCopies]) -> None:
         """The next forward pass is a decode step that needs these copies."""
         self._decode_staging.begin(copies)
-        self._runner.decode_source = self._decode_staging
+        self._layer_runner.decode_source = self._decode_staging
 
     def end_streamed_step(self) -> None:
         """The pass is over: all KV is in the store."""
         staging = self._decode_staging
-        self._runner.decode_source = None
+        self._layer_runner.decode_source = None
         staging.end()
         self.stored.written()
         self._counters.counts["pages_streamed"] = staging.pages_brought

@@ -65,7 +65,7 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     free_pages: int
     overflow_pages: int
     largest: int
-    rooms: tuple[int | None, int] | None
+    rooms: tuple[int | None, int, bool] | None
     begun: SequenceRow | None
 
 
@@ -127,7 +127,7 @@ def message_of(rank: RankState) -> StateMessage:
         free_pages=rank.free_pages,
         overflow_pages=rank.overflow_pages,
         largest=rank.largest,
-        rooms=None if rank.rooms is None else (rank.rooms.device, rank.rooms.store),
+        rooms=None if rank.rooms is None else (rank.rooms.device, rank.rooms.store, rank.rooms.to_store),
         begun=None if state.begun is None else _row_of(state.begun),
     )
 
@@ -195,10 +195,14 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         free_pages=message.free_pages,
         overflow_pages=message.overflow_pages,
         largest=message.largest,
-        rooms=None if message.rooms is None else Rooms(device=message.rooms[0], store=message.rooms[1]),
+        rooms=None if message.rooms is None else _rooms_of(*message.rooms),
         ready=movable,
         running=running,
     )
+
+
+def _rooms_of(device: int | None, store: int, to_store: bool) -> Rooms:
+    return Rooms(device=device, store=store, to_store=to_store)
 
 
 def orders_for(decision: GroupDecision, rank: int) -> OrdersMessage:

@@ -102,7 +102,6 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         runner, deterministic = self.tp_worker.model_runner, bool(self.server_args.enable_deterministic_inference)
         decode = settle_decode(runner, context)
         if context.config.memory.kv_store_bytes:
-            assert runner.layer_runner is not None, "a store is refused for a model without an adapter"
             self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
         choices = StartChoices(
             decode_forward=decode,

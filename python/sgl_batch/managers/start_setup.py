@@ -76,6 +76,10 @@ def settle_decode_kv(context: RunContext, tiers: KVTiers | None, decode: Choice,
     wanted, found = context.config.memory.decode_kv, earlier_choices(context.config.forward.start_choices)
     if tiers is None:
         return Choice(mode=RESIDENT, why="resident: there is no host KV store")
+    if not tiers.stages_prompts:
+        why = "this model has no family adapter, so that sequences move to the store and back whole"
+        logger.warning("the host KV store is exclusive, and prompts are computed on the device alone: %s", why)
+        return Choice(mode=RESIDENT, why=f"resident: {why}")
     if tiers.stored.exclusive:
         return Choice(mode=RESIDENT, why="resident: an exclusive store holds no KV that is on the device")
     if wanted != _AUTO:

@@ -170,7 +170,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             model_shape(self.model_config),
             max_running=most,
             page_bytes=page_bytes,
-            staged=memory.kv_store_bytes > 0,
+            staged=self._stages_prompts,
             by_torch=self.expert_runner == "torch",
             num_ranks=1 if self._place is None else self._place.topology.num_attention_ranks,
         )
@@ -311,15 +311,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if streamer is None:
             return None
         memory, pool = self.context.config.memory, self.token_to_kv_pool
-        staged = memory.kv_store_bytes > 0
         page_size = self.server_args.page_size
         page_bytes = page_size * self.kv_token_bytes
         return PassMemory(
             streamer,
             self.context.in_force,
             model_shape(self.model_config),
-            UntouchedPages(pool.all_parts, pool.layer_num, page_size, all_at_once=staged),
-            staged_bytes=2 * page_bytes // pool.layer_num if staged else 0,
+            UntouchedPages(pool.all_parts, pool.layer_num, page_size, all_at_once=memory.kv_store_bytes > 0),
+            staged_bytes=2 * page_bytes // pool.layer_num if self._stages_prompts else 0,
             budget=memory.process_bytes,
             num_ranks=1 if self._place is None else self._place.topology.num_ranks,
         )
@@ -365,6 +364,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             self.layer_runner.forward_without_rows(
                 self.model_config.hidden_size, self.model_config.dtype, torch.device(self.device)
             )
+
+    @property
+    def _stages_prompts(self) -> bool:
+        """Whether prefill groups have KV in pages of their own, on its way to the store."""
+        return self.context.config.memory.kv_store_bytes > 0 and family_of(self.model) is not None
 
     @property
     def _can_reenter(self) -> bool:

@@ -62,6 +62,19 @@ def test_a_prompt_that_the_store_can_never_hold_for_all_choices_comes_alone():
     assert chosen([shared, unit(9)], Rooms(device=20, store=5), store_pages=5) == [Admission(leader=shared.leader)]
 
 
+def test_prompts_that_cannot_be_computed_on_their_way_to_the_store_wait_for_room_on_the_device():
+    units = [unit(i) for i in range(4)]
+    assert chosen(units, Rooms(device=13, store=100, to_store=False)) == units[:3]
+    assert chosen(units, Rooms(device=3, store=100, to_store=False)) == []
+    assert chosen(units, Rooms(device=None, store=100, to_store=False)) == []
+
+
+def test_choices_compute_their_prompt_themselves_where_nothing_is_computed_on_its_way_to_the_store():
+    shared, rooms = unit(0, followers=2), Rooms(device=20, store=100, to_store=False)
+    assert chosen([shared, unit(9)], rooms) == [Admission(leader=shared.leader)]
+    assert on_device([Admission(leader=shared.leader)], rooms)
+
+
 def test_admission_counts_all_of_the_store_but_room_for_the_largest():
     ledger = PageLedger(20, 8, overflow_pages=10)
     ledger.reserve("a", 6)

@@ -117,13 +117,15 @@ def test_a_family_of_the_table_is_not_refused_by_its_name(name):
 @pytest.mark.parametrize(
     ("ours", "num_ranks", "words"),
     [
-        ({"kv_store_bytes": "1M"}, 1, "kv_store_bytes is 1048576, and OtherForCausalLM .* leave out --kv-store-bytes"),
+        ({"kv_store_bytes": "1M", "kv_store_mode": "inclusive"}, 1, "kv_store_mode is 'inclusive', .* by layer"),
+        ({"kv_store_bytes": "1M", "decode_kv": "streamed"}, 1, "decode_kv is 'streamed', .* leave out --decode-kv"),
         ({"mix_prefill": 64}, 1, "mix_prefill is 64, .* by themselves"),
         ({"on_yield": "a:b"}, 1, "on_yield is 'a:b', .* no sequence yields"),
         ({}, 2, "dp_size is 2, .* leave out --tp, --dp and --ep"),
     ],
 )
 def test_what_sglang_s_own_forward_does_not_do_is_refused_for_a_model_without_an_adapter(ours, num_ranks, words):
-    check_without_adapter("OtherForCausalLM", from_mapping({}), num_ranks=1)
+    for fine in ({}, {"kv_store_bytes": "1M", "kv_store_mode": "exclusive", "decode_kv": "resident"}):
+        check_without_adapter("OtherForCausalLM", from_mapping(fine), num_ranks=1)
     with pytest.raises(ConfigError, match=words):
         check_without_adapter("OtherForCausalLM", from_mapping(ours), num_ranks=num_ranks)

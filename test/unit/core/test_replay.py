@@ -50,7 +50,7 @@ def random_decision(rng: random.Random, name: str, policy) -> dict:
         device.reserve(one.sequence_id, own)
         prompts.enter(one.sequence_id, ())
     ready = some(rng.randint(0, 6), Status.READY)
-    if name == "exclusive":
+    if name.startswith("exclusive"):
         for one in ready[: rng.randint(0, 2)]:
             if device.free_pages >= 4:
                 device.reserve(one.sequence_id, 4)

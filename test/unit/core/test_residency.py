@@ -176,12 +176,16 @@ def test_the_number_that_may_run_changes_and_boundaries_come_at_random_steps(see
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("restore_steps", [1, 5, 20])
-def test_ten_thousand_operations_in_two_exclusive_tiers_lose_no_page_and_starve_nobody(seed, restore_steps):
-    """As above, with stores from much smaller than the device to as large, and some that end before their time."""
+@pytest.mark.parametrize(("restore_steps", "to_store"), [(1, True), (5, True), (20, True), (5, False)])
+def test_ten_thousand_operations_in_two_exclusive_tiers_lose_no_page_and_starve_nobody(seed, restore_steps, to_store):
+    """As above, with stores from much smaller than the device to as large, and some that end before their time.
+
+    Where prompts are computed on the device alone, stores are up to three times as large.
+    """
     rng = random.Random(seed)
     device = rng.randint(20, 60)
-    tiers = VirtualTwoTiers(device, rng.randint(1, device), PLAN, restore_steps=restore_steps)
+    store = rng.randint(1, device if to_store else 3 * device)
+    tiers = VirtualTwoTiers(device, store, PLAN, restore_steps=restore_steps, to_store=to_store)
     arrivals = 0
     while tiers.operations < 300:
         for _ in range(rng.randint(0, 6)):

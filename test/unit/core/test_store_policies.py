@@ -21,7 +21,9 @@ from sgl_batch.core.actions import (
     Sync,
 )
 from sgl_batch.core.admission import Admission
+from sgl_batch.core.decide import decide
 from sgl_batch.core.decode_streaming import StreamingChoice
+from sgl_batch.core.exclusive import Rooms
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
@@ -102,6 +104,18 @@ def test_prompts_stay_on_the_device_only_while_nothing_waits_in_the_store():
     assert Exclusive().prefill(unit, state, kv, PLAN) == Prefill(units=unit, on_device=(3,))
     state, kv = rank([], [waits(1)], store_free=100)
     assert Exclusive().prefill(unit, state, kv, PLAN) == Prefill(units=unit)
+
+
+def test_where_prompts_are_computed_on_the_device_alone_none_is_while_something_waits_in_the_store():
+    policy, unit = Exclusive(to_store=False), (Admission(leader=sequence(5, prompt=8, new=20)),)
+    state, kv = rank(store_free=100)
+    assert policy.rooms(state, kv, PLAN) == Rooms(device=50, store=100, to_store=False)
+    assert policy.prefill(unit, state, kv, PLAN) == Prefill(units=unit, on_device=(3,))
+    queued = rank([], [waits(1)], store_free=100)
+    assert policy.rooms(*queued, PLAN) == Rooms(device=None, store=100, to_store=False)
+    state, kv = dataclasses.replace(queued[0], queued=[unit[0].leader]), queued[1]
+    assert [type(action) for action in decide(state, kv, PLAN, policy)] == [Sync, Restore, Join, BeginInterval]
+    assert [type(action) for action in decide(state, kv, PLAN, Exclusive())] == [Prefill]
 
 
 def test_one_that_has_stayed_on_the_device_joins_at_once_and_one_in_the_store_comes_later():

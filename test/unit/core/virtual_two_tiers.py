@@ -17,10 +17,14 @@ from sgl_batch.core.sequence import Sequence
 
 
 class VirtualTwoTiers(VirtualPressure):
-    """A device and a store of some pages, and a queue. `slots`: what each sequence has in the store."""
+    """A device and a store of some pages, and a queue. `slots`: what each sequence has in the store.
 
-    def __init__(self, pages: int, store_pages: int, plan: Plan, *, restore_steps: int) -> None:
+    `to_store`: whether prompts can be computed on their way there.
+    """
+
+    def __init__(self, pages: int, store_pages: int, plan: Plan, *, restore_steps: int, to_store: bool = True) -> None:
         super().__init__(pages, plan, restore_steps=restore_steps)
+        self._to_store = to_store
         self.account = PageLedger(pages, plan.page_size, overflow_pages=store_pages)
         self.store_pages = store_pages
         self.slots: dict[str, int] = {}
@@ -59,6 +63,7 @@ class VirtualTwoTiers(VirtualPressure):
         rooms = self._rooms()
         units = prefill_units(state, self.plan, self.account, rooms)
         stays = bool(units) and stays_on_device(units, rooms, self.account, self.plan)
+        assert stays or self._to_store or not units, "prompts that cannot go to the store have room on the device"
         assert [unit.leader for unit in units] == self.queue[: len(units)], "nobody passes the head of the queue"
         for unit in units:
             assert not unit.followers
@@ -76,7 +81,8 @@ class VirtualTwoTiers(VirtualPressure):
     def _rooms(self) -> Rooms:
         in_store = any(not self.ledger.holds(s.sequence_id) for s in self.waiting)
         grow = sum(pages_to_run(s, self.ledger, self.plan) - self.ledger.held(s.sequence_id) for s in self.running)
-        return Rooms(device=None if in_store else max(0, self.ledger.free_pages - grow), store=self._free_slots)
+        device = None if in_store else max(0, self.ledger.free_pages - grow)
+        return Rooms(device=device, store=self._free_slots, to_store=self._to_store)
 
     # The tiers.
 

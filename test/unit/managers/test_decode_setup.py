@@ -110,6 +110,9 @@ def test_a_mode_that_was_asked_for_is_taken_or_refused(settled):
     assert (choice.mode, mode, choice.why) == (SGLANG, SGLANG, "sglang: asked for by decode_forward")
     with pytest.raises(ConfigError, match=r"decode_forward is 'sglang', and prompts run beside decode rows .*'auto'"):
         settled(decode_forward="sglang", mix_prefill=64)
+    with pytest.raises(ConfigError, match=r"decode_forward is 'sglang', and decode KV may be streamed \(decode_kv\)"):
+        settled(decode_forward="sglang", kv_store_bytes="1M")
+    assert settled(decode_forward="sglang", kv_store_bytes="1M", has_adapter=False)[1] == SGLANG
     with pytest.raises(ConfigError, match="'eager', and this model has no family adapter"):
         settled(decode_forward="eager", has_adapter=False)
 

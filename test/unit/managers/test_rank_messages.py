@@ -61,7 +61,7 @@ def rank_states(draw) -> RankState:
     total, overflow = draw(st.integers(0, 100)), draw(st.integers(0, 50))
     largest = draw(st.integers(0, total))
     limit = total + max(0, overflow - largest)
-    rooms = st.builds(Rooms, device=st.none() | st.integers(0, 99), store=st.integers(0, 99))
+    rooms = st.builds(Rooms, device=st.none() | st.integers(0, 99), store=st.integers(0, 99), to_store=st.booleans())
     return RankState(
         state=State(
             queued=draw(sequences(Status.QUEUED, 0)),

@@ -62,7 +62,8 @@ def test_overlap_is_not_measured_where_it_is_said_or_cannot_be(how, why):
 
 
 class Tiers:
-    def __init__(self, *, exclusive=False, bytes_per_s=50e9, fails=False):
+    def __init__(self, *, exclusive=False, stages_prompts=True, bytes_per_s=50e9, fails=False):
+        self.stages_prompts = stages_prompts
         self.stored, self.pool_bytes = SimpleNamespace(exclusive=exclusive), 2_000_000_000
         self._bytes_per_s, self._fails = bytes_per_s, fails
 
@@ -103,6 +104,14 @@ def test_a_copy_that_fails_leaves_kv_on_the_device_with_a_line(caplog):
 def test_decode_kv_is_not_measured_where_it_is_said_or_cannot_be(how, why):
     tiers = {"tiers": Tiers(fails=True), **how}
     assert decode_kv(**tiers, start_choices=earlier(decode_kv="auto")).why == why
+
+
+def test_a_model_whose_prompts_are_not_staged_has_an_exclusive_store_and_says_so(caplog):
+    with caplog.at_level("WARNING"):
+        choice = decode_kv(Tiers(exclusive=True, stages_prompts=False), on_cpu=True)
+    why = "this model has no family adapter, so that sequences move to the store and back whole"
+    assert (choice.mode, choice.why) == ("resident", f"resident: {why}")
+    assert caplog.messages == [f"the host KV store is exclusive, and prompts are computed on the device alone: {why}"]
 
 
 def test_without_a_store_decode_kv_is_on_the_device():
