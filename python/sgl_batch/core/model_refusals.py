@@ -32,6 +32,8 @@ _SPARSE = re.compile(r"index_(topk|n_heads|head_dim)|sparse_att|compress_r|(use_
 _KINDS = ("layer_types", "layers_block_type", "block_types")
 _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
 _UNEQUAL = ("block_configs", "global_head_dim", "swa_head_dim", "num_kv_shared_layers", "use_cla")
+# Of these SGLang's models divide hidden_size among the heads, whatever head_dim is; its pools of KV follow head_dim.
+_HEADS_DIVIDE_HIDDEN_SIZE = frozenset({"MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM"})
 # SGLang gives these a second pool for the KV of layers with a window.
 _TWO_POOLS = re.compile(r"^(GptOss|MiMoV2|Step3p[57]|Gemma4|Laguna|Mellum|Inkling)")
 # Devices on which SGLang's own models may have windows; on a CPU their tokens have not been compared with others.
@@ -168,6 +170,18 @@ def _unequal_layers(judged: Judged) -> str | None:
     return None
 
 
+def _heads(judged: Judged) -> str | None:
+    head_dim, hidden, heads = (_number(judged.get(name)) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if judged.architecture not in _HEADS_DIVIDE_HIDDEN_SIZE or not head_dim or not hidden or not heads:
+        return None
+    if head_dim == hidden // heads:
+        return None
+    return (
+        f"its heads have {head_dim} channels (head_dim in its config), and SGLang's model gives them "
+        f"{hidden // heads} (hidden_size / num_attention_heads)"
+    )
+
+
 def _latent(judged: Judged) -> str | None:
     if judged.get("kv_lora_rank") and not (judged.family is not None and judged.family.latent):
         return "its attention is latent, for which it needs an adapter of its own"
@@ -241,6 +255,7 @@ _REASONS: tuple[Callable[[Judged], str | None], ...] = (
     _kind_of_model,
     _kind_of_layers,
     _unequal_layers,
+    _heads,
     _latent,
     _position_biases,
     _windows,

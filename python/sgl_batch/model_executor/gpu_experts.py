@@ -45,10 +45,10 @@ class GpuExperts:
     ) -> None:
         self._name, self._counters, self._settle = name, counters, settle
         self._prefetch_stream = prefetch_stream
-        self.choice = Choice(mode=OWN, why=f"{OWN}: asked for by expert_runner")
-        """What computes the experts, and why; a table of runners, as text."""
+        asked = OWN if name == AUTO else name
+        # Known before `adopt`: the memory of forward passes is computed by then. `adopt` accepts or refuses it.
+        self._choose(Choice(mode=asked, why=f"{asked}: asked for by expert_runner"))
         self._streamer: WeightStreamer[DeviceExpertSlots] | None = None
-        self._table = RunnerTable(best=((0, OWN),))
         # Loaded at the first call, so that a package which is not used need not be there.
         self._runner = cache(create_expert_runner)
 
@@ -76,8 +76,8 @@ class GpuExperts:
             stream=self._prefetch_stream(),
             counters=self._counters,
         )
-        why = "streamed experts are not measured" if self._name == AUTO else "asked for by expert_runner"
-        self._choose(Choice(mode=name, why=f"{name}: {why}"))
+        if self._name == AUTO:
+            self._choose(Choice(mode=name, why=f"{name}: streamed experts are not measured"))
 
     @property
     def streams_weights(self) -> bool:
@@ -109,13 +109,13 @@ class GpuExperts:
             return
         if self._name == AUTO:
             self._choose(self._settled(layers))
-        else:
-            self._choose(Choice(mode=self._name, why=f"{self._name}: asked for by expert_runner"))
         if self._table.names != {OWN}:
             put_experts_under(layers, self._experts)
 
     def _choose(self, choice: Choice) -> None:
-        self.choice, self._table = choice, RunnerTable.parse(choice.mode)
+        self.choice = choice
+        """What computes the experts, and why; a table of runners, as text."""
+        self._table = RunnerTable.parse(choice.mode)
 
     def _settled(self, layers: Sequence[ExpertLayer]) -> Choice:
         weight = layers[0].w13_weight

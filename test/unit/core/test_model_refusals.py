@@ -46,6 +46,11 @@ ON_ALL_DEVICES = [
     ("FalconForCausalLM", {"alibi": True}, "ALiBi"),
     ("TomorrowsForCausalLM", {"layer_types": ["full_attention", "retention"]}, "layers of retention"),
 ]
+HEADS = {"hidden_size": 64, "num_attention_heads": 4}
+ON_ALL_DEVICES += [
+    (f"{name}ForCausalLM", {**HEADS, "head_dim": 32}, "32 channels (head_dim in its config), and SGLang's model gives")
+    for name in ("Mixtral", "Olmoe", "Qwen2Moe")
+]
 WINDOWED = {"sliding_window": 64, "max_position_embeddings": 4096}
 ON_A_CPU = [
     ("Phi3ForCausalLM", WINDOWED, "last 64 tokens alone"),
@@ -64,6 +69,9 @@ RIGHT = [
     ("MiniMaxM2ForCausalLM", {"attn_type_list": [1, 1], "head_dim": 128}),
     ("GptOssForCausalLM", {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}),
     ("GPT2LMHeadModel", {}),
+    ("MixtralForCausalLM", {**HEADS, "head_dim": 16}),
+    ("OlmoeForCausalLM", {**HEADS, "head_dim": None}),
+    ("LlamaForCausalLM", {**HEADS, "head_dim": 32}),
     ("ChatGLMModel", {}),
     (
         "GarbledForCausalLM",

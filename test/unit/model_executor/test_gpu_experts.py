@@ -56,6 +56,7 @@ def expected(layer, given):
 def test_a_runner_that_is_asked_for_computes_every_call_of_every_layer():
     layers = experts_layer(), experts_layer()
     experts = GpuExperts("torch", Counters(), unmeasured)
+    assert experts.expert_runner == "torch", "the memory of passes is computed before a model is adopted"
     experts.adopt(model_of(*layers))
     for layer in layers:
         given = dispatched(5)
