@@ -13,6 +13,20 @@ if TYPE_CHECKING:
 
 _TEST_MODELS = Path(__file__).resolve().parents[2] / "test" / "models"
 QWEN, MIXTRAL, DEEPSEEK = "random-qwen3-moe", "random-mixtral", "tiny-deepseek-v3"
+# Families with an adapter beside those of the models above, by their names in tiny_models/random_families.py.
+FAMILIES_BESIDE = (
+    "qwen2-moe",
+    "olmoe",
+    "glm4-moe",
+    "minimax-m2",
+    "deepseek-v2",
+    "kimi-k2",
+    "gpt-oss",
+    "qwen3",
+    "qwen2",
+    "llama3",
+    "mistral",
+)
 # Numbers of 8 bits: two values that nearly tie may be rounded a sixteenth apart. Not measured.
 FP8_NEAR_TIE = 0.5
 
@@ -32,13 +46,15 @@ GRAPHS = {"disable_cuda_graph": False, "cuda_graph_max_bs_decode": 16}
 class Engine:
     """One engine's stage. `against`: the stage that keeps its reference; None where it keeps one itself.
 
-    `proof`: counters, and what each must exceed (a number, or another counter).
+    `proof`: counters, and what each must exceed (a number, or another counter). `transformers_model`: what transformers
+    reads to make the reference on a CPU; None where stock SGLang makes it there, too.
     """
 
     name: str
     what: str
     against: str | None = "stock"
     model: str = QWEN
+    transformers_model: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     proof: dict[str, str | int] = field(default_factory=dict)
     gpu_only: bool = False
@@ -51,13 +67,13 @@ class Engine:
     def spec(self, place: Place) -> dict[str, Any]:
         """What engine_stage.py is given."""
         keeps = self.against is None
-        # Stock SGLang has no attention over latents on a CPU.
-        engine = ("transformers" if self.model == DEEPSEEK and not place.on_gpu else "stock") if keeps else "ours"
+        for_transformers = None if place.on_gpu else self.transformers_model
+        engine = ("transformers" if for_transformers else "stock") if keeps else "ours"
         models = place.folder / "models" if self.is_random else _TEST_MODELS
         return {
             "engine": engine,
             "keeps": keeps,
-            "model": str(models / self.model),
+            "model": str(models / (for_transformers or self.model)),
             "dtype": place.dtype,
             "arguments": {**_device_arguments(place, engine), **self.arguments},
             "reference": str(place.folder / f"{self.against or self.name}.reference.json"),
@@ -164,16 +180,63 @@ def engines() -> tuple[Engine, ...]:
         ),
         _stock("stock-mixtral", "stock SGLang on a Mixtral: reference tokens", model=MIXTRAL),
         Engine(name="mixtral", what="Mixtral, sub-batched", against="stock-mixtral", model=MIXTRAL, arguments=CUT),
-        _stock("stock-mla", "a DeepSeek-V3: reference tokens (on a CPU those of transformers)", model=DEEPSEEK),
+        _stock(
+            "stock-mla",
+            # It has no attention over latents on a CPU.
+            "a DeepSeek-V3: reference tokens (on a CPU those of transformers)",
+            model=DEEPSEEK,
+            transformers_model=DEEPSEEK,
+        ),
         Engine(name="mla", what="latent attention, sub-batched", against="stock-mla", model=DEEPSEEK, arguments=CUT),
+        *(engine for family in FAMILIES_BESIDE for engine in _family(family)),
         *_rounded("fp8-kv", "KV of 8 bits", {"kv_cache_dtype": "fp8_e4m3"}),
         *_rounded("fp8-weights", "weights of 8 bits", {"quantization": "fp8"}),
     )
 
 
-def _stock(name: str, what: str, *, model: str = QWEN, gpu_only: bool = False, **more: Any) -> Engine:
-    arguments = {"max_total_tokens": 16384, "disable_radix_cache": True, **more}
-    return Engine(name=name, what=what, against=None, model=model, arguments=arguments, gpu_only=gpu_only)
+def _stock(
+    name: str,
+    what: str,
+    *,
+    model: str = QWEN,
+    transformers_model: str | None = None,
+    gpu_only: bool = False,
+    **more: Any,
+) -> Engine:
+    return Engine(
+        name=name,
+        what=what,
+        against=None,
+        model=model,
+        transformers_model=transformers_model,
+        arguments={"max_total_tokens": 16384, "disable_radix_cache": True, **more},
+        gpu_only=gpu_only,
+    )
+
+
+def _family(name: str) -> tuple[Engine, Engine]:
+    """A family in sub-batches. Stock SGLang does not read all configs that transformers writes, nor the reverse."""
+    model = f"random-{name}-hub"
+    # Transformers reads a number of DeepSeek-V2's experts that it never sets, and so gives no reference.
+    gpu_only = name == "deepseek-v2"
+    return (
+        _stock(
+            f"stock-family-{name}",
+            f"{name}: reference tokens" + ("" if gpu_only else " (on a CPU those of transformers)"),
+            model=model,
+            transformers_model=f"random-{name}-transformers",
+            gpu_only=gpu_only,
+        ),
+        Engine(
+            name=f"family-{name}",
+            what=f"{name}, sub-batched",
+            against=f"stock-family-{name}",
+            model=model,
+            arguments=CUT,
+            proof={"attention_calls": "expert_calls"},
+            gpu_only=gpu_only,
+        ),
+    )
 
 
 def _rounded(name: str, what: str, more: dict[str, Any]) -> tuple[Engine, Engine]:

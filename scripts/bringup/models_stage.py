@@ -10,12 +10,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Make those that are not there."""
+    """Make them; those of the first families only where they are not there."""
+    import torch
+
+    from bringup.engine_stages import FAMILIES_BESIDE
+    from tiny_models.random_checkpoints import FORMS, make_checkpoint
+    from tiny_models.random_families import for_gpu
     from tiny_models.random_models import FAMILIES, HEAD_DIM, make_random_model
 
-    tokenizer = ROOT / "test" / "models" / "tiny-qwen3-moe"
-    made = [make_random_model(family, Path(spec["models"]), tokenizer).name for family in FAMILIES]
-    return {"remark": f"{', '.join(made)}: heads of {HEAD_DIM} channels"}
+    models, tokenizer = Path(spec["models"]), ROOT / "test" / "models" / "tiny-qwen3-moe"
+    for family in FAMILIES:
+        make_random_model(family, models, tokenizer)
+    for name in FAMILIES_BESIDE:
+        for form in FORMS:
+            make_checkpoint(for_gpu(name), form, models, tokenizer, dtype=torch.bfloat16)
+    return {"remark": f"{', '.join((*FAMILIES, *FAMILIES_BESIDE))}: heads of {HEAD_DIM} channels or more"}
 
 
 if __name__ == "__main__":

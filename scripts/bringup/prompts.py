@@ -30,11 +30,12 @@ class Requests:
 
 def questions(model: Path) -> Requests:
     """Prompts cut from the questions that ship with the tests, by the model's tokenizer."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     lines = (ROOT / "test" / "data" / "gsm8k_sample.jsonl").read_text(encoding="utf-8").splitlines()
     text = " ".join(json.loads(line)["body"]["messages"][-1]["content"] for line in lines)
-    tokens = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    # Not by the model's config, of which transformers does not know all kinds.
+    tokens = PreTrainedTokenizerFast.from_pretrained(model)(text)["input_ids"]
     prompts = [tokens[37 * number :][:length] for number, length in enumerate(PROMPT_LENGTHS)]
     return Requests(prompts, list(OUTPUT_LENGTHS))
 

@@ -61,7 +61,7 @@ class Stage:
 def all_stages(place: Place) -> tuple[Stage, ...]:
     """Every stage, in order: each needs only earlier ones."""
     return (
-        _program("models", "make checkpoints of random weights, heads of 64 channels", Runs.ANYWHERE, place, 30, 120),
+        _program("models", "make checkpoints of random weights, heads of 64 channels", Runs.ANYWHERE, place, 60, 240),
         _program("imports", "import every module; say which packages are there", Runs.ANYWHERE, place, 30, 240),
         _pytest(
             "compile",

@@ -1,4 +1,4 @@
-"""Makes tiny checkpoints: trained ones by scripts/make_tiny_models.py, of random weights by scripts/bringup."""
+"""Makes tiny checkpoints: trained ones by scripts/make_tiny_models.py, of random weights for bring-ups and tests."""
 
 from sgl_batch.sglang_adapter import bootstrap
 

@@ -12,19 +12,12 @@ from transformers import AutoConfig
 
 from sgl_batch import Engine
 from sgl_batch.errors import ConfigError
+from tiny_models.random_checkpoints import FORMS, HUB, TRANSFORMERS, make_checkpoint
+from tiny_models.random_families import FAMILIES, RandomFamily
 
 from .conftest import Traces
+from .greedy_proof import Requests, check_greedy, make_requests
 from .interpreter import TRITON, interpret_triton
-from .random_families import (
-    FAMILIES,
-    HUB,
-    TRANSFORMERS,
-    RandomFamily,
-    Requests,
-    check_greedy,
-    make_checkpoint,
-    make_requests,
-)
 from .shared_prompts import counted
 from .test_ranks import ranks
 
@@ -170,7 +163,7 @@ def test_a_gpus_attention_and_experts_have_windows_sinks_and_biases_too(
 def test_a_published_config_is_read_as_the_one_that_transformers_writes(
     family: RandomFamily, checkpoint: Callable[[RandomFamily, str], str]
 ) -> None:
-    written, published = (AutoConfig.from_pretrained(checkpoint(family, form)) for form in (TRANSFORMERS, HUB))
+    written, published = (AutoConfig.from_pretrained(checkpoint(family, form)) for form in FORMS)
     settings = [
         name for name in written.to_dict() if name not in ("_name_or_path", "torch_dtype", *family.read_otherwise)
     ]

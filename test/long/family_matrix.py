@@ -18,21 +18,15 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(_ROOT / "test"))
+sys.path[:0] = [str(_ROOT / "test"), str(_ROOT / "scripts")]
 
-from integration.random_families import (  # noqa: E402
-    FAMILIES,
-    HUB,
-    TRANSFORMERS,
-    RandomFamily,
-    check_greedy,
-    make_checkpoint,
-    make_requests,
-)
+from integration.greedy_proof import check_greedy, make_requests  # noqa: E402
 from integration.test_families import MIXED, PAGE, SMALL, STORE, greedy  # noqa: E402
 from integration.test_ranks import ranks  # noqa: E402
 from sgl_batch import Engine  # noqa: E402
 from sgl_batch.errors import SglBatchError  # noqa: E402
+from tiny_models.random_checkpoints import HUB, TRANSFORMERS, make_checkpoint  # noqa: E402
+from tiny_models.random_families import FAMILIES, RandomFamily  # noqa: E402
 
 _CASES: dict[str, dict[str, Any]] = {
     "sub-batches": {},

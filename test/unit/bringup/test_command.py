@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bringup.command import main
 from bringup.decode_trace import step_cost
-from bringup.engine_stages import engines
+from bringup.engine_stages import FAMILIES_BESIDE, engines
 from bringup.folder_lock import held
 from bringup.stages import BENCHMARKS, HERE, ROOT, Place, Runs, all_stages
 from sgl_batch.config import field_names, split_kwargs
+from sgl_batch.core import supported_models
+from sgl_batch.core.supported_models import has_adapter
+from tiny_models.random_families import DEEPSEEK_V2, FAMILIES
 
 PLACES = [Place(device=device, dtype="bfloat16", folder=Path("out")) for device in ("cuda", "cpu")]
 
@@ -48,7 +52,16 @@ def test_every_argument_of_an_engine_is_one_that_it_has(place: Place) -> None:
         if not spec["keeps"]:
             reference = next(one for one in engines() if one.name == engine.against)
             assert reference.spec(place)["reference"] == spec["reference"]
-            assert reference.spec(place)["model"] == spec["model"]
+            assert reference.model == engine.model
+
+
+def test_every_family_with_an_adapter_has_an_engine() -> None:
+    named = {family.name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type] for family in (*FAMILIES, DEEPSEEK_V2)}
+    first = {"Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"}
+    tried = first | {named[name] for name in FAMILIES_BESIDE}
+    assert tried == {name for row in supported_models.FAMILIES for name in row.architectures if has_adapter(name)}
+    names = {engine.name for engine in engines()}
+    assert {f"family-{name}" for name in FAMILIES_BESIDE} <= names
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,11 @@
-"""The families that the coroutine forward knows, as checkpoints of random float32 weights, and proof by Hugging Face.
-
-A family is one entry of `FAMILIES`. Its weights are drawn anew where they are needed, the same each time.
-"""
+"""Owns the table of small models of random weights, by family; does not draw weights or write checkpoints."""
 
 from __future__ import annotations
 
-import json
-import math
-import random
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 SHARED = {
     "vocab_size": 3072,
     "hidden_size": 64,
@@ -31,8 +18,6 @@ SHARED = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# Two logits nearer than this may change places by rounding in float32: another `seed` has none so near.
-LEAST_GAP = 1e-4
 KIMI_POSITIONS = {
     "type": "yarn",
     "factor": 32.0,
@@ -42,8 +27,6 @@ KIMI_POSITIONS = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-TRANSFORMERS, HUB = "transformers", "hub"
-FORMS = (TRANSFORMERS, HUB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,113 +240,60 @@ FAMILIES = (
     ),
 )
 
-
-def make_checkpoint(family: RandomFamily, form: str, directory: Path, tokenizer_from: Path) -> str:
-    """Write the family's checkpoint with its config in one of FORMS into `directory`; returns the path."""
-    path = directory / f"{family.name}-{form}"
-    torch.manual_seed(family.seed)
-    config = AutoConfig.for_model(family.model_type, **{**SHARED, **family.settings})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _draw(model, family.scales)
-    model.save_pretrained(path)
-    if form == HUB:
-        written = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(published(written, family.hub), indent=2))
-        if family.further_layer:
-            _add_layer(path / "model.safetensors", config.num_hidden_layers)
-    for name in _TOKENIZER_FILES:
-        shutil.copyfile(tokenizer_from / name, path / name)
-    return str(path)
-
-
-def _add_layer(file: Path, number: int) -> None:
-    """Put a layer behind the last, with the tensors beside it that predict a further token."""
-    tensors = load_file(file)
-    last, further = f"model.layers.{number - 1}.", f"model.layers.{number}."
-    copied = {name.replace(last, further): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
-    norm = tensors["model.norm.weight"]
-    names = ("enorm", "hnorm", "shared_head.norm")
-    own = {f"{further}{name}.weight": norm.clone() for name in names}
-    own[f"{further}eh_proj.weight"] = torch.ones(len(norm), 2 * len(norm))
-    save_file({**tensors, **copied, **own}, file, metadata={"format": "pt"})
-
-
-def _draw(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
-    """Draw all weights, of which none shall be without effect: norms are not all ones, biases not all zeros.
-
-    A matrix keeps the size of what it multiplies, so that each token depends on all before it.
-    """
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    saved = model.state_dict()
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if name not in saved:
-                continue
-            scale = next((scale for ending, scale in scales.items() if name.endswith(ending)), 1.0)
-            if tensor.dim() >= 2:
-                tensor.normal_(0.0, scale / math.sqrt(tensor.shape[-1]))
-            elif name.endswith("norm.weight"):
-                tensor.normal_(1.0, 0.2 * scale)
-            else:
-                tensor.normal_(0.0, 0.2 * scale)
+# Its routing is that of V2: softmax scores, the best groups, queries without a latent. Transformers cannot run it as it
+# is: it reads a number of its block of experts that it never sets.
+DEEPSEEK_V2 = RandomFamily(
+    name="deepseek-v2",
+    model_type="deepseek_v2",
+    settings={
+        "num_key_value_heads": 4,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 8.0,
+        "moe_layer_freq": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    experts=True,
+)
+# SGLang's kernels for GPUs write KV of heads of 64 channels and more; those for latents know the published sizes.
+_GPU_HEADS = {"head_dim": 64}
+_GPU_LATENTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+# Half of the channels, as in the settings.
+_GPU_HUB = {"rotary_dim": 32}
+# By which rounding to bfloat16 moves logits by some hundredths, a tenth of the usual gap between the best two, and what
+# came before a token by some tenths. Rounding changes choices of experts, too: each has little weight.
+_GPU_SCALES = {
+    "lm_head.weight": 2.4,
+    "embed_tokens.weight": 3.0,
+    ".gate.weight": 3.0,
+    ".router.weight": 3.0,
+    "experts.down_proj": 0.25,
+    "": 0.5,
+}
 
 
-def published(config: Mapping[str, Any], hub: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that transformers has written, in the form of those that are published with models."""
-    positions = dict(config.get("rope_parameters") or {})
-    theta = positions.pop("rope_theta", None)
-    kind = positions.pop("rope_type", "default")
-    rest = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
-    old = {"rope_theta": theta} if theta is not None else {}
-    old["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **positions}
-    whole = {**rest, **old, "torch_dtype": config["dtype"], **hub}
-    return {name: value for name, value in whole.items() if value is not None or name not in hub}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Requests:
-    """Prompts of random tokens, some of which begin alike, with how many greedy tokens each is to get."""
-
-    input_ids: Sequence[list[int]]
-    lengths: Sequence[int]
-
-    @property
-    def sampling_params(self) -> list[dict[str, Any]]:
-        return [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in self.lengths]
-
-
-def make_requests(page: int) -> Requests:
-    """Prompts from one token to several pages; every other begins with the same three pages."""
-    draw = random.Random(0)
-    common = [draw.randrange(5, 3000) for _ in range(3 * page)]
-    own = (1, 2, page, page + 1, 3 * page - 1, 1, 5 * page, 9 * page + 3, 4, 2 * page)
-    prompts = [
-        [*(common if index % 2 else []), *(draw.randrange(5, 3000) for _ in range(length))]
-        for index, length in enumerate(own)
-    ]
-    lengths = (24, 20, 1, 17, 9, 24, 2, 16, 12, 20)
-    return Requests(input_ids=prompts, lengths=lengths)
-
-
-def check_greedy(path: str, requests: Requests, outputs: Sequence[Sequence[int]]) -> None:
-    """Prove that the outputs are what Hugging Face's model gives greedily.
-
-    Each of their tokens has the largest logit behind those before it; so the model would have chosen the same.
-    """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    distinct = set()
-    for prompt, length, output in zip(requests.input_ids, requests.lengths, outputs, strict=True):
-        assert len(output) == length
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *output[:-1]]])).logits[0, len(prompt) - 1 :]
-        best = logits.topk(2)
-        gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
-        expected = best.indices[:, 0].tolist()
-        wrong = next((index for index, token in enumerate(output) if token != expected[index]), None)
-        assert wrong is None, (
-            f"prompt of {len(prompt)} tokens: output {wrong} is {output[wrong]}, not {expected[wrong]}, "
-            f"of which the logit is {gaps[wrong]:.1e} larger than the next"
-        )
-        assert min(gaps) > LEAST_GAP, f"two logits lie {min(gaps):.1e} apart: take another seed"
-        distinct.update(output)
-    assert len(distinct) > sum(requests.lengths) / 2, "a model that repeats itself shows little: take other scales"
+def for_gpu(name: str) -> RandomFamily:
+    """The family of a name with heads that SGLang's kernels for GPUs take, called random-NAME."""
+    family = next(family for family in (*FAMILIES, DEEPSEEK_V2) if family.name == name)
+    heads = _GPU_LATENTS if "kv_lora_rank" in family.settings else _GPU_HEADS
+    return replace(
+        family,
+        name=f"random-{name}",
+        settings={**family.settings, "hidden_size": 256, **heads},
+        hub={**family.hub, **{key: value for key, value in _GPU_HUB.items() if key in family.hub}},
+        scales={**family.scales, **_GPU_SCALES},
+    )
