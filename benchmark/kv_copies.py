@@ -148,7 +148,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="""examples:
-  benchmark/kv_copies.py                                        the table of the README
+  benchmark/kv_copies.py                                        memory and files, with the default sizes
   benchmark/kv_copies.py --kinds file --directory /var/tmp --sync   what the disk under /var/tmp does
   benchmark/kv_copies.py --part-kib 128 --layers 48 --checksums     a large model's pages, with checksums
 

@@ -28,7 +28,7 @@ a warm-up are not timed.
 EPILOG = """\
 examples:
   python benchmark/offline.py --make-model models/qwen3moe-1b
-      the random checkpoint of the README, in half a minute
+      the random checkpoint of docs/benchmarks.md, in half a minute
   python benchmark/memory.py pressure --model models/qwen3moe-1b
       sequences with ten times the KV that the device holds
   python benchmark/offline.py --make-model models/qwen3moe-3b --make-model-layers 20 --make-model-expert-width 768

@@ -53,7 +53,7 @@ examples:
   python benchmark/offline.py --make-model models/qwen3-0.6b --make-model-family qwen3
       a random dense model in the shape of Qwen3-0.6B (1.2 GB)
   python benchmark/offline.py --model models/qwen3moe-1b --num-prompts 32 --input-len 128 --output-len 32
-      the comparison of the README
+      the comparison of docs/benchmarks.md
   python benchmark/offline.py --model DIR --num-prompts 256 --engines sgl_batch,sgl_batch_no_accumulate \\
       --engine-arg sgl_batch:b_attn_decode=32
       what accumulation gains: it can only where there are more sequences than b_attn_decode

@@ -38,7 +38,7 @@ the cores; one rank alone, which they are compared with, gets such a share too. 
 EPILOG = """\
 examples:
   python benchmark/offline.py --make-model models/qwen3moe-1b
-      the random checkpoint of the README, in half a minute
+      the random checkpoint of docs/benchmarks.md, in half a minute
   python benchmark/ranks.py --model models/qwen3moe-1b --workload tail
       the bars for migration and boundaries
   python benchmark/ranks.py --model models/qwen3moe-1b --workload trace --trace AzureLLMInferenceTrace_conv.csv

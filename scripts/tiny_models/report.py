@@ -64,7 +64,7 @@ def answer(
 
 
 def print_report(path: Path, held_out: list[list[int]], train_loss: float) -> None:
-    """Loads the checkpoint as a user would, in bf16, and prints what the README records."""
+    """Loads the checkpoint as a user would, in bf16, and prints what test/models/README.md records."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     measures = measure_held_out(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), held_out)

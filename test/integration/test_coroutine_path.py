@@ -1,4 +1,4 @@
-"""Calls are counted and sequences traced: one expert call per layer and group, and the path that README describes."""
+"""Calls are counted and sequences traced: one expert call per layer and group, and the path in docs/architecture.md."""
 
 from __future__ import annotations
 
