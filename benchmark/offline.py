@@ -41,8 +41,8 @@ Measure the same offline workload through several engines, each in a fresh proce
   hf                       Hugging Face transformers, generate() over static batches
   vllm                     vLLM, where installed (see --vllm-python)
 
-Timed is the answering of all prompts; loading the model and a small warm-up are not. Every engine gets the same
-token ids and must return exactly the number of tokens asked for. Greedy; no token ends an output early.
+Timed is the answering of all prompts; loading the model and a warm-up are not. Every engine gets the same token
+ids and must return exactly the number of tokens asked for. Greedy; no token ends an output early.
 """
 EPILOG = """\
 examples:
@@ -88,6 +88,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     how.add_argument("--rounds", type=int, default=3, help="(3)")
     how.add_argument(
         "--timeout-s", type=float, default=1800.0, help="limit of one engine's round, start included (1800)"
+    )
+    how.add_argument(
+        "--full-warm-up",
+        action="store_true",
+        help="answer as many other prompts first: what is timed is then an engine that goes on, with memory for its KV "
+        "already given by the kernel",
     )
     how.add_argument("--threads", type=int, help="OMP_NUM_THREADS of every engine (each engine's own choice)")
     how.add_argument("--hf-batch", type=int, default=32, help="prompts in a static batch of hf (32)")
@@ -190,6 +196,7 @@ def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
         rounds=args.rounds,
         timeout_s=args.timeout_s,
         hf_batch=args.hf_batch,
+        full_warm_up=args.full_warm_up,
         threads=args.threads,
         python_of={name: args.vllm_python if name == "vllm" else this_python() for name in ENGINE_MODULES},
         arguments_of=parse_engine_arguments(args.engine_arg),

@@ -38,6 +38,7 @@ class Settings:
     rounds: int
     timeout_s: float
     hf_batch: int
+    full_warm_up: bool
     threads: int | None
     python_of: dict[str, str]
     arguments_of: dict[str, dict[str, Any]]
@@ -145,6 +146,7 @@ def _spec(name: str, workload: Workload, settings: Settings) -> dict[str, Any]:
         "prompts": workload.prompts,
         "output_lens": workload.output_lens,
         "hf_batch": settings.hf_batch,
+        "full_warm_up": settings.full_warm_up,
         "arguments": settings.arguments_of.get(name, {}),
     }
 

@@ -50,8 +50,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     engine = importlib.import_module(_MODULES[spec["engine"]]).start(spec)
     started = time.perf_counter()
-    warm_up = warm_up_of(spec["prompts"])
-    engine.generate(warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
+    if spec.get("full_warm_up"):
+        # Read backwards, so that no prompt of the workload begins like one that has been answered.
+        engine.generate([prompt[::-1] for prompt in spec["prompts"]], spec["output_lens"])
+    else:
+        warm_up = warm_up_of(spec["prompts"])
+        engine.generate(warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
     before = engine.details()
     warm = time.perf_counter()
     outputs = engine.generate(spec["prompts"], spec["output_lens"])

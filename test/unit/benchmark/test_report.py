@@ -57,6 +57,7 @@ def record(tmp_path):
         rounds=2,
         timeout_s=9.0,
         hf_batch=32,
+        full_warm_up=False,
         threads=None,
         python_of={},
         arguments_of={},
