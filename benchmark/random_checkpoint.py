@@ -93,6 +93,22 @@ def ones(size: int) -> torch.Tensor:
     return torch.ones(size, dtype=torch.bfloat16)
 
 
+def attention(
+    prefix: str, generator: torch.Generator, *, queries: int, keys: int, head_dim: int
+) -> dict[str, torch.Tensor]:
+    """The norms and the attention of a layer of HIDDEN channels; `queries`, `keys`: channels of all their heads."""
+    return {
+        f"{prefix}.input_layernorm.weight": ones(HIDDEN),
+        f"{prefix}.post_attention_layernorm.weight": ones(HIDDEN),
+        f"{prefix}.self_attn.q_norm.weight": ones(head_dim),
+        f"{prefix}.self_attn.k_norm.weight": ones(head_dim),
+        f"{prefix}.self_attn.q_proj.weight": normal(generator, queries, HIDDEN),
+        f"{prefix}.self_attn.k_proj.weight": normal(generator, keys, HIDDEN),
+        f"{prefix}.self_attn.v_proj.weight": normal(generator, keys, HIDDEN),
+        f"{prefix}.self_attn.o_proj.weight": normal(generator, HIDDEN, queries),
+    }
+
+
 def _embeddings(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {
         "model.embed_tokens.weight": normal(generator, VOCABULARY, HIDDEN),
@@ -104,17 +120,8 @@ def _embeddings(generator: torch.Generator) -> dict[str, torch.Tensor]:
 def _layer(layer: int, generator: torch.Generator, expert_width: int) -> dict[str, torch.Tensor]:
     """The tensors of one layer under the key names of released Qwen3-MoE checkpoints."""
     prefix = f"model.layers.{layer}"
-    tensors = {
-        f"{prefix}.input_layernorm.weight": ones(HIDDEN),
-        f"{prefix}.post_attention_layernorm.weight": ones(HIDDEN),
-        f"{prefix}.self_attn.q_norm.weight": ones(HEAD_DIM),
-        f"{prefix}.self_attn.k_norm.weight": ones(HEAD_DIM),
-        f"{prefix}.self_attn.q_proj.weight": normal(generator, QUERY_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.self_attn.k_proj.weight": normal(generator, KV_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.self_attn.v_proj.weight": normal(generator, KV_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.self_attn.o_proj.weight": normal(generator, HIDDEN, QUERY_HEADS * HEAD_DIM),
-        f"{prefix}.mlp.gate.weight": normal(generator, EXPERTS, HIDDEN),
-    }
+    tensors = attention(prefix, generator, queries=QUERY_HEADS * HEAD_DIM, keys=KV_HEADS * HEAD_DIM, head_dim=HEAD_DIM)
+    tensors[f"{prefix}.mlp.gate.weight"] = normal(generator, EXPERTS, HIDDEN)
     for expert in range(EXPERTS):
         name = f"{prefix}.mlp.experts.{expert}"
         tensors[f"{name}.gate_proj.weight"] = normal(generator, expert_width, HIDDEN)

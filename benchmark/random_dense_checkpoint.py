@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_checkpoint import INIT_STD, normal, ones, write_checkpoint
+from random_checkpoint import HIDDEN, INIT_STD, attention, normal, ones, write_checkpoint
 
 from sgl_batch.errors import ConfigError
 
 LAYERS = 28
-HIDDEN = 1024
 WIDTH = 3072
 QUERY_HEADS = 16
 KV_HEADS = 8
@@ -42,14 +41,7 @@ def _layer(layer: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """The tensors of one layer under the key names of released Qwen3 checkpoints."""
     prefix = f"model.layers.{layer}"
     return {
-        f"{prefix}.input_layernorm.weight": ones(HIDDEN),
-        f"{prefix}.post_attention_layernorm.weight": ones(HIDDEN),
-        f"{prefix}.self_attn.q_norm.weight": ones(HEAD_DIM),
-        f"{prefix}.self_attn.k_norm.weight": ones(HEAD_DIM),
-        f"{prefix}.self_attn.q_proj.weight": normal(generator, QUERY_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.self_attn.k_proj.weight": normal(generator, KV_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.self_attn.v_proj.weight": normal(generator, KV_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.self_attn.o_proj.weight": normal(generator, HIDDEN, QUERY_HEADS * HEAD_DIM),
+        **attention(prefix, generator, queries=QUERY_HEADS * HEAD_DIM, keys=KV_HEADS * HEAD_DIM, head_dim=HEAD_DIM),
         f"{prefix}.mlp.gate_proj.weight": normal(generator, WIDTH, HIDDEN),
         f"{prefix}.mlp.up_proj.weight": normal(generator, WIDTH, HIDDEN),
         f"{prefix}.mlp.down_proj.weight": normal(generator, HIDDEN, WIDTH),

@@ -19,6 +19,7 @@ from urllib.request import getproxies
 
 from sgl_batch.checkpoint_files import check_no_pointer, read_tensors
 from sgl_batch.checkpoint_fit import check_scales, check_shapes, check_tokenizer_fits
+from sgl_batch.core.model_refusals import QUANTIZATION_FIELDS, text_part
 from sgl_batch.errors import ConfigError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -26,10 +27,8 @@ _TOKENIZER_PATTERNS = ("*.tiktoken", "tiktoken.model", "tokenization_*.py", "*.t
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _PLAIN_LOAD_FORMATS = (None, "auto", "safetensors")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_QUANTIZATION = ("quantization_config", "compression_config")
 # What names the layers that are not quantised.
 _SPARED = ("ignore", "ignored_layers", "modules_to_not_convert")
-_TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _TOKENIZER_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 # What every config has, by the names that families give it.
 _NEEDED = (
@@ -120,7 +119,7 @@ def has_latent_attention(model: str, revision: str | None = None) -> bool:
 def quantization(model: str, revision: str | None = None) -> str | None:
     """How the weights of a model's experts are quantised, such as "fp8"; None where its config does not say so."""
     for part in _text_configs(model, revision):
-        for name in _QUANTIZATION:
+        for name in QUANTIZATION_FIELDS:
             asked = part.get(name)
             if isinstance(asked, dict) and not any("experts" in str(asked.get(spared)) for spared in _SPARED):
                 return str(asked.get("quant_method", name))
@@ -180,7 +179,7 @@ def _json_of(path: Path) -> Any:
 def _check_fields(path: Path, config: Mapping[str, Any]) -> None:
     """A field that is absent would be the default of some model of this family, which is another one's."""
     nested = [name for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
-    if set(nested) - set(_QUANTIZATION):
+    if set(nested) - set(QUANTIZATION_FIELDS):
         return  # the fields are in some part, of which each family knows which it is
     for names in _NEEDED:
         given = next((config[name] for name in names if name in config), None)
@@ -192,7 +191,9 @@ def _check_fields(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_quantization(config: Mapping[str, Any], path: Path, is_known: Callable[[str], bool]) -> None:
-    asked: Mapping[str, Any] = next((config[name] for name in _QUANTIZATION if isinstance(config.get(name), dict)), {})
+    asked: Mapping[str, Any] = next(
+        (config[name] for name in QUANTIZATION_FIELDS if isinstance(config.get(name), dict)), {}
+    )
     method = asked.get("quant_method")
     if method is not None and not is_known(str(method)):
         raise ConfigError(
@@ -217,8 +218,8 @@ def _check_weights(directory: Path, config: Mapping[str, Any], *, is_overridden:
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config that is about text; empty where that is not one of its direct parts."""
-    parts = [config[name] for name in _TEXT_PARTS if isinstance(config.get(name), dict)]
-    return parts[0] if parts else {} if "thinker_config" in config else config
+    part = text_part(config)
+    return {} if part is config and "thinker_config" in config else part
 
 
 def _is_count(value: object) -> bool:

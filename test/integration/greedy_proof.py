@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from bringup.prompts import Requests
 
 # Two logits nearer than this may change places by rounding in float32: another `seed` has none so near.
 LEAST_GAP = 1e-4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Requests:
-    """Prompts of random tokens, some of which begin alike, with how many greedy tokens each is to get."""
-
-    input_ids: Sequence[list[int]]
-    lengths: Sequence[int]
-
-    @property
-    def sampling_params(self) -> list[dict[str, Any]]:
-        return [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in self.lengths]
-
-
 def make_requests(page: int) -> Requests:
-    """Prompts from one token to several pages; every other begins with the same three pages."""
+    """Prompts of random tokens, from one to several pages; every other begins with the same three pages."""
     draw = random.Random(0)
     common = [draw.randrange(5, 3000) for _ in range(3 * page)]
     own = (1, 2, page, page + 1, 3 * page - 1, 1, 5 * page, 9 * page + 3, 4, 2 * page)
@@ -35,8 +23,7 @@ def make_requests(page: int) -> Requests:
         [*(common if index % 2 else []), *(draw.randrange(5, 3000) for _ in range(length))]
         for index, length in enumerate(own)
     ]
-    lengths = (24, 20, 1, 17, 9, 24, 2, 16, 12, 20)
-    return Requests(input_ids=prompts, lengths=lengths)
+    return Requests(prompts, [24, 20, 1, 17, 9, 24, 2, 16, 12, 20])
 
 
 def check_greedy(path: str, requests: Requests, outputs: Sequence[Sequence[int]]) -> None:
@@ -46,7 +33,7 @@ def check_greedy(path: str, requests: Requests, outputs: Sequence[Sequence[int]]
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     distinct = set()
-    for prompt, length, output in zip(requests.input_ids, requests.lengths, outputs, strict=True):
+    for prompt, length, output in zip(requests.input_ids, requests.output_lengths, outputs, strict=True):
         assert len(output) == length
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *output[:-1]]])).logits[0, len(prompt) - 1 :]
@@ -60,4 +47,6 @@ def check_greedy(path: str, requests: Requests, outputs: Sequence[Sequence[int]]
         )
         assert min(gaps) > LEAST_GAP, f"two logits lie {min(gaps):.1e} apart: take another seed"
         distinct.update(output)
-    assert len(distinct) > sum(requests.lengths) / 2, "a model that repeats itself shows little: take other scales"
+    assert len(distinct) > sum(requests.output_lengths) / 2, (
+        "a model that repeats itself shows little: take other scales"
+    )

@@ -14,7 +14,7 @@ from sgl_batch.cli_models.tensors import ModelTensor
 from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.gpu_reserves import GpuReading, GpuUse, gpu_reserves
-from sgl_batch.core.model_numbers import Value, head_dims, kv_token_bytes, number, shape_of
+from sgl_batch.core.model_numbers import KEPT_EXACT, NUM_EXPERTS, Value, head_dims, kv_token_bytes, number, shape_of
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import make_plan
 from sgl_batch.core.supported_models import CPU
@@ -24,7 +24,6 @@ from sgl_batch.errors import ConfigError
 PROGRAM_BYTES = 500 << 20
 _STREAMED_LAYERS = 2
 _SMALL_PREFILL = 2048
-_INT8_EXACT = ("embed_tokens", "lm_head", ".gate.")
 _FLOAT_BYTES = 4
 # SGLang's defaults: vocabularies are padded, and Triton cuts a decoding sequence into so many parts.
 _VOCABULARY_STEP = 64
@@ -58,7 +57,7 @@ class Model:
         own = [tensor for tensor in self.tensors if tensor.is_parameter]
         total = sum(tensor.count for tensor in own)
         experts = sum(tensor.count for tensor in own if tensor.is_expert)
-        num_experts = number(self.value, "num_experts", "num_local_experts", "n_routed_experts", default=1)
+        num_experts = number(self.value, *NUM_EXPERTS, default=1)
         chosen = number(self.value, "num_experts_per_tok", default=num_experts)
         return {"total": total, "experts": experts, "active": total - experts + experts * chosen // num_experts}
 
@@ -71,7 +70,7 @@ class Model:
         return sum(num_bytes for num_bytes, _ in sizes) + self._rotary_bytes(), experts
 
     def _bytes_of(self, tensor: ModelTensor, *, int8: bool) -> int:
-        if int8 and len(tensor.stored.shape) >= 2 and not any(part in tensor.name for part in _INT8_EXACT):
+        if int8 and len(tensor.stored.shape) >= 2 and not any(part in tensor.name for part in KEPT_EXACT):
             return tensor.count + _FLOAT_BYTES * (tensor.count // tensor.stored.shape[-1])
         rows = tensor.stored.shape[0] if tensor.stored.shape else 1
         padding = -rows % _VOCABULARY_STEP if rows == number(self.value, "vocab_size") else 0

@@ -12,6 +12,9 @@ from sgl_batch.core.device_budget import ModelShape
 
 Value = Callable[[str], Any]
 
+# What int8 never rounds, by a part of its name: routers and embeddings choose experts and tokens.
+KEPT_EXACT = ("embed_tokens", "lm_head", ".gate.", ".router.", "_bias")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # As SGLang counts the widest of a head's parts in latent attention.
 _LATENT_HEAD_DIM = 256
 
@@ -38,7 +41,7 @@ def shape_of(value: Value, *, hidden: int, vocabulary: int, layers: int, head_di
     # Latent attention: queries absorbed into the latent space, and its answer before values are made of it.
     attention = heads * (2 * head_dim + 2 * latent) if latent else (2 * heads + 2 * kv_heads) * head_dim
     inter = number(value, "intermediate_size")
-    experts = number(value, "num_experts", "num_local_experts", "n_routed_experts")
+    experts = number(value, *NUM_EXPERTS)
     expert_width = number(value, "moe_intermediate_size", default=inter)
     shared = number(value, "shared_expert_intermediate_size", default=number(value, "n_shared_experts") * expert_width)
     # Whether a model says of every layer that it has experts; one that says nothing may have others.

@@ -17,7 +17,7 @@ from sgl_batch.errors import ConfigError
 
 Config = Mapping[str, Any]
 
-_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _NO_GENERATION = re.compile(r"Classification|Reward|Embedding|MaskedLM|(?<!LMHead)(?<!ChatGLM)Model$")
 _DRAFT = re.compile(r"NextN|MTP|Eagle|DSpark|DFlash|Assistant")
 _MULTIMODAL = re.compile(r"ForConditionalGeneration|VL(?![a-z])|Vision|OCR|ASR|Omni|MultiModal|4MM|^MiniCPM[VO]")
@@ -41,7 +41,7 @@ _WINDOW_DEVICES = (GPU,)
 # Those of SGLang's models that attend within windows; the others ignore them.
 _WINDOWS_BY_SGLANG = re.compile(r"^(Afmoe|Cohere2|Exaone4|ExaoneMoE|Gemma[23]|Olmo3|Transformers)")
 _SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap")
-_QUANTISATION = ("quantization_config", "compression_config")
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Judged:
     def parts(self) -> Iterator[Config]:
         """The config, and the parts of it that are about text."""
         yield self.whole
-        yield from (part for name in _TEXT_PARTS if isinstance(part := self.whole.get(name), Mapping))
+        yield from (part for name in TEXT_PARTS if isinstance(part := self.whole.get(name), Mapping))
 
     def get(self, *names: str) -> Any:
         """The first of these that the config has and that is not empty, 0 or false."""
@@ -76,7 +76,7 @@ class Judged:
 
 def text_part(config: Config) -> Config:
     """The part of a config that is about text: the config itself in most."""
-    found = (config.get(name) for name in _TEXT_PARTS)
+    found = (config.get(name) for name in TEXT_PARTS)
     return next((part for part in found if isinstance(part, Mapping)), config)
 
 
@@ -165,7 +165,7 @@ def _unequal_layers(judged: Judged) -> str | None:
     unequal = next((name for name in (*lists, *_UNEQUAL) if judged.get(name)), None)
     if unequal is not None:
         return f"the KV of its layers differs in form ({unequal} in its config), and pages here have one form"
-    if _TWO_POOLS.match(judged.architecture) and not _covers_windows(judged):
+    if _TWO_POOLS.match(judged.architecture) and not covers_windows(judged):
         return "SGLang keeps the KV of its sliding windows in a second pool, of which admission here knows nothing"
     return None
 
@@ -203,7 +203,7 @@ def _windows(judged: Judged) -> str | None:
     if window is None or judged.device is None or (context is not None and context <= window):
         return None
     by_sglang = judged.device in _WINDOW_DEVICES and _WINDOWS_BY_SGLANG.match(judged.architecture)
-    if by_sglang or _covers_windows(judged):
+    if by_sglang or covers_windows(judged):
         return None
     return (
         f"its layers attend to the last {window} tokens alone, and attention here covers the whole context "
@@ -211,7 +211,8 @@ def _windows(judged: Judged) -> str | None:
     )
 
 
-def _covers_windows(judged: Judged) -> bool:
+def covers_windows(judged: Judged) -> bool:
+    """Whether the model's adapter attends within its windows."""
     return judged.family is not None and judged.family.windows
 
 
@@ -234,7 +235,7 @@ def _cpu_alone(judged: Judged) -> str | None:
         return None
     if judged.get(*_SOFT_CAPS):
         return "it caps the logits of attention, which attention on a CPU does not"
-    asked = judged.get(*_QUANTISATION)
+    asked = judged.get(*QUANTIZATION_FIELDS)
     if asked:
         method = str(asked.get("quant_method", "unknown")) if isinstance(asked, Mapping) else str(asked)
         cell = format_of(method).cpu

@@ -18,7 +18,8 @@ def check_any_device(place: ModelPlace) -> None:
     config = model_config(place.model, place.revision) or {}
     _refuse(place.model, config, refusal(config))  # before its files are read: they are of a form that is not ours
     check_model(place, is_known_architecture, is_known_quantization)
-    _refuse(place.model, config, _not_measured(config))
+    config = model_config(place.model, place.revision) or {}  # fetched from the hub by now, where it was not here
+    _refuse(place.model, config, refusal(config) or _not_measured(config))
 
 
 def _not_measured(config: Config) -> str | None:

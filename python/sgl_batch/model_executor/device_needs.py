@@ -9,7 +9,7 @@ import torch
 
 from sgl_batch.core.device_budget import ModelShape
 from sgl_batch.core.gpu_reserves import GpuUse
-from sgl_batch.core.model_numbers import Value, number, shape_of
+from sgl_batch.core.model_numbers import KEPT_EXACT, Value, number, shape_of
 from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.sglang_adapter.forward import decode_graph_rows
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
@@ -17,7 +17,6 @@ from sgl_batch.sglang_adapter.triton_attention import decode_kv_splits
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.sglang_adapter.types.scheduler import ModelConfig
 
-_EXACT = ("embed_tokens", "lm_head", ".gate.", ".router.", "_bias")
 _SCALE_BYTES = 4
 _FLOAT_BYTES = 4
 # What flashinfer's plans and partial results take, as SGLang gives it.
@@ -33,7 +32,7 @@ def resident_weight_bytes(model: torch.nn.Module, *, int8: bool = False) -> int:
     sizes: dict[int, int] = {}
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         num_bytes = min(weight.nbytes, weight.untyped_storage().nbytes())
-        if int8 and num_bytes == weight.nbytes and weight.ndim >= 2 and not any(part in name for part in _EXACT):
+        if int8 and num_bytes == weight.nbytes and weight.ndim >= 2 and not any(part in name for part in KEPT_EXACT):
             num_bytes = weight.numel() + _SCALE_BYTES * (weight.numel() // weight.shape[-1])
         sizes[weight.data_ptr()] = max(num_bytes, sizes.get(weight.data_ptr(), 0))
     return sum(sizes.values())

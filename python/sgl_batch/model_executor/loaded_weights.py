@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sgl_batch.checkpoint_files import few
 from sgl_batch.errors import ConfigError
 
-_MOST_NAMED = 6
 # Bits that no computation gives, by dtype: a NaN with a payload, and of formats without one any NaN.
 _NANS: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float64: (torch.int64, 0x7FF5_A5A5_A5A5_A5A5),
@@ -240,14 +240,14 @@ def _part(data: Tensor) -> str:
     if data.dim() < 3:
         return f" ({int(marked.sum())} of {len(marked)} rows)"
     experts = marked.reshape(data.shape[0], -1).any(dim=1).nonzero().flatten().tolist()
-    return f" (experts {_few(map(str, experts))})"
+    return f" (experts {few(map(str, experts))})"
 
 
 def _check_scales(scales: Mapping[str, Tensor]) -> None:
     spoiled = [name for name, one in scales.items() if one.is_floating_point() and _num_infinite(one)]
     if spoiled:
         raise ConfigError(
-            f"{len(spoiled)} scales of the checkpoint's weights hold what is infinite or no number: {_few(spoiled)}. "
+            f"{len(spoiled)} scales of the checkpoint's weights hold what is infinite or no number: {few(spoiled)}. "
             "Its answers would be wrong: quantise the model anew, or fetch the checkpoint anew"
         )
 
@@ -255,16 +255,10 @@ def _check_scales(scales: Mapping[str, Tensor]) -> None:
 def _mismatch(missing: Sequence[str], unused: Sequence[str]) -> str:
     parts = []
     if missing:
-        parts.append(f"it has nothing for {len(missing)} parameters of the model: {_few(missing)}")
+        parts.append(f"it has nothing for {len(missing)} parameters of the model: {few(missing)}")
     if unused:
-        parts.append(f"the model has no place for {len(unused)} of its tensors: {_few(unused)}")
+        parts.append(f"the model has no place for {len(unused)} of its tensors: {few(unused)}")
     return (
         f"the checkpoint and SGLang's model differ: {'; '.join(parts)}. Its answers would be wrong: give the complete "
         "checkpoint that belongs to the config, or a model whose architecture SGLang implements in this form"
     )
-
-
-def _few(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = len(listed) - _MOST_NAMED
-    return ", ".join(listed[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -54,8 +54,6 @@ class Family(ABC):
     """Whether experts have biases and a clamped activation, and those of a layer are one tensor in a checkpoint."""
     dense: bool = False
     """Whether no layer has experts: then accumulation gains nothing for prompts."""
-    windowed: bool = False
-    """Whether SGLang's model attends within its config's `sliding_window`."""
 
     def embed(self, model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
         own = cast(CausalModel, model)

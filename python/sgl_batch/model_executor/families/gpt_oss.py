@@ -13,7 +13,6 @@ class GptOssFamily(CommunicatingFamily):
     """gpt-oss: attention with sinks, in every other layer over a window; experts with biases, as the router has."""
 
     architectures = ("GptOssForCausalLM",)
-    windowed = True
     sinks = True
     clamped_experts = True
 
