@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from comparison import machine
 
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
-from sgl_batch.mem_cache.store_geometry import StoreGeometry
+from sgl_batch.kv_offload.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngine
+from sgl_batch.kv_offload.store_geometry import StoreGeometry
 
 KIB = 1 << 10
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.zmq_channel import ZmqChannel
-from sgl_batch.migration.ends import Ends
+from sgl_batch.migration.endpoints import Endpoints
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.messages import Message
 from sgl_batch.migration.migrator import Migrator
@@ -91,7 +91,7 @@ def rank_main(rank: int, options: argparse.Namespace, directory: str, link: Conn
         if rank == 0:
             for name in names:
                 store.put(name, options.pages)
-        ends = Ends(channel=channel, transport=GroupTransport(group, range(2)), store=store, step_timeout_s=60)
+        ends = Endpoints(channel=channel, transport=GroupTransport(group, range(2)), store=store, step_timeout_s=60)
         migrator = Migrator(ends)
         seconds = []
         for boundary in range(options.rounds + 2):  # the first two touch the pages of both pools

@@ -12,7 +12,7 @@ from typing import Any
 from comparison.child import is_installed, run_child, this_python
 
 from large_model.confined import memory_limit
-from sgl_batch.cli_doctor.disk_rate import disk_rate
+from sgl_batch.cli.doctor.disk_rate import disk_rate
 from sgl_batch.errors import ConfigError
 
 ENGINES = ("sgl_batch", "mapped", "accelerate")

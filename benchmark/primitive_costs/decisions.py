@@ -18,10 +18,10 @@ from sgl_batch.core.primitives import combine
 from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group, plan_moves
 from sgl_batch.core.residency import decide_residency, pages_to_run
 from sgl_batch.core.resident_prompts import ResidentPrompts
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 
 _PAGE_SIZE = 64
 _OUTPUT_LEN = 4096
@@ -42,10 +42,10 @@ def plan_for(batch: int) -> Plan:
     return make_plan(config, page_size=_PAGE_SIZE, max_running=2 * batch)
 
 
-def sequences_of(count: int, context: int, *, status: Status, first: int = 0) -> list[Sequence]:
+def sequences_of(count: int, context: int, *, status: Status, first: int = 0) -> list[SequenceState]:
     """Sequences with `context` tokens of KV, half of them generated."""
     return [
-        Sequence(
+        SequenceState(
             sequence_id=f"s{number}",
             arrival=number,
             prompt_tokens=max(1, context // 2),
@@ -115,7 +115,7 @@ def _boundary(batch: int, context: int, rounds: int) -> list[Cost]:
     prompts = ResidentPrompts[str]()
     state = _state(batch // 2, ready=sequences_of(batch, context, status=Status.READY, first=batch), plan=plan)
 
-    kv = KVState(device=tight, admission=tight, runners=lambda: running, foresee=lambda _: None)
+    kv = KVState(device=tight, admission=tight, runners=lambda: running, estimate_shared=lambda _: None)
 
     def residency() -> None:
         decide_residency(running, waiting, tight, plan, prompts=prompts, pages_of=lambda _: _NO_PROMPT)
@@ -142,7 +142,7 @@ def _boundary(batch: int, context: int, rounds: int) -> list[Cost]:
     ]
 
 
-def _state(running: int, *, ready: list[Sequence], plan: Plan) -> State:
+def _state(running: int, *, ready: list[SequenceState], plan: Plan) -> State:
     return State(
         queued=(),
         ready=ready,

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from primitive_costs.timing import Cost, sample
-from sgl_batch.managers.stored_kv import StoredKV
-from sgl_batch.mem_cache.copy_engine import CopyEngine
-from sgl_batch.mem_cache.cuda_copy_engine import CudaCopyEngine
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
-from sgl_batch.mem_cache.store_geometry import StoreGeometry
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.kv_offload.copy_engine import CopyEngine
+from sgl_batch.kv_offload.cuda_copy_engine import CudaCopyEngine
+from sgl_batch.kv_offload.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngine
+from sgl_batch.kv_offload.store_geometry import StoreGeometry
+from sgl_batch.kv_offload.stored_kv import StoredKV
+from sgl_batch.metrics.counters import Counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

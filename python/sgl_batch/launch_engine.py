@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sgl_batch.api.front_options import front_flags
-from sgl_batch.engine_arguments import EngineArguments, build_arguments
+from sgl_batch.engine.engine_arguments import EngineArguments, build_arguments
+from sgl_batch.engine.parent_link import ParentLink, read_link
 from sgl_batch.errors import BAD_USAGE, ConfigError, SglBatchError
-from sgl_batch.managers.front_link import FrontLink, read_link
 from sgl_batch.program_end import end_with
 
 
@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(link, str(error), 1, BAD_USAGE)
     level = str(parsed.server_args.log_level).upper()
     logging.basicConfig(level=level, format="[%(asctime)s] %(message)s", force=True)
-    from sgl_batch.managers.engine_host import EngineHost
+    from sgl_batch.engine.worker_server import WorkerServer
     from sgl_batch.sglang_adapter.processes import kill_process_tree
 
     try:
-        EngineHost(parsed.server_args, parsed.config, parsed.start_method, link).serve()
+        WorkerServer(parsed.server_args, parsed.config, parsed.start_method, link).serve()
     except ConfigError as error:
         return _complain(link, str(error), 1, BAD_USAGE)
     except SglBatchError as error:
@@ -59,7 +59,7 @@ def _log_requests_in(server_args: Any, directory: str) -> None:
         server_args.log_requests_target = [directory]
 
 
-def _complain(link: FrontLink, message: str, exit_code: int, code: str | None) -> int:
+def _complain(link: ParentLink, message: str, exit_code: int, code: str | None) -> int:
     sys.stderr.write(f"launch_server: error: {message}\n")
     link.tell_failure(message, code)
     return exit_code

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 
 def _print_all_help(arguments: Sequence[str], program: str) -> int:
-    from sgl_batch.engine_arguments import build_parser
+    from sgl_batch.engine.engine_arguments import build_parser
     from sgl_batch.sglang_adapter.child_processes import template
 
     with template("cpu"):

@@ -17,9 +17,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     """Pages leave while later numbers are written over them; each comes back as it was when it left."""
     import torch
 
-    from sgl_batch.mem_cache.cuda_copy_engine import CudaCopyEngines
-    from sgl_batch.mem_cache.host_kv_store import HostKVStore
-    from sgl_batch.mem_cache.store_geometry import StoreGeometry
+    from sgl_batch.kv_offload.cuda_copy_engine import CudaCopyEngines
+    from sgl_batch.kv_offload.host_kv_store import HostKVStore
+    from sgl_batch.kv_offload.store_geometry import StoreGeometry
 
     device, draw = spec["device"], random.Random(0)
     parts = [tuple(torch.zeros(PAGES, 4096, dtype=torch.int64, device=device) for _ in range(2)) for _ in LAYERS]

@@ -14,9 +14,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     sys.path.append(str(ROOT / "test" / "unit" / "mem_cache"))
     import test_page_copies
 
-    from sgl_batch.mem_cache.page_copies import CallPerPage, OneKernel
+    from sgl_batch.kv_offload.page_copies import FusedPageCopy, PerPageCopy
 
-    for copies in (CallPerPage, OneKernel):
+    for copies in (PerPageCopy, FusedPageCopy):
         for case in test_page_copies.CASES:
             print(copies.__name__, case, flush=True)
             test_page_copies.check(copies, *case, device=spec["device"])

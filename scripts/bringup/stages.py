@@ -67,7 +67,7 @@ def all_stages(place: Place) -> tuple[Stage, ...]:
             "compile",
             "compile the Triton kernels for sm_80 and sm_90, on any machine",
             Runs.ANYWHERE,
-            ("test/unit/layers/moe/test_triton_kernels.py", "test/unit/mem_cache/test_page_copies.py"),
+            ("test/unit/layers/moe/test_triton_kernels.py", "test/unit/kv_offload/test_page_copies.py"),
             "compile",
         ),
         _program("jit", "run the Triton kernels of experts and page copies once", Runs.GPU, place, 60, 240),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_batch.cli import main
+from sgl_batch.cli.main import main
 from sgl_batch.config import BatchConfig
 
 MAX_README_LINES = 150

@@ -22,7 +22,7 @@ SOLE_IMPORTERS: dict[str, tuple[str, ...]] = {
     "triton": (
         "sgl_batch.layers.moe.triton_kernels",
         "sgl_batch.layers.moe.triton_steps",
-        "sgl_batch.mem_cache.page_copy_kernel",
+        "sgl_batch.kv_offload.page_copy_kernel",
         "sgl_batch.layers.moe.expert_runner",
     ),
     "sgl_batch_kernel": ("sgl_batch.kernel_loader",),
@@ -111,7 +111,7 @@ def test_decisions_have_no_clock_no_file_and_no_device(package_trees: dict[str, 
         ("sgl_batch.engine", "import sglang"),
         ("sgl_batch.managers.scheduler", "from sglang.srt.managers.scheduler import Scheduler"),
         ("sgl_batch.sglang_adapter_two", "import sglang.srt"),
-        ("sgl_batch.cli", "def f():\n    import sqlite3"),
+        ("sgl_batch.cli.main", "def f():\n    import sqlite3"),
         ("sgl_batch.distributed.transport", "import zmq.asyncio"),
         ("sgl_batch.jobs.store", "import pickle"),
         ("sgl_batch.engine", "import importlib\nimportlib.import_module('sglang.srt')"),
@@ -139,13 +139,13 @@ def test_pickling_check_sees_a_violation() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "contract"),
     [
-        ("core/sequence.py", "from sgl_batch import engine", "Rooms know only the rooms below them"),
+        ("core/sequence.py", "from sgl_batch.engine import engine", "Rooms know only the rooms below them"),
         ("errors.py", "def f():\n    import sgl_batch.config", "Rooms know only the rooms below them"),
         ("utils.py", "", "Rooms know only the rooms below them"),
-        ("engine.py", "import sglang", "Only sglang_adapter imports sglang"),
+        ("engine/engine.py", "import sglang", "Only sglang_adapter imports sglang"),
         ("core/sequence.py", "import torch", "Decisions know no device"),
-        ("jobs/lines.py", "import sgl_batch.engine", "Jobs know no engine's libraries"),
-        ("engine.py", "import zmq.asyncio", "Only the control channel imports zmq"),
+        ("jobs/lines.py", "import sgl_batch.engine.engine", "Jobs know no engine's libraries"),
+        ("engine/engine.py", "import zmq.asyncio", "Only the control channel imports zmq"),
     ],
 )
 def test_import_contracts_break_on_a_violation(
@@ -158,9 +158,11 @@ def test_import_contracts_break_on_a_violation(
         "config.py": "",
         "core/__init__.py": "",
         "core/sequence.py": "",
+        "file_run/__init__.py": "",
         "jobs/__init__.py": "",
         "jobs/lines.py": "",
-        "engine.py": "import torch\nimport sgl_batch.sglang_adapter",
+        "engine/__init__.py": "",
+        "engine/engine.py": "import torch\nimport sgl_batch.sglang_adapter",
         "sglang_adapter/__init__.py": "import sglang",
     }
     assert _broken_contracts(tmp_path / "sound", repo_root, base) == ""

@@ -57,8 +57,8 @@ def test_the_checks_see_a_violation():
 # What may read a place's global rank: control channels, process groups of all ranks, files and messages. What computes
 # asks for the attention rank or the expert shard, so that a rank may have one of them alone, or other numbers.
 READS_GLOBAL_RANK = {
-    "sgl_batch.distributed.rank_place",
-    "sgl_batch.managers.kv_tiers",
+    "sgl_batch.distributed.rank_context",
+    "sgl_batch.kv_offload.kv_tiers",
     "sgl_batch.managers.rank_heartbeat",
     "sgl_batch.managers.rank_migration",
     "sgl_batch.model_executor.run_context",
@@ -68,7 +68,7 @@ READS_GLOBAL_RANK = {
 
 
 def reads_of_global_rank(tree: ast.Module) -> list[str]:
-    """The expressions that take a `RankPlace`'s rank; a place is called `place` everywhere."""
+    """The expressions that take a `RankContext`'s rank; a place is called `place` everywhere."""
     return [
         ast.unparse(node)
         for node in ast.walk(tree)

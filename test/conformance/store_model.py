@@ -9,9 +9,9 @@ import pytest
 import torch
 from store_cases import NUM_PAGES, PlainPool
 
-from sgl_batch.mem_cache.copy_engine import CopyEngine
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.store_errors import StoreFault
+from sgl_batch.kv_offload.copy_engine import CopyEngine
+from sgl_batch.kv_offload.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.store_errors import StoreFault
 
 
 class ModelledStore:

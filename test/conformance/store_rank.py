@@ -15,9 +15,9 @@ from typing import Any
 
 from store_cases import PlainPool, prepared
 
-from sgl_batch.mem_cache.host_kv_store import HostKVStore, StoreAddress
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
-from sgl_batch.mem_cache.store_geometry import StoreGeometry
+from sgl_batch.kv_offload.host_kv_store import HostKVStore, StoreAddress
+from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngine
+from sgl_batch.kv_offload.store_geometry import StoreGeometry
 
 Tell = Callable[[list[int]], None]
 

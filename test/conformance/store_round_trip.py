@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from store_cases import Form, PlainPool, prepared, store_and_engine
 
-from sgl_batch.mem_cache.store_errors import CopyError
+from sgl_batch.kv_offload.store_errors import CopyError
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from store_cases import FORMS, Form, PlainPool, prepared, store_and_engine, stored
 
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine, NativeTicket
-from sgl_batch.mem_cache.store_errors import CopyCancelled, StoreFault
+from sgl_batch.kv_offload.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngine, NativeTicket
+from sgl_batch.kv_offload.store_errors import CopyCancelled, StoreFault
 
 pytest.importorskip("sgl_batch_kernel.kv_store")
 LARGE = 16 << 20  # bytes of a page that takes milliseconds to copy

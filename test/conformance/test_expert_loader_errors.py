@@ -21,8 +21,8 @@ pytest.importorskip("sgl_batch_kernel.expert_loader")
 from loader_cases import Loading, Packed, Stored
 
 from sgl_batch.errors import EngineError
-from sgl_batch.mem_cache.expert_checkpoint import ExpertPlaces
-from sgl_batch.mem_cache.expert_slots import ExpertSlots, SlotTensors
+from sgl_batch.weights.expert_checkpoint import ExpertPlaces
+from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
 
 
 def small(folder: Path) -> Stored:

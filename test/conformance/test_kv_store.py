@@ -11,12 +11,12 @@ from store_cases import FORMS, Form, PlainPool, prepared, store_and_engine, stor
 from store_model import ModelledStore
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.kv_offload.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngine
+from sgl_batch.kv_offload.store_errors import StoreFault
+from sgl_batch.kv_offload.store_geometry import StoreGeometry
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
 from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
-from sgl_batch.mem_cache.store_errors import StoreFault
-from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
 pytest.importorskip("sgl_batch_kernel.kv_store")
 PAGE, LAYERS = 8, 3

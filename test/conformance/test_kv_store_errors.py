@@ -16,9 +16,9 @@ import pytest
 from store_cases import FORMS, Form, PlainPool, prepared, store_and_engine, stored
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.store_errors import CopyError
-from sgl_batch.mem_cache.store_geometry import StoreGeometry
+from sgl_batch.kv_offload.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.store_errors import CopyError
+from sgl_batch.kv_offload.store_geometry import StoreGeometry
 
 pytest.importorskip("sgl_batch_kernel.kv_store")
 FILES = [form for form in FORMS if form.kind == "file"]

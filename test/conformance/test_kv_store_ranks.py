@@ -18,11 +18,11 @@ import pytest
 from store_cases import NUM_PAGES, Form, PlainPool, prepared
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngine
-from sgl_batch.mem_cache.rank_process import is_running, process_start
-from sgl_batch.mem_cache.store_errors import StoreFault
-from sgl_batch.mem_cache.store_geometry import StoreGeometry
+from sgl_batch.kv_offload.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngine
+from sgl_batch.kv_offload.rank_process import is_running, process_start
+from sgl_batch.kv_offload.store_errors import StoreFault
+from sgl_batch.kv_offload.store_geometry import StoreGeometry
 
 pytest.importorskip("sgl_batch_kernel.kv_store")
 POOL: dict[str, Any] = {"layers": 3, "part_bytes": (1 << 16, 1 << 16)}

@@ -6,7 +6,6 @@ import concurrent.futures
 import json
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,12 +14,9 @@ from typing import Any
 import openai
 import pytest
 import requests
+from bad_lines import FATAL_BODIES, FATAL_GENERATIONS, good_line, make_line, make_request
 
 from .conftest import MODEL, Server, chat_line, collect, run_argv
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "jobs"))
-
-from bad_lines import FATAL_BODIES, FATAL_GENERATIONS, good_line, make_line, make_request
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ from loaded_models import load_worker
 from sgl_batch.core.graph_capture import MEETINGS
 from sgl_batch.layers import nucleus
 from sgl_batch.layers.counter_sampler import CounterSampler
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.graphed_loop import GraphedLoop
 from sgl_batch.sglang_adapter.scheduling import decode_batch, merge_into, prefill_batch
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention

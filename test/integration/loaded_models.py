@@ -14,9 +14,9 @@ import torch
 from sgl_batch.config import from_mapping
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.distributed.rendezvous import Rendezvous
-from sgl_batch.engine import make_server_args
+from sgl_batch.engine.engine import make_server_args
 from sgl_batch.managers.tp_worker import BatchTpWorker
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.sglang_adapter.forward import ForwardContext, forward_context

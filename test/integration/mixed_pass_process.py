@@ -22,12 +22,12 @@ from yield_callbacks import ROUNDED_LAYER, round_trip
 from sgl_batch.core.decode_streaming import StreamedRow, lay_out
 from sgl_batch.core.units import PassShape, Unit, admissible, static_order
 from sgl_batch.errors import ConfigError
-from sgl_batch.mem_cache.decode_staging import DecodeStaging, PartCopies
-from sgl_batch.mem_cache.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.decode_staging import DecodeStaging, PartCopies
+from sgl_batch.kv_offload.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngines
+from sgl_batch.kv_offload.prefill_staging import PrefillStaging
+from sgl_batch.kv_offload.store_geometry import StoreGeometry
 from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
-from sgl_batch.mem_cache.native_copy_engine import NativeCopyEngines
-from sgl_batch.mem_cache.prefill_staging import PrefillStaging
-from sgl_batch.mem_cache.store_geometry import StoreGeometry
 
 # Sequences that decode, by their tokens: one opens a page. Prompts: tokens before, computed already, and new ones.
 LENGTHS = (20, 7, 16, 33, 1)

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from sgl_batch import Engine
+from sgl_batch.engine import launch
 from sgl_batch.errors import ConfigError
-from sgl_batch.managers import launch
 
 from .conftest import Prompts
 

@@ -5,21 +5,17 @@ The graphs run their work anew, and Triton's interpreter its kernels: all that i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rerunning_graphs import RerunningGraphs
 from sgl_batch import Engine
-from sgl_batch.managers.engine_run import EngineRun
+from sgl_batch.engine.process_spec import ProcessSpec
 
 from .interpreter import TRITON, interpret_triton
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rerunning_graphs import RerunningGraphs
 
 # Seven sequences are a full sub-batch of four, and one of three that is padded; then five of them, without padding.
 LENGTHS = (5, 47, 20, 33, 9, 3, 16)
@@ -40,8 +36,8 @@ class RerunningRun:
     """Begins engines whose scheduler process reruns what a GPU would capture."""
 
     @staticmethod
-    def begin(*args: Any) -> EngineRun:
-        return replace(EngineRun.begin(*args), graphs=RerunningGraphs)
+    def begin(*args: Any) -> ProcessSpec:
+        return replace(ProcessSpec.begin(*args), graphs=RerunningGraphs)
 
 
 def answers(engine: Any, prompts: Any) -> list[list[int]]:
@@ -65,7 +61,7 @@ def expected(family: str, batch_engine: Callable[..., Any], prompts: Any) -> lis
 @pytest.fixture
 def graphed(family: str, expected: Any, model_path: Callable[[str], str], monkeypatch: Any) -> Iterator[Any]:
     interpret_triton(monkeypatch)
-    monkeypatch.setattr("sgl_batch.engine.EngineRun", RerunningRun)
+    monkeypatch.setattr("sgl_batch.engine.ProcessSpec", RerunningRun)
     engine = Engine(model_path=model_path(family), **TRITON, **GRAPHS, **SETTINGS)
     yield engine
     engine.shutdown()

@@ -40,7 +40,7 @@ class Wait(NamedTuple):
 ALLOWED = (
     Wait("test", ".tolist", 1, "the step's tokens, which the host looks at for ends and answers"),
     Wait(
-        "sgl_batch/model_executor/counters.py:add_expert_call",
+        "sgl_batch/metrics/counters.py:add_expert_call",
         "aten::_local_scalar_dense",
         2 * EXPERT_LAYERS[FAMILIES[0]],
         "a CPU's operators count the rows of experts; those of a GPU do not",

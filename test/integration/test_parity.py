@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sgl_batch.cli_models.check_command import check_command
+from sgl_batch.cli.models.check_command import check_command
 
 from .conftest import FAMILIES, Prompts, Reference
 

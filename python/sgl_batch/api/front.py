@@ -19,10 +19,10 @@ from fastapi import FastAPI
 from sgl_batch.api.app import make_app
 from sgl_batch.api.auth import AccessRules
 from sgl_batch.api.front_options import FrontOptions
-from sgl_batch.api.host_process import ENGINE_PROGRAM
 from sgl_batch.api.http_protocol import StrictProtocol
 from sgl_batch.api.pass_through import PassThrough
 from sgl_batch.api.supervisor import EngineSupervisor
+from sgl_batch.engine.engine_process import ENGINE_PROGRAM
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.batch_service.service import BatchService
 from sgl_batch.owned_directory import OwnedDirectory, remove_abandoned

@@ -17,8 +17,8 @@ from yarl import URL
 
 from sgl_batch.api.engine_answers import as_openai_error, without_secrets
 from sgl_batch.api.errors import error_body, error_response
-from sgl_batch.api.host_process import EngineHttp
 from sgl_batch.api.supervisor import EngineState
+from sgl_batch.engine.engine_process import EngineHttp
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_batch.api.engine_view import EngineView
-from sgl_batch.api.host_process import EngineHttp, HostProcess
 from sgl_batch.api.progress_watch import ProgressWatch
 from sgl_batch.api.restart_policy import LifeEnd, RestartPolicy
-from sgl_batch.distributed.line_channel import LineClient
+from sgl_batch.engine.engine_process import EngineHttp, EngineProcess
+from sgl_batch.engine.line_channel import LineClient
 from sgl_batch.errors import BAD_USAGE, EngineError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class EngineSupervisor:
         self._command, self._directory = command, directory
         self._request_logs = request_logs or directory / "request_logs"
         self._stall_s, self._restart_stalled = stall_s, restart_stalled
-        self._host: HostProcess | None = None
+        self._host: EngineProcess | None = None
         self._ready: LineClient | None = None
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -129,7 +129,7 @@ class EngineSupervisor:
 
     async def _one_life(self) -> tuple[EngineError, LifeEnd]:
         """One engine, from its start to its end."""
-        self._host = host = HostProcess(self._command, self._directory, self._state.restarts, self._request_logs)
+        self._host = host = EngineProcess(self._command, self._directory, self._state.restarts, self._request_logs)
         ready_at: list[float] = []
         arrived = asyncio.Event()
 
@@ -154,7 +154,7 @@ class EngineSupervisor:
             num_answered=client.num_answered if client is not None else 0,
         )
 
-    async def _watch(self, host: HostProcess, arrived: asyncio.Event) -> None:
+    async def _watch(self, host: EngineProcess, arrived: asyncio.Event) -> None:
         """Announce the engine when it is ready; then ask it for its statistics as long as it lives."""
         await arrived.wait()
         assert host.client is not None, "it is ready"
@@ -170,7 +170,7 @@ class EngineSupervisor:
         except EngineError:
             return  # whoever reads its answers says what that means
 
-    async def _look_after(self, host: HostProcess, client: LineClient) -> None:
+    async def _look_after(self, host: EngineProcess, client: LineClient) -> None:
         watch = ProgressWatch(self._stall_s, time.monotonic)
         # One question at a time, and none is given up: the engine's process answers them in turn, between two steps.
         asking = asyncio.ensure_future(client.stats())
@@ -191,7 +191,7 @@ class EngineSupervisor:
         finally:
             asking.cancel()
 
-    def _judge(self, host: HostProcess, watch: ProgressWatch) -> None:
+    def _judge(self, host: EngineProcess, watch: ProgressWatch) -> None:
         if watch.is_stalled and self._state.phase == "ready":
             message = f"the engine has work and has counted nothing for {watch.still_s:.0f} s"
             logger.error("%s%s", message, "; it is ended" if self._restart_stalled else "")

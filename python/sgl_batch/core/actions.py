@@ -10,9 +10,9 @@ import enum
 from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
-PagesOf = tuple[tuple[Sequence, int], ...]
+PagesOf = tuple[tuple[SequenceState, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Chunk:
     `start` is a whole number of pages; so is the end, unless it is the prompt's.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     tokens: int
 
@@ -45,7 +45,7 @@ class Join:
 class Suspend:
     """Move running sequences to the store, where they wait."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceState, ...]
     why: str
 
 
@@ -53,7 +53,7 @@ class Suspend:
 class Evict:
     """Move the KV of waiting sequences from the device to the store."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceState, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Restore:
 class Refill:
     """Combine these waiting sequences into the decode group; their KV lies where the coming steps find it."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceState, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Step:
     """
 
     prefill: tuple[Chunk, ...] = ()
-    decode: tuple[Sequence, ...] | None = None
+    decode: tuple[SequenceState, ...] | None = None
     on_device: tuple[int, ...] | None = None
 
 
@@ -124,7 +124,7 @@ class Step:
 class Abort:
     """End these sequences of this rank before their time; `why` is their answer's error, with the numbers."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceState, ...]
     why: str
 
 
@@ -136,7 +136,7 @@ class Migrate:
     same time. A move may fail; its sequence stays where it is.
     """
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceState, ...]
     source: int
     target: int
 
@@ -173,7 +173,7 @@ class Partition:
     For the long tail, when few sequences are left. It stands in the list of each of these ranks.
     """
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceState, ...]
     ranks: frozenset[int]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sgl_batch.core.page_ledger import PageLedger
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 
 
@@ -15,16 +14,20 @@ from sgl_batch.core.sequence_queue import of_prompt
 class Admission:
     """One unit of work taken from the queue: a sequence alone, or a leader with its other choices."""
 
-    leader: Sequence
-    followers: tuple[Sequence, ...] = ()
+    leader: SequenceState
+    followers: tuple[SequenceState, ...] = ()
 
     @property
-    def members(self) -> tuple[Sequence, ...]:
+    def members(self) -> tuple[SequenceState, ...]:
         return (self.leader, *self.followers)
 
 
 def refusal(
-    sequence: Sequence, ledger: PageLedger, store: PageLedger | None = None, *, most_prompt_tokens: int | None = None
+    sequence: SequenceState,
+    ledger: PageLedger,
+    store: PageLedger | None = None,
+    *,
+    most_prompt_tokens: int | None = None,
 ) -> str | None:
     """Why a sequence can never fit, with the numbers; None if it can (invariant 4: a line's own error).
 
@@ -50,12 +53,12 @@ def refusal(
     )
 
 
-def group_by_prompt(queued: Seq[Sequence], *, most_members: int) -> Iterator[Admission]:
+def group_by_prompt(queued: Sequence[SequenceState], *, most_members: int) -> Iterator[Admission]:
     """Units of the queue in its order: the choices of one request go together, leader first.
 
     A follower whose leader is not queued, or that is past `most_members`, computes its prompt itself.
     """
-    led: dict[str, Sequence | None] = {}
+    led: dict[str, SequenceState | None] = {}
     for sequence in queued:
         group = sequence.prompt_group
         if group is None:

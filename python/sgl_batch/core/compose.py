@@ -8,7 +8,7 @@ from typing import Protocol
 
 from sgl_batch.core.actions import Chunk, Step
 from sgl_batch.core.admission import Admission, group_by_prompt, select_prefill_group
-from sgl_batch.core.exclusive import placed
+from sgl_batch.core.exclusive import assign_tier
 from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
@@ -97,15 +97,15 @@ class MixPrefill:
     def _new(self, view: StepView, policy: KVPolicy, room: int) -> list[Admission]:
         """Units of which the first chunk goes along, the last of them cut where it has to be."""
         state, kv, plan = view.state, view.kv, view.plan
-        rooms = policy.rooms(state, kv, plan)
+        capacity = policy.capacity(state, kv, plan)
         heads = list(_heads(state, room))
-        kv.foresee(unit.leader for unit in heads)
-        units = heads if rooms is None else list(placed(heads, rooms, kv.admission, plan))
+        kv.estimate_shared(unit.leader for unit in heads)
+        units = heads if capacity is None else list(assign_tier(heads, capacity, kv.admission, plan))
         chosen = select_prefill_group(units, kv.admission, b_moe=_NO_LIMIT, free_slots=state.free_slots)
         taken = []
         for unit in chosen:
             rows = unit.leader.prefill_rows
-            whole = rooms is not None or unit.leader.in_one_pass or unit.leader.generated_tokens > 0
+            whole = capacity is not None or unit.leader.in_one_pass or unit.leader.generated_tokens > 0
             if room < (rows if whole else min(rows, plan.page_size)):
                 break
             taken.append(unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 
 
 class Event(enum.Enum):
@@ -60,7 +60,7 @@ class Transition:
     why: str
 
 
-def advance(sequence: Sequence, event: Event, why: str) -> Transition:
+def advance(sequence: SequenceState, event: Event, why: str) -> Transition:
     """Apply `event` to `sequence` in place and say what changed.
 
     Raises AssertionError when the table has no such transition: that is a fault of ours, never of a user.

@@ -16,7 +16,7 @@ from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State, boundary_due, prefill_units, prefill_wanted
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 def decide(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Actions:
@@ -28,8 +28,8 @@ def decide(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Actions:
     if not boundary_due(state, plan):
         return (compose(state, kv, plan, policy),)
     if prefill_wanted(state, plan):
-        foresee(state, kv)
-        units = prefill_units(state, plan, kv.admission, policy.rooms(state, kv, plan))
+        estimate_shared(state, kv)
+        units = prefill_units(state, plan, kv.admission, policy.capacity(state, kv, plan))
         if units or state.begun is not None:
             return (prefill_of(tuple(units), state, kv, plan, policy),)
     actions = policy.at_boundary(state, kv, plan)
@@ -37,7 +37,7 @@ def decide(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Actions:
 
 
 def on_arrival(
-    sequence: Sequence, device: PageLedger, store: PageLedger | None, *, most_prompt_tokens: int | None
+    sequence: SequenceState, device: PageLedger, store: PageLedger | None, *, most_prompt_tokens: int | None
 ) -> Actions:
     """What is done with a sequence that has come: it is queued (no action), or aborted where it can never fit."""
     why = refusal(sequence, device, store, most_prompt_tokens=most_prompt_tokens)
@@ -54,9 +54,9 @@ def compose(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Step:
     return step_policy(plan).compose(StepView(state=state, kv=kv, plan=plan), policy)
 
 
-def foresee(state: State, kv: KVState) -> None:
+def estimate_shared(state: State, kv: KVState) -> None:
     """Note of the first queued sequences what their prompts share, from which groups are made."""
-    kv.foresee(unit.leader for unit in group_by_prompt(state.queued, most_members=state.slots))
+    kv.estimate_shared(unit.leader for unit in group_by_prompt(state.queued, most_members=state.slots))
 
 
 def goes_on(state: State, kv: KVState, plan: Plan) -> bool:

@@ -6,8 +6,7 @@ Of the sequences that wait a record holds those that the decision looked at, in 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import GroupDecision, Migration, Movable, RankState
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 
 VERSION = 3
@@ -37,17 +36,17 @@ COUNTS = (
 Plain = dict[str, Any]
 
 
-class _Read(Seq[Sequence]):
+class _Read(Sequence[SequenceState]):
     """A view that keeps what is read of it."""
 
-    def __init__(self, view: Seq[Sequence]) -> None:
+    def __init__(self, view: Sequence[SequenceState]) -> None:
         self._view = view
-        self._read: dict[str, Sequence] = {}
+        self._read: dict[str, SequenceState] = {}
 
     def __len__(self) -> int:
         return len(self._view)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         for sequence in self._view:
             self._read[sequence.sequence_id] = sequence
             yield sequence
@@ -55,7 +54,7 @@ class _Read(Seq[Sequence]):
     def __getitem__(self, index: Any) -> Any:
         raise AssertionError("decisions read a view in its order")
 
-    def of_prompt(self, group: str) -> list[Sequence]:
+    def of_prompt(self, group: str) -> list[SequenceState]:
         found = of_prompt(self._view, group)
         self._read.update({sequence.sequence_id: sequence for sequence in found})
         return found
@@ -70,12 +69,12 @@ class Observed:
 
     def __init__(self, state: State, kv: KVState) -> None:
         self._queued, self._ready, self._choices = _Read(state.queued), _Read(state.ready), _Read(kv.choices)
-        self._runners: list[Sequence] = []
+        self._runners: list[SequenceState] = []
         self._own_kv = kv
         self.state = replace(state, queued=self._queued, ready=self._ready)
         self.kv = replace(kv, choices=self._choices, runners=self._read_runners)
 
-    def _read_runners(self) -> list[Sequence]:
+    def _read_runners(self) -> list[SequenceState]:
         self._runners = list(self._own_kv.runners())
         return self._runners
 
@@ -137,7 +136,7 @@ def _from_counts_alone(actions: Actions) -> bool:
     return actions in ((Step(),), (Join(),)) or isinstance(actions[0], PrefillChoices)
 
 
-def rows_of(sequences: Iterable[Sequence]) -> list[Plain]:
+def rows_of(sequences: Iterable[SequenceState]) -> list[Plain]:
     """Sequences as plain data."""
     return [{**asdict(one), "status": one.status.value, "ranks": sorted(one.ranks)} for one in sequences]
 
@@ -157,7 +156,7 @@ def plain_actions(actions: Iterable[Any]) -> list[Plain]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Sequence):
+    if isinstance(value, SequenceState):
         return value.sequence_id
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
@@ -171,7 +170,7 @@ def _plain(value: Any) -> Any:
 
 
 def arrival_record(
-    sequence: Sequence,
+    sequence: SequenceState,
     device: PageLedger,
     store: PageLedger | None,
     most_prompt_tokens: int | None,
@@ -190,7 +189,7 @@ def arrival_record(
     }
 
 
-def group_record(states: Seq[RankState], plan: Plan, migration: Migration, decision: GroupDecision) -> Plain:
+def group_record(states: Sequence[RankState], plan: Plan, migration: Migration, decision: GroupDecision) -> Plain:
     """A decision for several ranks as plain data, from the states that they told."""
     return {
         "version": VERSION,
@@ -224,7 +223,7 @@ def _plain_rank(rank: RankState) -> Plain:
         "free_pages": rank.free_pages,
         "overflow_pages": rank.overflow_pages,
         "largest": rank.largest,
-        "rooms": None if rank.rooms is None else asdict(rank.rooms),
+        "capacity": None if rank.capacity is None else asdict(rank.capacity),
         "ready": _plain_movable(rank.ready),
         "running": _plain_movable(rank.running),
     }

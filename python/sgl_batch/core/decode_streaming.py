@@ -8,7 +8,7 @@ How the bytes move is the affair of others.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _CLEARLY = 1.5  # times as fast: then the other is not tried again for a group of twice or half the size
@@ -38,7 +38,7 @@ class StreamedPart:
     page_of: dict[int, int] = field(default_factory=dict)
 
 
-def lay_out(rows: Seq[StreamedRow], *, half_pages: int, most_rows: int) -> list[StreamedPart]:
+def lay_out(rows: Sequence[StreamedRow], *, half_pages: int, most_rows: int) -> list[StreamedPart]:
     """Cut rows into sub-batches of at most `most_rows`, in their order, each as much as a half holds.
 
     A row that alone needs more has a sub-batch of its own.
@@ -88,7 +88,7 @@ class Turn:
     then: tuple[int, ...]
 
 
-def take_turns(parts: Seq[StreamedPart], layers: int) -> list[Turn]:
+def take_turns(parts: Sequence[StreamedPart], layers: int) -> list[Turn]:
     """The turns of a forward pass. The first, and the second where it takes other pages, come before any is attended.
 
     A turn comes one turn early, to the half that is not attended meanwhile, or, where one of both is large, when the
@@ -111,7 +111,7 @@ def take_turns(parts: Seq[StreamedPart], layers: int) -> list[Turn]:
     ]
 
 
-def first_turns(turns: Seq[Turn]) -> list[int]:
+def first_turns(turns: Sequence[Turn]) -> list[int]:
     """Those that come before any is attended."""
     later = {number for turn in turns for number in turn.then}
     return [number for number in range(len(turns)) if number not in later]

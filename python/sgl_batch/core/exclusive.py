@@ -30,7 +30,7 @@ from sgl_batch.core.residency import pages_to_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rooms:
+class TierCapacity:
     """Pages free for prompts in each tier now; `device` is None where somebody waits in the store.
 
     `to_store`: whether prompts can be computed on their way to the store. Where they cannot, they wait for the device.
@@ -41,7 +41,9 @@ class Rooms:
     to_store: bool = True
 
 
-def placed(units: Iterable[Admission], rooms: Rooms, ledger: PageLedger, plan: Plan) -> Iterator[Admission]:
+def assign_tier(
+    units: Iterable[Admission], capacity: TierCapacity, ledger: PageLedger, plan: Plan
+) -> Iterator[Admission]:
     """Units from the head on as far as their prompts have room, all of them in the tier that has it for the first.
 
     Choices of one prompt begin in the store, each with references to it that count as its own; a prompt too large for
@@ -50,13 +52,13 @@ def placed(units: Iterable[Admission], rooms: Rooms, ledger: PageLedger, plan: P
     """
     room = on_device = None
     for whole in units:
-        cut = whole.followers and (not rooms.to_store or _slots(whole, ledger) > ledger.overflow_pages)
+        cut = whole.followers and (not capacity.to_store or _slots(whole, ledger) > ledger.overflow_pages)
         unit = Admission(leader=whole.leader) if cut else whole
         if room is None:
-            on_device = stays_on_device([unit], rooms, ledger, plan)
-            if not (on_device or rooms.to_store):
+            on_device = stays_on_device([unit], capacity, ledger, plan)
+            if not (on_device or capacity.to_store):
                 return
-            room = (rooms.device or 0) if on_device else rooms.store
+            room = (capacity.device or 0) if on_device else capacity.store
         if on_device and unit.followers:
             return
         room -= pages_to_run(unit.leader, ledger, plan) if on_device else _slots(unit, ledger)
@@ -67,12 +69,12 @@ def placed(units: Iterable[Admission], rooms: Rooms, ledger: PageLedger, plan: P
             return
 
 
-def stays_on_device(units: Iterable[Admission], rooms: Rooms, ledger: PageLedger, plan: Plan) -> bool:
+def stays_on_device(units: Iterable[Admission], capacity: TierCapacity, ledger: PageLedger, plan: Plan) -> bool:
     """Whether these prompts are computed in pages of the device, from where each can go on, not on their way out."""
     units = list(units)
-    if rooms.device is None or any(unit.followers for unit in units):
+    if capacity.device is None or any(unit.followers for unit in units):
         return False
-    return sum(pages_to_run(unit.leader, ledger, plan) for unit in units) <= rooms.device
+    return sum(pages_to_run(unit.leader, ledger, plan) for unit in units) <= capacity.device
 
 
 def _slots(unit: Admission, ledger: PageLedger) -> int:

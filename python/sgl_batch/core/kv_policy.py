@@ -6,7 +6,7 @@ from typing import Protocol
 
 from sgl_batch.core.actions import Actions, BeginInterval, Idle, Prefill, Refill, Step
 from sgl_batch.core.admission import Admission
-from sgl_batch.core.exclusive import Rooms
+from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State, refill_or_go_on
 from sgl_batch.core.plan import Plan
@@ -23,7 +23,7 @@ class KVPolicy(Protocol):
     name: str
     is_local: bool
 
-    def rooms(self, state: State, kv: KVState, plan: Plan) -> Rooms | None:
+    def capacity(self, state: State, kv: KVState, plan: Plan) -> TierCapacity | None:
         """What each tier has for prompts, where a page lies in one of them alone."""
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
@@ -47,7 +47,7 @@ class DeviceOnly:
     name = "device"
     is_local = False
 
-    def rooms(self, state: State, kv: KVState, plan: Plan) -> None:
+    def capacity(self, state: State, kv: KVState, plan: Plan) -> None:
         """There is one tier."""
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:

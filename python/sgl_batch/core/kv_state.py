@@ -6,14 +6,13 @@ reads as many of them as it takes, never all that wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.resident_prompts import ResidentPrompts
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class KVState:
 
     `device` is the account of pages of the device, `admission` that of all that admitted sequences can need; they are
     one where KV lies on the device alone. `runners` gives the running sequences, with their tokens up to date, and
-    `foresee` notes of sequences that are to be prefilled in this order what their prompts share.
+    `estimate_shared` notes of sequences that are to be prefilled in this order what their prompts share.
     `prompts`: pages of prompts on the device that several sequences may hold, `pages_of` those of a sequence's prompt.
     `choices`: waiting sequences whose last prompt token is to be computed. `store_free`: pages of an
     exclusive store that this rank can take. `arrived`: whether sequences whose KV was on its way to the device can join
@@ -45,11 +44,11 @@ class KVState:
 
     device: PageLedger
     admission: PageLedger
-    runners: Callable[[], Seq[Sequence]]
-    foresee: Callable[[Iterable[Sequence]], None]
+    runners: Callable[[], Sequence[SequenceState]]
+    estimate_shared: Callable[[Iterable[SequenceState]], None]
     prompts: ResidentPrompts[Any] = field(default_factory=ResidentPrompts)
-    pages_of: Callable[[str], Seq[Hashable]] = lambda _: ()
-    choices: Seq[Sequence] = ()
+    pages_of: Callable[[str], Sequence[Hashable]] = lambda _: ()
+    choices: Sequence[SequenceState] = ()
     store_free: int = 0
     arrived: bool = False
     streams: bool = False

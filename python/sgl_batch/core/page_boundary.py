@@ -5,16 +5,16 @@ A decision over one rank's own state is made from this in `decide`, one over sev
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
 from sgl_batch.core.actions import Chunk, Idle, Prefill, Refill, Step
 from sgl_batch.core.admission import Admission, group_by_prompt, select_prefill_group
-from sgl_batch.core.exclusive import Rooms, placed
+from sgl_batch.core.exclusive import TierCapacity, assign_tier
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class State:
     arrival that cannot wait or by memory that runs short.
     """
 
-    queued: Seq[Sequence]
-    ready: Seq[Sequence]
+    queued: Sequence[SequenceState]
+    ready: Sequence[SequenceState]
     running: int
     steps: int
     slots: int
@@ -42,7 +42,7 @@ class State:
     returning: int = 0
     forked: int = 0
     queued_tokens: int = 0
-    begun: Sequence | None = None
+    begun: SequenceState | None = None
     urgent: bool = False
 
     @property
@@ -70,9 +70,11 @@ def boundary_due(state: State, plan: Plan) -> bool:
     return state.changed and state.running * 2 <= plan.decode.b_moe and waiting >= state.running
 
 
-def decide_at_boundary(state: State, plan: Plan, ledger: PageLedger, rooms: Rooms | None = None) -> BoundaryAction:
+def decide_at_boundary(
+    state: State, plan: Plan, ledger: PageLedger, capacity: TierCapacity | None = None
+) -> BoundaryAction:
     """The action at a boundary, however it came about, where KV lies on the device. Pure."""
-    units = prefill_units(state, plan, ledger, rooms)
+    units = prefill_units(state, plan, ledger, capacity)
     if units or (state.begun is not None and prefill_wanted(state, plan)):
         return Prefill(units=tuple(units), rest=state.rest)
     return refill_or_go_on(state, plan)
@@ -100,14 +102,19 @@ def prefill_wanted(state: State, plan: Plan) -> bool:
     return (bool(state.queued) or state.begun is not None) and resident < max(target, 1)
 
 
-def prefill_units(state: State, plan: Plan, ledger: PageLedger, rooms: Rooms | None = None) -> list[Admission]:
-    """Queued units to prefill now. `rooms`: what each tier has for prompts, where a page lies in one of them alone."""
+def prefill_units(
+    state: State, plan: Plan, ledger: PageLedger, capacity: TierCapacity | None = None
+) -> list[Admission]:
+    """Return the queued units to prefill now.
+
+    `capacity`: what each tier has for prompts, where a page lies in one tier alone.
+    """
     if not prefill_wanted(state, plan):
         return []
     rest = state.rest
     units = group_by_prompt(state.queued, most_members=state.slots)
-    if rooms is not None:
-        units = placed(units, rooms, ledger, plan)
+    if capacity is not None:
+        units = assign_tier(units, capacity, ledger, plan)
     return select_prefill_group(
         units, ledger, b_moe=plan.prefill.b_moe, free_slots=state.free_slots, taken=0 if rest is None else rest.tokens
     )

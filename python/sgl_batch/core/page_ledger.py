@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -98,15 +98,15 @@ class PageLedger:
         """Pages by owner; a copy."""
         return dict(self._reserved)
 
-    def whole_pages(self, sequence: Sequence) -> int:
+    def whole_pages(self, sequence: SequenceState) -> int:
         """Pages for a sequence that shares nothing, up to its last possible token."""
         return pages_for(sequence.total_tokens, self.page_size)
 
-    def shared_pages(self, sequence: Sequence) -> int:
+    def shared_pages(self, sequence: SequenceState) -> int:
         """Full pages of a prompt, without its last token, which the choices of a request can share."""
         return (sequence.prompt_tokens - 1) // self.page_size
 
-    def own_pages(self, sequence: Sequence) -> int:
+    def own_pages(self, sequence: SequenceState) -> int:
         """Pages of a choice beside the shared ones."""
         shared = 0 if self.overflow_pages else self.shared_pages(sequence)
         return self.whole_pages(sequence) - shared

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 _NOWHERE = -1
 
@@ -30,7 +30,7 @@ class PrefixPage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
+class PrefixMatch:
     """The full pages of a prompt, from its first on, that can be shared: the first `shared` of them others compute."""
 
     pages: tuple[PrefixPage, ...]
@@ -47,7 +47,7 @@ class Hold:
         return self.pages[self.shared :]
 
 
-NOTHING = Hold(pages=(), shared=0)
+NOTHING = PrefixMatch(pages=(), shared=0)
 
 
 class PrefixTree:
@@ -56,24 +56,24 @@ class PrefixTree:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self._root = PrefixPage(key=b"", parent=None)
-        self._holds: dict[str, Hold] = {}
+        self._matches: dict[str, PrefixMatch] = {}
         self.num_pages = 0
 
-    def unlist(self) -> None:
+    def invalidate(self) -> None:
         """Nobody finds a page any more that is there now; who holds it keeps it."""
         self._root = PrefixPage(key=b"", parent=None)
 
-    def held(self, name: str) -> Hold:
-        """What a sequence holds."""
-        return self._holds.get(name, NOTHING)
+    def match_of(self, name: str) -> PrefixMatch:
+        """The match of a sequence."""
+        return self._matches.get(name, NOTHING)
 
-    def hold(self, name: str, tokens: array[int], *, listed: bool = True) -> Hold:
+    def match_and_insert(self, name: str, tokens: array[int], *, listed: bool = True) -> PrefixMatch:
         """Find a prompt's pages, as many as others have, and enter its others.
 
         Never all of a prompt is found: its last token has to be computed, and with it the page it is in.
-        Without `listed` nothing is found, and nobody will find these pages but by `hold_with`.
+        Without `listed` nothing is found, and nobody will find these pages but by `match_as`.
         """
-        assert name not in self._holds, f"{name} holds pages already"
+        assert name not in self._matches, f"{name} holds pages already"
         pages = self._found(tokens) if listed else []
         shared, parent = len(pages), pages[-1] if pages else self._root
         for number in range(shared, len(tokens) // self.page_size):
@@ -86,20 +86,20 @@ class PrefixTree:
             pages.append(page)
             parent = page
         self.num_pages += len(pages) - shared
-        return self._enter(name, Hold(pages=tuple(pages), shared=shared))
+        return self._enter(name, PrefixMatch(pages=tuple(pages), shared=shared))
 
-    def hold_with(self, name: str, other: str, num_pages: int) -> Hold:
+    def match_as(self, name: str, other: str, num_pages: int) -> PrefixMatch:
         """Let a sequence hold the first pages of another's, all of them found."""
-        pages = self._holds[other].pages[:num_pages]
-        assert name not in self._holds, f"{name} holds pages already"
+        pages = self._matches[other].pages[:num_pages]
+        assert name not in self._matches, f"{name} holds pages already"
         assert len(pages) == num_pages, f"{other} holds {len(pages)} pages, {num_pages} are asked for"
-        return self._enter(name, Hold(pages=pages, shared=num_pages))
+        return self._enter(name, PrefixMatch(pages=pages, shared=num_pages))
 
-    def _enter(self, name: str, hold: Hold) -> Hold:
-        for page in hold.pages:
+    def _enter(self, name: str, match: PrefixMatch) -> PrefixMatch:
+        for page in match.pages:
             page.holders += 1
-        self._holds[name] = hold
-        return hold
+        self._matches[name] = match
+        return match
 
     def _found(self, tokens: array[int]) -> list[PrefixPage]:
         pages, page = [], self._root
@@ -117,11 +117,11 @@ class PrefixTree:
 
     def release(self, name: str) -> tuple[PrefixPage, ...]:
         """A sequence has ended or left; returns the pages that nobody holds any more. Of one without pages, none."""
-        hold = self._holds.pop(name, None)
-        if hold is None:
+        match = self._matches.pop(name, None)
+        if match is None:
             return ()
         dropped = []
-        for page in hold.pages:
+        for page in match.pages:
             page.holders -= 1
             if page.holders == 0:
                 dropped.append(page)
@@ -131,7 +131,7 @@ class PrefixTree:
         return tuple(dropped)
 
 
-def foresee(queued: Iterable[tuple[Sequence, array[int] | None]], tree: PrefixTree, *, rows: int) -> None:
+def estimate_shared(queued: Iterable[tuple[SequenceState, array[int] | None]], tree: PrefixTree, *, rows: int) -> None:
     """Note of each queued sequence how many tokens it would share if it were prefilled with all those before it.
 
     A group is a head of the queue, so that this is what each of its members will share. It goes on until `rows` tokens
@@ -141,7 +141,7 @@ def foresee(queued: Iterable[tuple[Sequence, array[int] | None]], tree: PrefixTr
     for sequence, tokens in queued:
         sequence.shared_tokens = 0
         if tokens is not None:
-            sequence.shared_tokens = tree.hold(sequence.sequence_id, tokens).shared * tree.page_size
+            sequence.shared_tokens = tree.match_and_insert(sequence.sequence_id, tokens).shared * tree.page_size
             names.append(sequence.sequence_id)
         total += sequence.prefill_rows
         if total > rows:

@@ -7,16 +7,16 @@ that they never stand in different exchanges. Who gathers the states and hands o
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from sgl_batch.core.actions import Actions, Idle, Migrate, Prefill, Refill
-from sgl_batch.core.exclusive import Rooms
+from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan, num_expert_calls
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 class StepKind(enum.Enum):
@@ -65,14 +65,14 @@ class Step:
     somebody_runs: bool = False
 
 
-def next_step(headers: Seq[RankHeader], plan: Plan) -> Step:
+def next_step(headers: Sequence[RankHeader], plan: Plan) -> Step:
     """The step that all ranks take under `plan`, which is in force on all of them."""
     known = min(header.plan_changes for header in headers)
     runs = any(header.running for header in headers)
     return replace(_next_step(headers, plan), plan_changes=known, somebody_runs=runs)
 
 
-def _next_step(headers: Seq[RankHeader], plan: Plan) -> Step:
+def _next_step(headers: Sequence[RankHeader], plan: Plan) -> Step:
     """A rank that waits while nobody runs makes a boundary, due or not."""
     forked = max(header.forked for header in headers)
     if forked:
@@ -104,7 +104,7 @@ class Movable:
     One that belongs to several ranks stays with them.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     tokens: int
     pages: int
 
@@ -113,7 +113,7 @@ class Movable:
 class RankState:
     """A rank at a boundary: its own state, its account of pages for admission, and what may leave it.
 
-    `overflow_pages`, `largest` and `rooms` are of use where a page lies on the device or in the store alone.
+    `overflow_pages`, `largest` and `capacity` are of use where a page lies on the device or in the store alone.
     """
 
     state: State
@@ -121,9 +121,9 @@ class RankState:
     free_pages: int
     overflow_pages: int = 0
     largest: int = 0
-    rooms: Rooms | None = None
-    ready: Seq[Movable] = ()
-    running: Seq[Movable] = ()
+    capacity: TierCapacity | None = None
+    ready: Sequence[Movable] = ()
+    running: Sequence[Movable] = ()
 
     def ledger(self, page_size: int) -> PageLedger:
         """The account as `page_boundary` wants it: what is reserved has no names."""
@@ -163,7 +163,7 @@ class GroupDecision:
         )
 
 
-def decide_group(ranks: Seq[RankState], plan: Plan, migration: Migration) -> GroupDecision:
+def decide_group(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> GroupDecision:
     """What every rank does at a boundary. All prefill or all decode: a rank without a part takes part with no rows."""
     actions = [_at_boundary(rank, plan) for rank in ranks]
     if any(isinstance(action, Prefill) for action in actions):
@@ -180,7 +180,7 @@ def decide_group(ranks: Seq[RankState], plan: Plan, migration: Migration) -> Gro
     return GroupDecision(actions=lists, busy=rows > 0, prefill=False, expert_calls=calls)
 
 
-def _migrates(ranks: Seq[RankState], moves: Seq[Move]) -> tuple[Migrate, ...]:
+def _migrates(ranks: Sequence[RankState], moves: Sequence[Move]) -> tuple[Migrate, ...]:
     """The moves as actions: one for moves in a row between the same two ranks."""
     made = []
     for (source, target), together in groupby(moves, key=lambda move: (move.source, move.target)):
@@ -195,21 +195,21 @@ def _movable_by_name(rank: RankState) -> dict[str, Movable]:
 
 
 def _at_boundary(rank: RankState, plan: Plan) -> BoundaryAction:
-    return decide_at_boundary(rank.state, plan, rank.ledger(plan.page_size), rank.rooms)
+    return decide_at_boundary(rank.state, plan, rank.ledger(plan.page_size), rank.capacity)
 
 
 def _decode_rows(rank: RankState, action: BoundaryAction) -> int:
     return rank.state.running + (len(action.sequences) if isinstance(action, Refill) else 0)
 
 
-def _prefill_phase(ranks: Seq[RankState], actions: list[BoundaryAction], plan: Plan) -> GroupDecision:
+def _prefill_phase(ranks: Sequence[RankState], actions: list[BoundaryAction], plan: Plan) -> GroupDecision:
     """Ranks that could decode on prefill along where they have room, rather than wait for those that must."""
     parts: list[BoundaryAction] = []
     for rank, action in zip(ranks, actions, strict=True):
         units = action.units if isinstance(action, Prefill) else ()
         if not units:
             filling = replace(rank.state, filling=True)
-            units = tuple(prefill_units(filling, plan, rank.ledger(plan.page_size), rank.rooms))
+            units = tuple(prefill_units(filling, plan, rank.ledger(plan.page_size), rank.capacity))
         rest = rank.state.rest
         parts.append(Prefill(units=units, rest=rest) if units or rest else Idle())
     rows = max(_prefill_rows(part) for part in parts)
@@ -244,7 +244,7 @@ class _Load:
         return self.free_slots > 0 and item.pages <= self.free_pages and stored
 
 
-def plan_moves(ranks: Seq[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
+def plan_moves(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
     """Moves that even out how many sequences the ranks have: READY ones first, then those with the least KV."""
     if migration is Migration.NEVER or len(ranks) < 2:
         return ()
@@ -280,7 +280,7 @@ def _load_of(rank: RankState, plan: Plan) -> _Load:
         total=active + len(state.queued) + (state.begun is not None),
         movable=[item for item in (*rank.ready, *running) if len(item.sequence.ranks) == 1],
         free_pages=rank.free_pages,
-        free_tokens=None if rank.rooms is None else rank.rooms.store * plan.page_size,
+        free_tokens=None if rank.capacity is None else rank.capacity.store * plan.page_size,
         free_slots=state.free_slots,
         open_places=0 if state.queued else plan.decode.b_moe - active,
     )
@@ -310,7 +310,7 @@ def _move_all(loads: list[_Load]) -> tuple[Move, ...]:
     return tuple(moves)
 
 
-def _decoding(ranks: Seq[RankState], moves: Seq[Move]) -> list[RankState]:
+def _decoding(ranks: Sequence[RankState], moves: Sequence[Move]) -> list[RankState]:
     """What each rank has to decode when the moves have been made: who runs there, and who is READY.
 
     Without its queue: with room that moves have made it might prefill, and on that the next boundary decides.
@@ -324,7 +324,7 @@ def _decoding(ranks: Seq[RankState], moves: Seq[Move]) -> list[RankState]:
     return decoding
 
 
-def _without(state: State, leaving: Sequence) -> State:
+def _without(state: State, leaving: SequenceState) -> State:
     ready = [sequence for sequence in state.ready if sequence.sequence_id != leaving.sequence_id]
     was_ready = len(ready) < len(state.ready)
     return replace(state, ready=ready, running=state.running - (not was_ready))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,7 @@ class Recomputed:
     unplanned: int = 0
 
 
-def prefilled(sequence: Sequence, start: int, end: int) -> Recomputed:
+def prefilled(sequence: SequenceState, start: int, end: int) -> Recomputed:
     """Note that a prefill computes a sequence's KV at positions [start, end), and say what of it had been computed.
 
     What a sequence has had itself is never to be computed again, unless it was retracted. A choice that is not its

@@ -5,15 +5,14 @@ Records are read in their order, since what a policy has measured decides as wel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_batch.core import decide
 from sgl_batch.core.decision_record import COUNTS, VERSION, plain_actions, plain_group
 from sgl_batch.core.decode_streaming import StreamingChoice
-from sgl_batch.core.exclusive import Rooms
+from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
@@ -21,7 +20,7 @@ from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
 from sgl_batch.core.resident_prompts import ResidentPrompts
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 
 Record = Mapping[str, Any]
@@ -49,7 +48,7 @@ class Difference:
     replayed: Any
 
 
-class _Told(Seq[Sequence]):
+class _Told(Sequence[SequenceState]):
     """The recorded head of a view of `count` sequences."""
 
     def __init__(self, plain: Record) -> None:
@@ -58,7 +57,7 @@ class _Told(Seq[Sequence]):
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         yield from self._rows
         if self._count > len(self._rows):
             raise ReplayError(f"the decision reads more than the {len(self._rows)} sequences that are recorded")
@@ -66,7 +65,7 @@ class _Told(Seq[Sequence]):
     def __getitem__(self, index: Any) -> Any:
         raise AssertionError("decisions read a view in its order")
 
-    def of_prompt(self, group: str) -> list[Sequence]:
+    def of_prompt(self, group: str) -> list[SequenceState]:
         """All of a group, of which the decision has read the first."""
         return [sequence for sequence in self._rows if sequence.prompt_group == group]
 
@@ -136,8 +135,8 @@ def _plan(plain: Record) -> Plan:
     return Plan(**{**plain, **phases})
 
 
-def _sequence(row: Record) -> Sequence:
-    return Sequence(**{**row, "status": Status(row["status"]), "ranks": frozenset(row["ranks"])})
+def _sequence(row: Record) -> SequenceState:
+    return SequenceState(**{**row, "status": Status(row["status"]), "ranks": frozenset(row["ranks"])})
 
 
 def _state(plain: Record) -> State:
@@ -150,7 +149,7 @@ def _kv(plain: Record, page_size: int) -> KVState:
     if "device" not in plain:  # a decision between boundaries
         nothing = PageLedger(0, page_size)
         return KVState(
-            device=nothing, admission=nothing, runners=tuple, foresee=lambda _: None, arrived=plain["arrived"]
+            device=nothing, admission=nothing, runners=tuple, estimate_shared=lambda _: None, arrived=plain["arrived"]
         )
     device = PageLedger(plain["device"]["total_pages"], page_size)
     for name, pages in plain["device"]["reserved"].items():
@@ -164,7 +163,7 @@ def _kv(plain: Record, page_size: int) -> KVState:
         device=device,
         admission=device if plain["admission"]["is_device"] else _account(plain["admission"], page_size),
         runners=lambda: runners,
-        foresee=lambda _: None,  # the rows have what was foreseen
+        estimate_shared=lambda _: None,  # the rows have what was foreseen
         prompts=prompts,
         pages_of=lambda name: plain["prompt_pages_of"].get(name, ()),
         choices=_Told(plain["choices"]),
@@ -185,7 +184,7 @@ def _rank(plain: Record) -> RankState:
     numbers = {name: plain[name] for name in ("total_pages", "free_pages", "overflow_pages", "largest")}
     return RankState(
         state=_state(plain["state"]),
-        rooms=None if plain["rooms"] is None else Rooms(**plain["rooms"]),
+        capacity=None if plain["capacity"] is None else TierCapacity(**plain["capacity"]),
         ready=[_movable(item) for item in plain["ready"]],
         running=[_movable(item) for item in plain["running"]],
         **numbers,

@@ -7,15 +7,14 @@ the executor's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.resident_prompts import Page, ResidentPrompts
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.victims import MostDecoded, VictimPolicy
 
 MOST_DECODED = MostDecoded()
@@ -31,31 +30,33 @@ class Residency:
     no pages of the device.
     """
 
-    suspend: tuple[Sequence, ...]
-    evict: tuple[Sequence, ...]
-    extend: tuple[tuple[Sequence, int], ...]
-    restore: tuple[tuple[Sequence, int], ...]
+    suspend: tuple[SequenceState, ...]
+    evict: tuple[SequenceState, ...]
+    extend: tuple[tuple[SequenceState, int], ...]
+    restore: tuple[tuple[SequenceState, int], ...]
 
 
-def pages_to_run(sequence: Sequence, ledger: PageLedger, plan: Plan) -> int:
+def pages_to_run(sequence: SequenceState, ledger: PageLedger, plan: Plan) -> int:
     """Pages with which a sequence can run to the next boundary; never more than it can use to its end."""
     tokens, size = sequence.kv_tokens, ledger.page_size
     need = max(pages_for(tokens, size) + FREE_PAGES, pages_for(tokens + plan.boundary_tokens, size))
     return min(need, ledger.whole_pages(sequence))
 
 
-def _own_pages(sequence: Sequence, ledger: PageLedger, plan: Plan, pages_of: Callable[[str], Seq[Page]]) -> int:
+def _own_pages(
+    sequence: SequenceState, ledger: PageLedger, plan: Plan, pages_of: Callable[[str], Sequence[Page]]
+) -> int:
     return pages_to_run(sequence, ledger, plan) - len(pages_of(sequence.sequence_id))
 
 
 def decide_residency(
-    running: Seq[Sequence],
-    waiting: Seq[Sequence],
+    running: Sequence[SequenceState],
+    waiting: Sequence[SequenceState],
     ledger: PageLedger,
     plan: Plan,
     *,
     prompts: ResidentPrompts[Page],
-    pages_of: Callable[[str], Seq[Page]],
+    pages_of: Callable[[str], Sequence[Page]],
     restoring: int = 0,
     victims: VictimPolicy = MOST_DECODED,
 ) -> Residency:
@@ -76,7 +77,7 @@ def decide_residency(
     others = ledger.reserved_pages - len(prompts) - sum(ledger.held(s.sequence_id) for s in (*running, *resident))
     room = ledger.total_pages - others - len(prompts) - sum(need.values())
     num_kept = len(running)
-    suspend: list[Sequence] = []
+    suspend: list[SequenceState] = []
     for victim in victims.victims(running, max(0, -room)):
         too_many = num_kept + restoring > plan.decode.b_moe
         if not (room < 0 or too_many) or num_kept <= (0 if others else 1):
@@ -86,7 +87,7 @@ def decide_residency(
         room += need[victim.sequence_id] + len(prompts.leave(victim.sequence_id))
     assert room >= 0, f"one sequence alone lacks {-room} pages of {ledger.total_pages}"
     gone = {s.sequence_id for s in suspend}
-    restore: dict[str, tuple[Sequence, int]] = {}
+    restore: dict[str, tuple[SequenceState, int]] = {}
     for sequence in waiting:
         if num_kept + restoring + len(restore) >= plan.decode.b_moe:
             break
@@ -105,7 +106,7 @@ def decide_residency(
     )
 
 
-def _evicted(resident: Iterable[Sequence], ledger: PageLedger, room: int) -> Iterable[Sequence]:
+def _evicted(resident: Iterable[SequenceState], ledger: PageLedger, room: int) -> Iterable[SequenceState]:
     """Those for which no pages are left, the last that came first."""
     for sequence in resident:
         room -= ledger.held(sequence.sequence_id)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
-from collections.abc import Sequence as Seq
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 Page = TypeVar("Page", bound=Hashable)
@@ -14,13 +13,13 @@ class ResidentPrompts(Generic[Page]):
     """Pages of prompts on the device, each once, however many sequences have it that run or come back."""
 
     def __init__(self) -> None:
-        self._pages: dict[str, Seq[Page]] = {}
+        self._pages: dict[str, Sequence[Page]] = {}
         self._holders: Counter[Page] = Counter()
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def holdings(self) -> dict[str, Seq[Page]]:
+    def holdings(self) -> dict[str, Sequence[Page]]:
         """Pages by sequence; a copy."""
         return dict(self._pages)
 
@@ -30,11 +29,11 @@ class ResidentPrompts(Generic[Page]):
         other._pages, other._holders = dict(self._pages), Counter(self._holders)
         return other
 
-    def lacking(self, pages: Seq[Page]) -> list[Page]:
+    def lacking(self, pages: Sequence[Page]) -> list[Page]:
         """Those of a prompt's pages that nobody has on the device."""
         return [page for page in pages if page not in self._holders]
 
-    def enter(self, name: str, pages: Seq[Page]) -> None:
+    def enter(self, name: str, pages: Sequence[Page]) -> None:
         """A sequence has its prompt's pages on the device from now on."""
         assert name not in self._pages, f"{name} is on the device already"
         self._pages[name] = pages

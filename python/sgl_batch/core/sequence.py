@@ -20,7 +20,7 @@ class Status(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Sequence:
+class SequenceState:
     """One request's generation, as an explicit state machine that can be written down.
 
     Lengths are in tokens. `prompt_group` names the choices of one request (n > 1) that share a prompt;

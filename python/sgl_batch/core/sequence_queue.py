@@ -5,43 +5,42 @@ A view costs nothing to make, however long the queue. Which sequences leave the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Protocol, overload, runtime_checkable
 
 from sgl_batch.core.order.fifo import Fifo
 from sgl_batch.core.order.interface import Budgets, OrderPolicy
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 _UNBOUNDED = Budgets(tokens=1 << 62, pages=1 << 62)
 
 
-class SequencesView(Seq[Sequence]):
+class SequencesView(Sequence[SequenceState]):
     """Sequences of a mapping, in its order, as they are when looked at."""
 
     __slots__ = ("_by_id",)
 
-    def __init__(self, by_id: Mapping[str, Sequence]) -> None:
+    def __init__(self, by_id: Mapping[str, SequenceState]) -> None:
         self._by_id = by_id
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return iter(self._by_id.values())
 
     @overload
-    def __getitem__(self, index: int) -> Sequence: ...
+    def __getitem__(self, index: int) -> SequenceState: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[Sequence]: ...
+    def __getitem__(self, index: slice) -> list[SequenceState]: ...
 
-    def __getitem__(self, index: int | slice) -> Sequence | list[Sequence]:
+    def __getitem__(self, index: int | slice) -> SequenceState | list[SequenceState]:
         return _item(self, index)
 
 
-def _item(view: Seq[Sequence], index: int | slice) -> Sequence | list[Sequence]:
+def _item(view: Sequence[SequenceState], index: int | slice) -> SequenceState | list[SequenceState]:
     """An item or a head of a view, without a copy of the rest."""
     if isinstance(index, slice) and (index.step or 1) > 0:
         return list(islice(view, *index.indices(len(view))))
@@ -52,11 +51,11 @@ def _item(view: Seq[Sequence], index: int | slice) -> Sequence | list[Sequence]:
 class KnowsPrompts(Protocol):
     """A view that finds the sequences of a prompt group without a look at the others."""
 
-    def of_prompt(self, group: str) -> list[Sequence]:
+    def of_prompt(self, group: str) -> list[SequenceState]:
         """The sequences of a prompt group, in order of arrival."""
 
 
-def of_prompt(queued: Seq[Sequence], group: str) -> list[Sequence]:
+def of_prompt(queued: Sequence[SequenceState], group: str) -> list[SequenceState]:
     """The queued sequences of a prompt group, in order."""
     if isinstance(queued, KnowsPrompts):
         return queued.of_prompt(group)
@@ -68,20 +67,20 @@ class SequenceQueue:
 
     def __init__(self, order: OrderPolicy | None = None) -> None:
         self.order: OrderPolicy = Fifo() if order is None else order
-        self._by_id: dict[str, Sequence] = {}
-        self._by_prompt: dict[str, dict[str, Sequence]] = {}
+        self._by_id: dict[str, SequenceState] = {}
+        self._by_prompt: dict[str, dict[str, SequenceState]] = {}
         self.tokens = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __getitem__(self, sequence_id: str) -> Sequence:
+    def __getitem__(self, sequence_id: str) -> SequenceState:
         return self._by_id[sequence_id]
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return iter(self._by_id.values())
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Take in a sequence that arrives after all others."""
         self._by_id[sequence.sequence_id] = sequence
         self.tokens += sequence.prompt_tokens
@@ -89,7 +88,7 @@ class SequenceQueue:
             self._by_prompt.setdefault(sequence.prompt_group, {})[sequence.sequence_id] = sequence
         self.order.offer((sequence,))
 
-    def remove(self, sequence_id: str) -> Sequence:
+    def remove(self, sequence_id: str) -> SequenceState:
         """Take a sequence out."""
         sequence = self._by_id.pop(sequence_id)
         self.tokens -= sequence.prompt_tokens
@@ -101,14 +100,14 @@ class SequenceQueue:
                 del self._by_prompt[group]
         return sequence
 
-    def replace(self, sequences: Iterable[Sequence]) -> None:
+    def replace(self, sequences: Iterable[SequenceState]) -> None:
         """Hold these sequences, in order of arrival, in place of all that are here."""
         for name in list(self._by_id):
             self.remove(name)
         for sequence in sequences:
             self.add(sequence)
 
-    def of_prompt(self, group: str) -> list[Sequence]:
+    def of_prompt(self, group: str) -> list[SequenceState]:
         """The sequences of a prompt group, in order of arrival."""
         return list(self._by_prompt.get(group, {}).values())
 
@@ -117,7 +116,7 @@ class SequenceQueue:
         return QueueView(self, without, budgets)
 
 
-class QueueView(Seq[Sequence]):
+class QueueView(Sequence[SequenceState]):
     """A queue as it is when looked at."""
 
     __slots__ = ("_budgets", "_left_out", "_queue")
@@ -128,21 +127,21 @@ class QueueView(Seq[Sequence]):
     def __len__(self) -> int:
         return len(self._queue) - sum(len(self._queue.of_prompt(group)) for group in self._left_out)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         taken = (sequence for sequence, _ in self._queue.order.take(self._budgets))
         if not self._left_out:
             return taken
         return (sequence for sequence in taken if sequence.prompt_group not in self._left_out)
 
-    def of_prompt(self, group: str) -> list[Sequence]:
+    def of_prompt(self, group: str) -> list[SequenceState]:
         """The sequences of a prompt group, in order of arrival."""
         return self._queue.of_prompt(group)
 
     @overload
-    def __getitem__(self, index: int) -> Sequence: ...
+    def __getitem__(self, index: int) -> SequenceState: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[Sequence]: ...
+    def __getitem__(self, index: slice) -> list[SequenceState]: ...
 
-    def __getitem__(self, index: int | slice) -> Sequence | list[Sequence]:
+    def __getitem__(self, index: int | slice) -> SequenceState | list[SequenceState]:
         return _item(self, index)

@@ -25,7 +25,7 @@ from sgl_batch.core.actions import (
 )
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.decode_streaming import StreamingChoice
-from sgl_batch.core.exclusive import Rooms, stays_on_device
+from sgl_batch.core.exclusive import TierCapacity, stays_on_device
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import pages_for
@@ -75,7 +75,7 @@ class Inclusive:
     name = "inclusive"
     is_local = True
 
-    def rooms(self, state: State, kv: KVState, plan: Plan) -> None:
+    def capacity(self, state: State, kv: KVState, plan: Plan) -> None:
         """Every prompt goes to the store, whose account admission keeps."""
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
@@ -107,15 +107,15 @@ class Exclusive:
         self.name = "exclusive" if to_store else "exclusive on device"
         self._to_store = to_store
 
-    def rooms(self, state: State, kv: KVState, plan: Plan) -> Rooms:
+    def capacity(self, state: State, kv: KVState, plan: Plan) -> TierCapacity:
         on_device = sum(1 for _ in takewhile(lambda s: kv.device.holds(s.sequence_id), state.ready))
         grow = sum(pages_to_run(s, kv.device, plan) - kv.device.held(s.sequence_id) for s in kv.runners())
         room = max(0, kv.device.free_pages - grow)
         device = None if on_device < len(state.ready) else room
-        return Rooms(device=device, store=kv.store_free, to_store=self._to_store)
+        return TierCapacity(device=device, store=kv.store_free, to_store=self._to_store)
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
-        if not stays_on_device(units, self.rooms(state, kv, plan), kv.admission, plan):
+        if not stays_on_device(units, self.capacity(state, kv, plan), kv.admission, plan):
             assert self._to_store, "prompts are chosen as far as they have room on the device"
             return Prefill(units=units)
         return Prefill(units=units, on_device=tuple(pages_to_run(unit.leader, kv.device, plan) for unit in units))
@@ -161,7 +161,7 @@ class Streamed:
         self._choice, self._resident = choice, Inclusive()
         self._noted = -1
 
-    def rooms(self, state: State, kv: KVState, plan: Plan) -> None:
+    def capacity(self, state: State, kv: KVState, plan: Plan) -> None:
         """As in any inclusive store."""
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from sgl_batch.core.answers import EngineStats, LineResponse
-from sgl_batch.core.token_record import TokenRecord
+from sgl_batch.core.partial_output import PartialOutput
 
 
 class LineEngine(Protocol):
@@ -17,7 +17,7 @@ class LineEngine(Protocol):
         """The names accepted in a line's body["model"]."""
         ...
 
-    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord | None = None) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput | None = None) -> LineResponse:
         """Answer one request; a bad one gets a 4xx with {"error": {...}} as its body.
 
         `record` has its first tokens from an engine that died, if any, and the answer goes on from there; what is

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_batch.layers.huge_pages import prefer_huge_pages
+from sgl_batch.memory.huge_pages import prefer_huge_pages
 
 _LARGEST = 127
 

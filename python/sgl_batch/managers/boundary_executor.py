@@ -7,8 +7,7 @@ how it moves, is the affair of a `KVForm`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from sgl_batch.core import decide
@@ -36,7 +35,7 @@ from sgl_batch.core.actions import (
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.coroutine import Event, Transition
 from sgl_batch.core.decision_record import Observed
-from sgl_batch.core.exclusive import Rooms
+from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.order.interface import Budgets, OrderPolicy
@@ -46,17 +45,17 @@ from sgl_batch.core.plan import Plan
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.primitives import combine
 from sgl_batch.core.rank_agreement import Movable
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import SequenceQueue
-from sgl_batch.managers import prompt_groups
+from sgl_batch.kv_offload.kv_form import KVForm
 from sgl_batch.managers.interval_clock import IntervalClock
-from sgl_batch.managers.kv_form import KVForm
 from sgl_batch.managers.prefill_batches import PrefillBatches
 from sgl_batch.managers.rank_now import RankNow
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.managers.withdrawal import Unbatched, Withdrawal
-from sgl_batch.model_executor.counters import Counters, PartClock
+from sgl_batch.metrics.counters import Counters, PartClock
+from sgl_batch.requests import prompt_groups
 from sgl_batch.sglang_adapter.moving import without
 from sgl_batch.sglang_adapter.scheduling import (
     decode_batches,
@@ -128,7 +127,7 @@ class BoundaryExecutor:
 
     def unlist_prompts(self) -> None:
         """The KV of prompts that is there now is of other weights than that of prompts to come."""
-        self.kv.sharing.unlist()
+        self.kv.sharing.invalidate()
 
     @property
     def has_kv(self) -> bool:
@@ -273,13 +272,13 @@ class BoundaryExecutor:
         """Nothing runs and nothing waits: complete what goes on in the background."""
         self.kv.sync(wait=True)
 
-    def rooms(self, running: ScheduleBatch) -> Rooms | None:
+    def capacity(self, running: ScheduleBatch) -> TierCapacity | None:
         """What each tier has for prompts, where a page lies in one of them alone."""
-        return self._policy.rooms(self.state(running), self.kv_state(running), self.plan)
+        return self._policy.capacity(self.state(running), self.kv_state(running), self.plan)
 
-    def foresee(self, state: State) -> None:
+    def estimate_shared(self, state: State) -> None:
         """Note of the first queued sequences what their prompts share, from which groups are made."""
-        decide.foresee(state, self.kv_state(None))
+        decide.estimate_shared(state, self.kv_state(None))
 
     def state(self, running: ScheduleBatch) -> State:
         """Views, so that a step between boundaries costs the same under any queue."""
@@ -308,7 +307,7 @@ class BoundaryExecutor:
         self._urgent = True
 
     @property
-    def begun(self) -> Sequence | None:
+    def begun(self) -> SequenceState | None:
         """The sequence of whose prompt decode steps have computed a part."""
         request = self._unbatched.begun
         return None if request is None else self.table[request.rid]
@@ -327,11 +326,11 @@ class BoundaryExecutor:
         tags = (prompt_groups.decode(r.extra_key) for r in self._scheduler.grammar_manager.grammar_queue)
         return {tag.group for tag in tags if tag is not None}
 
-    def queued_named(self, names: list[str]) -> list[Sequence]:
+    def queued_named(self, names: list[str]) -> list[SequenceState]:
         """Queued sequences by id."""
         return [self._unbatched.queued[name] for name in names]
 
-    def ready_named(self, names: list[str]) -> tuple[Sequence, ...]:
+    def ready_named(self, names: list[str]) -> tuple[SequenceState, ...]:
         """READY sequences by id; those that were to come and did not are left out."""
         return self.table.ready_named(names)
 
@@ -370,11 +369,11 @@ class BoundaryExecutor:
         self._filling = True
         return self._prompts.group(action)
 
-    def placed(self, units: tuple[Admission, ...], running: ScheduleBatch) -> Prefill:
+    def assign_tier(self, units: tuple[Admission, ...], running: ScheduleBatch) -> Prefill:
         """A prefill of these units, with where their KV is to lie."""
         return decide.prefill_of(units, self.state(running), self.kv_state(running), self.plan, self._policy)
 
-    def refill(self, sequences: tuple[Sequence, ...], running: ScheduleBatch) -> ScheduleBatch:
+    def refill(self, sequences: tuple[SequenceState, ...], running: ScheduleBatch) -> ScheduleBatch:
         """The decode batch with these waiting sequences combined into it."""
         requests = [self.table.take_ready(sequence.sequence_id) for sequence in sequences]
         self.kv.prepare_to_run(requests)
@@ -400,7 +399,7 @@ class BoundaryExecutor:
                 running = merge_into(running, joining)
         return running
 
-    def suspend(self, sequences: Seq[Sequence], running: ScheduleBatch, why: str) -> None:
+    def suspend(self, sequences: Sequence[SequenceState], running: ScheduleBatch, why: str) -> None:
         """Move these running sequences to the store, where they wait: all their KV is there when this returns."""
         requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
         for request in requests:

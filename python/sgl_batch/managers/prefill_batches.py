@@ -5,8 +5,7 @@ Which prompts are computed, and how much of them, is decided in core/.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 
 from sgl_batch.core.actions import Prefill, Step
 from sgl_batch.core.admission import Admission
@@ -14,11 +13,11 @@ from sgl_batch.core.coroutine import Event
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.primitives import combine
 from sgl_batch.core.recomputation import prefilled
-from sgl_batch.core.sequence import Sequence, Status
-from sgl_batch.managers.kv_form import KVForm
+from sgl_batch.core.sequence import SequenceState, Status
+from sgl_batch.kv_offload.kv_form import KVForm
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.withdrawal import Unbatched
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.sglang_adapter.scheduling import end_retraction, keep_prefix, prefill_batch
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
@@ -67,13 +66,13 @@ class PrefillBatches:
         taken, self._unbatched.forked = self._unbatched.forked[:most], self._unbatched.forked[most:]
         return self._batch(taken, "its prompt was computed by its leader")
 
-    def _requests(self, sequences: Seq[Sequence]) -> list[Request]:
+    def _requests(self, sequences: Sequence[SequenceState]) -> list[Request]:
         return [self._table.request_named(sequence.sequence_id) for sequence in sequences]
 
-    def _admit(self, units: Seq[Admission]) -> None:
+    def _admit(self, units: Sequence[Admission]) -> None:
         """Take units out of the queue, with the pages that they can need."""
         for unit in units:
-            self._kv.claim(unit, self._table.request_named(unit.leader.sequence_id), self._in_force.plan)
+            self._kv.match_and_insert(unit, self._table.request_named(unit.leader.sequence_id), self._in_force.plan)
             if unit.followers:
                 self._unbatched.followers[unit.leader.prompt_group or ""] = self._requests(unit.followers)
         taken = {member.sequence_id for unit in units for member in unit.members}
@@ -90,7 +89,7 @@ class PrefillBatches:
         self._count_recomputed(sequences, batch)
         return batch
 
-    def _count_recomputed(self, sequences: list[Sequence], batch: ScheduleBatch) -> None:
+    def _count_recomputed(self, sequences: list[SequenceState], batch: ScheduleBatch) -> None:
         for sequence, start, length in zip(sequences, batch.prefix_lens, batch.extend_lens, strict=True):
             again = prefilled(sequence, start, start + length)
             self._counters.add("recomputed_tokens_planned", again.planned)

@@ -1,7 +1,7 @@
 """Owns how the ranks of a group agree, with what core/ decides.
 
-Before every step each rank says what it has to do. On a board that all can read, each decides the step by itself, from
-the same words; without one, the control rank hears them, decides and tells all. Orders at a boundary are always the
+Before every step each rank says what it has to do. With an all-gather, each decides the step by itself, from
+the same words. Without one, the control rank hears them, decides and tells all. Orders at a boundary are always the
 control rank's. No rank enters a collective before it has its answer, so that all enter the same ones.
 """
 
@@ -17,22 +17,22 @@ from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.channel import Channel
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.rank_messages import (
+    BoundaryActions,
     HeaderMessage,
     Message,
-    OrdersMessage,
     StateMessage,
     StepMessage,
-    orders_for,
+    actions_for,
     state_of,
     step_of,
-    told_of,
+    to_message,
 )
 from sgl_batch.managers.trace import TraceWriter
 
-M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, OrdersMessage)
+M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, BoundaryActions)
 
 
-class Board(Protocol):
+class AllGather(Protocol):
     """Numbers of every rank that all can read."""
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
@@ -52,10 +52,10 @@ class RankGroup:
         *,
         migration: Migration,
         timeout_s: float,
-        board: Board | None = None,
+        all_gather: AllGather | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
-        self._board = board
+        self._all_gather = all_gather
         self._trace = trace if trace is not None and trace.is_open else None
         self._channel, self.rank, self._num_ranks = channel, channel.rank, topology.num_ranks
         self._migration, self._timeout_s = migration, timeout_s
@@ -64,8 +64,8 @@ class RankGroup:
 
     def agree(self, header: RankHeader, plan: Plan) -> Step:
         """The step that all ranks take, given what this one says of itself; `plan` is the same on all."""
-        if self._board is not None:
-            return next_step([_header_in(row) for row in self._board.gather(_row_of(header))], plan)
+        if self._all_gather is not None:
+            return next_step([_header_in(row) for row in self._all_gather.gather(_row_of(header))], plan)
         own = HeaderMessage(header.running, header.waiting, header.forked, header.due, header.plan_changes)
         if self.rank != self._control_rank:
             self._channel.send(self._control_rank, own)
@@ -74,26 +74,26 @@ class RankGroup:
         headers = self._gather(own, HeaderMessage, "what it has to do next")
         step = next_step([_header_of(header) for header in headers], plan)
         for peer in self._others:
-            self._channel.send(peer, told_of(step))
+            self._channel.send(peer, to_message(step))
         return step
 
     def take_waited_s(self) -> float:
-        """Seconds waited for other ranks' words before a step since this was last asked, where there is a board."""
-        return 0.0 if self._board is None else self._board.take_waited_s()
+        """Seconds waited for other ranks' words before a step since this was last asked, with an all-gather."""
+        return 0.0 if self._all_gather is None else self._all_gather.take_waited_s()
 
-    def decide(self, state: StateMessage, plan: Plan) -> OrdersMessage:
+    def decide(self, state: StateMessage, plan: Plan) -> BoundaryActions:
         """This rank's orders at a boundary, decided from the states of all."""
         if self.rank != self._control_rank:
             self._channel.send(self._control_rank, state)
-            return self._receive([self._control_rank], OrdersMessage, "its orders at a boundary")[1]
+            return self._receive([self._control_rank], BoundaryActions, "its orders at a boundary")[1]
         states = self._gather(state, StateMessage, "its state at a boundary")
         told = [state_of(message, rank) for rank, message in enumerate(states)]
         decision = decide_group(told, plan, self._migration)
         if self._trace is not None:
             self._trace.write_decision(group_record(told, plan, self._migration, decision))
         for peer in self._others:
-            self._channel.send(peer, orders_for(decision, peer))
-        return orders_for(decision, self.rank)
+            self._channel.send(peer, actions_for(decision, peer))
+        return actions_for(decision, self.rank)
 
     def _gather(self, own: M, kind: type[M], awaiting: str) -> list[M]:
         """One message of each rank, by rank."""

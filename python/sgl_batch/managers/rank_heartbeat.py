@@ -15,8 +15,8 @@ import time
 import msgspec
 import psutil
 
+from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout, RankError
-from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def failure_text(error: RankError) -> str:
 class RankHeartbeat:
     """Beats to every other rank each second. A rank unheard of for `timeout_s` hangs."""
 
-    def __init__(self, place: RankPlace, timeout_s: float) -> None:
+    def __init__(self, place: RankContext, timeout_s: float) -> None:
         self._place, self._timeout_s = place, timeout_s
         self._channel: ZmqChannel[Beat] = place.channel("heartbeat", Beat)
         self._thread = threading.Thread(target=self._run, name="rank heartbeat", daemon=True)

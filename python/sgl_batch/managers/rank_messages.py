@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from sgl_batch.core.actions import Prefill, Refill
-from sgl_batch.core.exclusive import Rooms
+from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import GroupDecision, Movable, RankState, Step, StepKind
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 
 # What a rank tells of its queue at a boundary: enough for any prefill group, and bounded for a queue of millions.
 MOST_QUEUED = 2048
@@ -65,7 +65,7 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     free_pages: int
     overflow_pages: int
     largest: int
-    rooms: tuple[int | None, int, bool] | None
+    capacity: tuple[int | None, int, bool] | None
     begun: SequenceRow | None
 
 
@@ -77,7 +77,7 @@ class MoveRow(msgspec.Struct, array_like=True, frozen=True):
     target: int
 
 
-class OrdersMessage(msgspec.Struct, tag="orders", array_like=True, frozen=True):
+class BoundaryActions(msgspec.Struct, tag="orders", array_like=True, frozen=True):
     """What one rank does at a boundary. All get the same but `units` and `refill`, which are this rank's own part.
 
     `units`: sequence ids of each prefill unit, its leader first.
@@ -91,10 +91,10 @@ class OrdersMessage(msgspec.Struct, tag="orders", array_like=True, frozen=True):
     refill: list[str]
 
 
-Message = HeaderMessage | StepMessage | StateMessage | OrdersMessage
+Message = HeaderMessage | StepMessage | StateMessage | BoundaryActions
 
 
-def told_of(step: Step) -> StepMessage:
+def to_message(step: Step) -> StepMessage:
     """A step as the ranks are told of it."""
     return StepMessage(step.kind.value, step.expert_calls, step.plan_changes, step.somebody_runs)
 
@@ -127,12 +127,12 @@ def message_of(rank: RankState) -> StateMessage:
         free_pages=rank.free_pages,
         overflow_pages=rank.overflow_pages,
         largest=rank.largest,
-        rooms=None if rank.rooms is None else (rank.rooms.device, rank.rooms.store, rank.rooms.to_store),
+        capacity=None if rank.capacity is None else (rank.capacity.device, rank.capacity.store, rank.capacity.to_store),
         begun=None if state.begun is None else _row_of(state.begun),
     )
 
 
-def _row_of(sequence: Sequence, movable: Movable | None = None) -> SequenceRow:
+def _row_of(sequence: SequenceState, movable: Movable | None = None) -> SequenceRow:
     """A sequence as a row of a message, and what it would take along if it can move."""
     return SequenceRow(
         sequence.sequence_id,
@@ -149,8 +149,8 @@ def _row_of(sequence: Sequence, movable: Movable | None = None) -> SequenceRow:
     )
 
 
-def _sequence_of(row: SequenceRow, status: Status, ranks: frozenset[int]) -> Sequence:
-    return Sequence(
+def _sequence_of(row: SequenceRow, status: Status, ranks: frozenset[int]) -> SequenceState:
+    return SequenceState(
         sequence_id=row.sequence_id,
         arrival=row.arrival,
         prompt_tokens=row.prompt_tokens,
@@ -195,21 +195,21 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         free_pages=message.free_pages,
         overflow_pages=message.overflow_pages,
         largest=message.largest,
-        rooms=None if message.rooms is None else _rooms_of(*message.rooms),
+        capacity=None if message.capacity is None else _capacity_of(*message.capacity),
         ready=movable,
         running=running,
     )
 
 
-def _rooms_of(device: int | None, store: int, to_store: bool) -> Rooms:
-    return Rooms(device=device, store=store, to_store=to_store)
+def _capacity_of(device: int | None, store: int, to_store: bool) -> TierCapacity:
+    return TierCapacity(device=device, store=store, to_store=to_store)
 
 
-def orders_for(decision: GroupDecision, rank: int) -> OrdersMessage:
+def actions_for(decision: GroupDecision, rank: int) -> BoundaryActions:
     """The part of `rank` in a decision."""
     action = decision.actions[rank][-1]  # behind the moves, which all have
     units = action.units if isinstance(action, Prefill) else ()
-    return OrdersMessage(
+    return BoundaryActions(
         prefill=decision.prefill,
         busy=decision.busy,
         expert_calls=decision.expert_calls,

@@ -13,10 +13,10 @@ import torch
 
 from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.group_transport import GroupTransport
-from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.migration import messages, migrator
-from sgl_batch.migration.ends import Ends
+from sgl_batch.migration.endpoints import Endpoints
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.outcome import Result
 from sgl_batch.migration.store import Export, Refusal, Reservation, SequenceStore
@@ -130,12 +130,12 @@ class RankSequences:
 class RankMigration:
     """Carries out the moves of a boundary on this rank."""
 
-    def __init__(self, place: RankPlace, store: MovingSequences, *, backend: str, step_timeout_s: float) -> None:
+    def __init__(self, place: RankContext, store: MovingSequences, *, backend: str, step_timeout_s: float) -> None:
         self._store, self._rank = store, place.rank
         self._boundary = 0
         group = place.process_group("pages", backend)
         transport = GroupTransport(group, range(place.topology.num_ranks), through_host=backend == "gloo")
-        ends = Ends(
+        ends = Endpoints(
             channel=place.channel("migration", messages.Message),
             transport=transport,
             store=store,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sgl_batch.core.kv_state import Interval
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.sequence import Sequence
-from sgl_batch.managers.prompt_sharing import PromptSharing
+from sgl_batch.core.sequence import SequenceState
+from sgl_batch.kv_offload.prompt_sharing import PromptSharing
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 
@@ -25,12 +24,12 @@ class RankNow:
     running: ScheduleBatch | None
 
     @property
-    def choices(self) -> Seq[Sequence]:
+    def choices(self) -> Sequence[SequenceState]:
         return self.table.choices
 
-    def runners(self) -> Seq[Sequence]:
+    def runners(self) -> Sequence[SequenceState]:
         assert self.running is not None, "the decode batch was not given"
         return [self.table.grown(request) for request in self.running.reqs]
 
-    def foresee(self, sequences: Iterable[Sequence]) -> None:
-        self.sharing.foresee(((s, self.table.request_named(s.sequence_id)) for s in sequences), self.plan)
+    def estimate_shared(self, sequences: Iterable[SequenceState]) -> None:
+        self.sharing.estimate_shared(((s, self.table.request_named(s.sequence_id)) for s in sequences), self.plan)

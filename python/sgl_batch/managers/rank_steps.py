@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.rank_agreement import Move, RankHeader, RankState, Step, StepKind, rank_is_due
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
-from sgl_batch.managers.rank_messages import OrdersMessage, StateMessage, message_of
+from sgl_batch.managers.rank_messages import BoundaryActions, StateMessage, message_of
 from sgl_batch.managers.rank_migration import RankMigration
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 
@@ -88,7 +88,7 @@ class RankSteps:
         batch = None
         if orders.prefill:
             if orders.units or executor.begun is not None:
-                batch = executor.prefill(executor.placed(self._units(orders), running))
+                batch = executor.prefill(executor.assign_tier(self._units(orders), running))
             return Part(batch=batch, running=running, takes_part=True, expert_calls=orders.expert_calls)
         if orders.moves:
             with executor.clock.part("boundary"):
@@ -100,7 +100,7 @@ class RankSteps:
             return Part(batch=None, running=running, takes_part=False)
         return self._refill(orders, running, began)
 
-    def _refill(self, orders: OrdersMessage, running: ScheduleBatch, began: float) -> Part:
+    def _refill(self, orders: BoundaryActions, running: ScheduleBatch, began: float) -> Part:
         """None prefills, and the moves are made: refill, and the first step after it."""
         joining = self._joining(orders, running)
         if joining:
@@ -115,7 +115,7 @@ class RankSteps:
             idles=not orders.busy,
         )
 
-    def _joining(self, orders: OrdersMessage, running: ScheduleBatch) -> tuple[Sequence, ...]:
+    def _joining(self, orders: BoundaryActions, running: ScheduleBatch) -> tuple[SequenceState, ...]:
         """Who joins the decode batch. Moves may have failed: then those that stayed join as well, while there is room.
 
         Otherwise a sequence whose move fails again and again would never run.
@@ -129,7 +129,7 @@ class RankSteps:
         executor = self._executor
         ready, run = executor.movable(running)
         ledger, state = executor.admission_ledger, executor.state(running)
-        executor.foresee(state)
+        executor.estimate_shared(state)
         return message_of(
             RankState(
                 state=state,
@@ -137,12 +137,12 @@ class RankSteps:
                 free_pages=ledger.free_pages,
                 overflow_pages=ledger.overflow_pages,
                 largest=ledger.largest,
-                rooms=executor.rooms(running),
+                capacity=executor.capacity(running),
                 ready=ready,
                 running=run,
             )
         )
 
-    def _units(self, orders: OrdersMessage) -> tuple[Admission, ...]:
+    def _units(self, orders: BoundaryActions) -> tuple[Admission, ...]:
         units = [self._executor.queued_named(names) for names in orders.units]
         return tuple(Admission(leader=leader, followers=tuple(followers)) for leader, *followers in units)

@@ -15,30 +15,28 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.core.order import make_order
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.core.start_choices import OFF, StartChoices, line_of
-from sgl_batch.distributed.rank_place import RankPlace
-from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
+from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.shared_memory import shared_regions
+from sgl_batch.distributed.shared_memory_all_gather import ALL_GATHER_BYTES, SharedMemoryAllGather
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use, native_kernels
-from sgl_batch.managers import recorded_tokens
+from sgl_batch.kv_offload.kv_choice import kv_form
+from sgl_batch.kv_offload.kv_tiers import KVTiers
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
-from sgl_batch.managers.decode_setup import settle_decode
-from sgl_batch.managers.kv_choice import kv_form
-from sgl_batch.managers.kv_tiers import KVTiers
-from sgl_batch.managers.profile_limits import ProfileWatch
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
 from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_steps import Part, RankSteps
-from sgl_batch.managers.start_setup import attention_of, settle_decode_kv, settle_overlap
 from sgl_batch.managers.steps_in_flight import StepsInFlight, is_wanted, with_copied_results
 from sgl_batch.managers.stored_migration import StoredSequences
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
-from sgl_batch.mem_cache.free_memory import give_back_heap
-from sgl_batch.mem_cache.process_memory import peak_resident_bytes
+from sgl_batch.memory.free_memory import give_back_heap
+from sgl_batch.memory.process_memory import peak_resident_bytes
 from sgl_batch.model_executor.run_context import RunContext
+from sgl_batch.requests import partial_output_tag as recorded_tokens
+from sgl_batch.requests.profile_limits import ProfileWatch
 from sgl_batch.sglang_adapter.forward import forward_batch_of
 from sgl_batch.sglang_adapter.grammars import limit_grammars, say_why_grammars_end
 from sgl_batch.sglang_adapter.profiling import LimitedProfiler
@@ -62,6 +60,8 @@ from sgl_batch.sglang_adapter.stop_patterns import limit_stop_patterns
 from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 from sgl_batch.sglang_adapter.types.messages import AbortRequest, PauseRequest, StateChange
 from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.startup.decode_setup import settle_decode
+from sgl_batch.startup.start_setup import attention_of, settle_decode_kv, settle_overlap
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         )
         return executor, choices
 
-    def _join(self, place: RankPlace) -> RankSteps:
+    def _join(self, place: RankContext) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""
         ranks = self.context.config.ranks
         group = RankGroup(
@@ -126,7 +126,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             place.topology,
             migration=Migration(ranks.migration),
             timeout_s=_STEP_TIMEOUT_S,
-            board=self._board(place),
+            all_gather=self._all_gather(place),
             trace=self._trace,
         )
         migrates = partial(RankMigration, place, backend=place.backend(self.device), step_timeout_s=_STEP_TIMEOUT_S)
@@ -135,13 +135,13 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             return RankSteps(self.executor, group, migrates(RankSequences(self, self.executor)))
         return RankSteps(self.executor, group, migrates(StoredSequences(self, self.executor, self._tiers.stored)))
 
-    def _board(self, place: RankPlace) -> SharedBoard | None:
-        """The ranks' board, unless they are to share no memory or cannot."""
+    def _all_gather(self, place: RankContext) -> SharedMemoryAllGather | None:
+        """The ranks' all-gather through shared memory, unless they are to share no memory or cannot."""
         kernels = native_kernels()
         if kernels is None or self.context.config.ranks.token_dispatcher == "gloo":
             return None
-        regions = shared_regions(place.process_group("board", "gloo"), BOARD_BYTES)
-        return SharedBoard(regions, place.rank, kernels, timeout_s=_STEP_TIMEOUT_S)
+        regions = shared_regions(place.process_group("all-gather", "gloo"), ALL_GATHER_BYTES)
+        return SharedMemoryAllGather(regions, place.rank, kernels, timeout_s=_STEP_TIMEOUT_S)
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = BatchTpWorker(

@@ -15,11 +15,11 @@ from sgl_batch.core.decision_record import arrival_record
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.primitives import migrate, yield_
 from sgl_batch.core.rank_agreement import Movable
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequencesView
-from sgl_batch.managers import prompt_groups
 from sgl_batch.managers.trace import TraceWriter
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
+from sgl_batch.requests import prompt_groups
 from sgl_batch.sglang_adapter.moving import movable
 from sgl_batch.sglang_adapter.scheduling import asks_of_prompt, shares_prefix
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
@@ -57,10 +57,10 @@ class SequenceTable:
         self._ranks = frozenset((rank,))
         self.changes = 0
         self._sharing, self._counters, self._trace = sharing, counters, trace
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, SequenceState] = {}
         self._requests: dict[str, Request] = {}
-        self._ready: dict[str, Sequence] = {}
-        self._choices: dict[str, Sequence] = {}
+        self._ready: dict[str, SequenceState] = {}
+        self._choices: dict[str, SequenceState] = {}
         self._arrivals = self._waits = 0
 
     @property
@@ -83,14 +83,14 @@ class SequenceTable:
     def __contains__(self, name: str) -> bool:
         return name in self._sequences
 
-    def __getitem__(self, name: str) -> Sequence:
+    def __getitem__(self, name: str) -> SequenceState:
         return self._sequences[name]
 
     def request_named(self, name: str) -> Request:
         """The request of a sequence of this rank."""
         return self._requests[name]
 
-    def grown(self, request: Request) -> Sequence:
+    def grown(self, request: Request) -> SequenceState:
         """A running request's sequence, with its tokens up to date."""
         sequence = self._sequences[request.rid]
         sequence.generated_tokens = len(request.output_ids)
@@ -106,7 +106,7 @@ class SequenceTable:
         """Those of them that are choices whose last prompt token is to be computed."""
         return SequencesView(self._choices)
 
-    def ready_named(self, names: list[str]) -> tuple[Sequence, ...]:
+    def ready_named(self, names: list[str]) -> tuple[SequenceState, ...]:
         """READY sequences by id; those that were to come and did not are left out."""
         return tuple(self._ready[name] for name in names if name in self._ready)
 
@@ -118,7 +118,7 @@ class SequenceTable:
         has_room = self.most_prompt_tokens is None or rows <= self.most_prompt_tokens
         return has_room and request.to_finish is None and tokens < request.sampling_params.max_new_tokens
 
-    def enter(self, request: Request) -> Sequence:
+    def enter(self, request: Request) -> SequenceState:
         """Take in a request as a QUEUED sequence."""
         sequence = self._sequence_of(request)
         assert sequence.sequence_id not in self._sequences, f"request id {sequence.sequence_id} is in use"
@@ -128,7 +128,7 @@ class SequenceTable:
         self.changes += 1
         return sequence
 
-    def decided_on_arrival(self, sequence: Sequence) -> Actions:
+    def decided_on_arrival(self, sequence: SequenceState) -> Actions:
         """What is done with a sequence that has just come."""
         device, store, most = self.ledger, self.store_ledger, self.most_prompt_tokens
         actions = on_arrival(sequence, device, store, most_prompt_tokens=most)
@@ -136,7 +136,7 @@ class SequenceTable:
             self._trace.write_decision(arrival_record(sequence, device, store, most, actions))
         return actions
 
-    def refuse(self, sequence: Sequence, why: str) -> None:
+    def refuse(self, sequence: SequenceState, why: str) -> None:
         """Let a sequence that has just come end with this error: the prefill of a single token answers it."""
         request = self._requests[sequence.sequence_id]
         request.set_finish_with_abort(why)
@@ -144,16 +144,16 @@ class SequenceTable:
         sequence.prompt_tokens, sequence.max_new_tokens = refused.prompt_tokens, refused.max_new_tokens
         sequence.prompt_group, sequence.in_one_pass = refused.prompt_group, refused.in_one_pass
 
-    def _keep(self, sequence: Sequence, request: Request) -> None:
+    def _keep(self, sequence: SequenceState, request: Request) -> None:
         self._arrivals += 1
         self._sequences[sequence.sequence_id], self._requests[sequence.sequence_id] = sequence, request
 
-    def _sequence_of(self, request: Request) -> Sequence:
+    def _sequence_of(self, request: Request) -> SequenceState:
         tag = prompt_groups.decode(request.extra_key)
         refused = request.to_finish is not None
         prompt_tokens = len(request.origin_input_ids)
         shares = tag is not None and not asks_of_prompt(request) and not refused
-        return Sequence(
+        return SequenceState(
             sequence_id=request.rid,
             arrival=self._arrivals,
             prompt_tokens=prompt_tokens,
@@ -178,7 +178,7 @@ class SequenceTable:
         """A sequence that ran waits in the store."""
         return advance(self._wait(name), Event.SUSPEND, why)
 
-    def retracted(self, request: Request) -> Sequence:
+    def retracted(self, request: Request) -> SequenceState:
         """A sequence has lost its KV: it is QUEUED with what it has generated, and from now on no choice of others."""
         sequence = self._sequences[request.rid]
         sequence.generated_tokens = len(request.output_ids)
@@ -198,7 +198,7 @@ class SequenceTable:
         """A choice waits in the store with all of its prompt but the last token, QUEUED until that is computed."""
         self._choices[name] = self._wait(name)
 
-    def _wait(self, name: str) -> Sequence:
+    def _wait(self, name: str) -> SequenceState:
         sequence = self._ready[name] = self._sequences[name]
         self._waits += 1
         sequence.waits_since = self._waits
@@ -227,17 +227,17 @@ class SequenceTable:
         self._drop(sequence)
         return change
 
-    def abort_queued(self, sequence: Sequence) -> None:
+    def abort_queued(self, sequence: SequenceState) -> None:
         """A sequence has ended before it began."""
         self.record([advance(sequence, Event.ABORT, "aborted in the queue")])
         self._counters.add("sequences_aborted")
         self._drop(sequence)
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: SequenceState) -> None:
         del self._sequences[sequence.sequence_id], self._requests[sequence.sequence_id]
         self._give_back(sequence)
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _give_back(self, sequence: SequenceState) -> None:
         for ledger in (self.ledger, self.store_ledger):
             if ledger is not None and ledger.holds(sequence.sequence_id):
                 ledger.release(sequence.sequence_id)

@@ -6,9 +6,9 @@ Whoever runs is suspended first. Which sequences move is decided in core/rank_ag
 
 from __future__ import annotations
 
+from sgl_batch.kv_offload.stored_kv import StoredKV
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_migration import request_of, written_down
-from sgl_batch.managers.stored_kv import StoredKV
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.store import Export, Refusal, Reservation
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch

@@ -20,23 +20,23 @@ from typing import TypeAlias
 from starlette.requests import Request
 
 from sgl_batch.errors import EngineError
-from sgl_batch.managers.asked_aborts import AskedAborts
 from sgl_batch.managers.engine_death import EngineDeath
-from sgl_batch.managers.field_checks import check_generation_fields, check_openai_fields
-from sgl_batch.managers.grammar_check import CompileProcess, GrammarCheck, refuse_grammars
 from sgl_batch.managers.last_words import fault_text
-from sgl_batch.managers.line_recordings import LineRecordings
-from sgl_batch.managers.profile_limits import check_activities, check_directory, steps_of
-from sgl_batch.managers.prompt_groups import ChoiceTag
-from sgl_batch.managers.request_checks import (
+from sgl_batch.requests.abort_causes import AskedAborts
+from sgl_batch.requests.field_checks import check_generation_fields, check_openai_fields
+from sgl_batch.requests.grammar_check import CompileProcess, GrammarCheck, refuse_grammars
+from sgl_batch.requests.partial_outputs import PartialOutputs
+from sgl_batch.requests.profile_limits import check_activities, check_directory, steps_of
+from sgl_batch.requests.prompt_groups import ChoiceTag
+from sgl_batch.requests.request_checks import (
     check_log_probabilities,
     check_routed_experts,
     check_sampling,
     check_shape,
     check_tokens,
 )
-from sgl_batch.managers.request_logs import WaitingDumps, bound_targets, check_logging, remove_oldest_dumps
-from sgl_batch.managers.seeds import choice_seed
+from sgl_batch.requests.request_logs import WaitingDumps, bound_targets, check_logging, remove_oldest_dumps
+from sgl_batch.requests.seeds import choice_seed
 from sgl_batch.sglang_adapter.grammars import compiles_with_xgrammar, tokenizer_info
 from sgl_batch.sglang_adapter.names import SAFETENSORS
 from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
@@ -135,7 +135,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.death = EngineDeath()
         for name, call in calls_to_schedulers(self).items():
             setattr(self, name, partial(self.death.unless_dead, call))
-        self.recordings = LineRecordings()
+        self.recordings = PartialOutputs()
         self._aborts = AskedAborts()
         self.grammar_process = CompileProcess(self._tokenizer_info)
         whitespace = not self.server_args.constrained_json_disable_any_whitespace

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequenceQueue
-from sgl_batch.managers.kv_form import KVForm
+from sgl_batch.kv_offload.kv_form import KVForm
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.sglang_adapter.scheduling import empty, end_aborted, end_detached, mark_aborted
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
@@ -86,7 +86,7 @@ class Withdrawal:
             if is_meant(request.rid):
                 mark_aborted(request)
 
-    def abort(self, sequence: Sequence, why: str) -> None:
+    def abort(self, sequence: SequenceState, why: str) -> None:
         """End a sequence with this error, unless it is ending already. A QUEUED one has just come, and is in no queue.
 
         One that runs ends with its next step.

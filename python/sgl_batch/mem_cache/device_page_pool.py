@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -75,7 +75,7 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
         """What a layer's pages consist of, each [num_pages, ...]; layers are counted from this process's first."""
         return self.k_pages[layer], self.v_pages[layer]
 
-    def redirect(self, parts: Seq[tuple[torch.Tensor, ...]], first_page: int) -> None:
+    def redirect(self, parts: Sequence[tuple[torch.Tensor, ...]], first_page: int) -> None:
         """Let layers read and write other memory: `parts` of each as in page_parts, with pages from `first_page` on."""
         self.k_pages, self.v_pages = [keys for keys, _ in parts], [values for _, values in parts]
         self.first_page = first_page

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         """What a layer's pages consist of, each [num_pages, ...]; layers are counted from this process's first."""
         return (self.pages[layer],)
 
-    def redirect(self, parts: Seq[tuple[torch.Tensor, ...]], first_page: int) -> None:
+    def redirect(self, parts: Sequence[tuple[torch.Tensor, ...]], first_page: int) -> None:
         """Let layers read and write other memory: `parts` of each as in page_parts, with pages from `first_page` on."""
         self.pages = [rows for (rows,) in parts]
         self.first_page = first_page

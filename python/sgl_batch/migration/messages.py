@@ -7,19 +7,19 @@ import msgspec
 from sgl_batch.migration.header import SequenceHeader
 
 
-class LotId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A lot: the sequences that go from one rank to another at one boundary. They are moved together."""
+class MigrationBatchId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A batch: the sequences that go from one rank to another at one boundary. They are moved together."""
 
     boundary: int
     source: int
     target: int
 
     def __str__(self) -> str:
-        return f"the lot of boundary {self.boundary} from rank {self.source} to rank {self.target}"
+        return f"the batch of boundary {self.boundary} from rank {self.source} to rank {self.target}"
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    lot: LotId
+    batch: MigrationBatchId
 
 
 class Offer(_Message, frozen=True, tag="offer"):
@@ -53,7 +53,7 @@ class Committed(_Message, frozen=True, tag="committed"):
 
 
 class Abort(_Message, frozen=True, tag="abort"):
-    """Either to the other: I gave this lot up, before Stored if I am the receiver and before Commit if the sender."""
+    """Either to the other: I gave this batch up, before Stored if I am the receiver and before Commit if the sender."""
 
     reason: str
 

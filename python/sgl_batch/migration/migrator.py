@@ -1,4 +1,4 @@
-"""Owns the migrations of one rank: runs all lots of a boundary at once. Which sequences move is decided elsewhere."""
+"""Owns the migrations of one rank: runs all batches of a boundary at once. Which move is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from collections.abc import Collection, Sequence
 
 from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.rank_errors import BadMessage, PeerLost, PeerTimeout, RankError
-from sgl_batch.migration.ends import Ends
-from sgl_batch.migration.messages import LotId, Message
+from sgl_batch.migration.endpoints import Endpoints
+from sgl_batch.migration.messages import Message, MigrationBatchId
 from sgl_batch.migration.outcome import MigrationFailed, Report
-from sgl_batch.migration.receiver import ReceiverLot
-from sgl_batch.migration.sender import SenderLot
+from sgl_batch.migration.receiver import ReceiverEndpoint
+from sgl_batch.migration.sender import SenderEndpoint
 
-Lot = SenderLot | ReceiverLot
+MigrationBatch = SenderEndpoint | ReceiverEndpoint
 
 
 class Migrator:
     """Runs the same list of moves on every rank that it concerns; the others may call in as well, and return at once.
 
-    All sequences from one rank to another at one boundary are one lot. Lots run side by side; between two ranks the KV
-    of the lot from the lower rank travels first, so that both begin their transfers in the same order.
+    All sequences from one rank to another at one boundary are one batch. Batches run side by side. Between two ranks
+    the KV of the batch from the lower rank travels first, so that both begin their transfers in the same order.
     """
 
-    def __init__(self, ends: Ends) -> None:
-        self._ends = ends
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._endpoints = endpoints
         self._boundary = -1
-        self._lots: dict[LotId, Lot] = {}
+        self._batches: dict[MigrationBatchId, MigrationBatch] = {}
         self._early: list[tuple[int, Message]] = []
         self._failures: list[RankError] = []
-        self._ended: set[LotId] = set()
+        self._ended: set[MigrationBatchId] = set()
 
     def run(self, boundary: int, moves: Sequence[Move]) -> Report:
         """Carry out this rank's part of `moves`. `boundary` rises from call to call and is the same on all ranks.
 
         Returns when each of them has ended or is in doubt. Raises MigrationFailed when a rank failed; its report is as
-        complete as the one returned. Lots in doubt are held, and reported again when a later call has resolved them.
+        complete as the one returned. Batches in doubt are held, and reported again when a later call has resolved them.
         """
         assert boundary > self._boundary, f"boundary {boundary} comes after boundary {self._boundary}"
         self._boundary = boundary
         self._ended.clear()
         new = self._open(boundary, moves)
-        self._lots |= {lot.id: lot for lot in new}
-        for lot in new:
-            if isinstance(lot, SenderLot):
-                lot.start()
+        self._batches |= {batch.id: batch for batch in new}
+        for batch in new:
+            if isinstance(batch, SenderEndpoint):
+                batch.start()
         early, self._early = self._early, []
         for peer, message in early:
             self._hand_out(peer, message)
@@ -52,9 +52,9 @@ class Migrator:
 
     def resume(self) -> Report:
         """Wait once more for messages that resolve what is in doubt; otherwise as `run`."""
-        held = list(self._lots.values())
-        for lot in held:
-            lot.gave_up = False
+        held = list(self._batches.values())
+        for batch in held:
+            batch.gave_up = False
         return self._raise_failures(self._conclude(held))
 
     def peer_died(self, rank: int) -> Report:
@@ -62,53 +62,55 @@ class Migrator:
 
         Returns the report with its failures: the caller knows of them.
         """
-        held = [lot for lot in self._lots.values() if lot.peer == rank]
-        for lot in held:
-            lot.fail(PeerLost(rank, awaiting=lot.awaiting, seconds=0))
+        held = [batch for batch in self._batches.values() if batch.peer == rank]
+        for batch in held:
+            batch.fail(PeerLost(rank, awaiting=batch.awaiting, seconds=0))
         return self._report(held)
 
-    def _open(self, boundary: int, moves: Sequence[Move]) -> list[Lot]:
-        rank, ends = self._ends.channel.rank, self._ends
-        names: dict[LotId, list[str]] = {}
+    def _open(self, boundary: int, moves: Sequence[Move]) -> list[MigrationBatch]:
+        rank, endpoints = self._endpoints.channel.rank, self._endpoints
+        names: dict[MigrationBatchId, list[str]] = {}
         for move in moves:
             assert move.source != move.target, f"sequence {move.sequence_id} moves from rank {move.source} to itself"
             if rank in (move.source, move.target):
-                lot = LotId(boundary=boundary, source=move.source, target=move.target)
-                names.setdefault(lot, []).append(move.sequence_id)
+                batch = MigrationBatchId(boundary=boundary, source=move.source, target=move.target)
+                names.setdefault(batch, []).append(move.sequence_id)
         listed = [name for ids in names.values() for name in ids]
         assert len(set(listed)) == len(listed), f"a sequence moves twice at boundary {boundary}: {sorted(listed)}"
         return [
-            SenderLot(lot, ids, ends) if lot.source == rank else ReceiverLot(lot, ids, ends)
-            for lot, ids in names.items()
+            SenderEndpoint(batch, ids, endpoints) if batch.source == rank else ReceiverEndpoint(batch, ids, endpoints)
+            for batch, ids in names.items()
         ]
 
-    def _conclude(self, lots: list[Lot]) -> Report:
-        """Drive the lots until each has ended or was given up, then report."""
-        clock = _PeerClocks(self._ends.step_timeout_s)
+    def _conclude(self, batches: list[MigrationBatch]) -> Report:
+        """Drive the batches until each has ended or was given up, then report."""
+        clock = _PeerClocks(self._endpoints.step_timeout_s)
         while True:
             self._work()
-            waiting = [lot for lot in lots if not lot.ended and not lot.gave_up]
+            waiting = [batch for batch in batches if not batch.ended and not batch.gave_up]
             if not waiting:
                 break
-            peers = {lot.peer for lot in waiting}
+            peers = {batch.peer for batch in waiting}
             left = clock.left({peer: self._progress_with(peer) for peer in peers})
-            for lot in waiting:
-                if left[lot.peer] <= 0:
-                    seconds = self._ends.step_timeout_s
-                    lot.fail(PeerTimeout([lot.peer], awaiting=lot.awaiting, seconds=seconds))
+            for batch in waiting:
+                if left[batch.peer] <= 0:
+                    seconds = self._endpoints.step_timeout_s
+                    batch.fail(PeerTimeout([batch.peer], awaiting=batch.awaiting, seconds=seconds))
             if min(left.values()) > 0:
                 self._receive(peers, min(left.values()))
-        return self._report(lots)
+        return self._report(batches)
 
     def _work(self) -> None:
-        """Let each lot begin its transfer, where it is the pair's turn, and notice the end of it."""
-        for lot in list(self._lots.values()):
-            opposite = self._lots.get(LotId(boundary=lot.id.boundary, source=lot.id.target, target=lot.id.source))
-            lot.work(may_transfer=lot.id.source < lot.id.target or opposite is None or opposite.past_data)
+        """Let each batch begin its transfer, where it is the pair's turn, and notice the end of it."""
+        for batch in list(self._batches.values()):
+            opposite = self._batches.get(
+                MigrationBatchId(boundary=batch.id.boundary, source=batch.id.target, target=batch.id.source)
+            )
+            batch.work(may_transfer=batch.id.source < batch.id.target or opposite is None or opposite.past_data)
 
     def _receive(self, peers: Collection[int], timeout_s: float) -> None:
         try:
-            received = self._ends.channel.recv(peers, timeout_s=timeout_s, awaiting="the next message of a lot")
+            received = self._endpoints.channel.recv(peers, timeout_s=timeout_s, awaiting="the next message of a batch")
         except PeerTimeout:
             return  # the clocks, which know of progress that is no message, decide
         except RankError as error:
@@ -118,42 +120,42 @@ class Migrator:
                 self._hand_out(*received)
 
     def _fail_with(self, error: RankError) -> None:
-        hit = [lot for lot in self._lots.values() if lot.peer == error.rank]
+        hit = [batch for batch in self._batches.values() if batch.peer == error.rank]
         if not hit:
             self._failures.append(error)
-        for lot in hit:
-            if isinstance(error, PeerLost):  # say of each lot what it was waiting for
-                lot.fail(PeerLost(lot.peer, awaiting=lot.awaiting, seconds=error.seconds))
+        for batch in hit:
+            if isinstance(error, PeerLost):  # say of each batch what it was waiting for
+                batch.fail(PeerLost(batch.peer, awaiting=batch.awaiting, seconds=error.seconds))
             else:
-                lot.fail(error)
+                batch.fail(error)
 
     def _hand_out(self, peer: int, message: Message) -> None:
-        lot = self._lots.get(message.lot)
-        if lot is not None and lot.peer == peer:
-            lot.handle(message)
-        elif message.lot.boundary > self._boundary:
+        batch = self._batches.get(message.batch)
+        if batch is not None and batch.peer == peer:
+            batch.handle(message)
+        elif message.batch.boundary > self._boundary:
             self._early.append((peer, message))
-        elif message.lot.boundary == self._boundary and message.lot not in self._ended:
-            fault = f"rank {peer} sent {type(message).__name__} for {message.lot}, of which rank"
-            ours = f"{fault} {self._ends.channel.rank} knows nothing: the ranks have not decided the same moves"
+        elif message.batch.boundary == self._boundary and message.batch not in self._ended:
+            fault = f"rank {peer} sent {type(message).__name__} for {message.batch}, of which rank"
+            ours = f"{fault} {self._endpoints.channel.rank} knows nothing: the ranks have not decided the same moves"
             self._fail_with(BadMessage(peer, ours))
-        # Else it is late, about a lot that has ended here: there is nothing left to say about it.
+        # Else it is late, about a batch that has ended here: there is nothing left to say about it.
 
     def _progress_with(self, peer: int) -> tuple[object, ...]:
-        return tuple(lot.progress for lot in self._lots.values() if lot.peer == peer)
+        return tuple(batch.progress for batch in self._batches.values() if batch.peer == peer)
 
-    def _report(self, lots: list[Lot]) -> Report:
-        resolved = [lot for lot in self._lots.values() if lot.ended and lot not in lots]
-        shown = [*lots, *resolved]
+    def _report(self, batches: list[MigrationBatch]) -> Report:
+        resolved = [batch for batch in self._batches.values() if batch.ended and batch not in batches]
+        shown = [*batches, *resolved]
         failures, self._failures = self._failures, []
-        for lot in shown:
-            failures += lot.failures
-            lot.failures = []
+        for batch in shown:
+            failures += batch.failures
+            batch.failures = []
         report = Report(
-            outcomes=tuple(outcome for lot in shown for outcome in lot.outcomes()), failures=tuple(failures)
+            outcomes=tuple(outcome for batch in shown for outcome in batch.outcomes()), failures=tuple(failures)
         )
-        self._ended |= {name for name, lot in self._lots.items() if lot.ended}
-        self._lots = {name: lot for name, lot in self._lots.items() if not lot.ended}
+        self._ended |= {name for name, batch in self._batches.items() if batch.ended}
+        self._batches = {name: batch for name, batch in self._batches.items() if not batch.ended}
         return report
 
     @staticmethod

@@ -8,7 +8,7 @@
     COMMITTING   ---- Commit ---->        OWNED                   adopted
     RELEASED     <-- Committed ---                                the sender frees its pages
 
-Who owns the sequences of a lot:
+Who owns the sequences of a batch:
 
 - The sender, until it has seen Stored and sent Commit; the receiver, from its receipt of Commit on. While Commit is on
   its way the sender runs them no more but keeps them whole, and the receiver does not run them yet.
@@ -43,7 +43,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 
 class Owner(enum.Enum):
-    """Who owns a lot, as one side sees it."""
+    """Who owns a batch, as one side sees it."""
 
     SENDER = "sender"
     RECEIVER = "receiver"
@@ -192,19 +192,19 @@ def _receiver_table() -> dict[tuple[ReceiverState, ReceiverEvent], ReceiverStep]
 SENDER_TRANSITIONS = _sender_table()
 RECEIVER_TRANSITIONS = _receiver_table()
 
-SENDER_ENDS = frozenset({SenderState.RELEASED, SenderState.KEPT, SenderState.RECLAIMED})
-RECEIVER_ENDS = frozenset({ReceiverState.OWNED, ReceiverState.DROPPED})
+SENDER_END_STATES = frozenset({SenderState.RELEASED, SenderState.KEPT, SenderState.RECLAIMED})
+RECEIVER_END_STATES = frozenset({ReceiverState.OWNED, ReceiverState.DROPPED})
 
 
 def sender_view(state: SenderState) -> Owner:
-    """Whose the lot is as the sender knows it."""
+    """Whose the batch is as the sender knows it."""
     if state is SenderState.COMMITTING:
         return Owner.IN_DOUBT
     return Owner.RECEIVER if state is SenderState.RELEASED else Owner.SENDER
 
 
 def receiver_view(state: ReceiverState) -> Owner:
-    """Whose the lot is as the receiver knows it."""
+    """Whose the batch is as the receiver knows it."""
     if state is ReceiverState.STORED:
         return Owner.IN_DOUBT
     return Owner.RECEIVER if state is ReceiverState.OWNED else Owner.SENDER

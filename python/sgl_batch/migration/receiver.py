@@ -1,22 +1,32 @@
-"""Owns the receiver's side of one lot: reserves, receives, adopts. When, and who owns what, the protocol says."""
+"""Owns the receiver's side of one batch: reserves, receives, adopts. When, and who owns what, the protocol says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from sgl_batch.distributed.transport import Transfer
-from sgl_batch.migration.ends import Ends
+from sgl_batch.migration.endpoints import Endpoints
 from sgl_batch.migration.header import SequenceHeader
-from sgl_batch.migration.lot_side import LotSide, Rules
-from sgl_batch.migration.messages import Abort, Accept, Commit, Committed, LotId, Message, Offer, Refuse, Stored
+from sgl_batch.migration.messages import (
+    Abort,
+    Accept,
+    Commit,
+    Committed,
+    Message,
+    MigrationBatchId,
+    Offer,
+    Refuse,
+    Stored,
+)
 from sgl_batch.migration.outcome import Result
 from sgl_batch.migration.protocol import (
-    RECEIVER_ENDS,
+    RECEIVER_END_STATES,
     RECEIVER_TRANSITIONS,
     ReceiverAction,
     ReceiverEvent,
     ReceiverState,
 )
+from sgl_batch.migration.protocol_endpoint import ProtocolEndpoint, Rules
 from sgl_batch.migration.store import Refusal, Reservation, layout_fault
 
 _RULES = Rules(
@@ -26,30 +36,30 @@ _RULES = Rules(
     peer_dead=ReceiverEvent.PEER_DEAD,
     before_transfer=frozenset({ReceiverState.AWAITING, ReceiverState.JUDGING}),
     transferring=ReceiverState.RECEIVING,
-    ends=RECEIVER_ENDS,
+    end_states=RECEIVER_END_STATES,
     results={ReceiverState.OWNED: Result.ADOPTED, ReceiverState.DROPPED: Result.NOT_ADOPTED},
     moved=ReceiverState.OWNED,
     no_room=Result.NOT_ADOPTED,
 )
 
 
-class ReceiverLot(LotSide[ReceiverState, ReceiverEvent, ReceiverAction]):
+class ReceiverEndpoint(ProtocolEndpoint[ReceiverState, ReceiverEvent, ReceiverAction]):
     """The sequences that come to this rank from one other at one boundary."""
 
-    def __init__(self, lot: LotId, sequence_ids: Sequence[str], ends: Ends) -> None:
-        super().__init__(lot, lot.source, sequence_ids, ends, _RULES, ReceiverState.AWAITING)
+    def __init__(self, batch: MigrationBatchId, sequence_ids: Sequence[str], endpoints: Endpoints) -> None:
+        super().__init__(batch, batch.source, sequence_ids, endpoints, _RULES, ReceiverState.AWAITING)
         self._offered: list[SequenceHeader] = []
         self._reserved: list[tuple[SequenceHeader, Reservation]] = []
 
     def _actions(self) -> Mapping[ReceiverAction, Callable[[], None]]:
         return {
             ReceiverAction.JUDGE: self._judge,
-            ReceiverAction.SEND_ACCEPT: lambda: self._send(Accept(lot=self.id, refused=self._refused)),
-            ReceiverAction.SEND_REFUSE: lambda: self._send(Refuse(lot=self.id, refused=self._refused)),
+            ReceiverAction.SEND_ACCEPT: lambda: self._send(Accept(batch=self.id, refused=self._refused)),
+            ReceiverAction.SEND_REFUSE: lambda: self._send(Refuse(batch=self.id, refused=self._refused)),
             ReceiverAction.RECEIVE_DATA: self._ask_for_data,
-            ReceiverAction.SEND_STORED: lambda: self._send(Stored(lot=self.id)),
+            ReceiverAction.SEND_STORED: lambda: self._send(Stored(batch=self.id)),
             ReceiverAction.ADOPT: self._adopt,
-            ReceiverAction.SEND_COMMITTED: lambda: self._send(Committed(lot=self.id)),
+            ReceiverAction.SEND_COMMITTED: lambda: self._send(Committed(batch=self.id)),
             ReceiverAction.SEND_ABORT: self._send_abort,
             ReceiverAction.FREE: self._free,
         }
@@ -66,13 +76,13 @@ class ReceiverLot(LotSide[ReceiverState, ReceiverEvent, ReceiverAction]):
 
     def _begin_transfer(self) -> Transfer:
         tensors = [t for _, reservation in self._reserved for t in reservation.tensors]
-        return self._ends.transport.recv(tensors, self.peer, self.id.boundary, self._ends.channel.wake)
+        return self._endpoints.transport.recv(tensors, self.peer, self.id.boundary, self._endpoints.channel.wake)
 
     def _transferred(self) -> None:
         self._apply(ReceiverEvent.ARRIVED)
 
     def _judge(self) -> None:
-        store = self._ends.store
+        store = self._endpoints.store
         for header in self._offered:
             answer = store.reserve(header)
             if isinstance(answer, Refusal):
@@ -80,7 +90,7 @@ class ReceiverLot(LotSide[ReceiverState, ReceiverEvent, ReceiverAction]):
             elif fault := layout_fault(header, answer.tensors):
                 store.cancel(header, answer)
                 self._refused[header.sequence_id] = (
-                    f"what rank {self._ends.channel.rank} reserved does not fit: {fault}"
+                    f"what rank {self._endpoints.channel.rank} reserved does not fit: {fault}"
                 )
             else:
                 self._reserved.append((header, answer))
@@ -88,9 +98,9 @@ class ReceiverLot(LotSide[ReceiverState, ReceiverEvent, ReceiverAction]):
 
     def _adopt(self) -> None:
         for header, reservation in self._reserved:
-            self._ends.store.adopt(header, reservation)
+            self._endpoints.store.adopt(header, reservation)
 
     def _free(self) -> None:
         self._stop_data()
         for header, reservation in self._reserved:
-            self._ends.store.cancel(header, reservation)
+            self._endpoints.store.cancel(header, reservation)

@@ -1,4 +1,4 @@
-"""Owns the sender's side of one lot: exports, sends, releases. When, and who owns what, the protocol says."""
+"""Owns the sender's side of one batch: exports, sends, releases. When, and who owns what, the protocol says."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sgl_batch.distributed.rank_errors import RankError
 from sgl_batch.distributed.transport import Transfer
-from sgl_batch.migration.ends import Ends
-from sgl_batch.migration.lot_side import LotSide, Rules
-from sgl_batch.migration.messages import Abort, Accept, Commit, Committed, LotId, Message, Offer, Refuse, Stored
+from sgl_batch.migration.endpoints import Endpoints
+from sgl_batch.migration.messages import (
+    Abort,
+    Accept,
+    Commit,
+    Committed,
+    Message,
+    MigrationBatchId,
+    Offer,
+    Refuse,
+    Stored,
+)
 from sgl_batch.migration.outcome import Result
-from sgl_batch.migration.protocol import SENDER_ENDS, SENDER_TRANSITIONS, SenderAction, SenderEvent, SenderState
+from sgl_batch.migration.protocol import SENDER_END_STATES, SENDER_TRANSITIONS, SenderAction, SenderEvent, SenderState
+from sgl_batch.migration.protocol_endpoint import ProtocolEndpoint, Rules
 from sgl_batch.migration.store import Export, layout_fault
 
 _RULES = Rules(
@@ -26,7 +36,7 @@ _RULES = Rules(
     peer_dead=SenderEvent.PEER_DEAD,
     before_transfer=frozenset({SenderState.OFFERED}),
     transferring=SenderState.SENDING,
-    ends=SENDER_ENDS,
+    end_states=SENDER_END_STATES,
     results={
         SenderState.RELEASED: Result.RELEASED,
         SenderState.KEPT: Result.KEPT,
@@ -37,17 +47,17 @@ _RULES = Rules(
 )
 
 
-class SenderLot(LotSide[SenderState, SenderEvent, SenderAction]):
+class SenderEndpoint(ProtocolEndpoint[SenderState, SenderEvent, SenderAction]):
     """The sequences that go from this rank to one other at one boundary."""
 
-    def __init__(self, lot: LotId, sequence_ids: Sequence[str], ends: Ends) -> None:
-        super().__init__(lot, lot.target, sequence_ids, ends, _RULES, SenderState.OFFERED)
+    def __init__(self, batch: MigrationBatchId, sequence_ids: Sequence[str], endpoints: Endpoints) -> None:
+        super().__init__(batch, batch.target, sequence_ids, endpoints, _RULES, SenderState.OFFERED)
         self._exports: dict[str, Export] = {}
 
     def _actions(self) -> Mapping[SenderAction, Callable[[], None]]:
         return {
             SenderAction.SEND_DATA: self._ask_for_data,
-            SenderAction.SEND_COMMIT: lambda: self._send(Commit(lot=self.id)),
+            SenderAction.SEND_COMMIT: lambda: self._send(Commit(batch=self.id)),
             SenderAction.SEND_ABORT: self._send_abort,
             SenderAction.STOP_DATA: self._stop_data,
             SenderAction.RELEASE: self._release,
@@ -56,12 +66,12 @@ class SenderLot(LotSide[SenderState, SenderEvent, SenderAction]):
     def start(self) -> None:
         """Export the sequences and offer them."""
         for sequence_id in self._sequence_ids:
-            export = self._ends.store.export(sequence_id)
+            export = self._endpoints.store.export(sequence_id)
             fault = layout_fault(export.header, export.tensors)
             assert fault is None, f"the store exports sequence {sequence_id} with {fault}"
             self._exports[sequence_id] = export
         try:
-            self._send(Offer(lot=self.id, headers=[export.header for export in self._exports.values()]))
+            self._send(Offer(batch=self.id, headers=[export.header for export in self._exports.values()]))
         except RankError as error:
             self.fail(error)
 
@@ -76,7 +86,7 @@ class SenderLot(LotSide[SenderState, SenderEvent, SenderAction]):
 
     def _begin_transfer(self) -> Transfer:
         tensors = [t for export in self._accepted() for t in export.tensors]
-        return self._ends.transport.send(tensors, self.peer, self.id.boundary, self._ends.channel.wake)
+        return self._endpoints.transport.send(tensors, self.peer, self.id.boundary, self._endpoints.channel.wake)
 
     def _accepted(self) -> list[Export]:
         return [export for name, export in self._exports.items() if name not in self._refused]
@@ -84,8 +94,8 @@ class SenderLot(LotSide[SenderState, SenderEvent, SenderAction]):
     def _release(self) -> None:
         if self._transfer is not None:  # the receiver has everything, so the transfer ends now if it has not
             try:
-                self._transfer.wait(self._ends.step_timeout_s)
+                self._transfer.wait(self._endpoints.step_timeout_s)
             except RankError:
                 self._transfer.abandon()
         for export in self._accepted():
-            self._ends.store.release(export.header.sequence_id)
+            self._endpoints.store.release(export.header.sequence_id)

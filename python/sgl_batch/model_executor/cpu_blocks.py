@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers import latent_attention
 from sgl_batch.layers.packed_weights import PackedWeights
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertSums, add_shared
 from sgl_batch.model_executor.families import CommunicatingFamily
 from sgl_batch.sglang_adapter.layers import put_forward_under, put_forwards_under

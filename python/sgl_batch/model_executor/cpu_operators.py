@@ -16,13 +16,10 @@ from sgl_batch.layers.moe import cpu_topk
 from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.packed_weights import PackedWeights
-from sgl_batch.mem_cache.expert_slots import ExpertSlots
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_blocks import CpuBlocks
 from sgl_batch.model_executor.cpu_mlp import CpuMlps
 from sgl_batch.model_executor.families import CommunicatingFamily, Family, family_of
-from sgl_batch.model_executor.streamed_weights import stream_experts
-from sgl_batch.model_executor.weight_streamer import WeightStreamer
 from sgl_batch.sglang_adapter.layers import (
     StandardCombineInput,
     UnquantizedFusedMoEMethod,
@@ -42,6 +39,9 @@ from sgl_batch.sglang_adapter.types.models import (
     RoutedRows,
     Router,
 )
+from sgl_batch.weights.expert_slots import ExpertSlots
+from sgl_batch.weights.streamed_weights import stream_experts
+from sgl_batch.weights.weight_streamer import WeightStreamer
 
 
 class CpuOperators:

@@ -10,7 +10,7 @@ import torch
 from sgl_batch.core.device_budget import ModelShape
 from sgl_batch.core.gpu_reserves import GpuUse
 from sgl_batch.core.model_numbers import KEPT_EXACT, Value, number, shape_of
-from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.sglang_adapter.forward import decode_graph_rows
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.triton_attention import decode_kv_splits
@@ -55,7 +55,7 @@ def _values(model_config: ModelConfig) -> Value:
 
 
 def gpu_use(
-    server_args: ServerArgs, model_config: ModelConfig, place: RankPlace | None, *, decode_rows: int, processors: int
+    server_args: ServerArgs, model_config: ModelConfig, place: RankContext | None, *, decode_rows: int, processors: int
 ) -> GpuUse:
     """What a rank with these arguments does on its GPU, which has so many processors, beside computing its layers.
 

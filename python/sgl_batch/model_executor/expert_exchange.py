@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from sgl_batch.layers.moe.token_dispatcher import TokenDispatcher
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.families import ExpertBlock, Family
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.models import ExpertLayer

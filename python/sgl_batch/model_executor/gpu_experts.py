@@ -17,13 +17,13 @@ from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner, installed_on_gpu
-from sgl_batch.mem_cache.device_expert_slots import CudaPrefetchStream, DeviceExpertSlots, PrefetchStream
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.expert_trial import LayerCall
-from sgl_batch.model_executor.streamed_weights import stream_experts_to_device
-from sgl_batch.model_executor.weight_streamer import WeightStreamer
 from sgl_batch.sglang_adapter.layers import expert_layers, put_experts_under, sglang_expert_sums, sglang_experts_of
 from sgl_batch.sglang_adapter.types.models import ExpertLayer
+from sgl_batch.weights.device_expert_slots import CudaPrefetchStream, DeviceExpertSlots, PrefetchStream
+from sgl_batch.weights.streamed_weights import stream_experts_to_device
+from sgl_batch.weights.weight_streamer import WeightStreamer
 
 logger = logging.getLogger(__name__)
 

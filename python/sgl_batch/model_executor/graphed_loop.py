@@ -16,9 +16,9 @@ import torch
 
 from sgl_batch.core.graph_capture import Captures
 from sgl_batch.core.plan import PhasePlan, row_spans
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cuda_graphs import CaptureError, Graphs
-from sgl_batch.model_executor.fixed_rows import FixedRows
+from sgl_batch.model_executor.graph_inputs import GraphInputs
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class GraphedLoop:
         dtype: torch.dtype,
     ) -> None:
         self.captures = Captures(budget_bytes)
-        self.rows: FixedRows | None = None
+        self.rows: GraphInputs | None = None
         self._graphs, self._counters = graphs, counters
         self._most_rows, self._most_slots = most_rows, most_slots
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -71,7 +71,7 @@ class GraphedLoop:
         # The next pass overwrites it.
         return rows.hidden[:num_rows].clone()
 
-    def _replay_or_capture(self, size: int, rows: FixedRows, forward_batch: ForwardBatch, compute: Compute) -> None:
+    def _replay_or_capture(self, size: int, rows: GraphInputs, forward_batch: ForwardBatch, compute: Compute) -> None:
         replay = self._replays.get(size)
         if replay is not None:
             replay()
@@ -105,10 +105,10 @@ class GraphedLoop:
         self._counters.add("graph_bytes", -self.captures.forget())
         self._limits = limits
 
-    def _lay_out(self, forward_batch: ForwardBatch) -> FixedRows:
+    def _lay_out(self, forward_batch: ForwardBatch) -> GraphInputs:
         """The memory that stays, made when a pass first needs it."""
         if self.rows is None:
-            self.rows = FixedRows(self._most_rows, forward_batch, self._hidden_size, self._dtype)
+            self.rows = GraphInputs(self._most_rows, forward_batch, self._hidden_size, self._dtype)
             self.captures.spend(self.rows.num_bytes)
             self._counters.add("graph_bytes", self.rows.num_bytes)
         return self.rows

@@ -15,8 +15,8 @@ import torch
 from sgl_batch.core.plan import PhasePlan, Plan, row_spans
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.units import ATTENTION, EXPERTS, HEAD, PassShape, Unit, static_order
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.batch_split import SubBatch, split
-from sgl_batch.model_executor.counters import Counters
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family
 from sgl_batch.model_executor.graphed_loop import GraphedLoop

@@ -17,16 +17,15 @@ from sgl_batch.core.model_refusals import check_without_adapter
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.core.supported_models import forward_text
-from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
-from sgl_batch.layers.huge_pages import huge_parameters
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
-from sgl_batch.layers.unloaded_experts import unloaded_experts
-from sgl_batch.mem_cache.expert_checkpoint import is_expert_weight
-from sgl_batch.mem_cache.gpu_memory import read_gpu
 from sgl_batch.mem_cache.page_allocator import PageAllocator
-from sgl_batch.mem_cache.process_memory import forget_peak, resident_bytes
+from sgl_batch.memory.gpu_memory import read_gpu
+from sgl_batch.memory.huge_pages import huge_parameters
+from sgl_batch.memory.process_memory import forget_peak, resident_bytes
+from sgl_batch.metrics.sampled_parts import DECODE, MIXED, PREFILL, SAMPLING
 from sgl_batch.model_executor.attention_window import check_window
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.device_needs import gpu_use, model_shape, resident_weight_bytes
@@ -36,10 +35,8 @@ from sgl_batch.model_executor.families import Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.graphed_loop import GraphedLoop
 from sgl_batch.model_executor.layer_runner import LayerRunner
-from sgl_batch.model_executor.loaded_weights import LoadedWeights
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.model_executor.sampled_parts import DECODE, MIXED, PREFILL, SAMPLING
 from sgl_batch.model_executor.yield_callback import YieldCallback, find_on_yield
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, choosing_layers
@@ -60,6 +57,9 @@ from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.private_ports import on_this_machine
 from sgl_batch.sglang_adapter.ranks import expert_shard
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
+from sgl_batch.weights.expert_checkpoint import is_expert_weight
+from sgl_batch.weights.loaded_weights import LoadedWeights
+from sgl_batch.weights.unloaded_experts import unloaded_experts
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +323,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             num_ranks=1 if self._place is None else self._place.topology.num_ranks,
         )
 
-    def _exchange(self, place: RankPlace, family: Family) -> ExpertExchange | None:
+    def _exchange(self, place: RankContext, family: Family) -> ExpertExchange | None:
         """The way to the other ranks' experts; None for a model without any, which each rank has whole.
 
         Every rank makes its own at this point.
@@ -343,7 +343,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         sums = self._operators.expert_sums
         return ExpertExchange(dispatcher, sums, self._counters)
 
-    def _token_dispatcher(self, place: RankPlace) -> str:
+    def _token_dispatcher(self, place: RankContext) -> str:
         wanted = self.context.config.ranks.token_dispatcher
         if wanted != "auto":
             return wanted

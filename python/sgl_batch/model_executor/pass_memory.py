@@ -12,12 +12,12 @@ import torch
 from sgl_batch.core.device_budget import ModelShape, pass_bytes
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan_in_force import PlanInForce
-from sgl_batch.mem_cache.free_memory import free_bytes, give_back_heap
-from sgl_batch.mem_cache.page_advice import HUGE_PAGE_BYTES
-from sgl_batch.mem_cache.process_memory import resident_bytes
-from sgl_batch.model_executor.weight_streamer import ResizableSlots, WeightStreamer
+from sgl_batch.memory.free_memory import free_bytes, give_back_heap
+from sgl_batch.memory.page_advice import HUGE_PAGE_BYTES
+from sgl_batch.memory.process_memory import resident_bytes
 from sgl_batch.sglang_adapter.forward import is_greedy
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.weights.weight_streamer import ResizableSlots, WeightStreamer
 
 
 class UntouchedPages:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan_in_force import PlanInForce
-from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.rendezvous import Rendezvous
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.cuda_graphs import Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
@@ -31,7 +31,7 @@ class RunContext:
     cpu_operators: CpuOperators | None = None
     gpu_experts: GpuExperts | None = None
     graphs: Graphs | None = None
-    place: RankPlace | None = None
+    place: RankContext | None = None
     budget: TimeBudget = field(default_factory=TimeBudget)
 
     @property

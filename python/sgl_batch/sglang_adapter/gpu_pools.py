@@ -6,7 +6,7 @@ tested; not yet run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
@@ -56,7 +56,7 @@ class GpuPagePool(MHATokenToKVPool):  # type: ignore[misc]
         """What a layer's pages consist of, each [num_pages, page_size, heads, head_dim]."""
         return _by_page(self.k_buffer[layer], self.page_size), _by_page(self.v_buffer[layer], self.page_size)
 
-    def redirect(self, parts: Seq[tuple[torch.Tensor, ...]], first_page: int) -> None:
+    def redirect(self, parts: Sequence[tuple[torch.Tensor, ...]], first_page: int) -> None:
         """Let layers read and write other memory: `parts` of each as in page_parts, with pages from `first_page` on."""
         self.k_buffer = [keys.flatten(0, 1) for keys, _ in parts]
         self.v_buffer = [values.flatten(0, 1) for _, values in parts]
@@ -95,7 +95,7 @@ class GpuLatentPool(MLATokenToKVPool):  # type: ignore[misc]
         """What a layer's pages consist of: [num_pages, page_size, 1, row]."""
         return (_by_page(self.kv_buffer[layer], self.page_size),)
 
-    def redirect(self, parts: Seq[tuple[torch.Tensor, ...]], first_page: int) -> None:
+    def redirect(self, parts: Sequence[tuple[torch.Tensor, ...]], first_page: int) -> None:
         """As GpuPagePool's."""
         self.kv_buffer = [rows.flatten(0, 1) for (rows,) in parts]
         self.first_page = first_page

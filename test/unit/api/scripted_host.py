@@ -14,11 +14,11 @@ import sys
 from collections.abc import Mapping
 
 from sgl_batch.core.answers import EngineStats, LineResponse
-from sgl_batch.core.token_record import TokenRecord
-from sgl_batch.distributed.line_channel import serve_lines
-from sgl_batch.distributed.line_frames import Failed, Frames, FromFront, Ready
+from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.engine.line_channel import serve_lines
+from sgl_batch.engine.line_frames import Failed, Frames, FromFront, Ready
+from sgl_batch.engine.parent_link import ParentLink, read_link
 from sgl_batch.errors import BAD_USAGE, EngineError
-from sgl_batch.managers.front_link import FrontLink, read_link
 
 COMMAND = (sys.executable, __file__)
 
@@ -30,7 +30,7 @@ class ScriptedEngine:
         self.num_answered = 0
         self.paused = False
 
-    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput) -> LineResponse:
         if "exit" in body:
             os._exit(int(str(body["exit"])))
         if "die" in body:
@@ -58,7 +58,7 @@ async def start_child(num_bytes: int) -> int:
     return child.pid
 
 
-async def serve(link: FrontLink) -> int:
+async def serve(link: ParentLink) -> int:
     frames: Frames[FromFront] = Frames(*await asyncio.open_unix_connection(link.socket), FromFront)
     await frames.send(Ready(served_model_names=("tiny",)))
     death = await serve_lines(frames, ScriptedEngine())

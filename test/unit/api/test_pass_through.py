@@ -15,9 +15,9 @@ from aiohttp import web
 from served_app import served
 from yarl import URL
 
-from sgl_batch.api.host_process import EngineHttp
 from sgl_batch.api.pass_through import PassThrough
 from sgl_batch.api.supervisor import EngineState
+from sgl_batch.engine.engine_process import EngineHttp
 
 KEY = "internal"
 LONG = b"x" * 3_000_000

@@ -15,7 +15,7 @@ TWO_PAGES = 120
 NO_ENGINE = "assert not {'torch', 'sglang', 'uvicorn'} & set(sys.modules)"
 
 
-@pytest.mark.parametrize("program", ["sgl_batch.cli:serve", "sgl_batch.launch_server:"])
+@pytest.mark.parametrize("program", ["sgl_batch.cli.main:serve", "sgl_batch.launch_server:"])
 def test_help_is_two_pages_without_the_engines_libraries(program: str) -> None:
     module, _, command = program.partition(":")
     argv = [*([command] if command else []), "--help"]

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from scripted_host import COMMAND
 
-from sgl_batch.api import host_process as host_module
 from sgl_batch.api import supervisor as supervisor_module
 from sgl_batch.api.supervisor import EngineSupervisor
+from sgl_batch.engine import engine_process as host_module
 from sgl_batch.errors import EngineError
 
 WITHIN_S = 20

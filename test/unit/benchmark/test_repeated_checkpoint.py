@@ -12,7 +12,7 @@ from gpu_comparison.shapes import tiny
 from safetensors import safe_open
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.mem_cache.expert_checkpoint import find_experts
+from sgl_batch.weights.expert_checkpoint import find_experts
 
 
 @pytest.fixture

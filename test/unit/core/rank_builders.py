@@ -6,7 +6,7 @@ from sequence_builders import plan, sequence
 
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import Movable, RankState
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 
 PLAN = plan(b_moe=8, boundary_tokens=4, refill_watermark=0.75, ready_target=12)
 
@@ -21,10 +21,10 @@ def running(count: int, first: int = 0, **fields) -> list[Movable]:
 
 def rank(
     *,
-    queued: list[Sequence] | None = None,
+    queued: list[SequenceState] | None = None,
     ready: list[Movable] | None = None,
     runs: list[Movable] | None = None,
-    unmovable_ready: list[Sequence] | None = None,
+    unmovable_ready: list[SequenceState] | None = None,
     unmovable_running: int = 0,
     free_pages: int = 1000,
     free_slots: int = 64,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_batch.core.plan import PhasePlan, Plan
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 
 
 def sequence(
@@ -17,9 +17,9 @@ def sequence(
     group: str | None = None,
     choice: int = 0,
     status: Status = Status.QUEUED,
-) -> Sequence:
+) -> SequenceState:
     """A sequence named after its arrival."""
-    return Sequence(
+    return SequenceState(
         sequence_id=f"s{arrival}",
         arrival=arrival,
         prompt_tokens=prompt,
@@ -30,7 +30,7 @@ def sequence(
     )
 
 
-def choices(count: int, *, first: int = 0, group: str = "g", prompt: int = 10, new: int = 5) -> list[Sequence]:
+def choices(count: int, *, first: int = 0, group: str = "g", prompt: int = 10, new: int = 5) -> list[SequenceState]:
     """The choices of one request, which arrive together; the first leads."""
     return [sequence(first + index, prompt=prompt, new=new, group=group, choice=index) for index in range(count)]
 

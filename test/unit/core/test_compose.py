@@ -16,19 +16,19 @@ from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.rank_agreement import Migration, RankState, decide_group
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.store_policies import Exclusive
 from sgl_batch.errors import ConfigError
 
 
-def state(*queued: Sequence, running: int = 4, begun: Sequence | None = None, **changes: object) -> State:
+def state(*queued: SequenceState, running: int = 4, begun: SequenceState | None = None, **changes: object) -> State:
     counts = {"steps": 1, "slots": 16, "free_slots": 8, "filling": False, "changed": False, **changes}
     return State(queued=queued, ready=(), running=running, begun=begun, **counts)
 
 
 def kv(pages: int = 100) -> KVState:
     ledger = PageLedger(pages, 8)
-    return KVState(device=ledger, admission=ledger, runners=tuple, foresee=lambda _: None)
+    return KVState(device=ledger, admission=ledger, runners=tuple, estimate_shared=lambda _: None)
 
 
 def chunks_of(at: State, *, mix: int, pages: int = 100) -> list[tuple[str, int, int]]:
@@ -37,7 +37,7 @@ def chunks_of(at: State, *, mix: int, pages: int = 100) -> list[tuple[str, int, 
     return [(chunk.sequence.sequence_id, chunk.start, chunk.tokens) for chunk in step.prefill]
 
 
-def computed(arrival: int, *, prompt: int, tokens: int) -> Sequence:
+def computed(arrival: int, *, prompt: int, tokens: int) -> SequenceState:
     """A sequence of whose prompt so many tokens are computed."""
     return dataclasses.replace(sequence(arrival, prompt=prompt, status=Status.PREFILLING), computed_tokens=tokens)
 
@@ -82,7 +82,7 @@ def test_nothing_begins_without_pages_for_all_of_it_and_a_slot(pages, free_slots
 
 def test_where_a_page_lies_in_one_tier_no_prompt_is_cut():
     device, both = PageLedger(50, 8), PageLedger(50, 8, overflow_pages=50)
-    stores = KVState(device=device, admission=both, runners=tuple, foresee=lambda _: None, store_free=50)
+    stores = KVState(device=device, admission=both, runners=tuple, estimate_shared=lambda _: None, store_free=50)
     view = StepView(state=state(sequence(0, prompt=10), sequence(1, prompt=50)), kv=stores, plan=plan(mix_prefill=30))
     step = MixPrefill().compose(view, Exclusive())
     assert [(chunk.sequence.sequence_id, chunk.tokens) for chunk in step.prefill] == [("s0", 10)]

@@ -13,7 +13,7 @@ from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequencesView
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 
@@ -25,7 +25,7 @@ class CountedView(SequencesView):
 
     num_read = 0
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         for one in super().__iter__():
             self.num_read += 1
             yield one
@@ -57,7 +57,7 @@ def num_read(policy: KVPolicy, *, streams: bool, queued: int, ready: int) -> int
         device=device,
         admission=admission,
         runners=lambda: running,
-        foresee=lambda leaders: [next(leaders) for _ in range(20)] and None,
+        estimate_shared=lambda leaders: [next(leaders) for _ in range(20)] and None,
         store_free=1 << 20,
         streams=streams,
     )

@@ -8,7 +8,7 @@ import pytest
 from sequence_builders import plan, sequence
 
 from sgl_batch.core.admission import Admission, refusal, select_prefill_group
-from sgl_batch.core.exclusive import Rooms, placed, stays_on_device
+from sgl_batch.core.exclusive import TierCapacity, assign_tier, stays_on_device
 from sgl_batch.core.page_ledger import PageLedger
 
 PLAN = plan(b_moe=4, boundary_tokens=8, page_size=8)
@@ -21,58 +21,60 @@ def unit(arrival: int, *, prompt: int = 16, new: int = 40, followers: int = 0) -
     return Admission(leader=leader, followers=others)
 
 
-def chosen(units: list[Admission], rooms: Rooms, *, store_pages: int = 20) -> list[Admission]:
-    return list(placed(units, rooms, PageLedger(20, 8, overflow_pages=store_pages), PLAN))
+def chosen(units: list[Admission], capacity: TierCapacity, *, store_pages: int = 20) -> list[Admission]:
+    return list(assign_tier(units, capacity, PageLedger(20, 8, overflow_pages=store_pages), PLAN))
 
 
-def on_device(units: list[Admission], rooms: Rooms) -> bool:
-    return stays_on_device(units, rooms, PageLedger(20, 8, overflow_pages=20), PLAN)
+def on_device(units: list[Admission], capacity: TierCapacity) -> bool:
+    return stays_on_device(units, capacity, PageLedger(20, 8, overflow_pages=20), PLAN)
 
 
 def test_prompts_stay_on_the_device_as_far_as_they_can_run_there():
-    units, rooms = [unit(i) for i in range(4)], Rooms(device=13, store=100)
-    assert chosen(units, rooms) == units[:3]
-    assert on_device(units[:3], rooms)
-    assert not on_device(units, rooms)
+    units, capacity = [unit(i) for i in range(4)], TierCapacity(device=13, store=100)
+    assert chosen(units, capacity) == units[:3]
+    assert on_device(units[:3], capacity)
+    assert not on_device(units, capacity)
 
 
 @pytest.mark.parametrize("device", [None, 3])
 def test_prompts_go_to_the_store_where_somebody_waits_there_or_the_device_is_full(device):
-    units, rooms = [unit(i) for i in range(4)], Rooms(device=device, store=7)
-    assert chosen(units, rooms) == units[:3], "two pages of each prompt"
-    assert not on_device(units[:3], rooms)
+    units, capacity = [unit(i) for i in range(4)], TierCapacity(device=device, store=7)
+    assert chosen(units, capacity) == units[:3], "two pages of each prompt"
+    assert not on_device(units[:3], capacity)
 
 
 def test_where_neither_tier_has_room_for_the_head_nobody_passes_it():
-    assert chosen([unit(0, prompt=80), unit(1)], Rooms(device=5, store=9)) == []
+    assert chosen([unit(0, prompt=80), unit(1)], TierCapacity(device=5, store=9)) == []
 
 
 def test_choices_begin_in_the_store_with_references_that_count():
     shared, alone = unit(0, followers=2), unit(9)
-    assert chosen([shared, alone], Rooms(device=20, store=6)) == [shared]
-    assert not on_device([shared], Rooms(device=20, store=6))
-    assert chosen([shared], Rooms(device=20, store=5)) == []
-    assert chosen([alone, shared], Rooms(device=20, store=20)) == [alone], (
+    assert chosen([shared, alone], TierCapacity(device=20, store=6)) == [shared]
+    assert not on_device([shared], TierCapacity(device=20, store=6))
+    assert chosen([shared], TierCapacity(device=20, store=5)) == []
+    assert chosen([alone, shared], TierCapacity(device=20, store=20)) == [alone], (
         "what stays on the device is a group of its own"
     )
 
 
 def test_a_prompt_that_the_store_can_never_hold_for_all_choices_comes_alone():
     shared = unit(0, followers=2)
-    assert chosen([shared, unit(9)], Rooms(device=20, store=5), store_pages=5) == [Admission(leader=shared.leader)]
+    assert chosen([shared, unit(9)], TierCapacity(device=20, store=5), store_pages=5) == [
+        Admission(leader=shared.leader)
+    ]
 
 
 def test_prompts_that_cannot_be_computed_on_their_way_to_the_store_wait_for_room_on_the_device():
     units = [unit(i) for i in range(4)]
-    assert chosen(units, Rooms(device=13, store=100, to_store=False)) == units[:3]
-    assert chosen(units, Rooms(device=3, store=100, to_store=False)) == []
-    assert chosen(units, Rooms(device=None, store=100, to_store=False)) == []
+    assert chosen(units, TierCapacity(device=13, store=100, to_store=False)) == units[:3]
+    assert chosen(units, TierCapacity(device=3, store=100, to_store=False)) == []
+    assert chosen(units, TierCapacity(device=None, store=100, to_store=False)) == []
 
 
 def test_choices_compute_their_prompt_themselves_where_nothing_is_computed_on_its_way_to_the_store():
-    shared, rooms = unit(0, followers=2), Rooms(device=20, store=100, to_store=False)
-    assert chosen([shared, unit(9)], rooms) == [Admission(leader=shared.leader)]
-    assert on_device([Admission(leader=shared.leader)], rooms)
+    shared, capacity = unit(0, followers=2), TierCapacity(device=20, store=100, to_store=False)
+    assert chosen([shared, unit(9)], capacity) == [Admission(leader=shared.leader)]
+    assert on_device([Admission(leader=shared.leader)], capacity)
 
 
 def test_admission_counts_all_of_the_store_but_room_for_the_largest():

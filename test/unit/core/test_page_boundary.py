@@ -32,7 +32,7 @@ def state(**fields) -> State:
 
 def actions(pages: int = 1000, plan=PLAN, **fields):
     ledger = PageLedger(pages, 8)
-    kv = KVState(device=ledger, admission=ledger, runners=tuple, foresee=lambda _: None)
+    kv = KVState(device=ledger, admission=ledger, runners=tuple, estimate_shared=lambda _: None)
     return decide(state(**fields), kv, plan, DeviceOnly())
 
 

@@ -8,7 +8,7 @@ from array import array
 import pytest
 from sequence_builders import sequence
 
-from sgl_batch.core.prefixes import PrefixTree, foresee
+from sgl_batch.core.prefixes import PrefixTree, estimate_shared
 
 PAGE = 4
 
@@ -23,8 +23,8 @@ def tokens(*numbers: int) -> array[int]:
 
 
 def test_the_whole_pages_with_which_two_prompts_begin_are_shared(tree):
-    first = tree.hold("a", tokens(*range(11)))
-    second = tree.hold("b", tokens(*range(9), 77, 78, 79))
+    first = tree.match_and_insert("a", tokens(*range(11)))
+    second = tree.match_and_insert("b", tokens(*range(9), 77, 78, 79))
     assert (len(first.pages), first.shared) == (2, 0)
     assert (len(second.pages), second.shared) == (3, 2)
     assert second.found == first.pages
@@ -32,38 +32,38 @@ def test_the_whole_pages_with_which_two_prompts_begin_are_shared(tree):
 
 
 def test_a_page_is_the_same_only_behind_the_same_pages(tree):
-    tree.hold("a", tokens(*range(9)))
-    assert tree.hold("b", tokens(9, 9, 9, 9, *range(4, 9))).shared == 0
+    tree.match_and_insert("a", tokens(*range(9)))
+    assert tree.match_and_insert("b", tokens(9, 9, 9, 9, *range(4, 9))).shared == 0
 
 
 @pytest.mark.parametrize(("length", "shared"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
 def test_the_page_of_the_last_token_is_never_found(tree, length, shared):
-    tree.hold("a", tokens(*range(12)))
-    assert tree.hold("b", tokens(*range(length))).shared == shared
+    tree.match_and_insert("a", tokens(*range(12)))
+    assert tree.match_and_insert("b", tokens(*range(length))).shared == shared
 
 
 def test_an_equal_prompt_computes_its_last_page_for_itself_alone(tree):
-    tree.hold("a", tokens(*range(8)))
-    assert len(tree.hold("b", tokens(*range(8))).pages) == 1
+    tree.match_and_insert("a", tokens(*range(8)))
+    assert len(tree.match_and_insert("b", tokens(*range(8))).pages) == 1
     assert [page.key for page in tree.release("a")] == [tokens(*range(4, 8)).tobytes()]
     assert len(tree.release("b")) == 1
 
 
 def test_pages_of_one_that_has_ended_are_found_while_another_holds_them(tree):
-    tree.hold("a", tokens(*range(9)))
-    tree.hold("b", tokens(*range(9)))
+    tree.match_and_insert("a", tokens(*range(9)))
+    tree.match_and_insert("b", tokens(*range(9)))
     assert tree.release("a") == ()
-    assert tree.hold("c", tokens(*range(9))).shared == 2
+    assert tree.match_and_insert("c", tokens(*range(9))).shared == 2
     tree.release("b")
     assert len(tree.release("c")) == 2
-    assert tree.hold("d", tokens(*range(9))).shared == 0
+    assert tree.match_and_insert("d", tokens(*range(9))).shared == 0
 
 
 def test_pages_that_are_not_listed_are_held_only_with_their_owner(tree):
-    tree.hold("leader", tokens(*range(9)), listed=False)
-    assert tree.hold("other", tokens(*range(9))).shared == 0
-    assert tree.hold("again", tokens(*range(9)), listed=False).shared == 0
-    assert tree.hold_with("choice", "leader", 2).shared == 2
+    tree.match_and_insert("leader", tokens(*range(9)), listed=False)
+    assert tree.match_and_insert("other", tokens(*range(9))).shared == 0
+    assert tree.match_and_insert("again", tokens(*range(9)), listed=False).shared == 0
+    assert tree.match_as("choice", "leader", 2).shared == 2
     assert tree.num_pages == 6
     assert tree.release("leader") == ()
     assert len(tree.release("choice")) == 2
@@ -71,18 +71,21 @@ def test_pages_that_are_not_listed_are_held_only_with_their_owner(tree):
 
 def test_who_holds_nothing_has_nothing_to_release(tree):
     assert tree.release("a") == ()
-    assert tree.held("a").pages == ()
+    assert tree.match_of("a").pages == ()
 
 
 def test_foresight_is_what_claims_find_and_leaves_nothing_behind(tree):
     rng = random.Random(3)
     prompts = [tokens(*(rng.randrange(2) for _ in range(rng.randrange(1, 20)))) for _ in range(30)]
-    tree.hold("alive", prompts[0])
+    tree.match_and_insert("alive", prompts[0])
     before = tree.num_pages
     queue = [sequence(number, prompt=len(prompt)) for number, prompt in enumerate(prompts)]
-    foresee(zip(queue, [None, *prompts[1:]], strict=True), tree, rows=10_000)
+    estimate_shared(zip(queue, [None, *prompts[1:]], strict=True), tree, rows=10_000)
     assert tree.num_pages == before
-    found = [tree.hold(s.sequence_id, prompt).shared * PAGE for s, prompt in zip(queue[1:], prompts[1:], strict=True)]
+    found = [
+        tree.match_and_insert(s.sequence_id, prompt).shared * PAGE
+        for s, prompt in zip(queue[1:], prompts[1:], strict=True)
+    ]
     assert [s.shared_tokens for s in queue] == [0, *found]
     assert any(found)
 
@@ -96,7 +99,7 @@ def test_foresight_ends_with_the_first_that_a_group_has_no_room_for(tree):
             asked.append(each.arrival)
             yield each, tokens(*range(9))
 
-    foresee(prompts(), tree, rows=10)
+    estimate_shared(prompts(), tree, rows=10)
     assert asked == [0, 1, 2], "9 rows, then 1 each: the third is one too many"
 
 
@@ -117,16 +120,16 @@ def test_references_are_conserved_whoever_comes_and_goes(seed):
             known, found = set().union(*model.values()), 0
             while (found + 1) * PAGE < len(prompt) and path(prompt, found + 1) in known:
                 found += 1
-            hold = tree.hold(name, prompt)
-            assert hold.shared == found
-            assert len(hold.pages) - len(prompt) // PAGE in (0, -1)
-            alive[name], model[name] = prompt, {page_path(page) for page in hold.pages}
+            match = tree.match_and_insert(name, prompt)
+            assert match.shared == found
+            assert len(match.pages) - len(prompt) // PAGE in (0, -1)
+            alive[name], model[name] = prompt, {page_path(page) for page in match.pages}
         assert tree.num_pages == len(set().union(*model.values()))
-        assert sum(page.holders for page in all_pages(tree, alive)) == sum(len(tree.held(n).pages) for n in alive)
+        assert sum(page.holders for page in all_pages(tree, alive)) == sum(len(tree.match_of(n).pages) for n in alive)
     for name in list(alive):
         tree.release(name)
     assert tree.num_pages == 0
-    assert tree.hold("last", tokens(*[0] * 9)).shared == 0
+    assert tree.match_and_insert("last", tokens(*[0] * 9)).shared == 0
 
 
 def path(prompt: array[int], pages: int) -> bytes:
@@ -138,13 +141,13 @@ def page_path(page) -> bytes:
 
 
 def all_pages(tree, names):
-    return {id(page): page for name in names for page in tree.held(name).pages}.values()
+    return {id(page): page for name in names for page in tree.match_of(name).pages}.values()
 
 
 def test_a_tree_that_is_unlisted_gives_its_pages_to_nobody_and_takes_them_back(tree):
-    tree.hold("before", tokens(*range(9)))
-    tree.unlist()
-    assert tree.hold("after", tokens(*range(9))).shared == 0
-    assert tree.hold("behind", tokens(*range(9))).shared == 2
+    tree.match_and_insert("before", tokens(*range(9)))
+    tree.invalidate()
+    assert tree.match_and_insert("after", tokens(*range(9))).shared == 0
+    assert tree.match_and_insert("behind", tokens(*range(9))).shared == 2
     assert [len(tree.release(name)) for name in ("before", "after", "behind")] == [2, 0, 2]
     assert tree.num_pages == 0

@@ -71,7 +71,7 @@ def random_decision(rng: random.Random, name: str, policy) -> dict:
         device=device,
         admission=admission,
         runners=lambda: runners,
-        foresee=lambda _: None,
+        estimate_shared=lambda _: None,
         prompts=prompts,
         store_free=rng.randint(0, 100),
         arrived=rng.random() < 0.1,
@@ -181,7 +181,9 @@ def tight_boundary() -> dict:
     device.reserve("s0", 2)
     device.reserve("s1", 6)
     state = State(queued=[], ready=[waits], running=2, steps=4, slots=9, free_slots=9, filling=False)
-    kv = KVState(device=device, admission=PageLedger(99, 8), runners=lambda: [young, old], foresee=lambda _: None)
+    kv = KVState(
+        device=device, admission=PageLedger(99, 8), runners=lambda: [young, old], estimate_shared=lambda _: None
+    )
     observed = Observed(state, kv)
     policy = POLICIES["inclusive"]()
     return observed.record(PLAN, "inclusive", decide.decide(observed.state, observed.kv, PLAN, policy))

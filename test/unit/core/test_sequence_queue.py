@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import SequenceQueue
 
 
-def sequence(arrival: int, group: str | None = None) -> Sequence:
-    return Sequence(sequence_id=f"s{arrival}", arrival=arrival, prompt_tokens=10, max_new_tokens=5, prompt_group=group)
+def sequence(arrival: int, group: str | None = None) -> SequenceState:
+    return SequenceState(
+        sequence_id=f"s{arrival}", arrival=arrival, prompt_tokens=10, max_new_tokens=5, prompt_group=group
+    )
 
 
 def queue_of(*groups: str | None) -> SequenceQueue:

@@ -23,24 +23,24 @@ from sgl_batch.core.actions import (
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.decide import decide
 from sgl_batch.core.decode_streaming import StreamingChoice
-from sgl_batch.core.exclusive import Rooms
+from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.rank_agreement import Movable
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 
 PLAN = plan(b_moe=4, boundary_tokens=8, page_size=8)
 
 
-def waits(arrival: int, **fields) -> Sequence:
+def waits(arrival: int, **fields) -> SequenceState:
     made = sequence(arrival, prompt=8, new=100, status=Status.SUSPENDED)
     made.generated_tokens = 1
     return dataclasses.replace(made, **fields)
 
 
-def runs(arrival: int, generated: int = 1) -> Sequence:
+def runs(arrival: int, generated: int = 1) -> SequenceState:
     return dataclasses.replace(waits(arrival), status=Status.RUNNING, generated_tokens=generated)
 
 
@@ -63,7 +63,7 @@ def rank(running=(), ready=(), *, pages=50, held=(), returning=0, **kv_fields) -
         device=device,
         admission=kv_fields.pop("admission", PageLedger(1000, 8)),
         runners=lambda: list(running),
-        foresee=lambda _: None,
+        estimate_shared=lambda _: None,
         **kv_fields,
     )
     return state, kv
@@ -109,10 +109,10 @@ def test_prompts_stay_on_the_device_only_while_nothing_waits_in_the_store():
 def test_where_prompts_are_computed_on_the_device_alone_none_is_while_something_waits_in_the_store():
     policy, unit = Exclusive(to_store=False), (Admission(leader=sequence(5, prompt=8, new=20)),)
     state, kv = rank(store_free=100)
-    assert policy.rooms(state, kv, PLAN) == Rooms(device=50, store=100, to_store=False)
+    assert policy.capacity(state, kv, PLAN) == TierCapacity(device=50, store=100, to_store=False)
     assert policy.prefill(unit, state, kv, PLAN) == Prefill(units=unit, on_device=(3,))
     queued = rank([], [waits(1)], store_free=100)
-    assert policy.rooms(*queued, PLAN) == Rooms(device=None, store=100, to_store=False)
+    assert policy.capacity(*queued, PLAN) == TierCapacity(device=None, store=100, to_store=False)
     state, kv = dataclasses.replace(queued[0], queued=[unit[0].leader]), queued[1]
     assert [type(action) for action in decide(state, kv, PLAN, policy)] == [Sync, Restore, Join, BeginInterval]
     assert [type(action) for action in decide(state, kv, PLAN, Exclusive())] == [Prefill]

@@ -9,7 +9,7 @@ from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.residency import Residency, decide_residency
 from sgl_batch.core.resident_prompts import ResidentPrompts
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 
 
 class VirtualPressure:
@@ -18,26 +18,26 @@ class VirtualPressure:
     def __init__(self, pages: int, plan: Plan, *, restore_steps: int) -> None:
         self.ledger, self.plan, self.restore_steps = PageLedger(pages, plan.page_size), plan, restore_steps
         self.most_holders = plan.decode.b_moe
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
-        self.restoring: list[tuple[Sequence, int]] = []
-        self.finished: list[Sequence] = []
+        self.running: list[SequenceState] = []
+        self.waiting: list[SequenceState] = []
+        self.restoring: list[tuple[SequenceState, int]] = []
+        self.finished: list[SequenceState] = []
         self.prompts = ResidentPrompts[tuple[int, int]]()
         self._prompt_of: dict[str, list[tuple[int, int]]] = {}
         self.operations = self.suspensions = self.restores = self._clock = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """A sequence whose prompt is computed, and lies in the store."""
         sequence.status, sequence.generated_tokens = Status.READY, 1
         self._prompt_of[sequence.sequence_id] = self._shared_pages(sequence)
         self._wait(sequence)
 
-    def _shared_pages(self, sequence: Sequence) -> list[tuple[int, int]]:
+    def _shared_pages(self, sequence: SequenceState) -> list[tuple[int, int]]:
         """The pages of its prompt that others can have as well."""
         full = sequence.prompt_tokens // self.plan.page_size
         return [(sequence.arrival % 3, number) for number in range(full)]
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: SequenceState) -> None:
         self._clock += 1
         sequence.waits_since = self._clock
         self.waiting.append(sequence)
@@ -47,7 +47,7 @@ class VirtualPressure:
         while self.waiting or self.running or self.restoring:
             self.page()
 
-    def _leaves_device(self, sequence: Sequence) -> None:
+    def _leaves_device(self, sequence: SequenceState) -> None:
         """Its KV is in the store, as all that is waited for."""
 
     def page(self) -> None:
@@ -131,14 +131,14 @@ class VirtualPressure:
                 self._ends(sequence)
         self._conserve()
 
-    def _ends(self, sequence: Sequence) -> None:
+    def _ends(self, sequence: SequenceState) -> None:
         self.finished.append(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: SequenceState) -> None:
         self.ledger.release(sequence.sequence_id)
         self.ledger.add_prompt_pages(-len(self.prompts.leave(sequence.sequence_id)))
 
-    def _join(self, arrived: Iterable[Sequence]) -> None:
+    def _join(self, arrived: Iterable[SequenceState]) -> None:
         for sequence in arrived:
             self.restoring = [(s, left) for s, left in self.restoring if s is not sequence]
             advance(sequence, Event.COMBINE_DECODE, "its KV is back")

@@ -5,8 +5,7 @@ It has the executor's methods by which a rank takes part in its group's steps, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 
 from virtual_sequences import Batch, Fate, Request, Running, computed_with, prompt_of
 
@@ -19,11 +18,11 @@ from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.prefixes import PrefixTree, foresee
+from sgl_batch.core.prefixes import PrefixTree, estimate_shared
 from sgl_batch.core.primitives import combine, migrate, yield_
 from sgl_batch.core.rank_agreement import Movable, RankState
-from sgl_batch.core.sequence import Sequence, Status
-from sgl_batch.model_executor.counters import PartClock
+from sgl_batch.core.sequence import SequenceState, Status
+from sgl_batch.metrics.counters import PartClock
 
 
 class VirtualRank:
@@ -33,12 +32,12 @@ class VirtualRank:
         self.plan, self.slots, self.fates = plan, slots, fates
         self.ledger = PageLedger(pages, plan.page_size)
         self.clock = PartClock()
-        self.queued: dict[str, Sequence] = {}
-        self.ready: dict[str, Sequence] = {}
+        self.queued: dict[str, SequenceState] = {}
+        self.ready: dict[str, SequenceState] = {}
         self.running = Running()
-        self.forks: dict[str, tuple[Sequence, ...]] = {}
-        self.forked: list[Sequence] = []
-        self.begun: Sequence | None = None
+        self.forks: dict[str, tuple[SequenceState, ...]] = {}
+        self.forked: list[SequenceState] = []
+        self.begun: SequenceState | None = None
         self.tree = PrefixTree(plan.page_size)
         self.expected: set[str] = set()
         self.ended: list[str] = []
@@ -51,7 +50,7 @@ class VirtualRank:
 
     def enqueue(self, name: str, request: Request, group: str | None, choice: int) -> bool:
         """Whether the sequence was taken in: one that can never fit is not."""
-        sequence = Sequence(
+        sequence = SequenceState(
             sequence_id=name,
             arrival=self._arrivals,
             prompt_tokens=request.prompt,
@@ -99,10 +98,10 @@ class VirtualRank:
 
     decides_alone = False
 
-    def rooms(self, running: Running) -> None:
+    def capacity(self, running: Running) -> None:
         """There is one tier."""
 
-    def placed(self, units: tuple[Admission, ...], running: Running) -> Prefill:
+    def assign_tier(self, units: tuple[Admission, ...], running: Running) -> Prefill:
         return Prefill(units=units, rest=self.state(running).rest)
 
     def join_arrived(self, running: Running) -> Running:
@@ -128,7 +127,7 @@ class VirtualRank:
         )
 
     def movable(self, running: Running) -> tuple[list[Movable], list[Movable]]:
-        def items(sequences: Seq[Sequence]) -> list[Movable]:
+        def items(sequences: Sequence[SequenceState]) -> list[Movable]:
             return [
                 Movable(
                     sequence=sequence,
@@ -141,19 +140,19 @@ class VirtualRank:
 
         return items(list(self.ready.values())), items(running.reqs)
 
-    def _is_rooted(self, sequence: Sequence) -> bool:
+    def _is_rooted(self, sequence: SequenceState) -> bool:
         fate = self.fates[sequence.sequence_id]
         return fate.rooted or fate.aborted
 
-    def foresee(self, state: State) -> None:
+    def estimate_shared(self, state: State) -> None:
         self._foresee(unit.leader for unit in group_by_prompt(state.queued, most_members=self.slots))
 
-    def _foresee(self, leaders: Iterable[Sequence]) -> None:
-        foresee(((one, prompt_of(one)) for one in leaders), self.tree, rows=self.plan.prefill.b_moe)
+    def _foresee(self, leaders: Iterable[SequenceState]) -> None:
+        estimate_shared(((one, prompt_of(one)) for one in leaders), self.tree, rows=self.plan.prefill.b_moe)
 
     def told(self) -> RankState:
         """This rank at a boundary."""
-        self.foresee(self.state(self.running))
+        self.estimate_shared(self.state(self.running))
         ready, running = self.movable(self.running)
         return RankState(
             state=self.state(self.running),
@@ -163,10 +162,10 @@ class VirtualRank:
             running=running,
         )
 
-    def queued_named(self, names: Seq[str]) -> list[Sequence]:
+    def queued_named(self, names: Sequence[str]) -> list[SequenceState]:
         return [self.queued[name] for name in names]
 
-    def ready_named(self, names: Seq[str]) -> tuple[Sequence, ...]:
+    def ready_named(self, names: Sequence[str]) -> tuple[SequenceState, ...]:
         return tuple(self.ready[name] for name in names if name in self.ready)
 
     def prefill(self, action: Prefill) -> Batch:
@@ -185,7 +184,9 @@ class VirtualRank:
         return Batch(decode=False, sequences=(*(chunk.sequence for chunk in rest), *leaders), rows=tokens)
 
     def composed_step(self, running: Running) -> Batch | None:
-        kv = KVState(device=self.ledger, admission=self.ledger, runners=lambda: running.reqs, foresee=self._foresee)
+        kv = KVState(
+            device=self.ledger, admission=self.ledger, runners=lambda: running.reqs, estimate_shared=self._foresee
+        )
         chunks = compose(self.state(running), kv, self.plan, DeviceOnly()).prefill
         tokens = sum(chunk.tokens for chunk in chunks)
         assert tokens <= self.plan.mix_prefill
@@ -204,11 +205,11 @@ class VirtualRank:
 
     def _take(self, unit: Admission) -> None:
         leader = unit.leader
-        hold = self.tree.hold(leader.sequence_id, prompt_of(leader))
+        hold = self.tree.match_and_insert(leader.sequence_id, prompt_of(leader))
         assert hold.shared * self.plan.page_size == leader.shared_tokens, "what was foreseen"
         reserve(unit, self.ledger, held=len(hold.pages), new=len(hold.own))
         for follower in unit.followers:
-            self.tree.hold_with(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
+            self.tree.match_as(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
         for member in unit.members:
             assert self.queued.pop(member.sequence_id) is member
         if unit.followers:
@@ -219,7 +220,7 @@ class VirtualRank:
         combine(taken, Event.COMBINE_PREFILL, "")
         return Batch(decode=False, sequences=taken, rows=len(taken))
 
-    def refill(self, joining: Seq[Sequence], running: Running) -> Running:
+    def refill(self, joining: Sequence[SequenceState], running: Running) -> Running:
         combine(joining, Event.COMBINE_DECODE, "")
         for sequence in joining:
             del self.ready[sequence.sequence_id]
@@ -257,12 +258,12 @@ class VirtualRank:
                 self._changes += 1
                 self.ready[sequence.sequence_id] = sequence
 
-    def _end(self, sequence: Sequence, event: Event) -> None:
+    def _end(self, sequence: SequenceState, event: Event) -> None:
         advance(sequence, event, "")
         self.ended.append(sequence.sequence_id)
         self._let_go(sequence)
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _let_go(self, sequence: SequenceState) -> None:
         self._changes += 1
         if self.ledger.holds(sequence.sequence_id):
             self.ledger.release(sequence.sequence_id)
@@ -270,12 +271,12 @@ class VirtualRank:
 
     # What comes from other ranks and goes there.
 
-    def sequence_named(self, name: str) -> Sequence:
+    def sequence_named(self, name: str) -> SequenceState:
         """A READY or RUNNING sequence."""
         running = (sequence for sequence in self.running.reqs if sequence.sequence_id == name)
         return self.ready[name] if name in self.ready else next(running)
 
-    def expect(self, sequence: Sequence) -> None:
+    def expect(self, sequence: SequenceState) -> None:
         """Keep room for a sequence that comes, beside all that is here; no decision asks for more than there is."""
         self.ledger.reserve(sequence.sequence_id, self.ledger.whole_pages(sequence))
         self.expected.add(sequence.sequence_id)
@@ -288,11 +289,11 @@ class VirtualRank:
             self.running.reqs.remove(sequence)
         self._let_go(sequence)
 
-    def adopt(self, departed: Sequence) -> None:
+    def adopt(self, departed: SequenceState) -> None:
         """The sequence arrives as a new one in the order of this rank."""
         name = departed.sequence_id
         self.expected.remove(name)
-        sequence = Sequence(
+        sequence = SequenceState(
             sequence_id=name,
             arrival=self._arrivals,
             prompt_tokens=departed.prompt_tokens,
@@ -320,7 +321,7 @@ class VirtualRank:
         held = [*self.forked, *self.ready.values(), *self.running.reqs, *begun]
         assert len(held) <= self.slots
         assert len(self.running.reqs) <= self.plan.decode.b_moe
-        holds = {s.sequence_id: self.tree.held(s.sequence_id).pages for s in held}
+        holds = {s.sequence_id: self.tree.match_of(s.sequence_id).pages for s in held}
         prompts = {id(page) for pages in holds.values() for page in pages}
         pages = len(prompts) + sum(self.ledger.whole_pages(s) - len(holds[s.sequence_id]) for s in held)
         assert self.ledger.reserved_pages == pages

@@ -5,8 +5,7 @@ Every rank carries out its own part from what it is told; what must hold of a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from virtual_rank import VirtualRank
@@ -113,7 +112,7 @@ class VirtualRanks:
         assert at_work == bool(batches), "in each step somebody advances: a boundary for nothing could repeat for ever"
         return parts
 
-    def finish(self, parts: Seq[Part]) -> None:
+    def finish(self, parts: Sequence[Part]) -> None:
         """Take the results of the step in."""
         for rank, part in zip(self.ranks, parts, strict=True):
             if part.batch is not None:
@@ -196,13 +195,13 @@ class VirtualRanks:
         return parts
 
     @staticmethod
-    def _refill(rank: VirtualRank, number: int, ordered: list[str], moves: Seq[Move]) -> None:
+    def _refill(rank: VirtualRank, number: int, ordered: list[str], moves: Sequence[Move]) -> None:
         """Those ordered, and where moves have failed those that stayed, while there is room."""
         stayed = [move.sequence_id for move in moves if move.source == number]
         room = max(0, rank.plan.decode.b_moe - len(rank.running.reqs))
         rank.refill(rank.ready_named([*ordered, *stayed])[:room], rank.running)
 
-    def carry_out(self, moves: Seq[Move]) -> None:
+    def carry_out(self, moves: Sequence[Move]) -> None:
         """Make the moves side by side: room is kept for all that come before anybody has left."""
         taken = [move for move in moves if self._takes(move.sequence_id, self.log.steps)]
         for move in taken:

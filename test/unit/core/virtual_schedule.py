@@ -22,9 +22,9 @@ from sgl_batch.core.order.interface import OrderPolicy
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.prefixes import PrefixTree, foresee
+from sgl_batch.core.prefixes import PrefixTree, estimate_shared
 from sgl_batch.core.primitives import combine, yield_
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequenceQueue
 
 
@@ -75,9 +75,9 @@ class VirtualSchedule:
         self._left: dict[str, int] = {}  # tokens that a sequence still generates
         self._generated: dict[str, int] = {}  # tokens that it generates in all
         self._queued = SequenceQueue(order)
-        self._ready: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._begun: Sequence | None = None
+        self._ready: list[SequenceState] = []
+        self._running: list[SequenceState] = []
+        self._begun: SequenceState | None = None
         self._tree = PrefixTree(plan.page_size)
         self._steps = 0
         self._filling = False
@@ -104,7 +104,7 @@ class VirtualSchedule:
             self._changed = True
             group = f"g{self._num_arrived}" if request.choices > 1 else None
             for choice in range(request.choices):
-                sequence = Sequence(
+                sequence = SequenceState(
                     sequence_id=f"s{self._num_arrived}",
                     arrival=self._num_arrived,
                     prompt_tokens=request.prompt,
@@ -133,7 +133,9 @@ class VirtualSchedule:
             begun=self._begun,
             urgent=self._urgent,
         )
-        kv = KVState(device=self.ledger, admission=self.ledger, runners=lambda: self._running, foresee=self._foresee)
+        kv = KVState(
+            device=self.ledger, admission=self.ledger, runners=lambda: self._running, estimate_shared=self._foresee
+        )
         free_before = self.ledger.free_pages
         observed = Observed(state, kv)
         actions = decide(observed.state, observed.kv, self.plan, DeviceOnly())
@@ -142,8 +144,8 @@ class VirtualSchedule:
         assert self.ledger.free_pages == free_before, "a decision reserves nothing"
         return actions
 
-    def _foresee(self, leaders: Iterable[Sequence]) -> None:
-        foresee(((one, prompt_of(one)) for one in leaders), self._tree, rows=self.plan.prefill.b_moe)
+    def _foresee(self, leaders: Iterable[SequenceState]) -> None:
+        estimate_shared(((one, prompt_of(one)) for one in leaders), self._tree, rows=self.plan.prefill.b_moe)
 
     def _do(self, actions: Actions) -> None:
         self._filling = isinstance(actions[0], Prefill)
@@ -186,15 +188,15 @@ class VirtualSchedule:
 
     def _take(self, unit: Admission) -> None:
         leader = unit.leader
-        hold = self._tree.hold(leader.sequence_id, prompt_of(leader))
+        hold = self._tree.match_and_insert(leader.sequence_id, prompt_of(leader))
         assert hold.shared * self.plan.page_size == leader.shared_tokens, "what was foreseen"
         reserve(unit, self.ledger, held=len(hold.pages), new=len(hold.own))
         for follower in unit.followers:
-            self._tree.hold_with(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
+            self._tree.match_as(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
         for member in unit.members:
             self._queued.remove(member.sequence_id)
 
-    def _prefilled(self, sequence: Sequence) -> None:
+    def _prefilled(self, sequence: SequenceState) -> None:
         self._changed = True
         self.log.prefilled.append(sequence.arrival)
         self._left[sequence.sequence_id] -= 1
@@ -207,7 +209,7 @@ class VirtualSchedule:
         self._begun = computed_with(chunk, self._begun, self.plan, self._take)
         return self._begun is None
 
-    def _refill(self, sequences: tuple[Sequence, ...]) -> None:
+    def _refill(self, sequences: tuple[SequenceState, ...]) -> None:
         assert sequences, "a refill takes somebody in"
         combine(sequences, Event.COMBINE_DECODE, "")
         self._ready = [sequence for sequence in self._ready if sequence.status is Status.READY]
@@ -226,7 +228,7 @@ class VirtualSchedule:
                 self._running.remove(sequence)
                 self._leave(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: SequenceState) -> None:
         self.log.finished.append(sequence.arrival)
         self._queued.order.finished(sequence, self._generated.pop(sequence.sequence_id))
         self._changed = True

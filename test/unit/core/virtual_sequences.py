@@ -11,7 +11,7 @@ from sgl_batch.core.admission import Admission
 from sgl_batch.core.coroutine import Event
 from sgl_batch.core.plan import Plan, num_expert_calls
 from sgl_batch.core.primitives import combine
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class Batch:
     """
 
     decode: bool
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceState, ...]
     rows: int
-    prompts: tuple[Sequence, ...] = ()
+    prompts: tuple[SequenceState, ...] = ()
 
     def expert_calls(self, plan: Plan) -> int:
         if not self.decode:
@@ -64,15 +64,15 @@ class Batch:
 class Running:
     """The decode batch."""
 
-    reqs: list[Sequence] = field(default_factory=list)
+    reqs: list[SequenceState] = field(default_factory=list)
 
     def is_empty(self) -> bool:
         return not self.reqs
 
 
 def computed_with(
-    chunk: Chunk, begun: Sequence | None, plan: Plan, take: Callable[[Admission], None]
-) -> Sequence | None:
+    chunk: Chunk, begun: SequenceState | None, plan: Plan, take: Callable[[Admission], None]
+) -> SequenceState | None:
     """Compute a chunk, which follows on what is computed of its prompt and ends with a page, unless the prompt does.
 
     `begun`: the sequence whose prompt is computed in part; returned is that after it. `take`: admits a queued one.
@@ -91,6 +91,6 @@ def computed_with(
     return None if end == sequence.prompt_tokens else sequence
 
 
-def prompt_of(sequence: Sequence) -> array[int]:
+def prompt_of(sequence: SequenceState) -> array[int]:
     """Tokens of a virtual prompt: a third of all lengths begin alike."""
     return array("q", [sequence.prompt_tokens % 3]) * sequence.prompt_tokens

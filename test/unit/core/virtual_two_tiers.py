@@ -8,12 +8,12 @@ from virtual_memory_pressure import VirtualPressure
 
 from sgl_batch.core.admission import reserve
 from sgl_batch.core.coroutine import Event, advance
-from sgl_batch.core.exclusive import Rooms, stays_on_device
+from sgl_batch.core.exclusive import TierCapacity, stays_on_device
 from sgl_batch.core.page_boundary import State, prefill_units
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.residency import Residency, pages_to_run
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 class VirtualTwoTiers(VirtualPressure):
@@ -28,10 +28,10 @@ class VirtualTwoTiers(VirtualPressure):
         self.account = PageLedger(pages, plan.page_size, overflow_pages=store_pages)
         self.store_pages = store_pages
         self.slots: dict[str, int] = {}
-        self.queue: list[Sequence] = []
+        self.queue: list[SequenceState] = []
         self.stayed = self.evicted = self.waits = 0
 
-    def _shared_pages(self, sequence: Sequence) -> list[tuple[int, int]]:
+    def _shared_pages(self, sequence: SequenceState) -> list[tuple[int, int]]:
         return []
 
     @property
@@ -60,9 +60,9 @@ class VirtualTwoTiers(VirtualPressure):
             filling=True,
             returning=len(self.restoring),
         )
-        rooms = self._rooms()
-        units = prefill_units(state, self.plan, self.account, rooms)
-        stays = bool(units) and stays_on_device(units, rooms, self.account, self.plan)
+        capacity = self._rooms()
+        units = prefill_units(state, self.plan, self.account, capacity)
+        stays = bool(units) and stays_on_device(units, capacity, self.account, self.plan)
         assert stays or self._to_store or not units, "prompts that cannot go to the store have room on the device"
         assert [unit.leader for unit in units] == self.queue[: len(units)], "nobody passes the head of the queue"
         for unit in units:
@@ -78,11 +78,11 @@ class VirtualTwoTiers(VirtualPressure):
         self.operations += len(units)
         return bool(units)
 
-    def _rooms(self) -> Rooms:
+    def _rooms(self) -> TierCapacity:
         in_store = any(not self.ledger.holds(s.sequence_id) for s in self.waiting)
         grow = sum(pages_to_run(s, self.ledger, self.plan) - self.ledger.held(s.sequence_id) for s in self.running)
         device = None if in_store else max(0, self.ledger.free_pages - grow)
-        return Rooms(device=device, store=self._free_slots, to_store=self._to_store)
+        return TierCapacity(device=device, store=self._free_slots, to_store=self._to_store)
 
     # The tiers.
 
@@ -102,16 +102,16 @@ class VirtualTwoTiers(VirtualPressure):
         self.evicted += len(turn.evict)
         return turn
 
-    def _leaves_device(self, sequence: Sequence) -> None:
+    def _leaves_device(self, sequence: SequenceState) -> None:
         self.slots[sequence.sequence_id] = pages_for(sequence.kv_tokens, self.plan.page_size)
 
-    def _join(self, arrived: Iterable[Sequence]) -> None:
+    def _join(self, arrived: Iterable[SequenceState]) -> None:
         arrived = list(arrived)
         super()._join(arrived)
         for sequence in arrived:
             self.slots.pop(sequence.sequence_id, None)
 
-    def _ends(self, sequence: Sequence) -> None:
+    def _ends(self, sequence: SequenceState) -> None:
         super()._ends(sequence)
         self.account.release(sequence.sequence_id)
 
@@ -124,7 +124,7 @@ class VirtualTwoTiers(VirtualPressure):
             held = self.ledger.holds(sequence.sequence_id)
             assert held is not (sequence.sequence_id in self.slots), "who waits has its KV in one of the tiers"
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: SequenceState) -> None:
         """A sequence that waits or runs ends."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         advance(sequence, Event.ABORT, "test")

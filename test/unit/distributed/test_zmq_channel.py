@@ -90,9 +90,9 @@ def test_messages_of_other_peers_are_kept_for_whoever_asks_for_them():
 def test_a_timeout_names_the_rank_what_was_awaited_and_how_long():
     with (
         connected(2) as (first, _),
-        pytest.raises(PeerTimeout, match=r"rank 1: waited 0\.02 s for Accept of lot 3") as e,
+        pytest.raises(PeerTimeout, match=r"rank 1: waited 0\.02 s for Accept of batch 3") as e,
     ):
-        first.recv([1], timeout_s=0.02, awaiting="Accept of lot 3")
+        first.recv([1], timeout_s=0.02, awaiting="Accept of batch 3")
     assert e.value.rank == 1
 
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 
 from sgl_batch.core.answers import EngineStats, LineResponse
-from sgl_batch.core.token_record import TokenRecord
+from sgl_batch.core.partial_output import PartialOutput
 from sgl_batch.errors import ConfigError, EngineError
 
 Before = Callable[[Mapping[str, object]], Awaitable[LineResponse | None]]
@@ -36,7 +36,7 @@ class InMemoryEngine:
         self.num_answered = 0
         self._before = before
 
-    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord | None = None) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput | None = None) -> LineResponse:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
@@ -157,6 +157,6 @@ def _parse_engine_argv(engine_argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    from sgl_batch.cli_run import run_command
+    from sgl_batch.cli.run.command import run_command
 
     sys.exit(run_command(sys.argv[2:], prepare_in_memory))

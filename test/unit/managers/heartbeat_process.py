@@ -10,12 +10,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from sgl_batch.core.topology import Topology
-from sgl_batch.distributed.rank_place import RankPlace
+from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 
 
 def _listen(directory: Path, num_ranks: int, timeout_s: float) -> None:
-    RankHeartbeat(RankPlace(rank=0, topology=Topology.uniform(num_ranks), directory=directory), timeout_s).start()
+    RankHeartbeat(RankContext(rank=0, topology=Topology.uniform(num_ranks), directory=directory), timeout_s).start()
     threading.Event().wait()
 
 

@@ -13,10 +13,10 @@ from sgl_batch.core.actions import Abort, Action, Migrate, ParallelForm, Partiti
 from sgl_batch.core.kv_policy import DeviceOnly
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.sequence import Status
+from sgl_batch.kv_offload.device_kv import DeviceKV
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
-from sgl_batch.managers.device_kv import DeviceKV
 from sgl_batch.managers.trace import TraceWriter
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 
 
 def executor_with_queue(length: int) -> BoundaryExecutor:

@@ -13,7 +13,7 @@ from sgl_batch.distributed.rendezvous import Failure, Rendezvous
 from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError, StoreError
 from sgl_batch.managers import last_words
 from sgl_batch.managers.last_words import LastWords, fault_text, keep_traceback
-from sgl_batch.managers.seeds import choice_seed
+from sgl_batch.requests.seeds import choice_seed
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_a_fault_is_told_with_its_innermost_place_of_ours_and_its_traceback(tmp_
     failure = told(tmp_path / "run", raised.value, rank=1)
     assert failure is not None
     assert failure.text.startswith("rank 1 of the engine failed: TypeError: ")
-    assert "(sgl_batch/managers/seeds.py:" in failure.text
+    assert "(sgl_batch/requests/seeds.py:" in failure.text
     assert failure.traceback.startswith("Traceback (most recent call last):")
     with pytest.raises(ValueError, match="Expecting") as raised_elsewhere:
         json.loads("{")

@@ -22,13 +22,13 @@ from sgl_batch.core.rank_agreement import (
 )
 from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout
-from sgl_batch.distributed.shared_board import BOARD_BYTES, SharedBoard
+from sgl_batch.distributed.shared_memory_all_gather import ALL_GATHER_BYTES, SharedMemoryAllGather
 from sgl_batch.errors import EngineError
 from sgl_batch.managers import rank_messages
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_messages import (
+    BoundaryActions,
     HeaderMessage,
-    OrdersMessage,
     StepMessage,
     message_of,
 )
@@ -42,21 +42,23 @@ def group_of(
     *,
     timeout_s: float = SOON_S,
     migration: Migration = Migration.EVEN,
-    board: SharedBoard | None = None,
+    all_gather: SharedMemoryAllGather | None = None,
 ) -> RankGroup:
-    return RankGroup(channel, Topology.uniform(num_ranks), migration=migration, timeout_s=timeout_s, board=board)
+    return RankGroup(
+        channel, Topology.uniform(num_ranks), migration=migration, timeout_s=timeout_s, all_gather=all_gather
+    )
 
 
-def boards_of(num_ranks: int) -> list[SharedBoard]:
-    regions = [torch.zeros(BOARD_BYTES, dtype=torch.uint8) for _ in range(num_ranks)]
-    return [SharedBoard(regions, rank, sgl_batch_kernel, timeout_s=SOON_S) for rank in range(num_ranks)]
+def all_gathers_of(num_ranks: int) -> list[SharedMemoryAllGather]:
+    regions = [torch.zeros(ALL_GATHER_BYTES, dtype=torch.uint8) for _ in range(num_ranks)]
+    return [SharedMemoryAllGather(regions, rank, sgl_batch_kernel, timeout_s=SOON_S) for rank in range(num_ranks)]
 
 
 def header(running: int = 0, waiting: int = 0, forked: int = 0, *, due: bool = False) -> RankHeader:
     return RankHeader(running=running, waiting=waiting, forked=forked, due=due)
 
 
-def decided(channels, states: list[RankState], migration: Migration = Migration.EVEN) -> list[OrdersMessage]:
+def decided(channels, states: list[RankState], migration: Migration = Migration.EVEN) -> list[BoundaryActions]:
     groups = [group_of(channel, len(states), migration=migration) for channel in channels]
     calls = [partial(group.decide, message_of(state), PLAN) for group, state in zip(groups, states, strict=True)]
     return all_at_once(calls)
@@ -65,11 +67,11 @@ def decided(channels, states: list[RankState], migration: Migration = Migration.
 # Steps.
 
 
-@pytest.mark.parametrize("with_board", [False, True], ids=["channel", "board"])
+@pytest.mark.parametrize("with_all_gather", [False, True], ids=["channel", "all_gather"])
 @pytest.mark.parametrize("open_channels", [in_memory, over_sockets])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_all_ranks_get_the_same_step(open_channels, num_ranks, with_board):
-    boards = boards_of(num_ranks) if with_board else [None] * num_ranks
+def test_all_ranks_get_the_same_step(open_channels, num_ranks, with_all_gather):
+    all_gathers = all_gathers_of(num_ranks) if with_all_gather else [None] * num_ranks
     rounds = [
         [header() for _ in range(num_ranks)],
         [header(running=rank) for rank in range(1, num_ranks + 1)],
@@ -78,7 +80,10 @@ def test_all_ranks_get_the_same_step(open_channels, num_ranks, with_board):
         [header(forked=200 * rank + 1) for rank in range(num_ranks)],
     ]
     with open_channels(num_ranks) as channels:
-        groups = [group_of(channel, num_ranks, board=board) for channel, board in zip(channels, boards, strict=True)]
+        groups = [
+            group_of(channel, num_ranks, all_gather=all_gather)
+            for channel, all_gather in zip(channels, all_gathers, strict=True)
+        ]
         for headers in rounds:
             calls = [partial(group.agree, own, PLAN) for group, own in zip(groups, headers, strict=True)]
             assert all_at_once(calls) == [next_step(headers, PLAN)] * num_ranks
@@ -133,7 +138,7 @@ def test_the_migration_mode_of_the_deciding_rank_decides():
 def test_a_rank_without_part_hears_that_others_are_busy():
     with in_memory(2) as channels:
         orders = decided(channels, [a_rank(), a_rank(unmovable_running=3)])
-    assert orders[0] == OrdersMessage(prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[])
+    assert orders[0] == BoundaryActions(prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[])
 
 
 def test_a_prompt_group_that_the_limit_cuts_is_prefilled_in_parts(monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 from heartbeat_process import listening_rank
 
 from sgl_batch.core.topology import Topology
+from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.rank_errors import BadMessage, PeerLost, PeerTimeout
-from sgl_batch.distributed.rank_place import RankPlace
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.managers.rank_heartbeat import Beat, failure_text
 
@@ -33,7 +33,7 @@ def test_a_failure_names_the_ranks_and_what_became_of_them(error, beginning):
 
 def test_ranks_that_fall_silent_together_are_all_named_and_the_engine_ends(tmp_path):
     with listening_rank(tmp_path, num_ranks=3, timeout_s=1.0) as controller, ThreadPoolExecutor() as threads:
-        places = [RankPlace(rank=rank, topology=Topology.uniform(3), directory=tmp_path) for rank in (1, 2)]
+        places = [RankContext(rank=rank, topology=Topology.uniform(3), directory=tmp_path) for rank in (1, 2)]
         joining = [threads.submit(place.channel, "heartbeat", Beat) for place in places]
         with joining[0].result(), joining[1].result():
             controller.join(timeout=60)
@@ -45,7 +45,9 @@ def test_ranks_that_fall_silent_together_are_all_named_and_the_engine_ends(tmp_p
 
 def test_a_rank_that_stood_still_itself_takes_nobody_for_hanging(tmp_path):
     with listening_rank(tmp_path, num_ranks=2, timeout_s=2.0) as controller:
-        with RankPlace(rank=1, topology=Topology.uniform(2), directory=tmp_path).channel("heartbeat", Beat) as channel:
+        with RankContext(rank=1, topology=Topology.uniform(2), directory=tmp_path).channel(
+            "heartbeat", Beat
+        ) as channel:
             (listener,) = psutil.Process(controller.pid).children()
             exchange_beats(channel, 3)
             listener.suspend()

@@ -11,18 +11,18 @@ from rank_builders import PLAN
 from rank_builders import rank as a_rank
 from sequence_builders import sequence
 
-from sgl_batch.core.exclusive import Rooms
+from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
-from sgl_batch.core.sequence import Sequence, Status
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.managers import rank_messages
 from sgl_batch.managers.rank_messages import (
+    BoundaryActions,
     Message,
     MoveRow,
-    OrdersMessage,
     StateMessage,
+    actions_for,
     message_of,
-    orders_for,
     state_of,
 )
 
@@ -34,10 +34,10 @@ def test_a_long_queue_is_told_up_to_a_limit(monkeypatch):
 
 
 @st.composite
-def sequences(draw, status: Status, first: int) -> list[Sequence]:
+def sequences(draw, status: Status, first: int) -> list[SequenceState]:
     drawn = draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 50), st.sampled_from([None, "g", "h"]))))
     return [
-        Sequence(
+        SequenceState(
             sequence_id=f"s{first + i}",
             arrival=first + i,
             prompt_tokens=prompt,
@@ -54,14 +54,16 @@ def sequences(draw, status: Status, first: int) -> list[Sequence]:
 def rank_states(draw) -> RankState:
     waiting, runners = draw(sequences(Status.READY, 100)), draw(sequences(Status.RUNNING, 200))
 
-    def movables(of: list[Sequence]) -> list[Movable]:
+    def movables(of: list[SequenceState]) -> list[Movable]:
         chosen = [item for item in of if draw(st.booleans())]
         return [Movable(sequence=s, tokens=draw(st.integers(0, 99)), pages=draw(st.integers(0, 9))) for s in chosen]
 
     total, overflow = draw(st.integers(0, 100)), draw(st.integers(0, 50))
     largest = draw(st.integers(0, total))
     limit = total + max(0, overflow - largest)
-    rooms = st.builds(Rooms, device=st.none() | st.integers(0, 99), store=st.integers(0, 99), to_store=st.booleans())
+    capacity = st.builds(
+        TierCapacity, device=st.none() | st.integers(0, 99), store=st.integers(0, 99), to_store=st.booleans()
+    )
     return RankState(
         state=State(
             queued=draw(sequences(Status.QUEUED, 0)),
@@ -77,7 +79,7 @@ def rank_states(draw) -> RankState:
         free_pages=draw(st.integers(0, limit - largest)),
         overflow_pages=overflow,
         largest=largest,
-        rooms=draw(st.none() | rooms),
+        capacity=draw(st.none() | capacity),
         ready=movables(waiting),
         running=movables(runners),
     )
@@ -100,8 +102,8 @@ def test_a_state_is_the_same_after_the_wire(state):
 def test_orders_say_all_that_was_decided(states, migration):
     decision = decide_group(states, PLAN, migration)
     for rank, (*_, action) in enumerate(decision.actions):
-        own = over_the_wire(orders_for(decision, rank))
-        assert isinstance(own, OrdersMessage)
+        own = over_the_wire(actions_for(decision, rank))
+        assert isinstance(own, BoundaryActions)
         assert (own.prefill, own.busy, own.expert_calls) == (decision.prefill, decision.busy, decision.expert_calls)
         assert own.moves == [MoveRow(*dataclasses.astuple(move)) for move in decision.moves]
         units = [[member.sequence_id for member in unit.members] for unit in getattr(action, "units", ())]

@@ -12,10 +12,10 @@ from sgl_batch.core.coroutine import Event
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.primitives import combine
 from sgl_batch.core.sequence import Status
-from sgl_batch.managers.prompt_groups import ChoiceTag
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
+from sgl_batch.requests.prompt_groups import ChoiceTag
 
 
 class NoSharing:

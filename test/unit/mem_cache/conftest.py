@@ -1,11 +1,7 @@
-"""Prepares this process for SGLang's own classes, and makes the staged pool importable for these tests."""
+"""Prepares this process for SGLang's own classes, which some tests of this directory build themselves."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 from sgl_batch.sglang_adapter import bootstrap
 
 bootstrap.prepare()
-sys.path.insert(0, str(Path(__file__).parent))

@@ -21,7 +21,7 @@ from page_store import NUM_LAYERS, PAGE_SHAPE
 from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.zmq_channel import ZmqChannel
-from sgl_batch.migration.ends import Ends
+from sgl_batch.migration.endpoints import Endpoints
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.messages import Message
 from sgl_batch.migration.migrator import Migrator
@@ -124,7 +124,7 @@ def _serve(rank: int, num_ranks: int, plan: RankPlan, store_path: str, link: Con
         store.trap = trap = Trap(plan.dies_at, plan.signal_number)
         delays = Delays(rank, plan.longest_delay_s)
         transport = FaultyTransport(GroupTransport(group, range(num_ranks)), trap, delays)
-        ends = Ends(
+        ends = Endpoints(
             channel=FaultyChannel(channel, trap, delays),
             transport=transport,
             store=store,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sgl_batch.migration.protocol import (
-    RECEIVER_ENDS,
-    SENDER_ENDS,
+    RECEIVER_END_STATES,
+    SENDER_END_STATES,
     ReceiverAction,
     ReceiverEvent,
     ReceiverState,
@@ -105,7 +105,7 @@ def _sender_events(world: World) -> Iterator[tuple[World, SenderEvent]]:
     if world.duplicates_left and heard:
         fewer = world._replace(duplicates_left=world.duplicates_left - 1)
         yield from ((fewer, event) for event in sorted(world.seen_by_sender, key=lambda event: event.name))
-    if world.sender not in SENDER_ENDS:
+    if world.sender not in SENDER_END_STATES:
         yield world._replace(gave_up=True), SenderEvent.GIVE_UP
         if not world.receiver_alive:
             yield world._replace(death_known=True, to_sender=()), SenderEvent.PEER_DEAD
@@ -124,7 +124,7 @@ def _receiver_events(world: World) -> Iterator[tuple[World, ReceiverEvent]]:
         yield from ((fewer, event) for event in sorted(world.seen_by_receiver, key=lambda event: event.name))
     if world.receiver is ReceiverState.RECEIVING and world.data_begun:
         yield world, ReceiverEvent.ARRIVED
-    if world.receiver not in RECEIVER_ENDS:
+    if world.receiver not in RECEIVER_END_STATES:
         yield world._replace(gave_up=True), ReceiverEvent.GIVE_UP
         if not world.sender_alive:
             yield world._replace(death_known=True, to_receiver=()), ReceiverEvent.PEER_DEAD
@@ -166,7 +166,7 @@ def broken_rules(world: World) -> list[str]:
     """The rules of ownership that do not hold in this world."""
     by_sender = world.sender in SENDER_OWNS
     by_receiver = world.receiver is ReceiverState.OWNED
-    ended = world.sender in SENDER_ENDS and world.receiver in RECEIVER_ENDS
+    ended = world.sender in SENDER_END_STATES and world.receiver in RECEIVER_END_STATES
     under_way = bool(world.to_receiver or world.to_sender) or world.receiver in (
         ReceiverState.JUDGING,
         ReceiverState.RECEIVING,
@@ -178,7 +178,8 @@ def broken_rules(world: World) -> list[str]:
         "what is freed is owned by the receiver": world.sender is not SenderState.RELEASED or by_receiver,
         "nothing is adopted twice, nor without being owned": world.adoptions == by_receiver,
         "nothing is freed twice, nor by an owner": world.releases == (world.sender is SenderState.RELEASED),
-        "a receiver that has ended holds no reservation": world.receiver not in RECEIVER_ENDS or not world.reserved,
+        "a receiver that has ended holds no reservation": world.receiver not in RECEIVER_END_STATES
+        or not world.reserved,
         "as long as both live, doubt ends with the messages": not world.both_live
         or under_way
         or (world.sender is not SenderState.COMMITTING and world.receiver is not ReceiverState.STORED),
@@ -186,11 +187,11 @@ def broken_rules(world: World) -> list[str]:
         or world.gave_up
         or under_way
         or ended,
-        "a dead sender's lot has one owner": world.sender_alive
-        or world.receiver not in RECEIVER_ENDS
+        "a dead sender's batch has one owner": world.sender_alive
+        or world.receiver not in RECEIVER_END_STATES
         or by_receiver + (world.sender is not SenderState.RELEASED and not by_receiver) == 1,
-        "a dead receiver's lot has one owner, or was reclaimed": world.receiver_alive
-        or world.sender not in SENDER_ENDS
+        "a dead receiver's batch has one owner, or was reclaimed": world.receiver_alive
+        or world.sender not in SENDER_END_STATES
         or world.sender is SenderState.RECLAIMED
         or by_sender + by_receiver == 1,
         "only from the dead can be reclaimed": world.sender is not SenderState.RECLAIMED or not world.receiver_alive,

@@ -183,11 +183,12 @@ def test_a_rank_that_is_late_for_a_boundary_keeps_its_sequences_out_of_doubt(tmp
         answer = ranks[0].answer()
         assert time.monotonic() - begun < STEP_TIMEOUT_S
         assert (
-            "rank 1: waited 0.3 s for Accept or Refuse for the lot of boundary 0 from rank 0 to rank 1" in answer.error
+            "rank 1: waited 0.3 s for Accept or Refuse for the batch of boundary 0 from rank 0 to rank 1"
+            in answer.error
         )
         assert {outcome.result for outcome in answer.outcomes.values()} == {Result.KEPT}
         ranks[1].ask("run", 0, MOVES)
         late = ranks[1].answer()
         assert {outcome.result for outcome in late.outcomes.values()} == {Result.NOT_ADOPTED}
-        assert "rank 0 gave up the lot of boundary 0" in late.error
+        assert "rank 0 gave up the batch of boundary 0" in late.error
         assert (answer.held, late.held) == (before, {})

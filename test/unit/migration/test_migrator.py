@@ -8,13 +8,13 @@ from page_store import PageStore
 
 from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout
-from sgl_batch.migration.ends import Ends
+from sgl_batch.migration.endpoints import Endpoints
 from sgl_batch.migration.migrator import Migrator
 from sgl_batch.migration.outcome import MigrationFailed, Outcome, Report, Result
 
 
 def migrator(rank: int = 0) -> Migrator:
-    ends = Ends(channel=MemoryChannel(rank), transport=MemoryTransport(), store=PageStore(4), step_timeout_s=1)
+    ends = Endpoints(channel=MemoryChannel(rank), transport=MemoryTransport(), store=PageStore(4), step_timeout_s=1)
     return Migrator(ends)
 
 

@@ -1,4 +1,4 @@
-"""In every run of the protocol a lot has one owner: never two that live, never none while both live."""
+"""In every run of the protocol a batch has one owner: never two that live, never none while both live."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 from protocol_exploration import Exploration, explore
 
 from sgl_batch.migration.protocol import (
-    RECEIVER_ENDS,
+    RECEIVER_END_STATES,
     RECEIVER_TRANSITIONS,
-    SENDER_ENDS,
+    SENDER_END_STATES,
     SENDER_TRANSITIONS,
     Owner,
     ReceiverAction,
@@ -42,7 +42,9 @@ def test_every_entry_of_the_tables_can_be_reached(found):
 
 
 def test_while_both_live_a_lot_ends_moved_or_where_it_was(found):
-    ended = [w for w in found.worlds if w.both_live and w.sender in SENDER_ENDS and w.receiver in RECEIVER_ENDS]
+    ended = [
+        w for w in found.worlds if w.both_live and w.sender in SENDER_END_STATES and w.receiver in RECEIVER_END_STATES
+    ]
     assert {(w.sender, w.receiver) for w in ended} == {(S.RELEASED, R.OWNED), (S.KEPT, R.DROPPED)}
 
 
@@ -77,7 +79,7 @@ def test_sides_that_both_know_agree_on_the_owner(found):
     views = {
         (sender_view(world.sender), receiver_view(world.receiver))
         for world in found.worlds
-        if world.both_live and world.sender in SENDER_ENDS and world.receiver in RECEIVER_ENDS
+        if world.both_live and world.sender in SENDER_END_STATES and world.receiver in RECEIVER_END_STATES
     }
     assert views == {(Owner.SENDER, Owner.SENDER), (Owner.RECEIVER, Owner.RECEIVER)}
 

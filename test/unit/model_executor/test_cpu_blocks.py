@@ -15,7 +15,7 @@ from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe import cpu_topk
 from sgl_batch.layers.moe.token_dispatcher.local import LocalDispatcher
 from sgl_batch.layers.packed_weights import PackedWeights
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_blocks import CpuBlocks
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import CommunicatingFamily, DeepseekFamily, Qwen2MoeFamily

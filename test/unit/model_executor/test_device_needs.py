@@ -9,7 +9,7 @@ import torch
 from transformers import DeepseekV3Config, Glm4MoeConfig, MiniMaxM2Config, OlmoeConfig, Qwen2MoeConfig
 
 from sgl_batch.core.gpu_reserves import GpuReading
-from sgl_batch.mem_cache.gpu_memory import read_gpu
+from sgl_batch.memory.gpu_memory import read_gpu
 from sgl_batch.model_executor.device_needs import gpu_use, model_shape, resident_weight_bytes
 
 

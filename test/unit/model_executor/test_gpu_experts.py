@@ -12,7 +12,7 @@ from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe import expert_runner
 from sgl_batch.layers.moe.cpu_experts import combined_experts
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.sglang_adapter.layers import UnquantizedFusedMoEMethod
 

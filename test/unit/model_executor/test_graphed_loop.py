@@ -17,10 +17,10 @@ from rerunning_graphs import RerunningGraphs
 from sgl_batch.core.graph_capture import MEETINGS, captured_rows
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.units import FUSED, SPLIT
-from sgl_batch.model_executor.counters import Counters, PartClock
+from sgl_batch.metrics.counters import Counters, PartClock
+from sgl_batch.metrics.sampled_parts import DECODE, SAMPLE_EVERY, SampledParts
 from sgl_batch.model_executor.graphed_loop import GraphedLoop
 from sgl_batch.model_executor.layer_runner import LayerRunner
-from sgl_batch.model_executor.sampled_parts import DECODE, SAMPLE_EVERY, SampledParts
 
 LAYERS = 3
 PLENTY = 1 << 30

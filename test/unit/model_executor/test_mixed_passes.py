@@ -11,7 +11,7 @@ from toy_model import ToyBackend, ToyFamily, ToyModel, by_hand, decode_batch, ex
 
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.units import SPLIT
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.layer_runner import LayerRunner
 
 LAYERS = 3

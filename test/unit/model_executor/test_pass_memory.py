@@ -11,7 +11,7 @@ import torch
 from sequence_builders import in_force, plan
 
 from sgl_batch.core.device_budget import ModelShape, pass_bytes
-from sgl_batch.mem_cache.process_memory import resident_bytes
+from sgl_batch.memory.process_memory import resident_bytes
 from sgl_batch.model_executor import pass_memory
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 

@@ -13,7 +13,7 @@ from toy_model import ToyBackend, ToyFamily, ToyModel, by_hand, decode_batch, ex
 
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.units import FUSED, SPLIT, YIELD_OPTIONS, PassShape, Unit, admissible
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.layer_runner import LayerRunner
 
 LAYERS = 4

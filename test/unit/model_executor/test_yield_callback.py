@@ -14,7 +14,7 @@ from sgl_batch.config import from_mapping
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.errors import ConfigError
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
-from sgl_batch.model_executor.counters import Counters
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.yield_callback import YieldCallback, YieldedSequence, find_on_yield
 

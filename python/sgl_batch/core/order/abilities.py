@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from sgl_batch.core.order.interface import OrderPolicy
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 # Whole pages of tokens with which prompts begin, from the first on, each by its key in the prefix tree.
 Prefix = tuple[bytes, ...]
@@ -38,7 +38,7 @@ class HearsLines(Protocol):
 class AssignsRanks(Protocol):
     """A policy that says on which rank a sequence is to run."""
 
-    def assign(self, queued: Iterable[Sequence], num_ranks: int) -> Mapping[str, int]:
+    def assign(self, queued: Iterable[SequenceState], num_ranks: int) -> Mapping[str, int]:
         """The rank of each of these sequences that is to be on a certain one, by sequence id."""
 
 
@@ -59,7 +59,7 @@ def announce(order: OrderPolicy, lines: Iterable[LineMetadata]) -> None:
         order.announce(lines)
 
 
-def assign(order: OrderPolicy, queued: Iterable[Sequence], num_ranks: int) -> Mapping[str, int]:
+def assign(order: OrderPolicy, queued: Iterable[SequenceState], num_ranks: int) -> Mapping[str, int]:
     """The ranks that a policy wants sequences on; any other sequence stays where it came."""
     if not isinstance(order, AssignsRanks):
         return {}

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from sgl_batch.core.order.interface import Budgets, Side
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 class Fifo:
     """The order of arrival."""
 
     def __init__(self) -> None:
-        self._queued: dict[str, Sequence] = {}
+        self._queued: dict[str, SequenceState] = {}
 
-    def offer(self, sequences: Iterable[Sequence]) -> None:
+    def offer(self, sequences: Iterable[SequenceState]) -> None:
         self._queued.update({sequence.sequence_id: sequence for sequence in sequences})
 
-    def take(self, budgets: Budgets) -> Iterator[tuple[Sequence, Side]]:
+    def take(self, budgets: Budgets) -> Iterator[tuple[SequenceState, Side]]:
         return ((sequence, Side.HEAD) for sequence in self._queued.values())
 
     def drop(self, sequence_id: str) -> None:
         del self._queued[sequence_id]
 
-    def finished(self, sequence: Sequence, length: int) -> None:
+    def finished(self, sequence: SequenceState, length: int) -> None:
         """Nothing is learned from it."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 
 class Side(enum.Enum):
@@ -28,10 +28,10 @@ class Budgets:
 class OrderPolicy(Protocol):
     """Keeps queued sequences in its order. Each call costs by what it changes, whatever the length of the queue."""
 
-    def offer(self, sequences: Iterable[Sequence]) -> None:
+    def offer(self, sequences: Iterable[SequenceState]) -> None:
         """These sequences are queued from now on, in order of arrival."""
 
-    def take(self, budgets: Budgets) -> Iterator[tuple[Sequence, Side]]:
+    def take(self, budgets: Budgets) -> Iterator[tuple[SequenceState, Side]]:
         """Queued sequences in the order in which they are to be prefilled, as far as the caller reads.
 
         Reading removes nothing: sequences that are prefilled are dropped. What does not fit blocks what comes behind.
@@ -40,5 +40,5 @@ class OrderPolicy(Protocol):
     def drop(self, sequence_id: str) -> None:
         """A sequence is queued no longer: it is prefilled, has ended, or has gone."""
 
-    def finished(self, sequence: Sequence, length: int) -> None:
+    def finished(self, sequence: SequenceState, length: int) -> None:
         """A sequence that was queued here has ended after generating `length` tokens."""

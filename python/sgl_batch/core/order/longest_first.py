@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 
 from sgl_batch.core.order.interface import Budgets, Side
-from sgl_batch.core.sequence import Sequence
+from sgl_batch.core.sequence import SequenceState
 
 MOST_LATER = 8192  # arrivals after a sequence, from which on it is the next
 
@@ -23,16 +23,16 @@ class LongestFirst:
     def __init__(self, most_later: int = MOST_LATER) -> None:
         self._most_later = most_later
         self._by_length: list[tuple[int, int, str]] = []
-        self._queued: dict[str, Sequence] = {}  # in order of arrival
+        self._queued: dict[str, SequenceState] = {}  # in order of arrival
         self._last_arrival = 0
 
-    def offer(self, sequences: Iterable[Sequence]) -> None:
+    def offer(self, sequences: Iterable[SequenceState]) -> None:
         for sequence in sequences:
             self._queued[sequence.sequence_id] = sequence
             insort(self._by_length, _key(sequence))
             self._last_arrival = max(self._last_arrival, sequence.arrival)
 
-    def take(self, budgets: Budgets) -> Iterator[tuple[Sequence, Side]]:
+    def take(self, budgets: Budgets) -> Iterator[tuple[SequenceState, Side]]:
         overdue: set[str] = set()
         for sequence in self._queued.values():
             if self._last_arrival - sequence.arrival <= self._most_later:
@@ -47,9 +47,9 @@ class LongestFirst:
         key = _key(self._queued.pop(sequence_id))
         del self._by_length[bisect_left(self._by_length, key)]
 
-    def finished(self, sequence: Sequence, length: int) -> None:
+    def finished(self, sequence: SequenceState, length: int) -> None:
         """Nothing is learned from it."""
 
 
-def _key(sequence: Sequence) -> tuple[int, int, str]:
+def _key(sequence: SequenceState) -> tuple[int, int, str]:
     return -(sequence.prompt_tokens + sequence.max_new_tokens), sequence.arrival, sequence.sequence_id

@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from sgl_batch.jobs.batch_service.job_feeder import FeedShare, weight_of
+from sgl_batch.jobs.batch_service.fair_share import FeedShare, weight_of
+from sgl_batch.jobs.batch_service.input_reader import InputReader
 from sgl_batch.jobs.batch_service.lifecycle import JobStatus
-from sgl_batch.jobs.batch_service.line_feed import LineFeed
 from sgl_batch.jobs.batch_service.line_states import LineStates
 from sgl_batch.jobs.job_store.job_rows import JobRow
 from sgl_batch.jobs.job_store.result_rows import Totals
@@ -30,7 +30,7 @@ class ActiveJob:
             reasoning_tokens=row.reasoning_tokens,
         )
         self.lines = LineStates(0)
-        self._feed: LineFeed | None = None
+        self._feed: InputReader | None = None
         self.share = FeedShare(
             order=row.seq,
             weight=weight_of(json.loads(row.metadata) if row.metadata else None),
@@ -63,7 +63,7 @@ class ActiveJob:
         return self._feed is not None
 
     @property
-    def feed(self) -> LineFeed:
+    def feed(self) -> InputReader:
         """Where its lines come from, once it runs."""
         assert self._feed is not None, f"job {self.id} does not run yet"
         return self._feed
@@ -72,7 +72,7 @@ class ActiveJob:
         """What was just written to the job's row."""
         self.row = replace(self.row, **changes)  # type: ignore[arg-type]
 
-    def begin(self, feed: LineFeed) -> None:
+    def begin(self, feed: InputReader) -> None:
         """Its lines can be run from now on; rates and the time left count from here."""
         self._feed = feed
         self.tracker = ProgressTracker(self.lines.total - self.lines.num_done, self._clock)

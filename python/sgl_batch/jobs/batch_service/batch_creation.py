@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from sgl_batch.errors import RequestError
 from sgl_batch.jobs.batch_service.batch_request import BatchRequest, body_digest, parse_batch_request
-from sgl_batch.jobs.batch_service.job_feeder import window_s
+from sgl_batch.jobs.batch_service.fair_share import window_s
 from sgl_batch.jobs.batch_service.lifecycle import ENDED, JobStatus
 from sgl_batch.jobs.body_rules import refuse, show
 from sgl_batch.jobs.failpoints import failpoint

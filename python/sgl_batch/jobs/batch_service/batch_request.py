@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import sha256
 
-from sgl_batch.jobs.batch_service.job_feeder import weight_of, window_s
+from sgl_batch.jobs.batch_service.fair_share import weight_of, window_s
 from sgl_batch.jobs.body_rules import refuse, show
 from sgl_batch.jobs.request_line import SUPPORTED_URLS
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.jobs.batch_service.active_job import ActiveJob
-from sgl_batch.jobs.batch_service.job_feeder import weight_of
+from sgl_batch.jobs.batch_service.fair_share import weight_of
 from sgl_batch.jobs.batch_service.lifecycle import ENDED, JobStatus
 from sgl_batch.jobs.batch_service.objects import BatchObject, FileObject, StorageState
 from sgl_batch.jobs.job_store.file_rows import FileRow

@@ -18,8 +18,8 @@ from sgl_batch.jobs.job_store.directory import JobsDirectory
 from sgl_batch.jobs.job_store.job_rows import JobRow
 from sgl_batch.jobs.job_store.result_rows import ResultRow, result_rows
 from sgl_batch.jobs.line_reader import RawLine, read_lines
-from sgl_batch.jobs.records import record_token, unanswered_record
 from sgl_batch.jobs.request_line import custom_id_of
+from sgl_batch.jobs.result_lines import record_token, unanswered_record
 from sgl_batch.jobs.scratch import private_opener, storage_errors
 
 _BUFFER_BYTES = 1 << 20

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from sgl_batch.core.answers import LineResponse
 from sgl_batch.jobs.job_store.result_rows import Totals
-from sgl_batch.jobs.records import internal_error_response, record_token, refused_record, response_record
 from sgl_batch.jobs.request_line import RefusedLine, RequestLine
+from sgl_batch.jobs.result_lines import internal_error_response, record_token, refused_record, response_record
 
 if TYPE_CHECKING:
     from sgl_batch.jobs.batch_service.active_job import ActiveJob

@@ -21,10 +21,10 @@ from sgl_batch.jobs.batch_service.batch_creation import CreatedJob, conflict, cr
 from sgl_batch.jobs.batch_service.batch_view import batch_object
 from sgl_batch.jobs.batch_service.committer import Committer
 from sgl_batch.jobs.batch_service.counters import ServiceCounters
-from sgl_batch.jobs.batch_service.file_desk import FileDesk, check_limit
-from sgl_batch.jobs.batch_service.job_driver import DriverParts, JobDriver
-from sgl_batch.jobs.batch_service.job_runner import JobRunner
+from sgl_batch.jobs.batch_service.dispatcher import Dispatcher
+from sgl_batch.jobs.batch_service.file_service import FileService, check_limit
 from sgl_batch.jobs.batch_service.lifecycle import ENDED, JobStatus, TransitionError, check_transition
+from sgl_batch.jobs.batch_service.lifecycle_driver import DriverParts, LifecycleDriver
 from sgl_batch.jobs.batch_service.objects import (
     BatchObject,
     BatchPage,
@@ -77,7 +77,7 @@ class BatchService:
         self._counters = ServiceCounters()
         self._committer = Committer(self._store, self._guard, self._counters)
         suspects = SuspectQueue(self._store, self._guard)
-        self._runner = JobRunner(settings, engines, self._committer, suspects, self._guard, self._counters, clock)
+        self._runner = Dispatcher(settings, engines, self._committer, suspects, self._guard, self._counters, clock)
         self._parts = DriverParts(
             settings=settings,
             store=self._store,
@@ -90,7 +90,7 @@ class BatchService:
             long_reads=asyncio.Semaphore(LONG_READS_AT_ONCE),
         )
         self._jobs: dict[str, ActiveJob] = {}
-        self._files = FileDesk(self._store, settings.max_file_bytes, clock, self._jobs.get)
+        self._files = FileService(self._store, settings.max_file_bytes, clock, self._jobs.get)
         self._ended: Counter[str] = Counter()
         self._loops: list[asyncio.Task[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,7 +117,7 @@ class BatchService:
         for row in running:
             self._begin(ActiveJob(row, self._clock))
         for row in ended:
-            self._keep(JobDriver(ActiveJob(row, self._clock), self._parts).tidy())
+            self._keep(LifecycleDriver(ActiveJob(row, self._clock), self._parts).tidy())
         self._is_open = True
 
     async def stop(self) -> None:
@@ -251,7 +251,7 @@ class BatchService:
         self._keep(self._drive(job))
 
     async def _drive(self, job: ActiveJob) -> None:
-        driver = JobDriver(job, self._parts)
+        driver = LifecycleDriver(job, self._parts)
         await driver.drive()
         del self._jobs[job.id]
         self._ended[job.row.status] += 1
@@ -259,7 +259,7 @@ class BatchService:
         await driver.tidy()
 
     async def _look_at_the_clock(self) -> None:
-        """Ends jobs whose window is over, and deletes files whose time is over."""
+        """Endpoints jobs whose window is over, and deletes files whose time is over."""
         looked_at_files = self._clock()
         while True:
             await asyncio.sleep(self._tick_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from sgl_batch.jobs.batch_service.job_feeder import Pace
+from sgl_batch.jobs.batch_service.fair_share import Pace
 
 WINDOW_S = 30.0
 _SAMPLE_EVERY_S = 1.0

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.job_store.directory import sync_directory
-from sgl_batch.jobs.records import encode_record, record_token
+from sgl_batch.jobs.result_lines import encode_record, record_token
 from sgl_batch.jobs.scratch import StorageError, storage_errors
 from sgl_batch.jobs.tables.sources import Table, need_pyarrow
 

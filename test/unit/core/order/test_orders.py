@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
+from sequence_builders import plan, sequence
+from virtual_schedule import Request, VirtualSchedule
 
 from sgl_batch import config
 from sgl_batch.core.order import make_order
 from sgl_batch.core.order.abilities import LineMetadata, Prefix, announce, assign, keeps, release
 from sgl_batch.core.order.interface import Budgets, OrderPolicy, Side
 from sgl_batch.core.order.longest_first import LongestFirst
-from sgl_batch.core.sequence import Sequence
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from sequence_builders import plan, sequence
-from virtual_schedule import Request, VirtualSchedule
+from sgl_batch.core.sequence import SequenceState
 
 BUDGETS = Budgets(tokens=100, pages=100)
 
@@ -32,29 +28,29 @@ class TwoEnded:
     """
 
     def __init__(self) -> None:
-        self.queued: dict[str, Sequence] = {}
+        self.queued: dict[str, SequenceState] = {}
         self.lengths: list[int] = []
         self.announced: dict[str, LineMetadata] = {}
         self.kept: Counter[Prefix] = Counter()
 
-    def offer(self, sequences: Iterable[Sequence]) -> None:
+    def offer(self, sequences: Iterable[SequenceState]) -> None:
         self.queued.update({one.sequence_id: one for one in sequences})
 
-    def take(self, budgets: Budgets) -> Iterator[tuple[Sequence, Side]]:
+    def take(self, budgets: Budgets) -> Iterator[tuple[SequenceState, Side]]:
         left = sorted(self.queued.values(), key=lambda one: (self._length(one), one.arrival))
         while left:
             yield left.pop(), Side.TAIL
             if left:
                 yield left.pop(0), Side.HEAD
 
-    def _length(self, sequence: Sequence) -> int:
+    def _length(self, sequence: SequenceState) -> int:
         line = self.announced.get(sequence.sequence_id, LineMetadata(line_id=sequence.sequence_id))
         return (line.prompt_tokens or sequence.prompt_tokens) + (line.predicted_tokens or 0)
 
     def drop(self, sequence_id: str) -> None:
         del self.queued[sequence_id]
 
-    def finished(self, sequence: Sequence, length: int) -> None:
+    def finished(self, sequence: SequenceState, length: int) -> None:
         self.lengths.append(length)
         line = self.announced.pop(sequence.sequence_id, None)
         if line is not None and line.prefix_path:
@@ -66,7 +62,7 @@ class TwoEnded:
         self.announced.update({line.line_id: line for line in lines})
         self.kept.update(line.prefix_path for line in self.announced.values() if line.prefix_path)
 
-    def assign(self, queued: Iterable[Sequence], num_ranks: int) -> dict[str, int]:
+    def assign(self, queued: Iterable[SequenceState], num_ranks: int) -> dict[str, int]:
         by_length = sorted(queued, key=self._length, reverse=True)
         return {one.sequence_id: place * num_ranks // len(by_length) for place, one in enumerate(by_length)}
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
 
 from sgl_batch.core.answers import EngineStats, LineResponse
-from sgl_batch.core.token_record import TokenRecord
+from sgl_batch.core.partial_output import PartialOutput
 from sgl_batch.errors import EngineError
 
 Script = Callable[["ScriptedEngine", Mapping[str, object]], Awaitable[LineResponse | None]]
@@ -36,7 +36,7 @@ class ScriptedEngine:
         self._code: str | None = None
         self._script = script
 
-    async def respond(self, url: str, body: Mapping[str, object], record: TokenRecord | None = None) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput | None = None) -> LineResponse:
         prompt = str(body.get("prompt"))
         if record is not None:
             self.resumed[prompt] = list(record.tokens)

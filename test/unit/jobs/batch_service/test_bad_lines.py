@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from running_service import content, create, records, service_in, until
 from scripted_engines import ScriptedSource
 
-from sgl_batch.distributed.line_frames import pack_body, unpack_body
+from sgl_batch.engine.line_frames import pack_body, unpack_body
 from sgl_batch.jobs.batch_service.validation import MAX_ERRORS, ValidationRules, validate_input
 from sgl_batch.jobs.line_reader import RawLine
-from sgl_batch.jobs.records import refused_record
 from sgl_batch.jobs.request_line import LineRules, RefusedLine, parse_request_line
+from sgl_batch.jobs.result_lines import refused_record
 
 EXAMPLES, LINES_EACH = 100, 100  # ten thousand lines
 MAX_LINE_BYTES = 10_000

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sgl_batch.errors import RequestError
-from sgl_batch.jobs.batch_service.job_feeder import weight_of, window_s
+from sgl_batch.jobs.batch_service.bisect_suspects import split_suspects
+from sgl_batch.jobs.batch_service.fair_share import weight_of, window_s
 from sgl_batch.jobs.batch_service.lifecycle import (
     ENDED,
     TRANSITIONS,
@@ -15,7 +16,6 @@ from sgl_batch.jobs.batch_service.lifecycle import (
     time_column,
 )
 from sgl_batch.jobs.batch_service.line_states import LineStates
-from sgl_batch.jobs.batch_service.suspect_lots import split_suspects
 from sgl_batch.jobs.job_store.job_rows import JobRow
 
 
@@ -39,9 +39,9 @@ def test_priorities_are_whole_numbers_from_1_to_100(priority):
 
 @pytest.mark.parametrize("number", [0, 1, 2, 16, 17, 33, 2048])
 def test_few_suspects_run_alone_and_many_in_halves(number):
-    lots = split_suspects(list(range(number)))
-    assert [one for lot in lots for one in lot] == list(range(number))
-    assert all(len(lot) == 1 for lot in lots) if number <= 16 else len(lots) == 2
+    groups = split_suspects(list(range(number)))
+    assert [one for group in groups for one in group] == list(range(number))
+    assert all(len(group) == 1 for group in groups) if number <= 16 else len(groups) == 2
 
 
 def test_every_status_can_be_reached_and_left_unless_it_is_an_end():

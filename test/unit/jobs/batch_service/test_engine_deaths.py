@@ -8,7 +8,7 @@ import pytest
 from running_service import create, line, lines, records, service_in, until
 from scripted_engines import ScriptedSource
 
-from sgl_batch.jobs.batch_service.line_records import LineRecords
+from sgl_batch.jobs.batch_service.partial_outputs import PartialOutputs
 from sgl_batch.jobs.job_store.result_rows import suspects_of_job
 
 
@@ -155,7 +155,7 @@ def test_a_line_that_kills_engines_goes_on_once_and_begins_once_alone_before_it_
 
 
 def test_records_of_lines_take_bounded_memory():
-    records = LineRecords(max_tokens=100)
+    records = PartialOutputs(max_tokens=100)
     for index in range(3):
         records.of((1, index)).put(0, range(40))
     assert [len(records.of((1, index))) for index in range(3)] == [40, 40, 20]
@@ -191,7 +191,7 @@ def test_suspects_are_known_after_a_restart_of_the_front(tmp_path):
         async with service_in(tmp_path, again, max_in_flight=30) as service:
             done = await until(service, batch.id)
             assert done.request_counts == {"total": 60, "completed": 59, "failed": 1}
-        # The two lots of 15 first, each alone; the one with r3 again, line by line, and that line twice.
+        # The two groups of 15 first, each alone; the one with r3 again, line by line, and that line twice.
         first = again.engines[0]
         assert first.prompts == [f"r{index}" for index in range(15)]
         assert len(again.engines) == 4

@@ -11,7 +11,7 @@ import pytest
 
 from sgl_batch.core.answers import LineResponse
 from sgl_batch.errors import ConfigError
-from sgl_batch.jobs.records import record_token, response_record, unanswered_record
+from sgl_batch.jobs.result_lines import record_token, response_record, unanswered_record
 from sgl_batch.jobs.scratch import StorageError
 from sgl_batch.jobs.tables.results import COLUMNS, as_row, merged, read_records, write_results
 

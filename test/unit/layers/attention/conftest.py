@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from sgl_batch.kernel_loader import native_kernels
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(params=["native", "torch"], autouse=True)

@@ -1,0 +1,1 @@
+"""A model directory as its files describe it, read without torch."""

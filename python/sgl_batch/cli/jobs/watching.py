@@ -1,0 +1,161 @@
+"""Follows a job to its end: asks again and again, shows what changed; decides nothing about the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TextIO
+
+from sgl_batch.cli.jobs.cards import ENDED, counts, extra
+from sgl_batch.cli.jobs.client import Job, ServerGoneError
+from sgl_batch.jobs.progress import ProgressTracker, Snapshot
+from sgl_batch.jobs.progress_display import BarDisplay, ProgressDisplay, details, write_line
+
+EVERY_S = 1.0
+GONE_AFTER_S = 60.0  # a server that is started again answers long before
+
+
+class GetJob(Protocol):
+    """Asks for a job as it is now."""
+
+    def __call__(self) -> Job:
+        """Raises ServerGoneError where the server does not answer."""
+        ...
+
+
+class ChangesDisplay:
+    """One line for each change, for a log."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._last: tuple[int, int] | None = None
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Write a line if lines have finished since the last one."""
+        now = (snapshot.done, snapshot.failed)
+        if now != self._last:
+            self._last = now
+            percent = 100 * snapshot.done / max(snapshot.total, 1)
+            self.note(
+                f"{snapshot.done:,}/{snapshot.total:,} lines ({percent:.1f}%), "
+                f"{snapshot.lines_per_s:,.1f} lines/s, {details(snapshot)}"
+            )
+
+    def note(self, message: str) -> None:
+        """Write the message on a line of its own."""
+        write_line(self._stream, message)
+
+    def close(self, snapshot: Snapshot) -> None:
+        """The last change stands as it is."""
+
+
+def choose_watch_display(stream: TextIO) -> ProgressDisplay:
+    """A bar on a terminal, lines elsewhere."""
+    return BarDisplay(stream) if stream.isatty() else ChangesDisplay(stream)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """How to wait: a clock, a sleep, and how often to ask."""
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    every_s: float = EVERY_S
+    gone_after_s: float = GONE_AFTER_S
+
+
+def watch(get_job: GetJob, display: ProgressDisplay | None, waiting: Waiting | None = None) -> Job:
+    """The job when it has ended. Without a display, in silence.
+
+    Raises ServerGoneError once the server has not answered for a minute; shorter absences are waited out.
+    """
+    return _Watch(get_job, display, waiting or Waiting()).run()
+
+
+class _Watch:
+    def __init__(self, get_job: GetJob, display: ProgressDisplay | None, waiting: Waiting) -> None:
+        self._get_job = get_job
+        self._display = display
+        self._waiting = waiting
+        self._tracker: ProgressTracker | None = None
+        self._status: str | None = None
+        self._text: str | None = None
+        self._gone_since: float | None = None
+
+    def run(self) -> Job:
+        while True:
+            job = self._ask()
+            if job is not None:
+                snapshot = self._show(job)
+                if job.get("status") in ENDED:
+                    if self._display is not None and snapshot is not None:
+                        self._display.close(snapshot)
+                    return job
+            self._waiting.sleep(self._waiting.every_s)
+
+    def _ask(self) -> Job | None:
+        now = self._waiting.clock()
+        try:
+            job = self._get_job()
+        except ServerGoneError as error:
+            if self._gone_since is None:
+                self._gone_since = now
+                self._note(f"{error}. Waiting for it")
+            if now - self._gone_since >= self._waiting.gone_after_s:
+                raise
+            return None
+        if self._gone_since is not None:
+            self._gone_since = None
+            self._note("the server answers again")
+        return job
+
+    def _show(self, job: Job) -> Snapshot | None:
+        status, text = str(job.get("status")), _trouble(job)
+        if status != self._status:
+            self._status = status
+            self._note(f"{job['id']} {status}")
+        if text != self._text:
+            self._text = text
+            self._note(text or "the trouble is over")
+        total = counts(job)[0]
+        if self._display is None or not total:
+            return None
+        if self._tracker is None:
+            _, completed, failed = counts(job)
+            self._tracker = ProgressTracker(total, self._waiting.clock, ok=completed, failed=failed)
+        snapshot = _snapshot(job, self._tracker)
+        self._display.update(snapshot)
+        return snapshot
+
+    def _note(self, message: str) -> None:
+        if self._display is not None:
+            self._display.note(message)
+
+
+def _snapshot(job: Job, tracker: ProgressTracker) -> Snapshot:
+    """Our server's own rates; of another, what was seen from here."""
+    _, tracker.ok, tracker.failed = counts(job)
+    more = extra(job)
+    seen = tracker.snapshot(int(more.get("in_flight") or 0))
+    return replace(
+        seen,
+        tokens_in_per_s=float(more.get("tokens_in_per_s") or 0),
+        tokens_out_per_s=float(more.get("tokens_out_per_s") or 0),
+        lines_per_s=float(more.get("lines_per_s", seen.lines_per_s)),
+        eta_s=more.get("eta_s", seen.eta_s),
+        idle_s=0.0,
+    )
+
+
+def _trouble(job: Job) -> str | None:
+    """What keeps the job from going on, or from ending in its window."""
+    more = extra(job)
+    storage = more.get("storage") or {}
+    if not storage.get("ok", True):
+        return f"the server cannot write its jobs: {storage.get('message')}"
+    if more.get("engine") == "absent":
+        return "the engine is absent (starting, or started again); the job waits for it"
+    if more.get("window_at_risk"):
+        return str(more.get("window_text"))
+    return None

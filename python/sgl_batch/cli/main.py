@@ -1,0 +1,74 @@
+"""The `sgl-batch` command: picks the subcommand, which is imported only then; decides nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+_USAGE = """\
+usage: sgl-batch COMMAND [options]
+
+Batch inference for mixture-of-experts models on SGLang's own processes.
+
+commands:
+  run     run a JSONL file of OpenAI batch requests: sgl-batch run -i in.jsonl -o out.jsonl --model PATH
+  serve   serve the model over HTTP; takes SGLang's flags and ours, as python -m sgl_batch.launch_server does
+  jobs    jobs of a server: sgl-batch jobs submit in.jsonl --watch -o out.jsonl
+  doctor  look at this machine: devices, packages, kernels, rates, limits; says what is missing and what to do
+  models  list which models and number formats run how
+  check   say of one model whether and how it would run, and in how much memory: sgl-batch check --model DIR
+  trace   print how one sequence went through the engine: sgl-batch trace trace.jsonl ID
+
+`sgl-batch COMMAND --help` explains a command. `sgl-batch --version` prints the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (1 for bad usage)."""
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command == "run":
+        from sgl_batch.cli.run.command import run_command
+
+        return run_command(rest)
+    if command == "serve":
+        from sgl_batch.launch_server import main as serve
+
+        return int(serve(rest, "sgl-batch serve") or 0)
+    if command == "jobs":
+        from sgl_batch.cli.jobs.command import jobs_command
+
+        return jobs_command(rest)
+    if command == "doctor":
+        from sgl_batch.cli.doctor.command import doctor_command
+
+        return doctor_command(rest)
+    if command == "models":
+        from sgl_batch.cli.models.list_command import models_command
+
+        return models_command(rest)
+    if command == "check":
+        from sgl_batch.cli.models.check_command import check_command
+
+        return check_command(rest)
+    if command == "trace":
+        from sgl_batch.cli.trace import trace_command
+
+        return trace_command(rest)
+    if command in ("-h", "--help", "help"):
+        sys.stdout.write(_USAGE)
+        return 0
+    if command == "--version":
+        sys.stdout.write(f"sgl-batch {metadata.version('sgl-batch')}\n")
+        return 0
+    complaint = f"unknown command {command!r}" if command else "no command given"
+    sys.stderr.write(f"{_USAGE}\nsgl-batch: error: {complaint}\n")
+    return 1
+
+
+def command() -> NoReturn:
+    """The program: `main`, then the end of its process."""
+    from sgl_batch.program_end import end_with
+
+    end_with(main)

@@ -1,0 +1,238 @@
+"""Runs `sgl-batch check`: whether a model would run, how, and in how much memory. It loads no weight and no engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sgl_batch import config as batch_config
+from sgl_batch.byte_sizes import HOW_TO_WRITE, format_bytes
+from sgl_batch.checkpoint.model_directory import ModelPlace, cached_directory, model_config, quantization
+from sgl_batch.cli.models.needs import Fit, Model, Place, fit, remedy
+from sgl_batch.cli.models.tensors import tensors_of
+from sgl_batch.cli.run.options import UsageParser
+from sgl_batch.config import BatchConfig
+from sgl_batch.core.model_refusals import number_type, text_part
+from sgl_batch.core.supported_models import CPU, DEVICES, GPU, format_of, forward_text, has_adapter
+from sgl_batch.errors import ConfigError
+from sgl_batch.startup.model_checks import check_any_device, check_this_device
+
+FORMAT = "sgl_batch.check/1"
+_DESCRIPTION = """\
+Say whether a model would run here, and how: which forward pass computes it, its number format, its parameters, what it
+takes of a device's memory by use, and how many sequences fit there and in a host KV store. From its config.json and
+the headers of its safetensors files alone: no weight is read and nothing is started, so it takes a second.
+
+  sgl-batch check --model ./my-moe
+  sgl-batch check --model ./my-moe --device gpu --device-memory 80G --max-model-len 8192 --kv-store-bytes 200G
+  sgl-batch check --model ./my-moe --device-memory 16G --weights streamed --json
+
+Flags mean what they mean for `sgl-batch run`. Working memory is an upper bound; on a GPU, what CUDA and its libraries
+take is a reserve, since it can only be measured there.
+"""
+_EPILOG = """\
+exit codes:
+  0  it would run
+  1  it would not, for the reason that is given (with the flags that would make it run, if any do); or bad usage
+"""
+_OURS = ("b_moe_decode", "b_moe_prefill", "b_attn_prefill", "b_attn_decode", "mix_prefill", "cpu_weight_dtype")
+_MEMORY = ("device_memory", "kv_store_bytes", "weights", "weight_memory")
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def check_command(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        _check_sizes(args)
+        told = judge(args, batch_config.from_args(args))
+    except ConfigError as error:
+        told = {"format": FORMAT, "model": args.model, "runs": False, "why": str(error)}
+    sys.stdout.write(json.dumps(told, indent=2) + "\n" if args.json else _text(told))
+    return 0 if told["runs"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = UsageParser(
+        prog="sgl-batch check",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        "--model-path",
+        required=True,
+        metavar="DIR",
+        help="a model's directory, or its name on the hub where it is in the local cache",
+    )
+    parser.add_argument("--revision", help="of a model on the hub")
+    parser.add_argument(
+        "--device", choices=DEVICES, help="default: gpu where this machine has one of NVIDIA's, else cpu"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="auto",
+        help="number type of weights and KV (default: the model's; float16 for float32)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        "--context-length",
+        dest="length",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of a sequence, prompt and output together (default: 4096, or what the model allows)",
+    )
+    parser.add_argument(
+        "--page-size", type=int, default=64, metavar="TOKENS", help="tokens in one page of KV (default: 64)"
+    )
+    parser.add_argument("--json", action="store_true", help="print it for a program, all sizes in bytes")
+    batch_config.add_some_flags(parser.add_argument_group("memory", f"sizes are {HOW_TO_WRITE}"), _MEMORY, briefly=True)
+    batch_config.add_some_flags(parser.add_argument_group("groups and weights"), _OURS, briefly=True)
+    return parser
+
+
+def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
+    """What is told of the model, for programs. Raises ConfigError where its config cannot be read."""
+    directory, device = _directory(args.model, args.revision), args.device or _device_here()
+    whole = model_config(str(directory)) or {}
+    text, architecture = text_part(whole), str((whole.get("architectures") or ["?"])[0])
+    forward = forward_text(architecture, has_adapter=has_adapter(architecture))
+    told = {"format": FORMAT, "model": args.model, "architecture": architecture, "device": device, "forward": forward}
+    asked = {"model_path": str(directory), "dtype": args.dtype, "context_length": args.length}
+    try:
+        check_any_device(ModelPlace(model=str(directory), needs_tokenizer=False))
+        check_this_device(asked, config, on_cpu=device == CPU)
+    except ConfigError as error:
+        return {**told, "forward": "refused", "runs": False, "why": str(error)}
+    method, dtype = quantization(str(directory)), number_type(whole, args.dtype)
+    if method is not None and config.memory.weights == "streamed":
+        raise ConfigError(f"weights are to be streamed, and the model's are quantised ({method}); leave --weights out")
+    tensors = tensors_of(directory, int(text.get("num_hidden_layers") or 0))
+    model = Model(config=text, tensors=tensors, dtype=dtype)
+    place = Place(device=device, budget=_budget(config, device), page_size=args.page_size, length=_length(args, text))
+    streamable = method is None and any(one.is_streamable for one in tensors)
+    return {
+        **told,
+        "number_format": method or dtype,
+        "status": format_of(method or dtype).on(device).status,
+        **_memory(model, config, place, streamable),
+    }
+
+
+def _memory(model: Model, config: BatchConfig, place: Place, may_stream: bool) -> dict[str, Any]:
+    int8 = place.device == CPU and config.forward.cpu_weight_dtype == "int8"
+    weights, experts = model.weight_bytes(int8=int8)
+    numbers = {
+        "parameters": model.parameters(),
+        "weight_bytes": weights,
+        "expert_bytes": experts,
+        "kv_token_bytes": model.kv_token_bytes,
+        "length": place.length,
+    }
+    if not place.budget:
+        why = "--device-memory is not given, and the memory of a GPU is not known here: name it, as in 80G"
+        return {**numbers, "runs": False, "why": why}
+    found = fit(model, config, place)
+    told = {**numbers, "device_memory": place.budget, "runs": found.fits, "why": found.lacks, **_fitted(found)}
+    helped = None if found.fits else remedy(model, config, place, may_stream=may_stream)
+    if helped is not None:
+        flags = [part for name, value in helped[0].items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        told |= {"flags": flags, "with_flags": _fitted(helped[1])}
+    return told
+
+
+def _fitted(found: Fit) -> dict[str, Any]:
+    return {
+        "uses": found.uses,
+        "kv_bytes": found.pages or 0,
+        "sequences_on_device": found.on_device,
+        "sequences_in_store": found.in_store,
+    }
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    for flag, value in (("--page-size", args.page_size), ("--max-model-len", args.length)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} is {value}; it must be at least 1")
+
+
+def _directory(name: str, revision: str | None) -> Path:
+    """Where the model's files are. Raises ConfigError for one that is not on this machine."""
+    if Path(name).exists():
+        return Path(name)
+    cached = cached_directory(name, revision)
+    if cached is None:
+        raise ConfigError(
+            f"there is no directory {name}, and no model of that name in the hub's cache on this machine: download it "
+            f"first (hf download {name}), or name a directory"
+        )
+    return cached
+
+
+def _device_here() -> str:
+    return GPU if Path("/dev/nvidiactl").exists() else CPU
+
+
+def _budget(config: BatchConfig, device: str) -> int:
+    """What may be used: as given; of a CPU, all that the machine has."""
+    if config.memory.device_memory or device == GPU:
+        return config.memory.device_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - config.memory.store_in_memory_bytes
+
+
+def _length(args: argparse.Namespace, text: Any) -> int:
+    most = int(text.get("max_position_embeddings") or text.get("n_positions") or 4096)
+    return int(args.length or min(most, 4096))
+
+
+def _text(told: dict[str, Any]) -> str:
+    """What is told, for a terminal."""
+    lines = _how(told) + (_sizes(told) if "parameters" in told else [])
+    table = "".join(f"{name:<12} {text}\n" for name, text in lines)
+    if told["runs"]:
+        return f"{table}\nIt would run.\n"
+    verdict = f"It would not run: {told['why']}.\n"
+    if "flags" in told:
+        verdict += f"It would with {' '.join(told['flags'])}: {_sequences(told['with_flags'], told['length'])}.\n"
+    return f"{table}\n{verdict}" if table else verdict
+
+
+def _how(told: dict[str, Any]) -> list[tuple[str, str]]:
+    if "architecture" not in told:
+        return []
+    number_format = f", {told['number_format']}" if "number_format" in told else ""
+    status = f": {told['status']}" if "status" in told else ""
+    return [
+        ("model", f"{told['model']}: {told['architecture']}{number_format}"),
+        ("forward", told["forward"]),
+        ("device", f"{told['device']}{status}"),
+    ]
+
+
+def _sizes(told: dict[str, Any]) -> list[tuple[str, str]]:
+    count, of_weights = told["parameters"], ""
+    of_all = f", a token goes through {count['active']:,}" if count["experts"] else ""
+    if count["experts"]:
+        of_weights = f", {format_bytes(told['expert_bytes'])} of them routed experts'"
+    lines = [
+        ("parameters", f"{count['total']:,}{of_all}"),
+        ("weights", f"{format_bytes(told['weight_bytes'])}{of_weights}"),
+        ("KV", f"{format_bytes(told['kv_token_bytes'])} a token"),
+    ]
+    if "uses" not in told:
+        return lines
+    uses = ", ".join(f"{name} {format_bytes(size)}" for name, size in told["uses"].items() if size)
+    memory = f"{format_bytes(told['device_memory'])}: {uses}, pages of KV {format_bytes(told['kv_bytes'])}"
+    return [*lines, ("memory", memory), ("sequences", _sequences(told, told["length"]))]
+
+
+def _sequences(told: dict[str, Any], length: int) -> str:
+    store = f", {told['sequences_in_store']:,} in the host KV store" if told["sequences_in_store"] else ""
+    return f"of {length:,} tokens {told['sequences_on_device']:,} fit on the device{store}"

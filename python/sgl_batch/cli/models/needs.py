@@ -1,0 +1,191 @@
+"""Owns the estimate of what a model takes of a device and of a host store, from its config and headers alone.
+
+The arithmetic of budgets is core's, as an engine uses it; what only a running process knows is a constant here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_batch.byte_sizes import format_bytes
+from sgl_batch.cli.models.tensors import ModelTensor
+from sgl_batch.config import BatchConfig, from_mapping
+from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
+from sgl_batch.core.gpu_reserves import GpuReading, GpuUse, gpu_reserves
+from sgl_batch.core.model_numbers import KEPT_EXACT, NUM_EXPERTS, Value, head_dims, kv_token_bytes, number, shape_of
+from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.core.plan import make_plan
+from sgl_batch.core.supported_models import CPU
+from sgl_batch.errors import ConfigError
+
+# A scheduler's process on a CPU before it has a model: Python, torch and SGLang.
+PROGRAM_BYTES = 500 << 20
+_STREAMED_LAYERS = 2
+_SMALL_PREFILL = 2048
+_FLOAT_BYTES = 4
+# SGLang's defaults: vocabularies are padded, and Triton cuts a decoding sequence into so many parts.
+_VOCABULARY_STEP = 64
+_KV_SPLITS = 8
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is known of a model. `config`: the part of config.json that is about text; `dtype`: that of the engine."""
+
+    config: Mapping[str, Any]
+    tensors: list[ModelTensor]
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        return _DTYPE_BYTES[self.dtype]
+
+    @property
+    def value(self) -> Value:
+        return self.config.get
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """What the KV of a token takes in all layers."""
+        return kv_token_bytes(self.value, self.item_bytes)
+
+    def parameters(self) -> dict[str, int]:
+        """Numbers of the model: all, those of routed experts, and those that a token goes through."""
+        own = [tensor for tensor in self.tensors if tensor.is_parameter]
+        total = sum(tensor.count for tensor in own)
+        experts = sum(tensor.count for tensor in own if tensor.is_expert)
+        num_experts = number(self.value, *NUM_EXPERTS, default=1)
+        chosen = number(self.value, "num_experts_per_tok", default=num_experts)
+        return {"total": total, "experts": experts, "active": total - experts + experts * chosen // num_experts}
+
+    def weight_bytes(self, *, int8: bool = False) -> tuple[int, int]:
+        """What all weights take of a device, and what routed experts take of that."""
+        tied = bool(self.config.get("tie_word_embeddings"))
+        own = [tensor for tensor in self.tensors if not (tied and tensor.name.startswith("lm_head."))]
+        sizes = [(self._bytes_of(tensor, int8=int8), tensor.is_expert) for tensor in own]
+        experts = sum(num_bytes for num_bytes, is_expert in sizes if is_expert)
+        return sum(num_bytes for num_bytes, _ in sizes) + self._rotary_bytes(), experts
+
+    def _bytes_of(self, tensor: ModelTensor, *, int8: bool) -> int:
+        if int8 and len(tensor.stored.shape) >= 2 and not any(part in tensor.name for part in KEPT_EXACT):
+            return tensor.count + _FLOAT_BYTES * (tensor.count // tensor.stored.shape[-1])
+        rows = tensor.stored.shape[0] if tensor.stored.shape else 1
+        padding = -rows % _VOCABULARY_STEP if rows == number(self.value, "vocab_size") else 0
+        return tensor.num_bytes(self.item_bytes) * (rows + padding) // max(rows, 1)
+
+    def _rotary_bytes(self) -> int:
+        """The table of angles, for all positions, that layers share."""
+        scaling = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        share = scaling.get("partial_rotary_factor", self.config.get("partial_rotary_factor")) or 1
+        width = number(self.value, "qk_rope_head_dim", "rotary_dim", default=int(head_dims(self.value)[0] * share))
+        has_angles = bool(scaling) or self.config.get("rope_theta") is not None
+        return number(self.value, "max_position_embeddings") * width * self.item_bytes if has_angles else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a model is to run: `budget` bytes of a device, in pages of so many tokens, sequences of `length`."""
+
+    device: str
+    budget: int
+    page_size: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Bytes by use. `pages`: bytes left for KV, or None, with what `lacks`; sequences of the asked length that fit."""
+
+    uses: dict[str, int]
+    pages: int | None
+    lacks: str
+    on_device: int
+    in_store: int
+
+    @property
+    def fits(self) -> bool:
+        return self.pages is not None and self.on_device > 0
+
+
+def fit(model: Model, config: BatchConfig, place: Place) -> Fit:
+    """What a model takes of the device under this configuration, and what is left of it for KV."""
+    on_cpu, memory = place.device == CPU, config.memory
+    latent = number(model.value, "kv_lora_rank") > 0
+    most = 2 * config.forward.b_moe_decode
+    plan = make_plan(config, page_size=place.page_size, max_running=most, whole_groups=not on_cpu and not latent)
+    page_bytes, (key_dim, value_dim) = place.page_size * model.kv_token_bytes, head_dims(model.value)
+    weights, experts = model.weight_bytes(int8=on_cpu and config.forward.cpu_weight_dtype == "int8")
+    if memory.weights == "streamed":
+        layers = len({tensor.name.partition(".experts.")[0] for tensor in model.tensors if tensor.is_expert})
+        weights += (memory.weight_memory or experts * min(_STREAMED_LAYERS, layers) // max(layers, 1)) - experts
+    shape = shape_of(
+        model.value,
+        hidden=number(model.value, "hidden_size", "n_embd"),
+        vocabulary=number(model.value, "vocab_size"),
+        layers=number(model.value, "num_hidden_layers", "n_layer"),
+        head_dim=max(key_dim, value_dim),
+        item_bytes=model.item_bytes,
+    )
+    staged = memory.kv_store_bytes > 0
+    working = working_bytes(
+        plan, shape, max_running=most, page_bytes=page_bytes, staged=staged, by_torch=False, num_ranks=1
+    )
+    row_bytes = number(model.value, "num_attention_heads") * _KV_SPLITS * (value_dim + 1) * _FLOAT_BYTES
+    needs = DeviceNeeds(
+        program=PROGRAM_BYTES if on_cpu else 0,
+        weights=weights,
+        working=working,
+        page=page_bytes,
+        reserves={}
+        if on_cpu
+        else _reserves(min(2 * plan.decode.b_attn, plan.decode.b_moe), plan.decode.b_moe, row_bytes),
+    )
+    uses = {"program": needs.program, "weights": needs.weights, "working memory": needs.working, **needs.reserves}
+    a_sequence = pages_for(place.length, place.page_size)
+    in_store = memory.kv_store_bytes // page_bytes // a_sequence
+    try:
+        pages = kv_bytes(place.budget, needs, plan)
+    except ConfigError as error:
+        return Fit(uses=uses, pages=None, lacks=str(error), on_device=0, in_store=in_store)
+    on_device, lacks = pages // page_bytes // a_sequence, ""
+    if on_device == 0:
+        lacks = (
+            f"pages of KV get {format_bytes(pages)}, and a sequence of {place.length:,} tokens takes "
+            f"{format_bytes(a_sequence * page_bytes)}; raise --device-memory, or lower --max-model-len"
+        )
+    return Fit(uses=uses, pages=pages, lacks=lacks, on_device=on_device, in_store=in_store)
+
+
+def _reserves(decode_rows: int, graph_rows: int, row_bytes: int) -> dict[str, int]:
+    nothing = GpuReading(free=0, held=0, processors=0)
+    use = GpuUse(
+        shares_gpu=True,
+        exchanges=False,
+        decode_rows=decode_rows,
+        graph_rows=graph_rows,
+        attention_row_bytes=row_bytes,
+        attention_workspace_bytes=0,
+    )
+    return gpu_reserves(nothing, nothing, use)
+
+
+def remedy(model: Model, config: BatchConfig, place: Place, *, may_stream: bool) -> tuple[dict[str, Any], Fit] | None:
+    """The fewest flags of ours with which the model fits, and how it does; None where none help."""
+    sizes = [config.forward.b_moe_decode >> step for step in range(1, config.forward.b_moe_decode.bit_length())]
+    groups: list[dict[str, Any]] = [{"b_moe_decode": size, "b_attn_decode": 0} for size in sizes]
+    small: dict[str, Any] = {"b_moe_prefill": min(config.forward.b_moe_prefill, _SMALL_PREFILL)}
+    streamed: dict[str, Any] = {"weights": "streamed"} if may_stream else {}
+    tries = [
+        streamed,
+        *groups,
+        *({**one, **small} for one in groups),
+        *({**streamed, **one, **small} for one in groups),
+    ]
+    for flags in tries:
+        found = fit(model, from_mapping({**config.flat(), **flags}), place)
+        if found.fits:
+            return {name: value for name, value in flags.items() if value != config.flat()[name]}, found
+    return None

@@ -1,0 +1,72 @@
+"""Owns which tensors of a checkpoint an engine loads, and what they take. It reads no weight."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from sgl_batch.checkpoint.files import StoredTensor, read_tensors
+from sgl_batch.errors import ConfigError
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_EXPERT = re.compile(r"\.experts\.")
+# One matrix of one expert, as streamed weights are read.
+_STREAMABLE = re.compile(r"\.experts\.\d+\.\w+\.weight$")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_SCALE = re.compile(r"scale|zeros|zero_point|g_idx")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """One tensor of a checkpoint."""
+
+    name: str
+    stored: StoredTensor
+
+    @property
+    def count(self) -> int:
+        return prod(self.stored.shape)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is loaded in the number type of the engine."""
+        return self.stored.dtype in _FLOATS
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is of routed experts: by its name, or as one that stacks those of a layer."""
+        return len(self.stored.shape) == 3 or _EXPERT.search(self.name) is not None
+
+    @property
+    def is_streamable(self) -> bool:
+        return _STREAMABLE.search(self.name) is not None
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether its numbers are the model's own; scales of quantised ones are not."""
+        return _SCALE.search(self.name.rpartition(".")[2]) is None
+
+    def num_bytes(self, float_bytes: int) -> int:
+        """In memory, where floats take `float_bytes` each."""
+        return self.count * float_bytes if self.is_float else self.stored.num_bytes
+
+
+def tensors_of(directory: Path, num_layers: int) -> list[ModelTensor]:
+    """The tensors that an engine loads of a model of so many layers. Raises ConfigError where there are no headers."""
+    stored = read_tensors(directory)
+    if not stored:
+        raise ConfigError(
+            f"{directory} has no *.safetensors, of which headers say how large a model is; convert the weights, or "
+            "fetch the model's safetensors"
+        )
+    tensors = [ModelTensor(name, one) for name, one in stored.items()]
+    return [tensor for tensor in tensors if _is_loaded(tensor.name, num_layers)]
+
+
+def _is_loaded(name: str, num_layers: int) -> bool:
+    """Layers behind the last one, and `mtp`, are for speculative decoding; frequencies are computed anew."""
+    layer = _LAYER.search(name)
+    behind = layer is not None and num_layers and int(layer.group(1)) >= num_layers
+    return not (behind or name.startswith("mtp.") or name.endswith("inv_freq"))

@@ -1,0 +1,1 @@
+"""`sgl-batch run`: one input file through one engine."""

@@ -1,0 +1,19 @@
+"""The engine: its Python API, its process tree, and the connection to an engine in another process.
+
+`Engine` is imported on first use, so that a front process that only talks to an engine imports no torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sgl_batch.engine.engine import Engine
+
+__all__ = ["Engine"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        from sgl_batch.engine.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

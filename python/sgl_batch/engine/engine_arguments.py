@@ -1,0 +1,130 @@
+"""Owns the engine's command line: SGLang's flags and ours, parsed and checked together, in a program of ours."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from sgl_batch import config as batch_config
+from sgl_batch.checkpoint.model_directory import ModelPlace
+from sgl_batch.config import BatchConfig
+from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
+from sgl_batch.startup.model_checks import check_any_device
+
+_CONFIG_FILE = "--config"
+_UNRECOGNIZED = "unrecognized arguments: "
+_DESCRIPTION = """\
+Serve a mixture-of-experts model over HTTP: OpenAI's Files and Batch API, and SGLang's endpoints, scheduled in groups
+for whole batches. The flags of sgl_batch come first; all other flags are SGLang's own and mean what they mean there.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """SGLang's arguments (a ServerArgs), ours, and multiprocessing's start method for the engine's processes."""
+
+    server_args: Any
+    config: BatchConfig
+    start_method: str
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its mistakes are ConfigErrors. `near`: flags of the program that are not this parser's, for suggestions."""
+
+    near: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        unknown, _, _ = message.removeprefix(_UNRECOGNIZED).partition(" ")
+        if message.startswith(_UNRECOGNIZED):
+            flag = unknown.partition("=")[0]
+            close = difflib.get_close_matches(flag, [*self._option_string_actions, *self.near], n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{message} (see --help)")
+
+
+def build_parser(argv: Sequence[str], add_more: Callable[[argparse.ArgumentParser], None] = lambda _: None) -> _Parser:
+    """The parser of all flags. Our defaults for SGLang's flags depend on --device, so it looks at `argv`.
+
+    `add_more` adds flags before them.
+    """
+    from sgl_batch.engine import launch
+
+    known = _what_defaults_depend_on(argv)
+    parser = _Parser(
+        prog="python -m sgl_batch.launch_server",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_more(parser)
+    batch_config.add_cli_flags(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(**launch.default_arguments({"device": known.device}, known.b_moe_decode, known.b_moe_prefill))
+    return parser
+
+
+def _check_early(argv: Sequence[str]) -> None:
+    """Find mistakes of ours and in the model's files before SGLang's slow import. Raises ConfigError.
+
+    It hands nothing on: a --config file and flags that are cut short are read with SGLang's, in `build_arguments`.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    batch_config.add_cli_flags(parser)
+    for flag in ("--tokenizer-path", "--load-format", "--revision", "--json-model-override-args"):
+        parser.add_argument(flag)
+    parser.add_argument("--model-path", "--model", dest="model")
+    parser.add_argument("--skip-tokenizer-init", action="store_true")
+    args = parser.parse_known_args(list(argv))[0]
+    batch_config.from_args(args)
+    if _CONFIG_FILE in argv or {"-h", "--help"} & set(argv):
+        return
+    if args.model is None:
+        raise ConfigError("no model is given; name its directory, or its name on the hub, with --model-path")
+    place = ModelPlace(
+        model=args.model,
+        tokenizer=args.tokenizer_path,
+        load_format=args.load_format,
+        revision=args.revision,
+        needs_tokenizer=not args.skip_tokenizer_init,
+        is_overridden=args.json_model_override_args is not None,
+    )
+    check_any_device(place)
+
+
+def _what_defaults_depend_on(argv: Sequence[str]) -> argparse.Namespace:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--device")
+    for flag in ("--b-moe-decode", "--b-moe-prefill"):
+        first.add_argument(flag, type=int, default=None)
+    return first.parse_known_args(list(argv))[0]
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add SGLang's own flags."""
+    from sgl_batch.sglang_adapter.processes import ServerArgs
+
+    ServerArgs.add_cli_args(parser)
+
+
+def build_arguments(argv: Sequence[str], near: Sequence[str] = ()) -> EngineArguments:
+    """Parse and check all flags, in a program of ours. Raises ConfigError for a bad one; --help exits.
+
+    `near`: flags that the program has besides, which may be meant by one that is unknown.
+    """
+    _check_early(argv)
+    with template(_what_defaults_depend_on(argv).device) as can_fork:
+        from sgl_batch.engine.engine import make_server_args, model_place
+        from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file
+
+        parser = build_parser(argv)
+        parser.near = near
+        args = parser.parse_args(merge_config_file(parser, list(argv)))
+        config = batch_config.from_args(args)
+        kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
+        if _CONFIG_FILE in argv:
+            check_any_device(model_place(kwargs))
+        server_args = make_server_args(kwargs, config)
+    return EngineArguments(server_args=server_args, config=config, start_method=FORK if can_fork else SPAWN)

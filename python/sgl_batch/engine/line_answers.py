@@ -1,0 +1,126 @@
+"""Owns answering single request lines with the engine of this process. It knows nothing of jobs or files."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.engine.rank_stats import engine_stats, merged_stats
+from sgl_batch.errors import EngineError
+from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
+from sgl_batch.sglang_adapter.refusals import ENGINE_ABORT
+
+if TYPE_CHECKING:
+    from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager
+
+Result = TypeVar("Result")
+
+_MAX_TRIES = 2  # of a request that the engine ends by itself
+
+
+class LineAnswers:
+    """Answers OpenAI requests, all under one name of the model, until the engine dies.
+
+    One that dies for a reason that the user can mend answers whatever is left with that: each line gets its error.
+    """
+
+    def __init__(
+        self,
+        tokenizer_manager: BatchTokenizerManager,
+        template_manager: object,
+        death: Callable[[], EngineError | None],
+    ) -> None:
+        self._manager = tokenizer_manager
+        self._endpoints = OpenAIEndpoints(tokenizer_manager, template_manager, tokenizer_manager.check_openai)
+        self._death = death
+        self._last_stats = EngineStats()
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        return (self._manager.served_model_name,)
+
+    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput | None = None) -> LineResponse:
+        """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request.
+
+        The answer goes on from `record`, which `note_tokens` brings up to date, where it can do so exactly.
+        """
+        try:
+            status, content = await self._unless_dead(lambda: self._answer(url, body, record))
+        except EngineError as error:
+            self.note_tokens()  # as long as this request is known
+            if error.code is None:
+                raise
+            status, content = 503, _error_body(str(error), error.code)
+        request_id = str(content.get("id") or f"req_{uuid.uuid4().hex}")
+        return LineResponse(status_code=status, request_id=request_id, body=content)
+
+    async def _answer(
+        self, url: str, body: Mapping[str, object], record: PartialOutput | None
+    ) -> tuple[int, dict[str, Any]]:
+        """The endpoint's answer to a request that was not aborted: one that was is asked again.
+
+        An operator who aborts all that the engine runs (to pause it, say) means its online requests: a line that is
+        not cancelled is owed a whole answer, as often as that happens. While the engine is paused it waits with all
+        others. A request that the engine ends without being asked to is tried once more, and then is an error.
+        """
+        tries = 0
+        while True:
+            rid = uuid.uuid4().hex
+            with self._manager.recordings.of(rid, record):
+                status, content = await self._endpoints.post(url, body, rid)
+            tries += _is_engines_own_abort(content)
+            if not _is_aborted(content) and not (_is_engines_own_abort(content) and tries < _MAX_TRIES):
+                return status, content
+            if record is not None:
+                record.cut(0)
+
+    def note_tokens(self) -> None:
+        """Bring the records of lines up to date."""
+        self._manager.recordings.bring_up_to_date(self._manager.rid_to_state)
+
+    async def stats(self) -> EngineStats:
+        """Counters since the engine started. Raises EngineError when the engine is dead and answers nothing."""
+        try:
+            states = await self._unless_dead(self._manager.get_internal_state)
+        except EngineError as error:
+            if error.code is None:
+                raise
+            return self._last_stats
+        stats = engine_stats(merged_stats([state["sgl_batch"] for state in states]))
+        self._last_stats = replace(stats, paused=self._manager.is_pause)
+        return self._last_stats
+
+    async def _unless_dead(self, work: Callable[[], Coroutine[object, object, Result]]) -> Result:
+        """The result of `work`, or EngineError as soon as an engine process is found dead."""
+        death = self._death()
+        if death is not None:
+            raise death
+        task = asyncio.ensure_future(work())
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=1.0)
+                if done:
+                    return task.result()
+                death = self._death()
+                if death is not None:
+                    raise death
+        finally:
+            task.cancel()
+
+
+def _is_aborted(content: Mapping[str, Any]) -> bool:
+    """Whether somebody has asked for the abort of a request."""
+    return any(choice.get("finish_reason") == "abort" for choice in content.get("choices", ()))
+
+
+def _is_engines_own_abort(content: Mapping[str, Any]) -> bool:
+    return bool((content.get("error") or {}).get("code") == ENGINE_ABORT)
+
+
+def _error_body(message: str, code: str) -> dict[str, object]:
+    return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}

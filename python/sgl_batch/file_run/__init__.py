@@ -1,0 +1,1 @@
+"""One run over one input file: its driver, output files, manifest, resumption and summary."""

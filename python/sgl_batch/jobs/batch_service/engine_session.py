@@ -1,0 +1,103 @@
+"""The lines in flight on one life of an engine, until it dies; decides nothing about which lines run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from sgl_batch.core.answers import LineResponse
+from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.errors import EngineError
+from sgl_batch.jobs.batch_service.active_job import ActiveJob
+from sgl_batch.jobs.line_engine import LineEngine
+from sgl_batch.jobs.request_line import RequestLine
+from sgl_batch.jobs.result_lines import internal_error_response, record_token
+
+logger = logging.getLogger(__name__)
+
+CANCEL_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineInFlight:
+    """A line with its job, and what is known of its answer."""
+
+    job: ActiveJob
+    line: RequestLine
+    record: PartialOutput
+
+
+class EngineSession:
+    """`on_answer` gets each answer, `on_dropped` each line without one that nobody wants any more."""
+
+    def __init__(
+        self,
+        engine: LineEngine,
+        on_answer: Callable[[LineInFlight, LineResponse], None],
+        on_dropped: Callable[[LineInFlight], None],
+    ) -> None:
+        self.engine = engine
+        self.death: EngineError | None = None
+        self._on_answer = on_answer
+        self._on_dropped = on_dropped
+        self._tasks: dict[asyncio.Task[LineResponse], LineInFlight] = {}
+        self._suspects: list[LineInFlight] = []
+
+    @property
+    def num_in_flight(self) -> int:
+        """Lines that the engine has not answered."""
+        return len(self._tasks)
+
+    def start(self, one: LineInFlight) -> None:
+        """Give a line to the engine."""
+        task = asyncio.ensure_future(self.engine.respond(one.line.url, one.line.body, one.record))
+        self._tasks[task] = one
+        task.add_done_callback(partial(self._ended, one))
+
+    async def drop(self, job: ActiveJob) -> None:
+        """Give up the lines of a job that takes no more results."""
+        await self._cancel([task for task, one in self._tasks.items() if one.job is job])
+
+    async def close(self) -> None:
+        """Give up everything in flight; no job takes results any more."""
+        await self._cancel(list(self._tasks))
+
+    async def take_suspects(self) -> list[LineInFlight]:
+        """After the death: the lines that were in flight, none of which has an answer."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=CANCEL_WAIT_S)
+        await self._cancel(list(self._tasks))
+        suspects, self._suspects = self._suspects, []
+        return [one for one in suspects if one.job.accepts_results]
+
+    async def _cancel(self, tasks: list[asyncio.Task[LineResponse]]) -> None:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
+
+    def _ended(self, one: LineInFlight, task: asyncio.Task[LineResponse]) -> None:
+        del self._tasks[task]
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, EngineError) and self.death is None:
+            self.death = error
+            logger.error("the engine died with %d lines in flight: %s", len(self._tasks) + 1, error)
+        if not one.job.accepts_results:
+            self._on_dropped(one)
+        elif isinstance(error, EngineError) or (task.cancelled() and self.death is not None):
+            self._suspects.append(one)
+            self._on_dropped(one)
+        elif task.cancelled():
+            self._on_answer(one, self._failed(one, asyncio.CancelledError("cancelled inside the engine")))
+        elif error is not None:
+            # A fault of the program in one line's answer: that line fails, the other lines go on.
+            logger.error("line %d of %s: the engine raised", one.line.number, one.job.id, exc_info=error)
+            self._on_answer(one, self._failed(one, error))
+        else:
+            self._on_answer(one, task.result())
+
+    def _failed(self, one: LineInFlight, error: BaseException) -> LineResponse:
+        return internal_error_response(record_token(one.job.id, one.line.index), error)

@@ -1,0 +1,1 @@
+"""KV beyond the pass under way: its tiers and forms, the host store, copies and staging."""

@@ -1,0 +1,268 @@
+"""Owns copies between a GPU's pages and the store: the contract of copy_engine.py over pinned memory and side streams.
+
+This has not run on a GPU yet: its order, its bounds and its errors are tested on a CPU, with streams that the test
+advances. What is copied where is page_copies' affair.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.kv_offload.copy_engine import CopyCounters
+from sgl_batch.kv_offload.host_kv_store import HostKVStore, Indices, as_indices
+from sgl_batch.kv_offload.page_copies import FusedPageCopy, PageCopies, PerPageCopy
+from sgl_batch.kv_offload.store_errors import CopyError, StoreFault, faults
+from sgl_batch.kv_offload.store_geometry import PagedPool
+from sgl_batch.memory.pinned_memory import pin, unpin
+
+MAX_TICKETS = 64
+_POLL_S = 50e-6
+_BEFORE_COMPUTE = -1  # CUDA's priorities: lower numbers first; compute has 0
+
+
+class DeviceEvent(Protocol):
+    """A point in a stream, as torch.cuda.Event."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class DeviceStreams(Protocol):
+    """Two streams beside the one that computes, one for each direction, and memory that they copy from and to."""
+
+    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        """Make host memory of whole slots one that the device reads and writes by itself; no copy crosses two."""
+
+    def unpin(self, memory: torch.Tensor, slot_bytes: int) -> None: ...
+
+    def follow(self, to_slots: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
+        """Copies within wait for these, and for what the computing stream has been given so far."""
+
+    def mark(self, to_slots: bool) -> DeviceEvent:
+        """What the stream has been given so far."""
+
+    def hold(self, event: DeviceEvent) -> None:
+        """What the computing stream is given from now on waits for this; nobody on the host does."""
+
+
+class CudaStreams:
+    """DeviceStreams of torch's current GPU."""
+
+    def __init__(self) -> None:
+        # The few programs of a copy start as soon as any block of a kernel that fills the GPU ends, not after all.
+        self._streams = {to_slots: torch.cuda.Stream(priority=_BEFORE_COMPUTE) for to_slots in (False, True)}
+
+    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        pin(memory, "the host KV store (--kv-store-bytes)", "name a smaller store", unit_bytes=slot_bytes)
+
+    def unpin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        unpin(memory, unit_bytes=slot_bytes)
+
+    def follow(self, to_slots: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
+        stream = self._streams[to_slots]
+        stream.wait_stream(torch.cuda.current_stream())
+        for event in others:
+            assert isinstance(event, torch.cuda.Event)
+            stream.wait_event(event)
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
+
+    def mark(self, to_slots: bool) -> DeviceEvent:
+        event: torch.cuda.Event = self._streams[to_slots].record_event()
+        return event
+
+    def hold(self, event: DeviceEvent) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        torch.cuda.current_stream().wait_event(event)
+
+
+class CudaTicket:
+    """A Ticket of CudaCopyEngine. It is the engine that lets go of its slots, when somebody sees that it has ended."""
+
+    def __init__(
+        self, engine: CudaCopyEngine, event: DeviceEvent, to_slots: bool, pages: torch.Tensor, slots: torch.Tensor
+    ):
+        self._engine, self.event, self.to_slots, self.slots = engine, event, to_slots, slots
+        self.page_set, self.slot_set = frozenset(pages.tolist()), frozenset(slots.tolist())
+        self.ended = False
+        self.error: str | None = None
+
+    @property
+    def done(self) -> bool:
+        self._engine.look(self)
+        return self.ended
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._engine.wait(self, timeout_s)
+        if self.error is not None:
+            raise CopyError(self.error)
+
+    def device_waits(self) -> None:
+        if not self.ended:
+            self._engine.hold(self)
+
+    def cancel(self) -> bool:
+        """Never: a stream cannot be asked to leave out what it has been given."""
+        return False
+
+
+class CudaCopyEngines:
+    """The copy engines of a store, which share its pinned memory and their streams. Pinning claims all of it now."""
+
+    def __init__(self, store: HostKVStore, streams: DeviceStreams | None = None) -> None:
+        if store.geometry.checksums:
+            raise ConfigError("--kv-store-checksums works with pages in RAM only: start without it on a GPU")
+        self._store = store
+        self._streams = CudaStreams() if streams is None else streams
+        self._memory: torch.Tensor | None = store.memory()
+        self._streams.pin(self._memory, store.geometry.slot_bytes)
+
+    def over(self, pool: PagedPool, *, max_tickets: int = MAX_TICKETS) -> CudaCopyEngine:
+        """An engine for the pages of a pool."""
+        assert self._memory is not None, "its memory is pinned"
+        geometry = self._store.geometry
+        slots = self._memory.view(self._store.num_slots, geometry.slot_bytes)
+        parts = [
+            [part.flatten(1).view(torch.uint8) for part in pool.page_parts(layer)] for layer in range(pool.layer_num)
+        ]
+        by_kernel = parts[0][0].is_cuda and FusedPageCopy.serves(geometry)
+        copies = FusedPageCopy(parts, slots, geometry) if by_kernel else PerPageCopy(parts, slots, geometry)
+        shape = len(parts), len(parts[0][0])
+        return CudaCopyEngine(self._store, copies, self._streams, shape, max_tickets=max_tickets)
+
+    def close(self) -> None:
+        """All engines are closed. A second time nothing happens."""
+        if self._memory is not None:
+            self._streams.unpin(self._memory, self._store.geometry.slot_bytes)
+            self._memory = None
+
+
+class CudaCopyEngine:
+    """A CopyEngine for one thread. `shape`: layers and pages of its pool."""
+
+    def __init__(
+        self,
+        store: HostKVStore,
+        copies: PageCopies,
+        streams: DeviceStreams,
+        shape: tuple[int, int],
+        *,
+        max_tickets: int,
+    ) -> None:
+        self._store, self._copies, self._streams, self._max_tickets = store, copies, streams, max_tickets
+        self._num_layers, self._num_pages = shape
+        self._closed = False
+        self._live: list[CudaTicket] = []
+        self._counts = dict.fromkeys(
+            ("stored_bytes", "loaded_bytes", "stored_pages", "loaded_pages", "tickets", "errors"), 0
+        )
+        self._submit_wait_s = self._ticket_wait_s = 0.0
+
+    def store_pages(self, layers: range, device_pages: Indices, slots: Indices) -> CudaTicket:
+        return self._submit(True, layers, as_indices(device_pages), as_indices(slots))
+
+    def load_pages(self, layers: range, slots: Indices, device_pages: Indices) -> CudaTicket:
+        return self._submit(False, layers, as_indices(device_pages), as_indices(slots))
+
+    def _submit(self, to_slots: bool, layers: range, pages: torch.Tensor, slots: torch.Tensor) -> CudaTicket:
+        self._check(to_slots, layers, pages, slots)
+        begun = time.perf_counter()
+        while len(self._live) >= self._max_tickets:
+            self._finish(self._live[0], wait=True)
+        self._submit_wait_s += time.perf_counter() - begun
+        with faults():
+            self._store.handle.begin_copies(slots, to_slots)
+        try:
+            with self._streams.follow(to_slots, self._before(to_slots, pages, slots)):
+                self._copies(to_slots, layers, pages, slots)
+            event = self._streams.mark(to_slots)
+        except RuntimeError as error:
+            self._store.handle.end_copies(slots)
+            self._counts["errors"] += 1
+            raise CopyError(f"the GPU refuses a copy of {len(pages)} pages, layers {layers}: {error}") from error
+        ticket = CudaTicket(self, event, to_slots, pages, slots)
+        self._live.append(ticket)
+        way = "stored" if to_slots else "loaded"
+        self._counts["tickets"] += 1
+        self._counts[f"{way}_pages"] += len(pages)
+        self._counts[f"{way}_bytes"] += len(pages) * len(layers) * sum(self._store.geometry.part_bytes)
+        return ticket
+
+    def _check(self, to_slots: bool, layers: range, pages: torch.Tensor, slots: torch.Tensor) -> None:
+        if self._closed:
+            raise StoreFault("the copy engine is closed")
+        if layers.step != 1 or layers.start < 0 or layers.stop > self._num_layers:
+            raise StoreFault(f"{layers} is no span of the {self._num_layers} layers")
+        if len(pages) != len(slots):
+            raise StoreFault(f"{len(pages)} device pages and {len(slots)} slots")
+        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self._num_pages:
+            raise StoreFault(f"device pages {int(pages.min())} to {int(pages.max())} of {self._num_pages}")
+        targets = (slots if to_slots else pages).tolist()
+        if len(set(targets)) != len(targets):
+            raise StoreFault(f"a target stands twice in one copy, among {targets}")
+
+    def _before(self, to_slots: bool, pages: torch.Tensor, slots: torch.Tensor) -> list[DeviceEvent]:
+        """What must have ended in the other stream; a stream keeps its own order."""
+        page_set, slot_set = frozenset(pages.tolist()), frozenset(slots.tolist())
+        return [
+            ticket.event
+            for ticket in self._live
+            if ticket.to_slots != to_slots and (page_set & ticket.page_set or slot_set & ticket.slot_set)
+        ]
+
+    def look(self, ticket: CudaTicket) -> None:
+        """End the ticket if its copies have."""
+        self._finish(ticket, wait=False)
+
+    def hold(self, ticket: CudaTicket) -> None:
+        """As Ticket.device_waits."""
+        self._streams.hold(ticket.event)
+
+    def wait(self, ticket: CudaTicket, timeout_s: float | None) -> None:
+        """As Ticket.wait, but for its errors."""
+        begun = time.perf_counter()
+        self._finish(ticket, wait=timeout_s is None)
+        while not ticket.ended:
+            if timeout_s is not None and time.perf_counter() - begun > timeout_s:
+                self._ticket_wait_s += time.perf_counter() - begun
+                raise TimeoutError(f"the copy has not ended in {timeout_s} s")
+            time.sleep(_POLL_S)  # a GPU has no wait with a limit
+            self._finish(ticket, wait=False)
+        self._ticket_wait_s += time.perf_counter() - begun
+
+    def _finish(self, ticket: CudaTicket, *, wait: bool) -> None:
+        if ticket.ended:
+            return
+        try:
+            if wait:
+                ticket.event.synchronize()
+            elif not ticket.event.query():
+                return
+        except RuntimeError as error:
+            ticket.error = f"the GPU reports an error after a copy of {len(ticket.slots)} pages: {error}"
+            self._counts["errors"] += 1
+        self._store.handle.end_copies(ticket.slots)
+        self._live.remove(ticket)
+        ticket.ended = True
+
+    def counters(self) -> CopyCounters:
+        """Bytes and pages are those given to the GPU; how long it was busy is not known here."""
+        return CopyCounters(
+            **self._counts,
+            cancelled=0,
+            busy_s=0.0,
+            submit_wait_s=self._submit_wait_s,
+            ticket_wait_s=self._ticket_wait_s,
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        for ticket in list(self._live):
+            self._finish(ticket, wait=True)

@@ -1,0 +1,318 @@
+"""Owns a rank's two tiers of KV together: device pages, the store, and the staging between them, by request.
+
+Which requests, and when, is the executor's affair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from sgl_batch.config import MemoryConfig
+from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.core.prefixes import PrefixMatch, PrefixPage
+from sgl_batch.distributed.rank_context import RankContext
+from sgl_batch.errors import ConfigError
+from sgl_batch.kv_offload.copy_engine import CopyEngines, Ticket
+from sgl_batch.kv_offload.cuda_copy_engine import CudaCopyEngines
+from sgl_batch.kv_offload.decode_staging import DecodeStaging, PartCopies
+from sgl_batch.kv_offload.host_kv_store import HostKVStore, StoreAddress
+from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngines
+from sgl_batch.kv_offload.prefill_staging import PrefillStaging
+from sgl_batch.kv_offload.store_geometry import StoreGeometry
+from sgl_batch.kv_offload.stored_kv import StoredKV
+from sgl_batch.kv_offload.streamed_rows import StreamedRows
+from sgl_batch.metrics.counters import Counters
+from sgl_batch.model_executor.layer_runner import LayerRunner
+from sgl_batch.sglang_adapter.host_copies import upload, upload_copy
+from sgl_batch.sglang_adapter.scheduling import tokens_written
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
+
+# Enough to fill a link for milliseconds.
+_RATE_PAGES = 64
+
+
+def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankContext | None) -> HostKVStore:
+    """The store of this engine: of several attention ranks, the first makes it and the others join it.
+
+    Raises ConfigError where there is no room for it.
+    """
+    num_ranks, rank = (1, 0) if place is None else (place.topology.num_attention_ranks, place.attention_rank)
+    if place is not None and rank > 0:
+        maker = place.topology.rank_of_attention(0)
+        told = place.await_published("kv-store", [maker])[maker]
+        return HostKVStore.join(StoreAddress(**json.loads(told)), geometry, rank=rank)
+    store = HostKVStore.create(
+        geometry,
+        num_bytes=memory.kv_store_bytes,
+        num_ranks=num_ranks,
+        directory=None if memory.kv_store_dir is None else Path(memory.kv_store_dir),
+    )
+    if store.num_slots < num_ranks:
+        raise ConfigError(
+            rf"a host KV store of {memory.kv_store_bytes} bytes (--kv-store-bytes\) holds {store.num_slots} pages of "
+            f"{geometry.slot_bytes} bytes, fewer than one for each of {num_ranks} ranks: name a larger store"
+        )
+    if place is not None:
+        place.rendezvous.publish("kv-store", place.rank, json.dumps(asdict(store.address)))
+    return store
+
+
+def copy_engines(store: HostKVStore, device: str, memory: MemoryConfig) -> CopyEngines:
+    """What copies between pages of a device and the store. Raises ConfigError where its memory cannot be pinned."""
+    if torch.device(device).type == "cpu":
+        return NativeCopyEngines(store, num_workers=memory.kv_copy_threads)
+    return CudaCopyEngines(store)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returning:
+    """A sequence whose KV is on its way to device pages [P]."""
+
+    request: Request
+    pages: torch.Tensor
+    ticket: Ticket
+
+
+class KVTiers:
+    """Made after the scheduler's pools. `runner`: the layer runner, which hands a prefill group's KV over.
+
+    A model without an adapter has none: its prompts are computed in pages of the device alone, and its sequences move
+    whole.
+
+    `share`: how many pages of the store are this rank's. Each has as many, so that none asks another before it takes
+    some; sequences that move take theirs along.
+    """
+
+    def __init__(
+        self,
+        scheduler: SGLangScheduler,
+        runner: LayerRunner | None,
+        memory: MemoryConfig,
+        counters: Counters,
+        place: RankContext | None,
+    ) -> None:
+        self._scheduler, self._runner, self._counters = scheduler, runner, counters
+        self._allocator, self._device = scheduler.token_to_kv_pool_allocator, scheduler.device
+        self._pool = self._allocator.get_kvcache()
+        self._page_size: int = scheduler.page_size
+        if not hasattr(self._pool, "page_parts"):
+            raise ConfigError(
+                f"kv_store_bytes is {memory.kv_store_bytes}; this model keeps its KV in {type(self._pool).__name__}, "
+                "whose pages the host KV store has no form for: leave it out"
+            )
+        self._store = open_store(StoreGeometry.of_pool(self._pool, checksums=memory.kv_store_checksums), memory, place)
+        self.share = self._store.num_slots // self._store.num_ranks
+        self._engines = copy_engines(self._store, self._device, memory)
+        self._engine = self._engines.over(self._pool)
+        self.stored = StoredKV(
+            self._store,
+            self._engine,
+            page_size=self._page_size,
+            layers=self._pool.layer_num,
+            share=self.share,
+            counters=counters,
+            exclusive=self._is_exclusive(memory),
+        )
+        first_page = self._allocator.first_staged
+        self._staging = PrefillStaging(self._store, self._pool, self._engines, first_page=first_page)
+        self._decode_staging = DecodeStaging(self._pool, self._engines, first_page=first_page)
+        self._group: list[tuple[Request, int, PrefixMatch, torch.Tensor]] = []
+        self._restored: list[int] = []
+        self._on_device: dict[PrefixPage, int] = {}
+
+    @property
+    def stages_prompts(self) -> bool:
+        """Whether prompts can be computed on their way to the store."""
+        return self._runner is not None
+
+    @property
+    def _layer_runner(self) -> LayerRunner:
+        assert self._runner is not None, "the layer runner alone stages prompts and streams decode KV"
+        return self._runner
+
+    def _is_exclusive(self, memory: MemoryConfig) -> bool:
+        """An inclusive store that is no larger than the device would hold nothing that the device cannot.
+
+        What is streamed lies in the store whole. An inclusive store holds every prompt, which has to be staged for it.
+        """
+        if not self.stages_prompts:
+            return True
+        small = self.share <= self._allocator.size // self._page_size
+        asked = memory.kv_store_mode
+        return asked == "exclusive" or (asked == "auto" and small and memory.decode_kv != "streamed")
+
+    @property
+    def pool_bytes(self) -> int:
+        """What all pages of the device take in the store."""
+        return self._allocator.size // self._page_size * self._store.geometry.slot_bytes
+
+    def copy_rate(self) -> float:
+        """Bytes a second that come from the store to the device, as a copy of some pages takes now.
+
+        Before there is any sequence: the pages are not in use. Raises CopyError.
+        """
+        num_pages = min(_RATE_PAGES, self.share, self._allocator.size // self._page_size)
+        return self.stored.copy_rate(torch.arange(1, num_pages + 1))
+
+    def store_state(self) -> dict[str, int]:
+        """Pages of the store, those free of them, and the bytes of one; of a store of several ranks, all ranks'."""
+        counts, slot_bytes = self._store.counts(), self._store.geometry.slot_bytes
+        return {
+            "total_pages": self._store.num_slots,
+            "free_pages": counts.free,
+            "page_bytes": slot_bytes,
+            "exclusive": int(self.stored.exclusive),
+        }
+
+    def _pages(self, tokens: int) -> int:
+        return pages_for(tokens, self._page_size)
+
+    # Prefill.
+
+    def staging(self) -> AbstractContextManager[None]:
+        """Inside, new slots are those of staged pages."""
+        return self._allocator.staging()
+
+    def stage_prefixes(self, requests: list[Request], matches: list[PrefixMatch]) -> dict[PrefixPage, int]:
+        """Staged pages, the first ones, for what prompts of the coming group share with sequences that are alive.
+
+        A prompt that is computed in part goes on behind its own pages, which are staged as well.
+        """
+        shared = [page for match in matches for page in match.found if page.has_place]
+        begun = {request: self.stored.slots_of(request.rid) for request in requests if request.rid in self.stored}
+        self._restored = list(dict.fromkeys(chain((page.place for page in shared), *begun.values())))
+        slots = self._allocator.alloc(len(self._restored) * self._page_size)
+        assert slots is not None, "staged pages do not run out"
+        pages = dict(zip(self._restored, slots.view(-1, self._page_size), strict=True))
+        for request, own in begun.items():
+            request.prefix_indices = torch.cat([pages[slot] for slot in own])
+        self._counters.add("prefix_pages_restored", len(set(shared)))
+        return {page: int(pages[page.place][0]) // self._page_size for page in shared}
+
+    def begin_prefill(self, requests: list[Request], matches: list[PrefixMatch]) -> None:
+        """The next forward pass is that of these requests, whose slots were given inside `staging`."""
+        tokens = [request.kv_committed_len for request in requests]
+        lengths = [request.extend_range.length for request in requests]
+        slots = self.stored.take(sum(self._pages(length) for length in lengths))
+        self._staging.begin(lengths, slots, restored=torch.tensor(self._restored, dtype=torch.int64))
+        parts = slots.split([self._pages(length) for length in lengths])
+        for request, match, part in zip(requests, matches, parts, strict=True):
+            first = request.extend_range.start // self._page_size
+            for page, slot in zip(match.pages[max(first, match.shared) :], part.tolist(), strict=False):
+                page.place = slot
+        self._group = list(zip(requests, tokens, matches, parts, strict=True))
+        self._layer_runner.prefill_sink = self._staging
+
+    def end_prefill(self) -> None:
+        """The pass is over: all prompts are in the store."""
+        waited = self._staging.waited_s
+        self._layer_runner.prefill_sink = None
+        self._staging.end()
+        self._counters.add("staging_wait_us", round(1e6 * (self._staging.waited_s - waited)))
+        self._counters.counts["staging_peak_bytes"] = self._staging.peak_bytes
+        self._counters.counts["staging_peak_pages"] = self._staging.peak_pages
+        for request, tokens, match, slots in self._group:
+            if request.rid in self.stored:
+                self.stored.extend(request.rid, slots, tokens)
+            else:
+                self.stored.adopt(request.rid, slots, tokens, shared=[page.place for page in match.found])
+        self._group = []
+
+    # Decode.
+
+    def write_through(self, requests: list[Request]) -> None:
+        """Of requests that have made a step, the pages that it has filled leave for the store. It waits for none."""
+        self.stored.send_known()
+        full = [request for request in requests if tokens_written(request) % self._page_size == 0]
+        if full and not self.stored.exclusive:
+            last = [tokens_written(request) - 1 for request in full]
+            self.stored.write_through([request.rid for request in full], self._pages_at(full, last))
+
+    def decoding_staged(self) -> AbstractContextManager[None]:
+        """Inside, decode steps get slots of streamed pages."""
+        return self._allocator.decoding_staged()
+
+    def streamed_rows(self) -> StreamedRows:
+        """For decode steps whose KV is streamed through all pages of the device."""
+        return StreamedRows(
+            self._scheduler,
+            self.stored,
+            page_size=self._page_size,
+            first_page=self._allocator.first_staged,
+            half_pages=self._decode_staging.half_pages,
+        )
+
+    def begin_streamed_step(self, copies: list[PartCopies]) -> None:
+        """The next forward pass is a decode step that needs these copies."""
+        self._decode_staging.begin(copies)
+        self._layer_runner.decode_source = self._decode_staging
+
+    def end_streamed_step(self) -> None:
+        """The pass is over: all KV is in the store."""
+        staging = self._decode_staging
+        self._layer_runner.decode_source = None
+        staging.end()
+        self.stored.written()
+        self._counters.counts["pages_streamed"] = staging.pages_brought
+        self._counters.counts["stream_wait_us"] = round(1e6 * staging.waited_s)
+
+    def suspend(self, requests: list[Request]) -> None:
+        """All KV of these requests is in the store when this returns; their slots are still theirs."""
+        table, size = self._scheduler.req_to_token_pool.req_to_token, self._page_size
+        tokens = [request.kv_committed_len for request in requests]
+        pages = [
+            table[request.req_pool_idx, :length:size].to(torch.int64) // size
+            for request, length in zip(requests, tokens, strict=True)
+        ]
+        self.stored.suspend([request.rid for request in requests], pages, tokens)
+
+    def _pages_at(self, requests: list[Request], positions: list[int]) -> torch.Tensor:
+        """The device page [N] in which each request has the KV of one position."""
+        table: torch.Tensor = self._scheduler.req_to_token_pool.req_to_token
+        places = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
+        rows, columns = (upload(numbers, torch.int64, table.device) for numbers in (places, positions))
+        return table[rows, columns].to(torch.int64) // self._page_size
+
+    def restore(self, request: Request, prompt: Sequence[PrefixPage]) -> Returning:
+        """Device pages for a request's KV, and the copy to them of what the device has not.
+
+        `prompt`: its first pages, which it shares with others that are on the device.
+        """
+        there = [page in self._on_device for page in prompt]
+        num_new = self._pages(self.stored.tokens_of(request.rid)) - sum(there)
+        slots = self._allocator.alloc(num_new * self._page_size)
+        assert slots is not None, f"{num_new} pages were reserved for {request.rid}"
+        new = iter((slots[:: self._page_size] // self._page_size).tolist())
+        for page in prompt:
+            if page not in self._on_device:
+                self._on_device[page] = next(new)
+        pages = torch.tensor([*(self._on_device[page] for page in prompt), *new], dtype=torch.int64)
+        self._counters.add("prompt_pages_found_on_device", sum(there))
+        ticket = self.stored.restore(request.rid, pages, there=there)
+        return Returning(request=request, pages=pages, ticket=ticket)
+
+    def drop(self, prompt: Sequence[PrefixPage]) -> None:
+        """Nobody on the device has these pages of prompts any more."""
+        pages = upload([self._on_device.pop(page) for page in prompt], torch.int64, self._device)
+        self._allocator.free(pages * self._page_size)
+
+    def slots_of(self, name: str, pages: torch.Tensor) -> torch.Tensor:
+        """The slots [tokens], on the device, of the KV of a sequence that comes back, in its device pages."""
+        slots = (pages[:, None] * self._page_size + torch.arange(self._page_size)).flatten()
+        return upload_copy(slots[: self.stored.tokens_of(name)], self._device)
+
+    def close(self) -> None:
+        """End the copies and leave the store."""
+        self._staging.close()
+        self._decode_staging.close()
+        self._engine.close()
+        self._engines.close()
+        self._store.close()

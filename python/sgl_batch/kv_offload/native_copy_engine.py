@@ -1,0 +1,125 @@
+"""Owns copies between device pages in RAM and the store: copy_engine.py's contract over the native threads."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from sgl_batch.kernel_loader import kv_store_kernels
+from sgl_batch.kv_offload.copy_engine import CopyCounters
+from sgl_batch.kv_offload.host_kv_store import HostKVStore, Indices, as_indices
+from sgl_batch.kv_offload.store_errors import CopyCancelled, CopyError, StoreFault, faults
+from sgl_batch.kv_offload.store_geometry import PagedPool
+
+MAX_TICKETS = 1024
+MAX_BYTES = 1 << 30
+"""Of tickets that have not ended, before those who submit more have to wait."""
+
+
+class NativeTicket:
+    """A Ticket of NativeCopyEngine."""
+
+    __slots__ = ("_handle", "_states")
+
+    def __init__(self, handle: Any, states: Any) -> None:
+        self._handle, self._states = handle, states
+
+    @property
+    def done(self) -> bool:
+        return bool(self._handle.state() != self._states.UNDER_WAY)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._handle.wait(-1.0 if timeout_s is None else max(0.0, timeout_s)):
+            raise TimeoutError(f"the copy has not ended in {timeout_s} s")
+        state = self._handle.state()
+        if state == self._states.FAILED:
+            number, message = self._handle.error()
+            raise CopyError(message, errno=number or None)
+        if state == self._states.CANCELLED:
+            raise CopyCancelled("the copy was cancelled before all of it was made")
+
+    def device_waits(self) -> None:
+        """Who computes is the host: it waits itself, and computes with nothing that a copy has spoilt."""
+        self.wait()
+
+    def cancel(self) -> bool:
+        return bool(self._handle.cancel())
+
+
+def _close(handle: Any, parts: list[torch.Tensor]) -> None:
+    """The threads have ended before the pages' memory goes."""
+    handle.close()
+    parts.clear()
+
+
+class NativeCopyEngines:
+    """The copy engines of a store beside a CPU, each with `num_workers` threads."""
+
+    def __init__(self, store: HostKVStore, *, num_workers: int) -> None:
+        self._store, self._num_workers = store, num_workers
+
+    def over(self, pool: PagedPool) -> NativeCopyEngine:
+        """An engine for the pages of a pool."""
+        return NativeCopyEngine(self._store, pool, num_workers=self._num_workers)
+
+    def close(self) -> None:
+        """It holds nothing itself."""
+
+
+class NativeCopyEngine:
+    """A CopyEngine with `num_workers` threads, which never hold Python's lock."""
+
+    def __init__(
+        self,
+        store: HostKVStore,
+        pool: PagedPool,
+        *,
+        num_workers: int = 1,
+        max_tickets: int = MAX_TICKETS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """For the pages of `pool`, whose geometry the store has. A ticket of more than `max_bytes` runs alone."""
+        kernels = kv_store_kernels()
+        parts = [part for layer in range(pool.layer_num) for part in pool.page_parts(layer)]
+        with faults():
+            self._handle = kernels.start_copy_engine(
+                store.handle, parts, num_workers=num_workers, most_operations=max_tickets, most_bytes=max_bytes
+            )
+        self._states = kernels
+        # Also when this engine is dropped, or the process ends.
+        self._closing = weakref.finalize(self, _close, self._handle, parts)
+
+    def store_pages(self, layers: range, device_pages: Indices, slots: Indices) -> NativeTicket:
+        return self._submit(True, layers, device_pages, slots)
+
+    def load_pages(self, layers: range, slots: Indices, device_pages: Indices) -> NativeTicket:
+        return self._submit(False, layers, device_pages, slots)
+
+    def _submit(self, to_slots: bool, layers: range, device_pages: Indices, slots: Indices) -> NativeTicket:
+        if layers.step != 1:
+            raise StoreFault(f"{layers} is no span of layers: they have to follow each other")
+        pages, places = as_indices(device_pages), as_indices(slots)
+        with faults():
+            ticket = self._handle.submit(to_slots, layers.start, layers.stop, pages, places)
+        return NativeTicket(ticket, self._states)
+
+    def counters(self) -> CopyCounters:
+        *counts, busy_ns, submit_ns, wait_ns = self._handle.totals()
+        stored_bytes, loaded_bytes, stored_pages, loaded_pages, tickets, errors, cancelled = counts
+        return CopyCounters(
+            stored_bytes=stored_bytes,
+            loaded_bytes=loaded_bytes,
+            stored_pages=stored_pages,
+            loaded_pages=loaded_pages,
+            tickets=tickets,
+            errors=errors,
+            cancelled=cancelled,
+            busy_s=busy_ns * 1e-9,
+            submit_wait_s=submit_ns * 1e-9,
+            ticket_wait_s=wait_ns * 1e-9,
+        )
+
+    def close(self) -> None:
+        self._closing()

@@ -1,0 +1,134 @@
+"""Owns the KV that prompts share: whole pages by reference count, and tables of slots that lead to them.
+
+Which pages are the same is decided in core/prefixes, which choices of one request belong together in core/admission.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+
+import torch
+
+from sgl_batch.core.admission import Admission
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.prefixes import NOTHING, PrefixMatch, PrefixPage, PrefixTree, estimate_shared
+from sgl_batch.core.sequence import SequenceState
+from sgl_batch.metrics.counters import Counters
+from sgl_batch.sglang_adapter.scheduling import give_prefix, protect_prefix, shares_prefix
+from sgl_batch.sglang_adapter.types.requests import Request
+from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
+
+
+class PromptSharing:
+    """Pages of the prompts of a rank's sequences. Their places are pages of the device, or slots of the store.
+
+    `free_places`: gives back the places of pages that no sequence holds any more, where their last holder does not.
+    """
+
+    def __init__(
+        self, scheduler: SGLangScheduler, counters: Counters, free_places: Callable[[list[int]], None]
+    ) -> None:
+        self._scheduler, self._counters, self._free_places = scheduler, counters, free_places
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._page_size: int = scheduler.page_size
+        self._tree = PrefixTree(scheduler.page_size)
+
+    def estimate_shared(self, queued: Iterable[tuple[SequenceState, Request]], plan: Plan) -> None:
+        """Note of the first queued sequences, given with their requests, how much of their prompts they will share."""
+        prompts = ((sequence, self._tokens(request, plan)) for sequence, request in queued)
+        estimate_shared(prompts, self._tree, rows=plan.prefill.b_moe)
+
+    def _tokens(self, request: Request, plan: Plan) -> array[int] | None:
+        return request.origin_input_ids if plan.share_prefixes and shares_prefix(request) else None
+
+    def match_and_insert(self, unit: Admission, leader: Request, plan: Plan) -> PrefixMatch:
+        """Hold the pages of the prompt of a unit that is about to be prefilled, behind all those claimed before it."""
+        tokens = self._tokens(leader, plan)
+        if tokens is None and not unit.followers:
+            return NOTHING
+        match = self._tree.match_and_insert(leader.rid, leader.origin_input_ids, listed=tokens is not None)
+        shared = unit.leader.shared_tokens = match.shared * self._page_size
+        if shared:
+            nowhere = torch.arange(shared, device=self._scheduler.device)  # `lay_tables` says where it lies
+            give_prefix(leader, self._scheduler, nowhere, 0)
+            self._counters.add("prompt_tokens_shared", shared)
+        return match
+
+    def match_of(self, request: Request) -> PrefixMatch:
+        """The pages that a request holds."""
+        return self._tree.match_of(request.rid)
+
+    def pages_of(self, name: str) -> tuple[PrefixPage, ...]:
+        """The first pages of a sequence's prompt, those that others can have as well."""
+        return self._tree.match_of(name).pages
+
+    def lay_tables(self, requests: list[Request], where: dict[PrefixPage, int]) -> None:
+        """Lead the tables of a prefill group, whose slots are given, to the pages that its prompts share.
+
+        `where`: the pages in which the coming pass finds what was computed before; what it computes itself is added.
+        Every sub-batch writes its KV before it attends, and sub-batches run in the order of rows, so that a prompt
+        finds the pages of one before it in the same pass.
+        """
+        size, table = self._page_size, self._scheduler.req_to_token_pool.req_to_token
+        for request in requests:
+            match = self.match_of(request)
+            row, shared = table[request.req_pool_idx], match.shared * size
+            computed = min(len(match.pages) * size, request.kv_committed_len)
+            own = row[shared:computed:size] // size
+            where.update(zip(match.own, own.tolist(), strict=False))
+            if shared:
+                pages = torch.tensor([where[page] for page in match.found], device=row.device)
+                slots = (pages[:, None] * size + torch.arange(size, device=row.device)).flatten()
+                row[:shared] = slots.to(row.dtype)
+                request.prefix_indices = slots
+
+    def settle(self, requests: list[Request]) -> None:
+        """The device's pages are where prompts live: those that a group computes lie there for good.
+
+        No request frees them when it ends. Of a prompt that is computed in part, those that are.
+        """
+        matches = [self.match_of(request) for request in requests]
+        where = {page: page.place for match in matches for page in match.found if page.has_place}
+        self.lay_tables(requests, where)
+        for request, match in zip(requests, matches, strict=True):
+            computed = request.kv_committed_len // self._page_size
+            protect_prefix(request, len(match.pages[:computed]) * self._page_size)
+            for page in match.pages[match.shared : computed]:
+                page.place = where[page]
+
+    def join(self, leader: Request, follower: Request) -> int:
+        """Let a choice hold the pages of its leader's prompt, but for the last token's; returns their tokens."""
+        cached = len(leader.origin_input_ids) - 1
+        match = self._tree.match_as(follower.rid, leader.rid, cached // self._page_size)
+        self._counters.add("prompt_tokens_shared", cached)
+        return len(match.pages) * self._page_size
+
+    def fork(self, leader: Request, followers: list[Request]) -> None:
+        """Let `followers` begin behind all of the leader's prompt but its last token.
+
+        Must run between the leader's forward pass and the release of anything it holds: the open page is
+        copied from the leader's, in every layer.
+        """
+        cached = len(leader.origin_input_ids) - 1
+        pool = self._scheduler.req_to_token_pool
+        slots = pool.req_to_token[leader.req_pool_idx, :cached].to(torch.int64)
+        for follower in followers:
+            shared, own = self.join(leader, follower), slots[:0]
+            if cached > shared:
+                page = self._allocator.alloc(self._page_size)
+                assert page is not None, "admission reserved a page for every follower"
+                own = page[: cached - shared]
+                self._allocator.get_kvcache().move_kv_cache(own, slots[shared:])
+            give_prefix(follower, self._scheduler, torch.cat((slots[:shared], own)), shared)
+
+    def invalidate(self) -> None:
+        """What prompts have of KV now is for none that comes later."""
+        self._tree.invalidate()
+
+    def leave(self, request_id: str) -> int:
+        """A sequence has ended or left; returns how many pages no sequence holds any more. They are given back."""
+        dropped = self._tree.release(request_id)
+        if dropped:
+            self._free_places([page.place for page in dropped if page.has_place])
+        return len(dropped)

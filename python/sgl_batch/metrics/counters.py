@@ -1,0 +1,155 @@
+"""Owns what a run is measured by: exclusive time by part, and counts of groups, calls and rows."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from sgl_batch.metrics.sampled_parts import SampledParts
+
+# `idle` is the time without work: no request, or a pause. `other` is the start, scheduling and what no part names.
+# Of several ranks: `exchange` and `agreement` (before each step) are their own cost where the wait for other ranks can
+# be told apart, which is `stall`; `boundary` is the orders and moves at boundaries, waits for these included. `weights`
+# is the wait for weights that are read while the model runs. The MLPs of a dense model are its `experts`.
+PARTS = (
+    "attention",
+    "router",
+    "experts",
+    "exchange",
+    "agreement",
+    "stall",
+    "boundary",
+    "copies",
+    "weights",
+    "sampling",
+    "idle",
+    "other",
+)
+
+
+class PartClock:
+    """Wall time by part, exclusive: time in an inner part is not counted in the outer one. Seconds.
+
+    It is the host's time. With a `device` that computes on its own, parts inside forward passes are of the device's
+    time, by samples, and `other` is what is left of the wall time; so a sample that comes late is in `other` before.
+    """
+
+    def __init__(self, device: SampledParts | None = None) -> None:
+        self.part_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._stack: list[str] = ["other"]
+        self._since = self._begun = time.perf_counter()
+        self._device, self._in_pass = device, False
+        self._told: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        if not self._in_pass:
+            self.part_s[self._stack[-1]] += now - self._since
+        self._since = now
+
+    @property
+    def tells_parts(self) -> bool:
+        """Whether the pass under way is measured by part on the device: as the replay of a graph it would show none."""
+        return self._device is not None and self._device.by_part
+
+    @contextmanager
+    def device_pass(self, kind: str) -> Iterator[None]:
+        """A forward pass, or the sampling behind one: what is launched inside is the device's time, where there is one.
+
+        `kind`: as in sampled_parts.
+        """
+        if self._device is None:
+            yield
+            return
+        self._switch()
+        self._in_pass = True
+        try:
+            with self._device.measured(kind):
+                yield
+        finally:
+            self._switch()
+            self._in_pass = False
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside the block to `name`."""
+        self._switch()
+        self._stack.append(name)
+        self._mark()
+        try:
+            yield
+        finally:
+            self._switch()
+            self._stack.pop()
+            self._mark()
+
+    def _mark(self) -> None:
+        if self._device is not None:
+            self._device.mark(self._stack[-1])
+
+    def shift(self, seconds: float, *, source: str, target: str) -> None:
+        """Count `seconds`, which were or will be counted to `source`, to `target` instead: of the host's time."""
+        if not self._in_pass:
+            self.part_s[source] -= seconds
+            self.part_s[target] += seconds
+
+    def read(self) -> dict[str, float]:
+        self._switch()
+        if self._device is None:
+            return dict(self.part_s)
+        self._device.collect()
+        now = {part: self.part_s[part] + self._device.part_s[part] for part in PARTS}
+        now["other"] = 0.0
+        now["other"] = self._since - self._begun - sum(now.values())
+        # No part goes back when a sample shows whose time it was.
+        self._told = {part: max(told, now[part]) for part, told in self._told.items()}
+        return dict(self._told)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since start. `expert_rows` are routed rows; `expert_gemms` are experts that had rows in a call."""
+
+    counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    tokens_per_expert: torch.Tensor | None = None
+    clock: PartClock = field(default_factory=PartClock)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        self.counts[name] += amount
+
+    def add_expert_call(self, rows_per_expert: torch.Tensor) -> None:
+        """Count one combined expert call; `rows_per_expert`: [E]."""
+        self.add("expert_calls")
+        self.add("expert_rows", int(rows_per_expert.sum()))
+        self.add("expert_gemms", int((rows_per_expert > 0).sum()))
+        if self.tokens_per_expert is None:
+            self.tokens_per_expert = torch.zeros_like(rows_per_expert)
+        self.tokens_per_expert += rows_per_expert
+
+    @contextmanager
+    def uncounted(self, names: Collection[str] = ()) -> Iterator[None]:
+        """Inside, only these counts change, and the host's time counts to `other`."""
+        counts, per_expert, part_s = dict(self.counts), self.tokens_per_expert, dict(self.clock.part_s)
+        self.tokens_per_expert = None
+        try:
+            yield
+        finally:
+            kept = {name: self.counts[name] for name in names if name in self.counts}
+            self.counts.clear()
+            self.counts.update({**counts, **kept})
+            self.tokens_per_expert = per_expert
+            for part in PARTS[:-1]:
+                self.clock.shift(self.clock.part_s[part] - part_s[part], source=part, target="other")
+
+    def as_dict(self) -> dict[str, object]:
+        per_expert = self.tokens_per_expert
+        return {
+            "part_s": self.clock.read(),
+            "counters": dict(self.counts),
+            "tokens_per_expert": [] if per_expert is None else per_expert.tolist(),
+        }

@@ -1,0 +1,1 @@
+"""What requests may ask for, and what they carry on their way to the scheduler."""

@@ -1,0 +1,100 @@
+"""Decides which requests ask for what is not computed, by the table of fields; raises RefusalError with the name.
+
+Fields that neither SGLang nor OpenAI know are ignored, as SGLang does: they ask nobody for anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+from sgl_batch.requests.request_fields import ALLOWED, COMPUTED, MEDIA, MEDIA_PARTS, REFUSED
+from sgl_batch.sglang_adapter.refusals import RefusalError
+from sgl_batch.sglang_adapter.types.messages import GenerationRequest, OpenAIRequest
+
+NOT_SUPPORTED = "unsupported_field"
+MISPLACED = "unknown_field"
+MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
+_PLACED_ELSEWHERE = COMPUTED | {"data_parallel_rank"}
+_NOT_READ = ("messages", "max_tokens")  # judged elsewhere; reading the second warns that OpenAI has renamed it
+_SHOWN_CHARACTERS = 60
+_SHOWN_BITS = 1 << 10
+
+
+def check_openai_fields(request: OpenAIRequest, given: Mapping[str, object], *, reads_media: bool) -> None:
+    """A request of an OpenAI endpoint; `given` is the JSON that it was read from."""
+    fields = type(request).model_fields
+    values = {name: getattr(request, name) for name in fields if name not in _NOT_READ}
+    defaults = {name: field.default for name, field in fields.items()}
+    _check_values({**_others(given, fields), **values}, defaults, reads_media=reads_media)
+    _check_places(given, fields, "this endpoint")
+    check_seed("seed", request.seed)
+    if not reads_media:
+        for position, message in enumerate(getattr(request, "messages", ())):
+            _check_parts(position, message.content)
+
+
+def check_generation_fields(request: GenerationRequest, given: Mapping[str, object], *, reads_media: bool) -> None:
+    """A request as SGLang's engine gets it; `given` is the JSON of one that came over HTTP in that form, or empty."""
+    fields = {field.name: field.default for field in dataclasses.fields(request)}
+    values = {name: getattr(request, name) for name in fields}
+    _check_values({**_others(given, fields), **values}, fields, reads_media=reads_media)
+    _check_places(given, fields, "/generate, which takes sampling parameters in sampling_params")
+    for parameters in _sampling_parameters(request):
+        _check_values(parameters, {}, reads_media=reads_media)
+
+
+def check_seed(name: str, value: object) -> None:
+    """A seed that 64 bits hold."""
+    if value is None or (type(value) is int and MIN_SEED <= value <= MAX_SEED):
+        return
+    message = f"{name} is {shown(value)}; it must be a whole number of 64 bits, from {MIN_SEED} to {MAX_SEED}"
+    raise RefusalError(message, code="invalid_value", param=name)
+
+
+def shown(value: object) -> str:
+    """A value cut to a length that fits a message."""
+    # A number of thousands of digits has no text in Python.
+    huge = isinstance(value, int) and value.bit_length() > _SHOWN_BITS
+    text = "a number of very many digits" if huge else repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+
+
+def asks(value: object) -> bool:
+    """Whether a value asks for anything: null, false and what is empty do not."""
+    if isinstance(value, list):
+        return any(asks(one) for one in value)
+    return value is not None and value is not False and value not in ("", {})
+
+
+def _others(given: Mapping[str, object], fields: Iterable[str]) -> dict[str, object]:
+    return {name: given[name] for name in set(given).difference(fields)}
+
+
+def _sampling_parameters(request: GenerationRequest) -> Iterator[Mapping[str, object]]:
+    given = request.sampling_params
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, Mapping):
+            yield one
+
+
+def _check_values(values: Mapping[str, object], defaults: Mapping[str, object], *, reads_media: bool) -> None:
+    for name, value in values.items():
+        why = REFUSED.get(name) or (None if reads_media else MEDIA.get(name))
+        if why is None or not asks(value) or value == defaults.get(name) or value in ALLOWED.get(name, ()):
+            continue
+        raise RefusalError(f"{name} is not supported: {why}", code=NOT_SUPPORTED, param=name)
+
+
+def _check_places(given: Mapping[str, object], fields: Iterable[str], where: str) -> None:
+    """A name that is computed with elsewhere, and would not be looked at here."""
+    for name, value in sorted(_others(given, fields).items()):
+        if name in _PLACED_ELSEWHERE and asks(value):
+            raise RefusalError(f"{name} is no field of {where}", code=MISPLACED, param=name)
+
+
+def _check_parts(position: int, content: object) -> None:
+    for part in content if isinstance(content, list) else ():
+        if part.type in MEDIA_PARTS:
+            message = f"messages[{position}] has a part of type {part.type}, and the model served reads text alone"
+            raise RefusalError(message, code=NOT_SUPPORTED, param="messages")

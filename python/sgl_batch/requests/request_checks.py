@@ -1,0 +1,96 @@
+"""Decides which generation requests no scheduler may see: what SGLang lets through, and computing it would kill.
+
+A scheduler that raises ends the engine with all that it has in flight. Every check raises ValueError, which SGLang's
+endpoints answer with 400 and a job's line has as its own error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_batch.requests.field_checks import check_seed, shown
+from sgl_batch.sglang_adapter.types.messages import GenerationRequest
+from sgl_batch.sglang_adapter.types.requests import SamplingParams
+
+MAX_CHOICES = 16_384  # each is a sequence of its own, known to three processes before any of them runs
+MAX_LOGIT_BIAS = 1e9  # so that no logit becomes infinite, divided by any temperature
+MIN_REPETITION_PENALTY = 1e-6
+MAX_TOP_K = (1 << 31) - 1
+
+
+def check_shape(request: GenerationRequest) -> None:
+    """What a request says of itself as a whole, before anything is made of it."""
+    _check_texts("text", request.text)
+    _check_texts("rid", request.rid)
+    if request.text is not None and request.input_ids is not None:
+        raise ValueError("text and input_ids are both given, and only one can be the prompt; leave one out")
+    parameters = request.sampling_params
+    if parameters == []:
+        raise ValueError("sampling_params is an empty list; give an object, or one for each prompt")
+    for one in parameters if isinstance(parameters, list) else [parameters or {}]:
+        if not isinstance(one, dict):
+            raise ValueError(f"sampling_params is {shown(one)}; give an object")
+        _check_integer("n", one.get("n", 1), 1, MAX_CHOICES)
+
+
+def check_tokens(input_ids: object, vocab_size: int) -> None:
+    """Token ids that a user gives, in place of a text."""
+    if not isinstance(input_ids, list) or not all(type(one) is int for one in input_ids):
+        raise ValueError(f"input_ids is {shown(input_ids)}; give a list of token ids")
+    if not input_ids:
+        raise ValueError("the prompt has no token; give at least one to continue from")
+    if not (min(input_ids) >= 0 and max(input_ids) < vocab_size):
+        wrong = next(one for one in input_ids if not 0 <= one < vocab_size)
+        raise ValueError(f"the prompt has the token id {shown(wrong)}; the model's are 0 to {vocab_size - 1}")
+
+
+def check_log_probabilities(request: GenerationRequest, vocab_size: int, context_length: int) -> None:
+    """Which log probabilities a request asks for."""
+    _check_integer("the number of top logprobs", request.top_logprobs_num or 0, 0, vocab_size)
+    start = -1 if request.logprob_start_len is None else request.logprob_start_len
+    _check_integer("logprob_start_len", start, -1, context_length)
+
+
+def check_routed_experts(request: GenerationRequest, *, is_enabled: bool) -> None:
+    """Whether a request may ask for the choice of its experts."""
+    if request.return_routed_experts and not is_enabled:
+        raise ValueError(
+            "return_routed_experts needs an engine that keeps them: start it with --enable-return-routed-experts"
+        )
+
+
+def check_sampling(parameters: SamplingParams, vocab_size: int) -> None:
+    """SGLang's sampling parameters, after its own checks of them."""
+    _check_integer("top_k", parameters.top_k, 1, MAX_TOP_K)
+    check_seed("sampling_seed", parameters.sampling_seed)
+    if parameters.repetition_penalty < MIN_REPETITION_PENALTY:
+        penalty = parameters.repetition_penalty
+        raise ValueError(f"repetition_penalty is {penalty}; it must be at least {MIN_REPETITION_PENALTY}")
+    for token, bias in (parameters.logit_bias or {}).items():
+        if not (isinstance(bias, int | float) and abs(bias) <= MAX_LOGIT_BIAS):
+            raise ValueError(
+                f"logit_bias of token {token} is {shown(bias)}; give a number from {-MAX_LOGIT_BIAS:g} to "
+                f"{MAX_LOGIT_BIAS:g}"
+            )
+    for stop_token in parameters.stop_token_ids or ():
+        _check_integer("one of stop_token_ids", stop_token, 0, vocab_size - 1)
+    if parameters.structural_tag == "":
+        raise ValueError("structural_tag is empty; leave it out")
+    if parameters.stream_interval is not None:
+        _check_integer("stream_interval", parameters.stream_interval, 1, MAX_TOP_K)
+
+
+def _check_texts(name: str, value: object) -> None:
+    """A text, or a list of them, that can be sent to another process; or nothing."""
+    texts: list[Any] = value if isinstance(value, list) else [value or ""]
+    if value == [] or not all(isinstance(one, str) for one in texts):
+        raise ValueError(f"{name} is {shown(value)}; give a text, or a list of texts")
+    try:
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} has half of a surrogate pair (\\ud800 to \\udfff) without the other") from None
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number from {low} to {high}")

@@ -1,0 +1,89 @@
+"""Settles which expert runner computes calls on a GPU where that is left open: taken over, kept, or measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from sgl_batch.core.expert_runner_choice import RunnerMeasured, RunnerTable, choose_runners
+from sgl_batch.core.plan_in_force import PlanInForce
+from sgl_batch.core.start_choices import Choice, earlier_choices, taken_over
+from sgl_batch.layers.moe.expert_shape import shape_of
+from sgl_batch.model_executor.expert_trial import ExpertTrial, LayerCall
+from sgl_batch.model_executor.time_budget import TimeBudget
+from sgl_batch.sglang_adapter.types.messages import ServerArgs
+from sgl_batch.sglang_adapter.types.models import ExpertLayer
+from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
+from sgl_batch.startup.self_check import measure, settle_once
+
+logger = logging.getLogger(__name__)
+
+OPTION = "expert_runner"
+# Of the time of all self-checks; decode steps are measured with the rest.
+_SHARE_OF_TIME = 0.5
+# Beside whole decode and prefill groups, calls of as many tokens as the end of a batch has for a while.
+_SMALL_SHARE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSetup:
+    """A start's way to settle it, as `GpuExperts` calls it. `device`: the GPU's name. `num_ranks`: of the engine."""
+
+    device: str
+    in_force: PlanInForce
+    server_args: ServerArgs
+    budget: TimeBudget
+    num_ranks: int
+
+    def __call__(
+        self, layers: Sequence[ExpertLayer], names: Sequence[str], call_of: Callable[[str], LayerCall]
+    ) -> Choice:
+        """A table of runners, as text. `names`: first the one without a measurement, which computes until now."""
+        first = names[0]
+        if self.server_args.enable_deterministic_inference:
+            return Choice(mode=first, why=f"{first}: the deterministic mode never switches by time")
+        if self.num_ranks > 1:
+            return Choice(mode=first, why=f"{first}: several ranks measure no expert runners")
+        if len(names) == 1:
+            return Choice(mode=first, why=f"{first}: no other expert runner is installed")
+        earlier = earlier_choices(self.in_force.config.forward.start_choices).get(OPTION)
+        if earlier is not None and _can_compute(names, earlier.mode):
+            return taken_over(earlier)
+        plan = self.in_force.plan
+        tokens = sorted({max(1, plan.decode.b_moe // _SMALL_SHARE), plan.decode.b_moe, plan.prefill.b_moe})
+        shape = shape_of(layers[0])
+        key = ChoiceKey(
+            option=OPTION,
+            device=self.device,
+            model=model_hash(self.server_args.model_path),
+            versions=versions(),
+            settings={"runners": list(names), "tokens": tokens, "shape": asdict(shape)},
+        )
+
+        def measured() -> Choice:
+            trial = ExpertTrial(layers, tokens, call_of)
+            with self.budget.spending(_SHARE_OF_TIME) as time_is_up:
+                found = measure(names, trial.run, _merged, time_is_up, failed="experts are not computed by")
+            return choose_runners(names, tokens, found, dtype=shape.dtype)
+
+        choice = settle_once(ChoiceCache(user_cache()), key, lambda mode: _can_compute(names, mode), measured)
+        logger.info("experts are computed by %s", choice.why)
+        return choice
+
+
+def _can_compute(names: Sequence[str], mode: str) -> bool:
+    """Whether a table in text is one of these runners."""
+    try:
+        return RunnerTable.parse(mode).names <= set(names)
+    except ValueError:
+        return False
+
+
+def _merged(before: RunnerMeasured, now: RunnerMeasured) -> RunnerMeasured:
+    """The fastest call and the largest error of each number of tokens."""
+    return RunnerMeasured(
+        seconds=tuple(map(min, before.seconds, now.seconds)),
+        host_seconds=tuple(map(min, before.host_seconds, now.host_seconds)),
+        errors=tuple(map(max, before.errors, now.errors)),
+    )

@@ -1,0 +1,63 @@
+"""Owns refusing a model before anything of an engine starts. Why one is refused is decided in core/model_refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from sgl_batch.checkpoint.model_directory import ModelPlace, check_model, model_config, num_experts
+from sgl_batch.config import BatchConfig
+from sgl_batch.core.model_refusals import Config, check_without_adapter, number_type, refusal
+from sgl_batch.core.supported_models import CPU, GPU, Status, family_named, format_of, has_adapter
+from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter.known_models import has_own_model, is_known_architecture, is_known_quantization
+
+
+def check_any_device(place: ModelPlace) -> None:
+    """Refuse what cannot be loaded, or computed rightly on any device. In milliseconds. Raises ConfigError."""
+    config = model_config(place.model, place.revision) or {}
+    _refuse(place.model, config, refusal(config))  # before its files are read: they are of a form that is not ours
+    check_model(place, is_known_architecture, is_known_quantization)
+    config = model_config(place.model, place.revision) or {}  # fetched from the hub by now, where it was not here
+    _refuse(place.model, config, refusal(config) or _not_measured(config))
+
+
+def _not_measured(config: Config) -> str | None:
+    """Of models that SGLang runs with transformers' own modules, not all load and not all are right."""
+    told = config.get("architectures")
+    named = [str(name) for name in told] if isinstance(told, list) else []
+    if "auto_map" in config or not named or any(family_named(name) or has_own_model(name) for name in named):
+        return None
+    return "SGLang has no model of its own for it, and nobody has measured that transformers' is right under it"
+
+
+def check_this_device(arguments: Mapping[str, object], ours: BatchConfig, *, on_cpu: bool) -> None:
+    """Refuse what this device, or this configuration, has no right form of. Raises ConfigError.
+
+    `arguments`: SGLang's, with our defaults. A model whose config is not here is judged when it is loaded.
+    """
+    given = {name: str(value) for name, value in arguments.items() if value is not None}
+    name = given.get("model_path", "")
+    config = model_config(name, given.get("revision"))
+    if config is None:
+        return
+    config |= json.loads(given.get("json_model_override_args", "{}"))
+    if "quantization" in given:
+        config.setdefault("quantization_config", {"quant_method": given["quantization"]})
+    device, context = CPU if on_cpu else GPU, given.get("context_length")
+    _refuse(name, config, refusal(config, device=device, context=None if context is None else int(context)))
+    number_format = format_of(number_type(config, given.get("dtype", "auto"))).on(device)
+    if number_format.status is Status.REFUSED:
+        raise ConfigError(f"the model {name} would run in float16: {number_format.note}")
+    architecture = str((config.get("architectures") or ("it",))[0])
+    if not has_adapter(architecture):
+        num_ranks = 1 if num_experts(name) is None else int(given.get("dp_size", 1))
+        check_without_adapter(architecture, ours, num_ranks=num_ranks)
+
+
+def _refuse(name: str, config: Config, why: str | None) -> None:
+    if why is None:
+        return
+    named = config.get("architectures")
+    told = f" ({', '.join(map(str, named))})" if isinstance(named, list) else ""
+    raise ConfigError(f"the model {name}{told} is refused: {why}; `sgl-batch models` lists what runs")

@@ -1,0 +1,159 @@
+"""Owns the slots that experts are read into: their memory, and the threads that fill them.
+
+Which experts are asked for, kept and let go of is decided elsewhere, and how many slots are in use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_batch.errors import EngineError
+from sgl_batch.kernel_loader import expert_loader_kernels
+from sgl_batch.memory.free_memory import give_back
+from sgl_batch.weights.expert_checkpoint import ExpertPlaces
+from sgl_batch.weights.expert_slot_table import ExpertSlotTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotTensors:
+    """What slots are made of: `w13` [S, 2I, M] and `w2` [S, M, I], packed; those of int8 have scales."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scales: torch.Tensor | None = None
+    w2_scales: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.w2)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [part for part in (self.w13, self.w2, self.w13_scales, self.w2_scales) if part is not None]
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(part[0].nbytes for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """What slots take once all hold an expert."""
+        return self.count * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTotals:
+    """What was read since start."""
+
+    bytes: int
+    experts: int
+
+
+class ExpertSlots:
+    """Slots over the native loader, of which the first of `table` are in use: all, until `resize` says otherwise.
+
+    A slot takes memory from its first expert on.
+    """
+
+    def __init__(self, places: ExpertPlaces, tensors: SlotTensors, *, num_threads: int, direct: bool = True) -> None:
+        layers, experts = places.places.shape[:2]
+        self.tensors, self._places = tensors, places.places
+        self.table = ExpertSlotTable(layers, experts, tensors.count)
+        self._touched = set[int]()
+        with _read_errors():
+            self._loader: Any = expert_loader_kernels().start_expert_loader(
+                places.files,
+                direct=direct,
+                w13=tensors.w13,
+                w2=tensors.w2,
+                w13_scales=tensors.w13_scales,
+                w2_scales=tensors.w2_scales,
+                stored=places.dtype,
+                num_threads=num_threads,
+            )
+        # The threads end before the memory that they write to goes.
+        self._close = weakref.finalize(self, _close, self._loader, [tensors])
+
+    @property
+    def num_bytes(self) -> int:
+        """What slots have taken of memory."""
+        return len(self._touched) * self.tensors.slot_bytes
+
+    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]:
+        """Use only the first `num_slots` slots. What the others hold is let go of, and their memory given back.
+
+        Returns the experts that went, as (layer, expert, whether it had been read).
+        """
+        assert 0 < num_slots <= self.tensors.count, f"{num_slots} of {self.tensors.count} slots"
+        gone: list[tuple[int, int, bool]] = []
+        for layer, slot_of_E in enumerate(self.table.slot_of):
+            experts = (slot_of_E >= num_slots).nonzero().flatten().tolist()
+            dropped = set(self.drop(layer, experts))
+            self.free(layer, [expert for expert in experts if expert not in dropped])
+            gone.extend((layer, expert, expert not in dropped) for expert in experts)
+        self._touched = {slot for slot in self._touched if slot < num_slots}
+        for part in self.tensors.parts:
+            give_back(part[num_slots : self.table.num_slots])
+        self.table.resize(num_slots)
+        return gone
+
+    @property
+    def direct(self) -> bool:
+        """Whether the files are read past the page cache."""
+        return bool(self._loader.direct())
+
+    def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None:
+        """Have experts of a layer read into free slots, of which there are enough; urgent ones before others."""
+        if not experts:
+            return
+        slots = self.table.take(layer, experts)
+        self._touched.update(slots)
+        self._loader.submit(torch.tensor(slots), self._places[layer, torch.tensor(experts)].contiguous(), urgent)
+
+    def hurry(self, layer: int, experts: Sequence[int]) -> None:
+        """Let experts that were asked for come before those that nobody waits for."""
+        self._loader.hurry(self.table.slots(layer, experts))
+
+    def drop(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Leave out what of these has not begun to be read; returns them."""
+        asked = list(experts)
+        left_out: list[bool] = self._loader.drop(self.table.slots(layer, asked)).tolist()
+        dropped = [expert for expert, out in zip(asked, left_out, strict=True) if out]
+        self.table.release(layer, dropped)
+        return dropped
+
+    def wait(self, layer: int, experts: Sequence[int]) -> None:
+        """Return when these are there. Raises EngineError that says which file could not be read, and why."""
+        with _read_errors():
+            self._loader.wait(self.table.slots(layer, experts))
+
+    def free(self, layer: int, experts: Sequence[int]) -> None:
+        """Let go of experts; of those that are being read, when they are there."""
+        self.wait(layer, experts)
+        self.table.release(layer, experts)
+
+    def totals(self) -> LoadTotals:
+        size, experts, *_ = self._loader.totals()
+        return LoadTotals(bytes=size, experts=experts)
+
+    def close(self) -> None:
+        self._close()
+
+
+@contextmanager
+def _read_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineError(f"weights of the model could not be read: {str(error).splitlines()[0]}") from error
+
+
+def _close(loader: Any, tensors: list[SlotTensors]) -> None:
+    loader.close()
+    tensors.clear()

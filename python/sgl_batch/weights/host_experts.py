@@ -1,0 +1,70 @@
+"""Owns the experts of a checkpoint in host memory, from which a GPU fetches them; decides neither which nor when."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.weights.expert_checkpoint import ExpertPlaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostExperts:
+    """`w13` [L, E, 2I, M], gate above up, and `w2` [L, E, M, I], as the checkpoint has them."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.w13[0, 0].nbytes + self.w2[0, 0].nbytes
+
+
+def read_experts(places: ExpertPlaces, num_threads: int) -> HostExperts:
+    """Read all experts. Raises ConfigError that names the file that cannot be read or is too short."""
+    layers, experts = places.places.shape[:2]
+    inter, hidden = places.inter, places.hidden
+    w13 = torch.empty(layers, experts, 2 * inter, hidden, dtype=places.dtype)
+    w2 = torch.empty(layers, experts, hidden, inter, dtype=places.dtype)
+    with ExitStack() as opened:
+        descriptors = [_open(file) for file in places.files]
+        for descriptor in descriptors:
+            opened.callback(os.close, descriptor)
+
+        def read(one: tuple[int, int]) -> None:
+            layer, expert = one
+            gate_up, down = w13[layer, expert], w2[layer, expert]
+            parts = (gate_up[:inter], gate_up[inter:], down)
+            for part, (file, offset) in zip(parts, places.places[layer, expert].tolist(), strict=True):
+                _fill(part, descriptors[file], offset, places.files[file])
+
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="sgl-weights") as pool:
+            for _ in pool.map(read, ((layer, expert) for layer in range(layers) for expert in range(experts))):
+                pass
+    return HostExperts(w13=w13, w2=w2)
+
+
+def _open(file: str) -> int:
+    try:
+        return os.open(file, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _fill(part: torch.Tensor, descriptor: int, offset: int, file: str) -> None:
+    view: Any = memoryview(part.view(torch.uint8).flatten().numpy())  # type: ignore[arg-type]
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+        if got == 0:
+            raise ConfigError(f"{file} ends {len(view) - done} bytes too soon: it is no whole file; fetch it again")
+        done += got

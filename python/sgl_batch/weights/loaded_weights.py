@@ -1,0 +1,264 @@
+"""Owns the proof that a checkpoint and a model fit: each parameter is loaded, and each tensor of the files is used.
+
+SGLang's models pass over names that they do not know, and leave parameters that no tensor names as they were
+allocated. Both give wrong tokens without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sgl_batch.checkpoint.files import few
+from sgl_batch.errors import ConfigError
+
+# Bits that no computation gives, by dtype: a NaN with a payload, and of formats without one any NaN.
+_NANS: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.float64: (torch.int64, 0x7FF5_A5A5_A5A5_A5A5),
+    torch.float32: (torch.int32, 0x7FA5_A5A5),
+    torch.bfloat16: (torch.int16, 0x7FA5),
+    torch.float16: (torch.int16, 0x7DA5),
+    torch.float8_e4m3fn: (torch.uint8, 0x7F),
+    torch.float8_e5m2: (torch.uint8, 0x7D),
+}
+# By the bytes of a number that is no float, the integers that its bits are seen as.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Of packed weights, what a checkpoint need not have: the order of groups where it is the plain one, and shapes.
+_OPTIONAL = re.compile(r"g_idx(_sort_indices)?$|_shape$")
+_SCALE = re.compile(r"scales?(_inv)?$")
+# What SGLang computes itself: scales of the KV cache have defaults that stand where a checkpoint has none.
+_COMPUTED = re.compile(r"\.attn(_m[qh]a)?\.[kv]_scale$")
+# Tables that older checkpoints hold and every library computes.
+_KNOWN_UNUSED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$|\.masked_bias$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class LoadedWeights:
+    """Watches one load of a checkpoint of `num_layers` layers.
+
+    `is_elsewhere`: holds for names of tensors that another rank loads. `is_tied`: the output embedding is the input's.
+    """
+
+    def __init__(self, num_layers: int, *, is_tied: bool, is_elsewhere: Callable[[str], bool]) -> None:
+        self._num_layers, self._is_tied, self._is_elsewhere = num_layers, is_tied, is_elsewhere
+
+    def load(
+        self,
+        model: nn.Module,
+        weights: Iterable[tuple[str, Tensor]],
+        load_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
+    ) -> None:
+        """Call `load_weights` with `weights`. Raises ConfigError that names what is not loaded and not used."""
+        parameters = {
+            name: one
+            for name, one in model.named_parameters()
+            if not _COMPUTED.search(name) and (one.is_floating_point() or not _OPTIONAL.search(name))
+        }
+        for parameter in parameters.values():
+            _mark(parameter.data)
+        unread: dict[str, int] = {}
+        load_weights(_Read.over(weights, unread))
+        own = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
+        unused = [name for name, address in unread.items() if address not in own and not self._may_stay_unused(name)]
+        missing = [f"{name}{_part(one.data)}" for name, one in parameters.items() if _marked_rows(one.data).any()]
+        if missing or unused:
+            raise ConfigError(_mismatch(missing, unused))
+        _check_scales({name: one.data for name, one in parameters.items() if _SCALE.search(name)})
+
+    def _may_stay_unused(self, name: str) -> bool:
+        """Layers beyond the model's predict further tokens; SGLang reads them as a model of their own."""
+        layer = _LAYER.search(name)
+        beyond = layer is not None and int(layer[1]) >= self._num_layers
+        tied = self._is_tied and name.endswith("lm_head.weight")
+        further = beyond or tied or name.startswith("mtp.")
+        return further or _KNOWN_UNUSED.search(name) is not None or self._is_elsewhere(name)
+
+
+class _Read(Tensor):
+    """A tensor of a checkpoint that leaves `unread`, names with addresses, when an operator reads it in any thread.
+
+    A view of it is one, too, and is not yet a use. A parameter may become one's memory, without an operator.
+    """
+
+    stored_name: str
+    unread: dict[str, int]
+
+    @classmethod
+    def over(cls, weights: Iterable[tuple[str, Tensor]], unread: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, each of which is in `unread` until it is read."""
+        for name, weight in weights:
+            if weight.numel() > 0:
+                unread[name] = weight.untyped_storage().data_ptr()
+            yield name, _noting(weight, name, unread)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        read = [one for one in _tensors((*args, *kwargs.values())) if isinstance(one, _Read)]
+        if isinstance(result, Tensor) and any(_is_same_memory(result, one) for one in read):
+            return _noting(result, read[0].stored_name, read[0].unread)
+        if isinstance(result, (list, tuple)) and all(isinstance(one, Tensor) for one in result):
+            return type(result)(_noting(one, read[0].stored_name, read[0].unread) for one in result)
+        if isinstance(result, Tensor) or func in _READING:
+            for one in read:
+                one.unread.pop(one.stored_name, None)
+        return result
+
+
+# What reads numbers and returns no tensor.
+_READING = (
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__bool__,
+    Tensor.__setitem__,
+)
+
+
+def _noting(tensor: Tensor, name: str, unread: dict[str, int]) -> _Read:
+    noting = tensor.as_subclass(_Read)
+    noting.stored_name, noting.unread = name, unread
+    return noting
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What the ends of a parameter's rows hold until they are loaded.
+
+    `bits`: of a NaN; None for a pseudo-random pattern of the rows, where any bits may be a weight. There an end counts
+    as not loaded in a run of `num_rows` rows alone, of which 64 bits are by chance a checkpoint's own once in 2^64.
+    """
+
+    integers: torch.dtype
+    bits: int | None
+    num_rows: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> _Mark | None:
+        """For a parameter of this type; None where there is none."""
+        if dtype in _NANS:
+            return cls(*_NANS[dtype], 1)
+        integers = _INTEGERS.get(dtype.itemsize)
+        return None if integers is None or dtype is torch.bool else cls(integers, None, 8 // dtype.itemsize)
+
+    def ends(self, data: Tensor) -> Tensor | None:
+        """The first and last number of each row [..., 1 or 2], a view; all numbers where rows are too few.
+
+        None where there are too few numbers, or where they lie upon each other.
+        """
+        view = data.view(self.integers)
+        if data.dim() == 0:
+            view = view.reshape(1)
+        if any(step == 0 and size > 1 for step, size in zip(view.stride(), view.shape, strict=True)):
+            return None
+        if view.numel() < self.num_rows:
+            return None
+        if view.numel() < self.num_rows * view.shape[-1]:
+            return view.unsqueeze(-1)
+        return view[..., :: max(1, view.shape[-1] - 1)]
+
+    def on(self, ends: Tensor) -> Tensor:
+        """What `ends` hold until they are loaded."""
+        if self.bits is not None:
+            return torch.full_like(ends, self.bits)
+        places = torch.arange(ends.numel(), device=ends.device).reshape(ends.shape)
+        return _scrambled(places).to(ends.dtype)  # the low bits
+
+
+def _scrambled(numbers: Tensor) -> Tensor:
+    """Of int64, bits that look random, the same ones on every device: the last steps of splitmix64."""
+    for shift, factor in ((30, -0x40A7_B892_E31B_1A47), (27, -0x6B2F_B644_ECCE_EE15)):
+        numbers = (numbers + 0x1E37_79B9_7F4A_7C15) ^ (numbers >> shift)
+        numbers = numbers * factor
+    return numbers ^ (numbers >> 31)
+
+
+def _in_runs(matches: Tensor, length: int) -> Tensor:
+    """[rows, ends] bool: those of `matches` that lie in a run of at least `length` rows."""
+    if length == 1 or matches.shape[0] < length:
+        return matches if length == 1 else torch.zeros_like(matches)
+    columns = matches.t().unsqueeze(1).float()  # [ends, 1, rows]
+    begins = -nn.functional.max_pool1d(-columns, length, stride=1)  # 1 where a run begins
+    padded = nn.functional.pad(begins, (length - 1, length - 1))
+    return nn.functional.max_pool1d(padded, length, stride=1).squeeze(1).t() > 0
+
+
+def _mark(data: Tensor) -> None:
+    mark = _Mark.of(data.dtype)
+    ends = None if mark is None else mark.ends(data)
+    if mark is not None and ends is not None:
+        ends.copy_(mark.on(ends))
+
+
+def _marked_rows(data: Tensor) -> Tensor:
+    """[rows] bool: which still hold a mark. None of a dtype without one."""
+    mark = _Mark.of(data.dtype)
+    ends = None if mark is None else mark.ends(data)
+    if mark is None or ends is None:
+        return torch.zeros(0, dtype=torch.bool)
+    matches = (ends == mark.on(ends)).reshape(-1, ends.shape[-1])
+    return _in_runs(matches, mark.num_rows).any(dim=1)
+
+
+def _num_infinite(data: Tensor) -> int:
+    """How many numbers are infinite or none."""
+    return int(torch.count_nonzero(~torch.isfinite(data.float())))
+
+
+def _part(data: Tensor) -> str:
+    """Which part is not loaded, where it is not all: experts by their number, else rows."""
+    marked = _marked_rows(data)
+    if bool(marked.all()):
+        return ""
+    if data.dim() < 3:
+        return f" ({int(marked.sum())} of {len(marked)} rows)"
+    experts = marked.reshape(data.shape[0], -1).any(dim=1).nonzero().flatten().tolist()
+    return f" (experts {few(map(str, experts))})"
+
+
+def _check_scales(scales: Mapping[str, Tensor]) -> None:
+    spoiled = [name for name, one in scales.items() if one.is_floating_point() and _num_infinite(one)]
+    if spoiled:
+        raise ConfigError(
+            f"{len(spoiled)} scales of the checkpoint's weights hold what is infinite or no number: {few(spoiled)}. "
+            "Its answers would be wrong: quantise the model anew, or fetch the checkpoint anew"
+        )
+
+
+def _mismatch(missing: Sequence[str], unused: Sequence[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"it has nothing for {len(missing)} parameters of the model: {few(missing)}")
+    if unused:
+        parts.append(f"the model has no place for {len(unused)} of its tensors: {few(unused)}")
+    return (
+        f"the checkpoint and SGLang's model differ: {'; '.join(parts)}. Its answers would be wrong: give the complete "
+        "checkpoint that belongs to the config, or a model whose architecture SGLang implements in this form"
+    )

@@ -1,0 +1,169 @@
+"""Owns setting up streamed weights for a loaded model: where its experts lie, and how much memory they get."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from sgl_batch.config import MemoryConfig
+from sgl_batch.core.weight_residency import WeightResidency, plan_residency, slots_to_stream
+from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe.expert_runner import ExpertRunner
+from sgl_batch.memory.huge_pages import prefer_huge_pages
+from sgl_batch.metrics.counters import Counters
+from sgl_batch.sglang_adapter.layers import expert_layers
+from sgl_batch.weights.device_expert_slots import DeviceExpertSlots, PrefetchStream
+from sgl_batch.weights.expert_checkpoint import ExpertPlaces, find_experts
+from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
+from sgl_batch.weights.host_experts import read_experts
+from sgl_batch.weights.weight_streamer import WeightStreamer, packed_compute, plain_compute
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+
+
+def stream_experts(
+    model: torch.nn.Module,
+    files: Sequence[str],
+    memory: MemoryConfig,
+    *,
+    expert_shard: int,
+    int8: bool,
+    kernels: ModuleType,
+    counters: Counters,
+) -> WeightStreamer[ExpertSlots]:
+    """Let the experts of a model that was loaded without them come from `files`; of several shards, this rank's.
+
+    Raises ConfigError where the checkpoint or the memory does not allow it.
+    """
+    found = _Experts.of(model, files, expert_shard)
+    places = found.places
+    slot_bytes = places.expert_bytes // (places.dtype.itemsize if int8 else 1)
+    # Slots without an expert take no memory: where nobody has said how many there are to be, each pass decides.
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    residency = found.plan(memory.weight_memory or machine, slot_bytes)
+    slots = ExpertSlots(
+        places, _slot_tensors(places, residency.slots, int8=int8), num_threads=memory.weight_read_threads
+    )
+    room = f"{residency.slots} ({residency.slots * slot_bytes / _MIB:.0f} MiB), {residency.kept} of a layer stay"
+    logger.info(
+        "weights: %s, %s; read %s the page cache",
+        found.words,
+        f"in memory for {room}" if memory.weight_memory else "as many in memory as each pass leaves room for",
+        "past" if slots.direct else "through",
+    )
+    return WeightStreamer(slots, residency, found.keys, compute=packed_compute(kernels, slots), counters=counters)
+
+
+def stream_experts_to_device(
+    model: torch.nn.Module,
+    files: Sequence[str],
+    memory: MemoryConfig,
+    *,
+    expert_shard: int,
+    device: torch.device,
+    runner: ExpertRunner,
+    stream: PrefetchStream,
+    counters: Counters,
+) -> WeightStreamer[DeviceExpertSlots]:
+    """As stream_experts, for a GPU: the experts are read into host memory, and come from there to the device's slots.
+
+    Not yet run on a GPU. Raises ConfigError.
+    """
+    found = _Experts.of(model, files, expert_shard)
+    places = found.places
+    wanted = memory.weight_memory or found.bytes_to_stream(places.expert_bytes)
+    residency = found.plan(wanted, places.expert_bytes)
+    tensors = SlotTensors(
+        w13=torch.empty(residency.slots, 2 * places.inter, places.hidden, dtype=places.dtype, device=device),
+        w2=torch.empty(residency.slots, places.hidden, places.inter, dtype=places.dtype, device=device),
+    )
+    slots = DeviceExpertSlots(read_experts(places, memory.weight_read_threads), tensors, stream)
+    logger.info(
+        "weights: %s, all in host memory, on the device %d (%.0f MiB), %d of a layer stay",
+        found.words,
+        residency.slots,
+        residency.slots * places.expert_bytes / _MIB,
+        residency.kept,
+    )
+    compute = plain_compute(runner, slots)
+    return WeightStreamer(slots, residency, found.keys, compute=compute, counters=counters, asks_device=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Experts:
+    """A model's layers of experts, those on this rank, and where they lie. `keys`: each layer's gate and up weights."""
+
+    keys: list[torch.Tensor]
+    places: ExpertPlaces
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, files: Sequence[str], expert_shard: int) -> _Experts:
+        layers_of_experts = set(expert_layers(model))
+        modules = {name: module for name, module in model.named_modules() if module in layers_of_experts}
+        if not modules:
+            raise ConfigError(f"{type(model).__name__} has no unquantised experts to stream: use --weights resident")
+        first = next(iter(modules.values()))
+        experts = first.w13_weight.shape[0]
+        places = find_experts(files, list(modules), range(expert_shard * experts, (expert_shard + 1) * experts))
+        _check(places, first.w13_weight, first.w2_weight)
+        return cls(keys=[module.w13_weight for module in modules.values()], places=places)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers, and experts of each."""
+        layers, experts = self.places.places.shape[:2]
+        return layers, experts
+
+    @property
+    def words(self) -> str:
+        layers, experts = self.shape
+        size = layers * experts * self.places.expert_bytes / _MIB
+        return f"{layers} layers of {experts} experts ({size:.0f} MiB in their files)"
+
+    def bytes_to_stream(self, slot_bytes: int) -> int:
+        """What experts need to come while others compute."""
+        layers, experts = self.shape
+        return slots_to_stream(layers=layers, experts=experts) * slot_bytes
+
+    def plan(self, wanted: int, slot_bytes: int) -> WeightResidency:
+        """What to do with memory. Raises ConfigError where that is too little."""
+        layers, experts = self.shape
+        try:
+            return plan_residency(wanted // slot_bytes, layers=layers, experts=experts)
+        except ConfigError as error:
+            raise ConfigError(
+                f"weight_memory is {wanted} bytes; {error}, which are {experts * slot_bytes} bytes: give at least "
+                f"that, better {self.bytes_to_stream(slot_bytes)}, and up to {layers * experts * slot_bytes} for all "
+                "layers"
+            ) from error
+
+
+def _check(places: ExpertPlaces, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    if tuple(w2.shape[1:]) != (places.hidden, places.inter) or w13.shape[1] != 2 * places.inter:
+        raise ConfigError(
+            f"the checkpoint's experts are [{places.inter}, {places.hidden}] and the model's {list(w2.shape[1:])}: its "
+            "config.json is of another model"
+        )
+    if w13.dtype != places.dtype:
+        raise ConfigError(
+            f"the model computes in {w13.dtype} and its experts lie in the checkpoint as {places.dtype}; streamed "
+            f"weights are not converted: leave out --dtype, or give --dtype {str(places.dtype).split('.')[-1]}"
+        )
+
+
+def _slot_tensors(places: ExpertPlaces, count: int, *, int8: bool) -> SlotTensors:
+    dtype = torch.int8 if int8 else places.dtype
+    w13 = torch.empty(count, 2 * places.inter, places.hidden, dtype=dtype)
+    w2 = torch.empty(count, places.hidden, places.inter, dtype=dtype)
+    for tensor in (w13, w2):
+        prefer_huge_pages(tensor)
+    if not int8:
+        return SlotTensors(w13=w13, w2=w2)
+    return SlotTensors(w13=w13, w2=w2, w13_scales=torch.empty(w13.shape[:2]), w2_scales=torch.empty(w2.shape[:2]))

@@ -1,0 +1,272 @@
+"""Owns computing experts whose weights are read while the model runs: the experts of the coming layer move while this
+one computes. What stays, what is read ahead and how much memory that takes is decided in core/weight_residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from sgl_batch.core.weight_residency import (
+    WeightResidency,
+    plan_residency,
+    read_ahead_pays,
+    slots_that_fit,
+    slots_to_stream,
+    to_keep,
+)
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
+from sgl_batch.layers.moe.expert_runner import ExpertRunner
+from sgl_batch.layers.packed_weights import packed_experts
+from sgl_batch.metrics.counters import Counters
+from sgl_batch.sglang_adapter.host_copies import upload_copy
+from sgl_batch.weights.expert_slot_table import ExpertSlotTable
+from sgl_batch.weights.expert_slots import ExpertSlots, LoadTotals, SlotTensors
+
+_POPULARITY_DECAY = 0.9  # of one visit of a layer to the next
+
+
+class Slots(Protocol):
+    """Where experts are while they compute: ExpertSlots on a CPU, DeviceExpertSlots on a GPU."""
+
+    tensors: SlotTensors
+    table: ExpertSlotTable
+
+    def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None: ...
+    def hurry(self, layer: int, experts: Sequence[int]) -> None: ...
+    def drop(self, layer: int, experts: Iterable[int]) -> list[int]: ...
+    def wait(self, layer: int, experts: Sequence[int]) -> None: ...
+    def free(self, layer: int, experts: Sequence[int]) -> None: ...
+    def totals(self) -> LoadTotals: ...
+
+
+class ResizableSlots(Slots, Protocol):
+    """Slots that take memory as they are used, and give it back: ExpertSlots."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def resize(self, num_slots: int) -> list[tuple[int, int, bool]]: ...
+
+
+S_co = TypeVar("S_co", bound=Slots, covariant=True)
+
+
+class Compute(Protocol):
+    """Computes a layer's experts where its slots are; as an ExpertRunner."""
+
+    def __call__(
+        self, layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def packed_compute(kernels: ModuleType, slots: ExpertSlots) -> Compute:
+    """By the native kernels, from slots of packed weights."""
+
+    def compute(
+        layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = slots.tensors
+        return packed_experts(
+            kernels,
+            x_TM,
+            tensors.w13,
+            tensors.w2,
+            weights_TK,
+            ids_TK,
+            f32_output=f32_output,
+            w13_scales=tensors.w13_scales,
+            w2_scales=tensors.w2_scales,
+            slots=slots.table.slot_of[layer],
+        )
+
+    return compute
+
+
+def plain_compute(runner: ExpertRunner, slots: Slots) -> Compute:
+    """By a runner for plain weights, to which slots are the experts of one layer."""
+
+    def compute(
+        layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        slot_of_E = upload_copy(slots.table.slot_of[layer], ids_TK.device).to(ids_TK.dtype)
+        chosen_TK = torch.where(ids_TK < 0, ids_TK, slot_of_E[ids_TK.clamp(min=0)])
+        tensors = slots.tensors
+        out_TM, rows_S = runner(x_TM, tensors.w13, tensors.w2, weights_TK, chosen_TK, f32_output=f32_output)
+        rows_E = torch.where(slot_of_E < 0, 0, rows_S[slot_of_E.clamp(min=0)])
+        return out_TM, rows_E
+
+    return compute
+
+
+@dataclass(slots=True)
+class _Layer:
+    """`fresh`: experts read since the layer was left; `routed`: those asked for since it was entered."""
+
+    number: int
+    popularity: list[float]
+    kept: set[int] = field(default_factory=set)
+    fresh: set[int] = field(default_factory=set)
+    routed: set[int] = field(default_factory=set)
+
+
+class WeightStreamer(Generic[S_co]):
+    """The experts of a model's layers, in the order in which they come round.
+
+    `keys`: of each layer the parameter that stands for its gate and up weights, by which an expert call names it.
+    Counted, in experts: `weights_routed`, asked for by a visit of a layer; of these `weights_kept` were there, and the
+    others read; `weights_unrouted` were read ahead and not asked for. `weights_slots` is how many there is memory for.
+    `asks_device`: whether it costs nothing to see what the router has chosen. On a GPU the host would wait for that:
+    there a group that is likely to ask for nearly all of a layer counts as one that asks for all.
+    """
+
+    def __init__(
+        self,
+        slots: S_co,
+        residency: WeightResidency,
+        keys: list[torch.Tensor],
+        *,
+        compute: Compute,
+        counters: Counters,
+        asks_device: bool = True,
+    ) -> None:
+        experts = slots.table.slot_of.shape[1]
+        self._slots, self._residency, self._compute, self._counters = slots, residency, compute, counters
+        self._asks_device = asks_device
+        self._num_experts = experts
+        self._layers = [_Layer(number, [0.0] * experts) for number in range(len(keys))]
+        self._keys = {id(key): layer for key, layer in zip(keys, self._layers, strict=True)}
+        self._current: _Layer | None = None
+
+    @property
+    def slots(self) -> S_co:
+        return self._slots
+
+    @property
+    def bytes_to_stream(self) -> int:
+        """What experts need to be read while others compute."""
+        slots = slots_to_stream(layers=len(self._layers), experts=self._num_experts)
+        return slots * self._slots.tensors.slot_bytes
+
+    def fit(self: WeightStreamer[ResizableSlots], free_bytes: Callable[[], int], working: int) -> None:
+        """Before a forward pass that takes `working` bytes beside what is there: give memory back, or take more."""
+        slots, most = self._slots, self._slots.tensors.count
+        wanted = slots_that_fit(
+            slots.table.num_slots,
+            free=free_bytes(),
+            held=slots.num_bytes,
+            working=working,
+            slot_bytes=slots.tensors.slot_bytes,
+            least=self._num_experts,
+            most=most,
+        )
+        if wanted == slots.table.num_slots:
+            return
+        self._residency = plan_residency(wanted, layers=len(self._layers), experts=self._num_experts)
+        if self._current is not None:
+            self._leave(self._current)
+            self._current = None
+        with self._counters.clock.part("weights"):
+            for layer in self._layers:
+                stays = to_keep(sorted(layer.kept), layer.kept, layer.popularity, self._residency.kept)
+                slots.free(layer.number, sorted(layer.kept - stays))
+                layer.kept = stays
+            for number, expert, was_read in slots.resize(wanted):
+                layer = self._layers[number]
+                self._counters.add("weights_unrouted", int(was_read and expert in layer.fresh))
+                layer.kept.discard(expert)
+                layer.fresh.discard(expert)
+        self._counters.counts["weights_slots"] = wanted
+
+    def experts(
+        self,
+        x_TM: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        *,
+        f32_output: bool = False,
+        clamped: ClampedExperts | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As PackedWeights.experts; `w13` is a layer's key, `w2` is not looked at."""
+        assert clamped is None, "experts with biases are refused where weights are streamed"
+        layer = self._keys[id(w13)]
+        routed = self._routed(topk_ids_TK)
+        self._enter(layer)
+        self._demand(layer, routed)
+        self._look_ahead(layer, *topk_ids_TK.shape)
+        with self._counters.clock.part("weights"):
+            self._slots.wait(layer.number, routed)
+        return self._compute(layer.number, x_TM, topk_weights_TK, topk_ids_TK, f32_output=f32_output)
+
+    def _routed(self, ids_TK: torch.Tensor) -> list[int]:
+        num_rows, top_k = ids_TK.shape
+        if not self._asks_device and read_ahead_pays(num_rows, top_k=top_k, experts=self._num_experts):
+            return list(range(self._num_experts))
+        asked = torch.zeros(self._num_experts + 1, dtype=torch.bool, device=ids_TK.device)
+        asked.scatter_(0, ids_TK.flatten().long() + 1, True)
+        # A host that is to fetch them has to know which: it waits for the device here.
+        return [expert for expert, is_asked in enumerate(asked[1:].tolist()) if is_asked]
+
+    def _enter(self, layer: _Layer) -> None:
+        """A layer keeps what it was given until another one computes: a long group comes in several calls."""
+        if self._current is not layer:
+            if self._current is not None:
+                self._leave(self._current)
+            self._current = layer
+
+    def _leave(self, layer: _Layer) -> None:
+        for expert in range(self._num_experts):
+            layer.popularity[expert] *= _POPULARITY_DECAY
+        for expert in layer.routed:
+            layer.popularity[expert] += 1.0
+        self._counters.add("weights_routed", len(layer.routed))
+        self._counters.add("weights_kept", len(layer.routed - layer.fresh))
+        self._counters.add("weights_unrouted", len(layer.fresh - layer.routed))
+        present = self._slots.table.present(layer.number)
+        layer.kept = to_keep(present, layer.kept, layer.popularity, self._residency.kept)
+        with self._counters.clock.part("weights"):
+            self._slots.free(layer.number, [expert for expert in present if expert not in layer.kept])
+        layer.fresh.clear()
+        layer.routed.clear()
+        totals = self._slots.totals()
+        self._counters.counts["weights_read"] = totals.experts
+        self._counters.counts["weights_bytes_read"] = totals.bytes
+
+    def _demand(self, layer: _Layer, routed: list[int]) -> None:
+        present = set(self._slots.table.present(layer.number))
+        if not layer.routed:
+            waiting = layer.fresh - set(routed)
+            layer.fresh -= set(self._slots.drop(layer.number, sorted(waiting)))
+        self._slots.hurry(layer.number, [expert for expert in routed if expert in layer.fresh])
+        self._ask(layer, [expert for expert in routed if expert not in present], urgent=True)
+        layer.routed.update(routed)
+
+    def _look_ahead(self, layer: _Layer, rows: int, top_k: int) -> None:
+        coming = self._layers[(layer.number + 1) % len(self._layers)]
+        if coming is layer or not read_ahead_pays(rows, top_k=top_k, experts=self._num_experts):
+            return
+        present = set(self._slots.table.present(coming.number))
+        absent = [expert for expert in range(self._num_experts) if expert not in present]
+        absent.sort(key=lambda expert: -coming.popularity[expert])
+        self._ask(coming, absent[: self._slots.table.num_free], urgent=False)
+
+    def _make_room(self, wanted: int, layer: _Layer) -> None:
+        """Let go of what was read ahead for layers that did not come, as after a pass that ended half way."""
+        for other in self._layers:
+            if self._slots.table.num_free >= wanted:
+                return
+            if other is not layer and other.fresh:
+                other.fresh -= set(self._slots.drop(other.number, sorted(other.fresh)))
+                self._counters.add("weights_unrouted", len(other.fresh))
+                self._slots.free(other.number, sorted(other.fresh))
+                other.fresh.clear()
+
+    def _ask(self, layer: _Layer, experts: list[int], *, urgent: bool) -> None:
+        self._make_room(len(experts), layer)
+        self._slots.ask(layer.number, experts, urgent=urgent)
+        layer.fresh.update(experts)

@@ -1,0 +1,98 @@
+"""The trace command prints one sequence's events in order, and names what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_batch.cli.main import main
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    steps = [("QUEUED", "PREFILLING"), ("PREFILLING", "READY"), ("READY", "RUNNING"), ("RUNNING", "FINISHED")]
+    lines = [
+        {"t": 100.0 + i, "sequence": name, "from": before, "to": after, "why": f"why {i}"}
+        for i, (before, after) in enumerate(steps)
+        for name in ("aaa1", "bbb2")
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_events_of_one_sequence_come_in_order(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(trace_file), "aaa"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(" s ")[1].split("why")[0].split() for line in printed] == [
+        ["QUEUED", ">", "PREFILLING"],
+        ["PREFILLING", ">", "READY"],
+        ["READY", ">", "RUNNING"],
+        ["RUNNING", ">", "FINISHED"],
+    ]
+
+
+def test_without_an_id_every_sequence_is_listed_with_its_path(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(trace_file)]) == 0
+    assert "bbb2  QUEUED > PREFILLING > READY > RUNNING > FINISHED" in capsys.readouterr().out
+
+
+def test_decisions_are_passed_over_and_replayed_when_asked_for(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {
+        "running": 3,
+        "steps": 1,
+        "slots": 9,
+        "free_slots": 5,
+        "filling": False,
+        "changed": False,
+        "queued_tokens": 0,
+        "begun": None,
+        "urgent": False,
+    }
+    nothing = {"rows": [], "count": 0}
+    plan = {"prefill": {"b_attn": 8, "b_moe": 8}, "decode": {"b_attn": 8, "b_moe": 8}, "page_size": 16}
+    more = {"boundary_tokens": 16, "refill_watermark": 0.5, "ready_target": 8}
+    record = {
+        "t": 1.0,
+        "engine": 1.0,
+        "rank": 0,
+        "version": 3,
+        "decision": "next",
+        "policy": "device",
+        "others_run": False,
+        "plan": {**plan, **more},
+        "state": {
+            **state,
+            "queued_tokens": 0,
+            "begun": None,
+            "returning": 0,
+            "forked": 0,
+            "queued": nothing,
+            "ready": nothing,
+        },
+        "kv": {"arrived": False},
+        "actions": [{"action": "Step", "prefill": [], "decode": None, "on_device": None}],
+    }
+    with trace_file.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    assert main(["trace", str(trace_file), "aaa"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main(["trace", str(trace_file), "--replay"]) == 0
+    assert capsys.readouterr().out == "1 decisions, 0 come out otherwise\n"
+    with trace_file.open("a") as file:
+        file.write(json.dumps({**record, "actions": [{"action": "Idle"}]}) + "\n")
+    assert main(["trace", str(trace_file), "--replay"]) == 2
+    assert capsys.readouterr().out.endswith("2 decisions, 1 come out otherwise\n")
+
+
+def test_an_unknown_sequence_or_file_is_named(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(trace_file), "zzz"]) == 1
+    assert "'zzz'; it holds 2 sequences" in capsys.readouterr().err
+    assert main(["trace", str(trace_file.with_name("none")), "zzz"]) == 1
+    assert "is not a file" in capsys.readouterr().err

@@ -1,0 +1,47 @@
+"""Mistakes in the engine's flags are told with what may have been meant."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from sgl_batch.engine.engine_arguments import _Parser
+from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter import faults, processes
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--b-moe-decodes", "5"], "unrecognized arguments: --b-moe-decodes 5; did you mean --b-moe-decode?"),
+        (["--ouput=x"], "unrecognized arguments: --ouput=x; did you mean --output?"),
+        (["--zzz"], "unrecognized arguments: --zzz (see --help)"),
+        (["--b-moe-decode", "x"], "argument --b-moe-decode: invalid int value: 'x' (see --help)"),
+    ],
+)
+def test_an_unknown_flag_is_told_with_the_one_that_is_near(argv: list[str], words: str) -> None:
+    parser = _Parser(allow_abbrev=False)
+    parser.add_argument("--b-moe-decode", type=int)
+    parser.near = ("--output",)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parser.parse_args(argv)
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [(logging.INFO, False), (logging.DEBUG, True)])
+def test_all_of_sglangs_arguments_are_logged_for_debugging_alone(
+    level: int, is_shown: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(level):
+        processes.engine_module.logger.info("server_args=ServerArgs(...)")
+        processes.engine_module.logger.info("something else")
+    assert ("server_args=ServerArgs(...)" in caplog.text) == is_shown
+    assert "something else" in caplog.text
+
+
+def test_an_assertion_without_words_is_told_by_what_it_asserts() -> None:
+    with pytest.raises(AssertionError) as caught:
+        raise AssertionError
+    assert faults.words_of(caught.value).startswith("raise AssertionError (test_engine_arguments.py:")
+    assert faults.words_of(AssertionError("two\nlines")) == "two lines"

@@ -1,0 +1,120 @@
+"""An engine that is dead raises, unless it died of what the user can mend: then every line is told that."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_batch.core.answers import LineResponse
+from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.engine.line_answers import LineAnswers
+from sgl_batch.errors import EngineError
+from sgl_batch.requests.partial_outputs import PartialOutputs
+
+
+def respond(death: EngineError) -> LineResponse:
+    """The answer of an engine that is dead already."""
+    manager = SimpleNamespace(recordings=PartialOutputs(), rid_to_state={}, check_openai=None)
+    answers = LineAnswers(manager, None, lambda: death)
+    return asyncio.run(answers.respond("/v1/completions", {}))
+
+
+@pytest.fixture(autouse=True)
+def no_endpoints(monkeypatch):
+    """Nothing is asked of a dead engine."""
+    monkeypatch.setattr("sgl_batch.engine.line_answers.OpenAIEndpoints", lambda *_: None)
+
+
+def test_a_dead_engine_raises_at_once():
+    with pytest.raises(EngineError, match="rank 1 died"):
+        respond(EngineError("rank 1 died"))
+
+
+def test_an_engine_whose_disk_is_full_answers_with_that():
+    answer = respond(EngineError("the disk is full: make room", code="kv_store_failed"))
+    assert answer.status_code == 503
+    assert answer.body["error"] == {
+        "message": "the disk is full: make room",
+        "type": "server_error",
+        "param": None,
+        "code": "kv_store_failed",
+    }
+
+
+def test_its_counters_are_the_last_that_were_read():
+    manager = SimpleNamespace(get_internal_state=None, check_openai=None)
+    answers = LineAnswers(manager, None, lambda: EngineError("full", code="kv_store_failed"))
+    assert asyncio.run(answers.stats()).counters == {}
+
+
+ASKED = (200, {"id": "a", "choices": [{"finish_reason": "abort"}]})
+UNASKED = (500, {"error": {"message": "Aborted", "type": "server_error", "param": None, "code": "engine_abort"}})
+GOOD = (200, {"id": "b", "choices": [{"finish_reason": "stop"}]})
+
+
+def answer_after(monkeypatch, *answers):
+    """What a line gets whose endpoint answers with these in turn, and how many of them were taken; it has a record."""
+    left = list(answers)
+
+    class Scripted:
+        def __init__(self, *_):
+            pass
+
+        async def post(self, url, body, rid):
+            return left.pop(0)
+
+    monkeypatch.setattr("sgl_batch.engine.line_answers.OpenAIEndpoints", Scripted)
+    manager = SimpleNamespace(recordings=PartialOutputs(), check_openai=None)
+    record = PartialOutput()
+    record.put(0, [1, 2])
+    answer = asyncio.run(LineAnswers(manager, None, lambda: None).respond("/v1/completions", {}, record))
+    return answer, len(answers) - len(left), len(record)
+
+
+def test_a_line_that_somebody_aborted_is_asked_again_as_often_as_that_happens(monkeypatch):
+    answer, taken, recorded = answer_after(monkeypatch, ASKED, ASKED, ASKED, GOOD, GOOD)
+    assert (answer.request_id, answer.body["choices"]) == ("b", [{"finish_reason": "stop"}])
+    assert (taken, recorded) == (4, 0), "from the beginning"
+
+
+def test_a_line_that_the_engine_itself_aborts_is_tried_twice(monkeypatch):
+    answer, taken, recorded = answer_after(monkeypatch, UNASKED, GOOD, GOOD)
+    assert (answer.status_code, taken, recorded) == (200, 2, 0)
+    answer, taken, _ = answer_after(monkeypatch, UNASKED, ASKED, UNASKED, GOOD)
+    assert (answer.status_code, taken) == (500, 3)
+    assert answer.body["error"]["code"] == "engine_abort"
+
+
+def test_another_error_is_the_lines_answer_at_once(monkeypatch):
+    answer, taken, _ = answer_after(monkeypatch, (400, {"error": {"code": "invalid_grammar"}}), GOOD)
+    assert (answer.status_code, taken) == (400, 1)
+
+
+class Waiting:
+    """Endpoints that send their request and never answer."""
+
+    def __init__(self, manager, *_):
+        self._manager = manager
+
+    async def post(self, url, body, rid):
+        self._manager.recordings._sent.add(rid)
+        self._manager.rid_to_state[rid] = SimpleNamespace(output_ids=[1, 2, 3])
+        self._manager.sent.set()
+        await asyncio.Event().wait()
+
+
+def test_what_a_line_has_is_recorded_when_it_finds_the_engine_dead(monkeypatch):
+    monkeypatch.setattr("sgl_batch.engine.line_answers.OpenAIEndpoints", Waiting)
+
+    async def scenario():
+        manager = SimpleNamespace(recordings=PartialOutputs(), rid_to_state={}, sent=asyncio.Event(), check_openai=None)
+        death = EngineError("rank 1 died")
+        answers = LineAnswers(manager, None, lambda: death if manager.sent.is_set() else None)
+        record = PartialOutput()
+        with pytest.raises(EngineError, match="rank 1 died"):
+            await answers.respond("/v1/completions", {}, record)
+        assert list(record.tokens) == [1, 2, 3]
+
+    asyncio.run(scenario())

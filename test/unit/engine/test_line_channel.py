@@ -1,0 +1,361 @@
+"""Lines reach an engine in another process as they are, and everybody learns when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+
+from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.engine import line_channel
+from sgl_batch.engine.line_channel import LineClient, serve_lines
+from sgl_batch.engine.line_frames import (
+    MAX_FRAME_BYTES,
+    Failed,
+    FrameError,
+    Frames,
+    FromFront,
+    FromHost,
+    Ready,
+    pack_body,
+    unpack_body,
+)
+from sgl_batch.errors import EngineError
+
+STATS = EngineStats(
+    counters={"expert_calls": 3},
+    part_s={"experts": 0.5},
+    tokens_per_expert=[1, 2],
+    sequences={"RUNNING": 4},
+    ranks=(EngineStats(counters={"expert_calls": 1}), EngineStats()),
+)
+
+
+class Engine:
+    """Answers with what it was asked, when it may; `generated` are the tokens of each answer so far."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.records: dict[str, PartialOutput] = {}
+        self.generated: list[int] = []
+        self.cancelled: list[str] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.changed = asyncio.Event()
+        self.fault: Exception | None = None
+        self.death: EngineError | None = None
+
+    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput) -> LineResponse:
+        name = str(body.get("name"))
+        self.records[name] = record
+        self.begun.append(name)
+        self.changed.set()
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            self.changed.set()
+            raise
+        if self.death is not None:
+            self.note_tokens()
+            raise self.death
+        if self.fault is not None:
+            raise self.fault
+        return LineResponse(status_code=200, request_id=f"id-{name}", body={"url": url, **body})
+
+    def note_tokens(self) -> None:
+        for record in self.records.values():
+            if len(self.generated) > len(record):
+                record.put(len(record), self.generated[len(record) :])
+
+    async def stats(self) -> EngineStats:
+        return STATS
+
+
+async def connect() -> tuple[Frames[FromHost], Frames[FromFront]]:
+    ours, theirs = socket.socketpair()
+    front = Frames[FromHost](*await asyncio.open_unix_connection(sock=ours), FromHost)
+    host = Frames[FromFront](*await asyncio.open_unix_connection(sock=theirs), FromFront)
+    return front, host
+
+
+@asynccontextmanager
+async def conversation(engine: Engine) -> AsyncIterator[tuple[LineClient, asyncio.Task[object], asyncio.Task[object]]]:
+    """A client, its reading, and the serving at the other side."""
+    front, host = await connect()
+    client = LineClient(front, ("tiny",))
+    reading = asyncio.ensure_future(client.read_answers())
+    serving = asyncio.ensure_future(serve_lines(host, engine))
+    try:
+        yield client, reading, serving
+    finally:
+        front.close()
+        host.close()
+        await asyncio.wait({reading, serving}, timeout=5)
+
+
+async def seen(engine: Engine, names: list[str], kind: str = "begun") -> None:
+    while sorted(getattr(engine, kind)) != sorted(names):
+        engine.changed.clear()
+        await asyncio.wait_for(engine.changed.wait(), 5)
+
+
+def test_answers_come_back_to_who_asked_in_any_order():
+    async def run() -> None:
+        async with conversation(Engine()) as (client, _, _):
+            asked = [client.respond("/v1/completions", {"name": str(i), "priority": i}) for i in range(100)]
+            for number, answer in enumerate(await asyncio.gather(*asked)):
+                assert answer.body == {"url": "/v1/completions", "name": str(number), "priority": number}
+                assert answer.request_id == f"id-{number}"
+            assert client.num_in_flight == 0
+            assert client.num_answered == 100
+
+    asyncio.run(run())
+
+
+def test_a_body_travels_unchanged_whatever_numbers_and_characters_it_has():
+    body = {"big": 10**40, "negative": -(2**63) - 1, "half": "\ud800", "text": "é\u2028", "deep": [{"x": [None, 1.5]}]}
+    assert unpack_body(pack_body(body)) == body
+
+
+def test_statistics_come_with_those_of_ranks():
+    async def run() -> None:
+        async with conversation(Engine()) as (client, _, _):
+            stats = await client.stats()
+            assert stats.counters == STATS.counters
+            assert list(stats.tokens_per_expert) == [1, 2]
+            assert stats.sequences == {"RUNNING": 4}
+            assert [rank.counters for rank in stats.ranks] == [{"expert_calls": 1}, {}]
+
+    asyncio.run(run())
+
+
+def test_who_gives_up_a_line_aborts_it_at_the_engine():
+    async def run() -> None:
+        engine = Engine()
+        engine.may_answer.clear()
+        async with conversation(engine) as (client, _, _):
+            tasks = [asyncio.ensure_future(client.respond("/v1/completions", {"name": name})) for name in "ab"]
+            await seen(engine, ["a", "b"])
+            tasks[0].cancel()
+            await seen(engine, ["a"], "cancelled")
+            engine.may_answer.set()
+            assert (await tasks[1]).body["name"] == "b"
+
+    asyncio.run(run())
+
+
+def test_the_end_of_the_front_aborts_all_its_lines():
+    async def run() -> None:
+        engine = Engine()
+        engine.may_answer.clear()
+        async with conversation(engine) as (client, reading, serving):
+            asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "a"}))
+            await seen(engine, ["a"])
+            client.fail(EngineError("given up"))
+            assert await asyncio.wait_for(serving, 5) is None
+            assert engine.cancelled == ["a"]
+            with pytest.raises(EngineError, match="given up"):
+                await asked
+            assert client.was_busy
+            await asyncio.wait_for(reading, 5)
+
+    asyncio.run(run())
+
+
+def test_a_dead_engine_ends_the_conversation_with_its_words():
+    async def run() -> None:
+        engine = Engine()
+        engine.fault = EngineError("rank 1 died", code="kv_store_failed")
+        async with conversation(engine) as (client, _, serving):
+            asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "a"}))
+            death = await asyncio.wait_for(serving, 5)
+            assert (str(death), death.code) == ("rank 1 died", "kv_store_failed")
+            assert not asked.done(), "who waits hears of it when it is known why"
+            asked.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def told_often(monkeypatch):
+    """A test need not wait for two seconds."""
+    monkeypatch.setattr(line_channel, "_TELL_EVERY_S", 0.01)
+
+
+async def grown(record: PartialOutput, num_tokens: int) -> None:
+    deadline = asyncio.get_running_loop().time() + 5
+    while len(record) < num_tokens:
+        assert asyncio.get_running_loop().time() < deadline, "nobody told of the tokens"
+        await asyncio.sleep(0.005)
+
+
+def test_tokens_of_lines_in_flight_are_told_while_they_are_made(told_often):
+    async def run() -> None:
+        engine, records = Engine(), [PartialOutput() for _ in range(3)]
+        engine.may_answer.clear()
+        async with conversation(engine) as (client, _, _):
+            asked = [client.respond("/v1/completions", {"name": str(i)}, record) for i, record in enumerate(records)]
+            answers = asyncio.gather(*asked)
+            await seen(engine, ["0", "1", "2"])
+            for num_tokens in (50, 100):
+                engine.generated = list(range(num_tokens))
+                for record in records:
+                    await grown(record, num_tokens)
+                    assert list(record.tokens) == engine.generated
+            engine.may_answer.set()
+            await answers
+
+    asyncio.run(run())
+
+
+def test_a_line_takes_its_tokens_to_the_next_engine_and_goes_on_there(told_often):
+    async def run() -> None:
+        engine, record = Engine(), PartialOutput()
+        engine.may_answer.clear()
+        record.put(0, [0, 1, 2])
+        async with conversation(engine) as (client, _, _):
+            asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "a"}, record))
+            await seen(engine, ["a"])
+            assert list(engine.records["a"].tokens) == [0, 1, 2]
+            engine.generated = [0, 1, 2, 3]
+            await grown(record, 4)
+            engine.may_answer.set()
+            await asked
+        assert list(record.tokens) == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 18], ids=["in many messages", "in one"])
+@pytest.mark.parametrize("by_lines", [False, True], ids=["the host sees it", "all lines see it"])
+def test_what_lines_have_when_the_engine_dies_is_told_before_its_last_words(monkeypatch, most_bytes, by_lines):
+    monkeypatch.setattr(line_channel, "_TELL_BYTES", most_bytes)
+
+    async def run() -> None:
+        engine, records = Engine(), [PartialOutput() for _ in range(5)]
+        engine.may_answer.clear()
+        front, host = await connect()
+        client = LineClient(front, ("tiny",))
+        reading = asyncio.ensure_future(client.read_answers())
+        serving = asyncio.ensure_future(serve_lines(host, engine))
+        asked = [client.respond("/v1/completions", {"name": str(i)}, record) for i, record in enumerate(records)]
+        answers = asyncio.gather(*asked, return_exceptions=True)
+        await seen(engine, [str(i) for i in range(5)])
+        engine.generated = [7] * 60
+        if by_lines:
+            engine.death = EngineError("rank 1 died")
+            engine.may_answer.set()
+        else:
+            serving.cancel()
+        await asyncio.wait({serving}, timeout=5)
+        await host.send(Failed(message="rank 1 died", code=None))
+        assert await asyncio.wait_for(reading, 5) == Failed(message="rank 1 died", code=None)
+        assert [list(record.tokens) for record in records] == [[7] * 60] * 5
+        client.fail(EngineError("rank 1 died"))
+        assert all(isinstance(answer, EngineError) for answer in await answers)
+        host.close()
+
+    asyncio.run(run())
+
+
+def test_nothing_is_told_of_lines_that_are_answered(told_often):
+    async def run() -> None:
+        engine, record = Engine(), PartialOutput()
+        async with conversation(engine) as (client, _, _):
+            await client.respond("/v1/completions", {"name": "a"}, record)
+            engine.generated = [1, 2, 3]
+            engine.may_answer.clear()
+            later = PartialOutput()
+            asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "b"}, later))
+            await grown(later, 3)
+            assert len(record) == 0
+            engine.may_answer.set()
+            await asked
+
+    asyncio.run(run())
+
+
+def test_last_words_reach_whoever_reads_answers():
+    async def run() -> None:
+        front, host = await connect()
+        client = LineClient(front, ("tiny",))
+        await host.send(Failed(message="no memory", code=None))
+        assert await client.read_answers() == Failed(message="no memory", code=None)
+        host.close()
+
+    asyncio.run(run())
+
+
+def test_nobody_asks_a_dead_engine():
+    async def run() -> None:
+        async with conversation(Engine()) as (client, _, _):
+            client.fail(EngineError("it is dead"))
+            with pytest.raises(EngineError, match="it is dead"):
+                await client.respond("/v1/completions", {})
+            with pytest.raises(EngineError, match="it is dead"):
+                await client.stats()
+
+    asyncio.run(run())
+
+
+def test_a_line_that_meets_a_fault_of_the_program_gets_500_and_the_others_go_on():
+    async def run() -> None:
+        engine = Engine()
+        async with conversation(engine) as (client, _, _):
+            engine.fault = ZeroDivisionError("a fault")
+            answer = await client.respond("/v1/completions", {"name": "a"})
+            assert (answer.status_code, answer.body["error"]["code"]) == (500, "internal_error")
+            engine.fault = None
+            assert (await client.respond("/v1/completions", {"name": "b"})).status_code == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), "at most"),
+        (b"\0\0\0\3abc", "no message of ours"),
+        (b"\0\0\0\1\x80", "no message of ours"),
+    ],
+)
+def test_what_is_no_message_ends_the_conversation(data, words):
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        frames = Frames[FromHost](*await asyncio.open_unix_connection(sock=ours), FromHost)
+        theirs.sendall(data)
+        theirs.close()
+        with pytest.raises(FrameError, match=words):
+            await frames.read()
+        frames.close()
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_ends_within_a_message_has_ended():
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        frames = Frames[FromHost](*await asyncio.open_unix_connection(sock=ours), FromHost)
+        theirs.sendall(b"\0\0\1\0abc")
+        theirs.close()
+        assert await frames.read() is None
+        frames.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_says_once_that_it_is_ready():
+    async def run() -> None:
+        front, host = await connect()
+        await host.send(Ready(served_model_names=("tiny",)))
+        with pytest.raises(FrameError, match="twice"):
+            await LineClient(front, ("tiny",)).read_answers()
+        host.close()
+        front.close()
+
+    asyncio.run(run())

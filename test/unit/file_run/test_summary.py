@@ -1,0 +1,152 @@
+"""The text at the end of a run."""
+
+from __future__ import annotations
+
+from sgl_batch.core.answers import EngineStats
+from sgl_batch.file_run.run_result import Failures, RunResult, RunStatus
+from sgl_batch.file_run.summary import format_summary
+
+
+def result(**changes):
+    values = {
+        "status": RunStatus.COMPLETED,
+        "message": None,
+        "total": 100,
+        "ok": 100,
+        "failed": 0,
+        "wall_s": 50.0,
+        "tokens_in": 10_000,
+        "tokens_out": 2_500,
+    }
+    return RunResult(**(values | changes))
+
+
+def test_it_says_lines_time_and_speed():
+    text = format_summary(result())
+    assert "Done: 100 of 100 lines ok, 0 failed, in 0:50 (50.0 s)" in text
+    assert "10,000         200.0 per second" in text
+    assert "2,500          50.0 per second" in text
+
+
+def test_it_says_which_forward_pass_computed():
+    told = format_summary(result(stats=EngineStats(forward="sglang (no adapter for Phi3ForCausalLM)")))
+    assert "  forward     sglang (no adapter for Phi3ForCausalLM)\n" in told
+    assert "forward" not in format_summary(result(stats=EngineStats()))
+
+
+def test_it_says_where_the_time_went_the_longest_first():
+    stats = EngineStats(part_s={"attention": 10.0, "experts": 30.0})
+    lines = format_summary(result(stats=stats)).splitlines()
+    start = lines.index("Where the time went:")
+    assert lines[start + 1].split() == ["experts", "30.00", "s", "75.0%"]
+    assert lines[start + 2].split() == ["attention", "10.00", "s", "25.0%"]
+
+
+def test_it_says_tokens_per_expert_call_and_imbalance():
+    stats = EngineStats(
+        counters={"expert_calls": 4, "expert_rows": 1000, "expert_gemms": 8},
+        tokens_per_expert=[100, 300, 50, 150],
+    )
+    text = format_summary(result(stats=stats))
+    assert (
+        "4 combined calls (one for each layer and group) of 250.0 routed tokens, 125.0 tokens for each expert" in text
+    )
+    assert "most loaded expert 1 (300 tokens), least loaded expert 2 (50 tokens), imbalance 2.00" in text
+
+
+def test_it_says_how_much_of_the_prompts_was_computed_for_others():
+    stats = EngineStats(counters={"prompt_tokens": 31_744, "prompt_tokens_shared": 19_456})
+    assert (
+        "Prefix sharing: 38.0% of 51,200 prompt tokens computed once for several prompts"
+        in format_summary(result(stats=stats)).splitlines()
+    )
+    assert "Prefix sharing" not in format_summary(result(stats=EngineStats(counters={"prompt_tokens": 7})))
+
+
+def test_it_says_what_the_host_store_was_used_for():
+    counters = {"suspensions": 1200, "streamed_steps": 95, "decode_groups": 295, "decode_rows": 5900}
+    assert (
+        "Host KV store: 1,200 suspensions; decode streamed in 95 of 295 steps, 20.0 sequences a step"
+        in format_summary(result(stats=EngineStats(counters=counters)))
+    )
+    assert "Host KV store" not in format_summary(result(stats=EngineStats(counters={"decode_groups": 295})))
+
+
+def test_it_says_how_often_graphs_of_decode_steps_served():
+    counters = {"graphs_captured": 12, "graph_replays": 24_000, "graph_bytes": 3 << 29, "eager_steps": 768}
+    assert (
+        "CUDA graphs of decode steps: 12 captured in 1.50 GiB, 24,000 replays; 768 steps ran kernel by kernel"
+        in format_summary(result(stats=EngineStats(counters=counters)))
+    )
+    assert "CUDA graphs" not in format_summary(result(stats=EngineStats(counters={"eager_steps": 768})))
+
+
+def test_failures_are_grouped_by_code_with_their_first_line():
+    failures = Failures()
+    for line in range(7, 12):
+        failures.add("missing_body", line, "no body")
+    failures.add("invalid_n", 3, "n is 0")
+    text = format_summary(result(ok=94, failed=6, failures=failures.by_code))
+    assert "5  missing_body  (first: line 7: no body)" in text
+    assert text.index("missing_body") < text.index("invalid_n")
+
+
+def test_the_number_of_failure_codes_is_bounded():
+    failures = Failures()
+    for line in range(1000):
+        failures.add(f"code_{line}", line, "message")
+    assert len(failures.by_code) == 101
+    assert sum(kind.count for kind in failures.by_code.values()) == 1000
+    text = format_summary(result(ok=0, total=1000, failed=1000, failures=failures.by_code))
+    assert "with 93 other codes" in text
+
+
+def test_missing_lines_and_work_that_was_not_done_are_said():
+    text = format_summary(
+        result(status=RunStatus.INTERRUPTED, ok=0, failed=0, stats=EngineStats(counters={"expert_calls": 0}))
+    )
+    assert "Interrupted: 0 of 100 lines ok, 0 failed, 100 missing" in text
+    assert "Warning: no line has an output." in text
+    assert "Warning: the engine counted no expert call" in text
+
+
+def rank_stats(share_of_stall: float, experts: list[int], **counters: int) -> EngineStats:
+    part_s = {"experts": 10 * (1 - share_of_stall), "exchange": 0.0, "stall": 10 * share_of_stall}
+    return EngineStats(counters=counters, part_s=part_s, tokens_per_expert=experts)
+
+
+def test_it_says_what_each_rank_did():
+    ranks = [
+        rank_stats(0.25, [700, 50], sequences_finished=1200, output_tokens=9000, sequences_departed=3),
+        rank_stats(0.5, [200, 50], sequences_finished=1300, output_tokens=8000, sequences_arrived=3),
+    ]
+    stats = EngineStats(part_s={"experts": 6.0}, tokens_per_expert=[700, 50, 200, 50], ranks=ranks)
+    lines = format_summary(result(stats=stats)).splitlines()
+    start = lines.index("By rank (waits: the time without requests, and for other ranks):")
+    titles = ["finished", "tokens out", "moved in", "moved out", "routed tokens", "waits"]
+    assert lines[start + 1].strip().split("  ")[0] == titles[0]
+    assert [title for title in titles if title in lines[start + 1]] == titles
+    assert lines[start + 2].split() == ["rank", "0", "1,200", "9,000", "0", "3", "750", "25.0%"]
+    assert lines[start + 3].split() == ["rank", "1", "1,300", "8,000", "3", "0", "250", "50.0%"]
+    assert len({len(line) for line in lines[start + 1 : start + 4]}) == 1, "the columns are aligned"
+
+
+def test_it_says_the_peak_of_memory_beside_the_budget():
+    gib = 1 << 30
+    stats = EngineStats(peak_memory_bytes=2 * gib + gib // 10, memory_budget_bytes=3 * gib)
+    assert "  peak memory       2.10 GiB of 3.00 GiB allowed\n" in format_summary(result(stats=stats))
+    free = EngineStats(peak_memory_bytes=gib, ranks=[EngineStats(), EngineStats()])
+    assert "  peak memory       1.00 GiB (the most of 2 ranks)\n" in format_summary(result(stats=free))
+    assert "peak memory" not in format_summary(result(stats=EngineStats()))
+
+
+def test_tokens_that_were_computed_twice_against_the_plan_are_a_warning():
+    counted = {"recomputed_tokens_planned": 7, "recomputed_tokens_unplanned": 1200}
+    text = format_summary(result(stats=EngineStats(counters=counted)))
+    assert "Warning: KV of 1,200 tokens was computed a second time" in text
+    none = EngineStats(counters={**counted, "recomputed_tokens_unplanned": 0})
+    assert "second time" not in format_summary(result(stats=none))
+
+
+def test_a_lone_rank_has_no_table_of_ranks():
+    assert "By rank" not in format_summary(result(stats=EngineStats(part_s={"experts": 1.0})))

@@ -1,8 +1,0 @@
-"""Makes the in-memory engine importable for the tests of this directory."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,229 @@
+"""The slots of sequences in the store: full pages go there as they fill, and none is lost whoever ends when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from host_syncs import HostSyncs
+from sgl_batch.kv_offload import stored_kv
+from sgl_batch.kv_offload.host_kv_store import HostKVStore
+from sgl_batch.kv_offload.kv_tiers import KVTiers
+from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngine
+from sgl_batch.kv_offload.store_geometry import StoreGeometry
+from sgl_batch.kv_offload.stored_kv import StoredKV
+from sgl_batch.metrics.counters import Counters
+
+PAGE, LAYERS = 4, 3
+
+
+@pytest.fixture
+def pool():
+    parts = [(torch.arange(40.0 * PAGE).view(40, PAGE) + 1000 * layer,) for layer in range(LAYERS)]
+    return SimpleNamespace(layer_num=LAYERS, page_parts=lambda layer: parts[layer])
+
+
+@pytest.fixture
+def counters():
+    return Counters()
+
+
+@pytest.fixture
+def store(pool):
+    with HostKVStore.create(StoreGeometry.of_pool(pool, checksums=True), num_bytes=12 * 4096) as made:
+        yield made
+
+
+@pytest.fixture
+def stored(store, pool, counters):
+    engine = NativeCopyEngine(store, pool)
+    yield StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=store.num_slots, counters=counters)
+    engine.close()
+
+
+def prompt(stored: StoredKV, store: HostKVStore, name: str, tokens: int) -> None:
+    """A sequence whose prompt lies in the store; what is in the pages is of no matter here."""
+    slots = stored.take(-(-tokens // PAGE))
+    stored._engine.store_pages(range(LAYERS), range(len(slots)), slots).wait()
+    store.complete_store(slots)
+    stored.adopt(name, slots, tokens)
+
+
+def test_a_suspended_sequence_comes_back_as_it_was(stored, store, pool, counters):
+    stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
+    stored.write_through(["a"], torch.tensor([7]))
+    stored.write_through(["a"], torch.tensor([3]))
+    stored.suspend(["a"], [torch.tensor([7, 3, 9])], [9])
+    before = [pool.page_parts(layer)[0][[7, 3, 9]].clone() for layer in range(LAYERS)]
+    stored.restore("a", torch.tensor([20, 21, 22])).wait()
+    assert all(torch.equal(pool.page_parts(layer)[0][20:23], before[layer]) for layer in range(LAYERS))
+    stored.restored("a")
+    assert store.counts().used == 2, "the open page will be full as another one"
+    assert counters.counts["pages_copied_to_suspend"] == 1
+    assert counters.counts["pages_written_through"] == 2
+
+
+def test_of_a_sequence_that_ends_with_a_full_page_nothing_is_copied_to_suspend_it(stored, counters):
+    stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
+    stored.write_through(["a"], torch.tensor([7]))
+    stored.suspend(["a"], [torch.tensor([7])], [4])
+    assert counters.counts["pages_copied_to_suspend"] == 0
+
+
+def test_a_prompt_with_an_open_page_gives_its_slot_back_when_it_runs(stored, store):
+    prompt(stored, store, "a", 6)
+    assert store.counts().used == 2
+    stored.restore("a", torch.tensor([5, 6])).wait()
+    stored.restored("a")
+    assert store.counts().used == 1
+
+
+def test_slots_of_one_that_ends_under_a_copy_are_free_when_the_copy_has_ended(stored, store):
+    stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
+    stored.write_through(["a"], torch.tensor([7]))
+    stored.forget("a")
+    stored.sync(wait=True)
+    assert store.counts().free == store.num_slots
+    stored.forget("a")
+    store.audit()
+
+
+class LateDownload:
+    """Numbers of pages that come when the test says so, or when somebody waits for them."""
+
+    come = False
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        self._pages = pages
+
+    @property
+    def done(self) -> bool:
+        return self.come
+
+    def wait(self) -> torch.Tensor:
+        return self._pages
+
+
+@pytest.mark.parametrize("how", ["comes", "is waited for", "ends before"])
+def test_a_page_whose_number_comes_late_reaches_its_slot(how, stored, store, pool, monkeypatch):
+    monkeypatch.setattr(stored_kv, "Download", LateDownload)
+    monkeypatch.setattr(LateDownload, "come", False)
+    stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
+    stored.write_through(["a"], torch.tensor([7]))
+    stored.sync(wait=False)
+    assert stored._engine.counters().tickets == 0, "the host has not waited"
+    assert store.counts().writing == 1
+    if how == "ends before":
+        stored.forget("a")
+        assert store.counts().writing == 1, "a copy to it may begin"
+        stored.sync(wait=True)
+        assert store.counts().free == store.num_slots
+        return
+    if how == "comes":
+        monkeypatch.setattr(LateDownload, "come", True)
+        stored.send_known()
+        assert stored._engine.counters().tickets == 1
+    stored.suspend(["a"], [torch.tensor([7])], [4])
+    before = [pool.page_parts(layer)[0][7].clone() for layer in range(LAYERS)]
+    stored.restore("a", torch.tensor([20])).wait()
+    assert all(torch.equal(pool.page_parts(layer)[0][20], before[layer]) for layer in range(LAYERS))
+
+
+def test_writing_through_makes_the_host_wait_for_nothing(stored, store, monkeypatch):
+    syncs, prepare = HostSyncs(), store.prepare_store
+
+    def prepared(count):
+        slots = prepare(count)
+        syncs.mark(slots, host=True)  # made by the native library
+        return slots
+
+    monkeypatch.setattr(store, "prepare_store", prepared)
+    tiers = KVTiers.__new__(KVTiers)
+    table = torch.arange(5 * 3 * PAGE).view(5, 3 * PAGE)
+    tiers._scheduler = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+    tiers._page_size, tiers.stored = PAGE, stored
+    requests = [
+        SimpleNamespace(rid=name, req_pool_idx=row, origin_input_ids=range(prompt), output_ids=[1, 2])
+        for row, (name, prompt) in enumerate([("a", 3), ("b", 5), ("c", 7)])
+    ]
+    for name in "abc":
+        stored.adopt(name, torch.empty(0, dtype=torch.int64), 0)
+    with syncs:
+        tiers.write_through(requests)
+    assert not syncs.take()
+    assert [len(stored.slots_of(name)) for name in "abc"] == [1, 0, 1], "those whose last page is full"
+    stored.sync(wait=True)
+
+
+def test_slots_that_wait_for_their_copies_are_found_when_all_others_are_taken(stored, store):
+    for name in "abcdef":
+        stored.adopt(name, torch.empty(0, dtype=torch.int64), 0)
+        stored.write_through([name] * 2, torch.tensor([1, 2]))
+        stored.forget(name)
+    assert len(stored.take(store.num_slots)) == store.num_slots
+
+
+def test_a_sequence_that_moves_takes_its_slots_along_and_no_page_is_copied(pool):
+    geometry = StoreGeometry.of_pool(pool, checksums=True)
+    with (
+        HostKVStore.create(geometry, num_bytes=12 * 4096, num_ranks=2) as here,
+        HostKVStore.join(here.address, geometry, rank=1) as there,
+    ):
+        engines = [NativeCopyEngine(store, pool) for store in (here, there)]
+        source, target = (
+            StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=6, counters=Counters())
+            for store, engine in zip((here, there), engines, strict=True)
+        )
+        prompt(source, here, "a", 6)
+        target.take_over("a", source.slots_of("a"), 6)
+        source.forget("a")
+        assert (source.held, target.held) == (0, 2)
+        before = [pool.page_parts(layer)[0][:2].clone() for layer in range(LAYERS)]
+        target.restore("a", torch.tensor([20, 21])).wait()
+        assert all(torch.equal(pool.page_parts(layer)[0][20:22], before[layer]) for layer in range(LAYERS))
+        assert engines[0].counters().loaded_pages == 0
+        target.forget("a")
+        assert there.counts().free == there.num_slots
+        for engine in engines:
+            engine.close()
+
+
+def test_slots_of_one_that_ended_under_a_copy_count_to_this_rank_s_share(pool, counters):
+    """Others' shares are never touched, however late a copy ends."""
+    with HostKVStore.create(StoreGeometry.of_pool(pool), num_bytes=12 * 4096, num_ranks=2) as store:
+        engine = NativeCopyEngine(store, pool)
+        stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=6, counters=counters)
+        for name in "abcdef":
+            stored.adopt(name, torch.empty(0, dtype=torch.int64), 0)
+            stored.write_through([name] * 3, torch.tensor([1, 2, 3]))
+            stored.forget(name)
+            assert store.counts().used <= 6
+        engine.close()
+
+
+def test_in_exclusive_tiers_all_pages_go_to_the_store_and_leave_it_when_they_come_back(store, pool, counters):
+    engine = NativeCopyEngine(store, pool)
+    stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=12, counters=counters, exclusive=True)
+    stored.suspend(["a", "b"], [torch.tensor([7, 3, 9]), torch.tensor([5])], [9, 4])
+    assert (stored.held, stored.free, store.counts().used) == (4, 8, 4)
+    before = [pool.page_parts(layer)[0][[7, 3, 9]].clone() for layer in range(LAYERS)]
+    stored.restore("a", torch.tensor([20, 21, 22])).wait()
+    assert stored.held == 4, "until the copy has ended"
+    stored.restored("a")
+    assert all(torch.equal(pool.page_parts(layer)[0][20:23], before[layer]) for layer in range(LAYERS))
+    assert (stored.held, store.counts().used) == (1, 1)
+    stored.suspend(["a"], [torch.tensor([20, 21, 22, 23])], [13])
+    assert counters.counts["pages_copied_to_suspend"] == 8
+    for name in "ab":
+        stored.forget(name)
+    assert store.counts().free == store.num_slots
+    engine.close()
+
+
+def test_the_rate_of_copies_is_measured_without_a_trace(stored, store, pool):
+    before = [pool.page_parts(layer)[0].clone() for layer in range(LAYERS)]
+    assert stored.copy_rate(torch.arange(1, 9)) > 0
+    assert store.counts().used == stored.held == 0
+    assert all(torch.equal(pool.page_parts(layer)[0], before[layer]) for layer in range(LAYERS))

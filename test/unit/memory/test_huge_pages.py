@@ -1,0 +1,101 @@
+"""Weights lie on huge pages from their first write on, where the kernel has them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_batch.memory.huge_pages import huge_parameters, prefer_huge_pages
+
+HUGE = 1 << 21
+_TRIES = 5
+POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def bytes_on_huge_pages(tensor: torch.Tensor) -> int:
+    """Of the mappings in which a tensor lies."""
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(part, 16) for part in name.split("-"))
+            inside = begin < last and first < end
+        elif inside and name == "AnonHugePages:":
+            found += int(values[0]) * 1024
+    return found
+
+
+@pytest.fixture
+def _given_here() -> None:
+    """Skips where the kernel gives a plain request nothing: huge pages are off, or all memory is in pieces."""
+    memory = mmap.mmap(-1, 5 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        pytest.skip(f"this kernel has no huge pages: {error}")
+    tensor = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    if not bytes_on_huge_pages(tensor):
+        pytest.skip("the kernel gives no huge pages here")
+
+
+def compacted() -> None:
+    """Let the kernel put its memory together, where this process may ask for that."""
+    with suppress(OSError):
+        Path("/proc/sys/vm/compact_memory").write_text("1", encoding="ascii")
+
+
+def some_get(make: Callable[[], torch.Tensor]) -> bool:
+    """Whether huge pages are given to one of a few tensors when they are written.
+
+    How many the kernel gives depends on what memory is in one piece; one shows that it was asked.
+    """
+    kept = []
+    for _ in range(_TRIES):
+        kept.append(make().fill_(1))
+        if bytes_on_huge_pages(kept[-1]) >= HUGE:
+            return True
+        compacted()
+    return False
+
+
+@pytest.mark.usefixtures("_given_here")
+def test_a_tensor_that_is_asked_for_gets_huge_pages_when_it_is_written():
+    def asked_for() -> torch.Tensor:
+        tensor = torch.empty(20 * HUGE, dtype=torch.uint8)
+        assert prefer_huge_pages(tensor)
+        return tensor
+
+    assert some_get(asked_for)
+
+
+@pytest.mark.usefixtures("_given_here")
+def test_parameters_created_inside_get_huge_pages_and_others_do_not():
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(5 * HUGE))
+            self.register_parameter("bias", None)
+
+    def inside() -> torch.Tensor:
+        with huge_parameters():
+            return Layer().weight.data
+
+    assert some_get(inside)
+    outside = Layer().weight.data.fill_(1)
+    if "[always]" not in POLICY.read_text(encoding="ascii"):
+        assert bytes_on_huge_pages(outside) == 0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(0), torch.zeros(HUGE // 4 - 1), torch.empty(3, HUGE).T, torch.empty(HUGE, device="meta")],
+    ids=["none", "less than a page", "not in one piece", "not in memory"],
+)
+def test_other_tensors_are_left_alone(tensor):
+    assert not prefer_huge_pages(tensor)

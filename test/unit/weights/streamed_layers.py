@@ -1,0 +1,104 @@
+"""Owns layers of random experts, once in a checkpoint and streamed, once resident."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from sgl_batch.core.weight_residency import plan_residency
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.packed_weights import PackedWeights
+from sgl_batch.metrics.counters import Counters
+from sgl_batch.weights.expert_checkpoint import ExpertPlaces, find_experts
+from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
+from sgl_batch.weights.weight_streamer import WeightStreamer, packed_compute
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 5, 12, 3, 64, 32
+
+
+class StreamedLayers:
+    """`LAYERS` layers of `EXPERTS`, with memory for `slots` of them all."""
+
+    def __init__(self, folder: Path, slots: int, *, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self._resident = PackedWeights(native_kernels())
+        self._w13 = [self._random(EXPERTS, 2 * INTER, HIDDEN) for _ in range(LAYERS)]
+        self._w2 = [self._random(EXPERTS, HIDDEN, INTER) for _ in range(LAYERS)]
+        self.places = self._saved(folder)
+        for w13, w2 in zip(self._w13, self._w2, strict=True):
+            assert self._resident.add_experts(w13, w2)
+        tensors = SlotTensors(
+            w13=torch.empty(slots, 2 * INTER, HIDDEN, dtype=torch.bfloat16),
+            w2=torch.empty(slots, HIDDEN, INTER, dtype=torch.bfloat16),
+        )
+        self.slots = ExpertSlots(self.places, tensors, num_threads=2)
+        self.counters = Counters()
+        self.residency = plan_residency(slots, layers=LAYERS, experts=EXPERTS)
+        self._keys = [torch.empty(1) for _ in range(LAYERS)]
+        kernels = native_kernels()
+        assert kernels is not None
+        self._streamer = WeightStreamer(
+            self.slots, self.residency, self._keys, compute=packed_compute(kernels, self.slots), counters=self.counters
+        )
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(torch.bfloat16)
+
+    def _saved(self, folder: Path) -> ExpertPlaces:
+        modules = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
+        tensors = {}
+        for module, w13, w2 in zip(modules, self._w13, self._w2, strict=True):
+            for expert in range(EXPERTS):
+                tensors[f"{module}.{expert}.gate_proj.weight"] = w13[expert, :INTER].clone()
+                tensors[f"{module}.{expert}.up_proj.weight"] = w13[expert, INTER:].clone()
+                tensors[f"{module}.{expert}.down_proj.weight"] = w2[expert].clone()
+        file = folder / "model.safetensors"
+        save_file(tensors, file)
+        return find_experts([str(file)], modules, range(EXPERTS))
+
+    def routing(self, rows: int, among: Sequence[int] = range(EXPERTS)) -> torch.Tensor:
+        """Random choices [rows, TOP_K] of some experts, a few of them nobody's."""
+        pool = torch.tensor(list(among))
+        picks = [pool[torch.randperm(len(pool), generator=self.generator)[:TOP_K]] for _ in range(rows)]
+        ids = torch.stack(picks) if picks else torch.empty(0, TOP_K, dtype=torch.int64)
+        ids[torch.rand(ids.shape, generator=self.generator) < 0.05] = -1
+        return ids
+
+    def visit(self, layer: int, ids_TK: torch.Tensor) -> None:
+        """One expert call; its result is that of resident weights, bit for bit, and no slot is lost."""
+        x = self._random(len(ids_TK), HIDDEN)
+        weights = torch.rand(ids_TK.shape, generator=self.generator)
+        found = self._streamer.experts(x, self._keys[layer], torch.empty(0), weights, ids_TK)
+        expected = self._resident.experts(x, self._w13[layer], self._w2[layer], weights, ids_TK)
+        assert all(torch.equal(streamed, resident) for streamed, resident in zip(found, expected, strict=True))
+        self.check_slots()
+
+    def check_slots(self) -> None:
+        held = self.slots.table.slot_of[self.slots.table.slot_of >= 0].tolist()
+        assert len(set(held)) == len(held), "no slot holds two experts"
+        assert self.slots.table.num_free + len(held) == self.slots.table.num_slots, "and none is lost"
+        assert all(slot < self.slots.table.num_slots for slot in held)
+
+    def fit(self, slots: int) -> None:
+        """A pass is to come that leaves memory for so many slots."""
+        size = self.slots.tensors.slot_bytes
+        self._streamer.fit(lambda: slots * size - self.slots.num_bytes + 1000, 1000)
+        self.check_slots()
+
+    def leave_all(self) -> None:
+        """Two passes in which nobody asks for anything: all that was read is there, left and counted."""
+        for layer in range(LAYERS):
+            self.slots.wait(layer, self.slots.table.present(layer))
+        for layer in (*range(LAYERS), *range(LAYERS)):
+            self.visit(layer, torch.empty(0, TOP_K, dtype=torch.int64))
+
+    def count(self, name: str) -> int:
+        return self.counters.counts[f"weights_{name}"]
+
+
+def routed(ids_TK: torch.Tensor) -> set[int]:
+    """The experts that are asked for."""
+    return set(ids_TK.flatten().tolist()) - {-1}

@@ -1,0 +1,212 @@
+"""Whatever a checkpoint lacks and whatever a model has no place for is named; what may be so is passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.weights.loaded_weights import LoadedWeights
+
+NUM_LAYERS = 2
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Layer(nn.Module):
+    """A fused product of two tensors, experts, and a scale that the model computes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(8, 4, dtype=dtype), requires_grad=False)
+        self.experts = nn.Parameter(torch.empty(3, 2, 4, dtype=dtype), requires_grad=False)
+        self.norm = nn.Parameter(torch.empty(4, dtype=dtype), requires_grad=False)
+        self.attn = nn.Module()
+        self.attn.k_scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+
+
+class Model(nn.Module):
+    """Loads by name as SGLang's models do, and passes over what it does not know."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dtype) for _ in range(NUM_LAYERS))
+        self.threads: ThreadPoolExecutor | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, weight in weights:
+            if self.threads is None:
+                self._load(name, weight)
+            else:
+                self.threads.submit(self._load, name, weight).result()
+
+    def _load(self, name: str, weight: Tensor) -> None:
+        part = name.split(".")
+        if part[0] != "layers" or int(part[1]) >= NUM_LAYERS:
+            return
+        layer = self.layers[int(part[1])]
+        if part[2] == "gate":
+            layer.gate_up.data.narrow(0, 0, 4).copy_(weight.narrow(0, 0, 4))
+        elif part[2] == "up":
+            layer.gate_up.data[4:] = weight.t().contiguous().t()
+        elif part[2] == "experts":
+            layer.experts.data[int(part[3])].copy_(weight)
+        elif part[2] == "norm":
+            layer.norm.data = weight
+
+
+def checkpoint(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    made = {}
+    for layer in range(NUM_LAYERS):
+        made[f"layers.{layer}.gate"] = torch.randn(4, 4).to(dtype)
+        made[f"layers.{layer}.up"] = torch.randn(4, 4).to(dtype)
+        made[f"layers.{layer}.norm"] = torch.full((4,), float("nan")).to(dtype)  # no mark
+        for expert in range(3):
+            made[f"layers.{layer}.experts.{expert}"] = torch.randn(2, 4).to(dtype)
+    return made
+
+
+def load(weights: dict[str, Tensor], *, is_tied: bool = False, elsewhere: str = "", threads: bool = False) -> Model:
+    model = Model(weights["layers.0.gate"].dtype)
+    watch = LoadedWeights(NUM_LAYERS, is_tied=is_tied, is_elsewhere=lambda name: bool(elsewhere) and elsewhere in name)
+    with ThreadPoolExecutor(1) as pool:
+        model.threads = pool if threads else None
+        watch.load(model, weights.items(), model.load_weights)
+    return model
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_checkpoint_that_fits_loads_with_its_very_numbers(threads: bool) -> None:
+    weights = checkpoint()
+    model = load(weights, threads=threads)
+    for number, layer in enumerate(model.layers):
+        assert layer.gate_up.tolist() == [
+            *weights[f"layers.{number}.gate"].tolist(),
+            *weights[f"layers.{number}.up"].tolist(),
+        ]
+        assert layer.experts[1].tolist() == weights[f"layers.{number}.experts.1"].tolist()
+        assert type(layer.norm.data) is Tensor, "a parameter is still a tensor of the checkpoint"
+        assert layer.attn.k_scale.item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        ("layers.1.norm", "layers.1.norm"),
+        ("layers.0.experts.1", r"layers.0.experts \(experts 1\)"),
+        ("layers.1.up", r"layers.1.gate_up \(4 of 8 rows\)"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_named(absent: str, said: str, dtype: torch.dtype) -> None:
+    weights = {name: one.nan_to_num(1.0) if dtype.itemsize > 1 else one for name, one in checkpoint(dtype).items()}
+    if dtype.itemsize == 1:  # any NaN is a mark there, and none is a weight
+        weights |= {f"layers.{layer}.norm": torch.ones(4).to(dtype) for layer in range(NUM_LAYERS)}
+    del weights[absent]
+    with pytest.raises(ConfigError, match=f"it has nothing for 1 parameters of the model: {said}. Its answers"):
+        load(weights)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_a_model_has_no_place_for_is_named(threads: bool) -> None:
+    strange = {f"layers.0.strange.{number}": torch.zeros(2) for number in range(8)}
+    with pytest.raises(ConfigError, match=r"no place for 8 of its tensors: layers.0.strange.0, .*strange.5 and 2 more"):
+        load({**checkpoint(), **strange}, threads=threads)
+
+
+def test_layers_beyond_the_model_tables_tied_embeddings_and_other_ranks_experts_may_stay_unused() -> None:
+    beyond = {f"model.layers.{NUM_LAYERS}.eh_proj.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    tables = {"layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    load({**checkpoint(), **beyond, **tables})
+    tied = {**checkpoint(), "lm_head.weight": torch.zeros(2)}
+    load(tied, is_tied=True)
+    with pytest.raises(ConfigError, match=r"no place for 1 of its tensors: lm_head\.weight"):
+        load(tied)
+    load({**checkpoint(), "layers.0.others.1": torch.zeros(2)}, elsewhere="others")
+
+
+PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+class Packed(nn.Module):
+    """One parameter, of which `load_weights` fills what `loaded` says with the numbers it is given."""
+
+    def __init__(self, data: Tensor, loaded: tuple[slice, ...], name: str = "qweight") -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(data, requires_grad=False))
+        self.loaded = loaded
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, weight in weights:
+            self.get_parameter(name).data[self.loaded] = weight[self.loaded]
+
+    def load(self, numbers: Tensor) -> None:
+        watch = LoadedWeights(1, is_tied=False, is_elsewhere=lambda name: False)
+        [name] = [name for name, _ in self.named_parameters()]
+        watch.load(self, [(name, numbers)], self.load_weights)
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@pytest.mark.parametrize(
+    ("loaded", "said"),
+    [
+        ((slice(0), slice(None), slice(None)), "qweight"),
+        ((slice(1, 4), slice(None), slice(None)), r"qweight \(experts 0\)"),
+        ((slice(None), slice(32), slice(None)), r"qweight \(experts 0, 1, 2, 3\)"),
+        ((slice(None), slice(None), slice(3)), "qweight"),
+        ((slice(None), slice(None), slice(3, None)), "qweight"),
+    ],
+)
+def test_packed_weights_that_are_not_loaded_are_named(dtype: torch.dtype, loaded: tuple[slice, ...], said: str) -> None:
+    numbers = torch.zeros(4, 40, 6, dtype=dtype)
+    with pytest.raises(ConfigError, match=f"nothing for 1 parameters of the model: {said}. Its answers"):
+        Packed(torch.empty(4, 40, 6, dtype=dtype), loaded).load(numbers)
+    Packed(torch.empty(4, 40, 6, dtype=dtype), (slice(None),)).load(numbers)
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@pytest.mark.parametrize("shape", [(100,), (3, 50)])
+def test_packed_weights_of_few_rows_are_watched_by_all_their_numbers(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match="nothing for 1 parameters"):
+        Packed(torch.empty(shape, dtype=dtype), (slice(0),)).load(torch.zeros(shape, dtype=dtype))
+    Packed(torch.empty(shape, dtype=dtype), (slice(None),)).load(torch.zeros(shape, dtype=dtype))
+
+
+def test_no_numbers_of_a_checkpoint_are_taken_for_a_mark() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.uint8, torch.int8):
+        for numbers in (torch.randint(0, 127, (1 << 20, 2)), torch.arange(1 << 21).reshape(-1, 2) % 251):
+            Packed(torch.empty(1 << 20, 2, dtype=dtype), (slice(None),)).load(numbers.to(dtype))
+    single = torch.empty(3, dtype=torch.uint8)  # too few bits to tell
+    Packed(single, (slice(0),)).load(torch.zeros(3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_parameter_is_watched_however_it_lies_in_memory(dtype: torch.dtype) -> None:
+    for data in (
+        torch.empty(12, 40, dtype=dtype).t(),
+        torch.empty(40, 24, dtype=dtype)[:, ::2],
+    ):
+        numbers = torch.ones(40, 12).to(dtype)
+        with pytest.raises(ConfigError, match=r"nothing for 1 parameters of the model: qweight \(20 of 40 rows\)"):
+            Packed(data.clone(memory_format=torch.preserve_format), (slice(20),)).load(numbers)
+        Packed(data, (slice(None),)).load(numbers)
+    alike = torch.zeros(1, 12).to(dtype).expand(40, 12)  # one row, seen forty times
+    Packed(alike, (slice(0),)).load(torch.ones(40, 12).to(dtype))
+
+
+def test_what_packed_weights_need_not_have_is_passed_over_and_their_scales_are_numbers() -> None:
+    Packed(torch.full((64,), -1, dtype=torch.int32), (slice(0),), "g_idx").load(torch.zeros(64, dtype=torch.int32))
+    for spoiled in ("nan", "inf"):
+        numbers = torch.ones(4, 8, dtype=torch.bfloat16)
+        numbers[2, 3] = float(spoiled)
+        with pytest.raises(ConfigError, match=r"^1 scales of the checkpoint's weights hold .*: scales\."):
+            Packed(torch.empty(4, 8, dtype=torch.bfloat16), (slice(None),), "scales").load(numbers)
+    Packed(torch.empty(4, 8), (slice(None),), "weight_scale_inv").load(torch.ones(4, 8))
+    with pytest.raises(ConfigError, match="nothing for 1 parameters of the model: weight_scale_inv"):
+        Packed(torch.empty(4, 8), (slice(0),), "weight_scale_inv").load(torch.ones(4, 8))
