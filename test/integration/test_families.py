@@ -149,7 +149,7 @@ def test_a_gpus_attention_and_experts_have_windows_sinks_and_biases_too(
     """By Triton's interpreter, with pages that move between a store and the device."""
     interpret_triton(monkeypatch)
     path = checkpoint(next(family for family in FAMILIES if family.name == "gpt-oss"), HUB)
-    few = Requests(input_ids=[prompt[:60] for prompt in requests.input_ids[4:8]], lengths=(4, 5, 3, 5))
+    few = Requests(input_ids=[prompt[:60] for prompt in requests.input_ids[4:8]], output_lengths=[4, 5, 3, 5])
     settings = {**SMALL, **TRITON, "expert_runner": "triton", "device": "cpu", "kv_store_bytes": 64 << 20}
     engine = Engine(model_path=path, **settings)
     try:
