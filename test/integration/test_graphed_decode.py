@@ -61,7 +61,7 @@ def expected(family: str, batch_engine: Callable[..., Any], prompts: Any) -> lis
 @pytest.fixture
 def graphed(family: str, expected: Any, model_path: Callable[[str], str], monkeypatch: Any) -> Iterator[Any]:
     interpret_triton(monkeypatch)
-    monkeypatch.setattr("sgl_batch.engine.ProcessSpec", RerunningRun)
+    monkeypatch.setattr("sgl_batch.engine.engine.ProcessSpec", RerunningRun)
     engine = Engine(model_path=model_path(family), **TRITON, **GRAPHS, **SETTINGS)
     yield engine
     engine.shutdown()
