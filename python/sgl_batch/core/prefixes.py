@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 
 from sgl_batch.core.sequence import SequenceState
 
-_NOWHERE = -1
+_UNKNOWN = -1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefixPage:
-    """One page of tokens behind its parent's. `place`: where its KV lies, once that is known (`has_place`)."""
+    """One page of tokens behind its parent's. `kv_location`: where its KV lies, once that is known."""
 
     key: bytes
     parent: PrefixPage | None
     holders: int = 0
-    place: int = _NOWHERE
+    kv_location: int = _UNKNOWN
     children: dict[bytes, PrefixPage] = field(default_factory=dict)
 
     @property
-    def has_place(self) -> bool:
-        return self.place != _NOWHERE
+    def has_kv_location(self) -> bool:
+        return self.kv_location != _UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,16 +186,16 @@ class KVTiers:
 
         A prompt that is computed in part goes on behind its own pages, which are staged as well.
         """
-        shared = [page for match in matches for page in match.found if page.has_place]
+        shared = [page for match in matches for page in match.found if page.has_kv_location]
         begun = {request: self.stored.slots_of(request.rid) for request in requests if request.rid in self.stored}
-        self._restored = list(dict.fromkeys(chain((page.place for page in shared), *begun.values())))
+        self._restored = list(dict.fromkeys(chain((page.kv_location for page in shared), *begun.values())))
         slots = self._allocator.alloc(len(self._restored) * self._page_size)
         assert slots is not None, "staged pages do not run out"
         pages = dict(zip(self._restored, slots.view(-1, self._page_size), strict=True))
         for request, own in begun.items():
             request.prefix_indices = torch.cat([pages[slot] for slot in own])
         self._counters.add("prefix_pages_restored", len(set(shared)))
-        return {page: int(pages[page.place][0]) // self._page_size for page in shared}
+        return {page: int(pages[page.kv_location][0]) // self._page_size for page in shared}
 
     def begin_prefill(self, requests: list[Request], matches: list[PrefixMatch]) -> None:
         """The next forward pass is that of these requests, whose slots were given inside `staging`."""
@@ -207,7 +207,7 @@ class KVTiers:
         for request, match, part in zip(requests, matches, parts, strict=True):
             first = request.extend_range.start // self._page_size
             for page, slot in zip(match.pages[max(first, match.shared) :], part.tolist(), strict=False):
-                page.place = slot
+                page.kv_location = slot
         self._group = list(zip(requests, tokens, matches, parts, strict=True))
         self._layer_runner.prefill_sink = self._staging
 
@@ -223,7 +223,7 @@ class KVTiers:
             if request.rid in self.stored:
                 self.stored.extend(request.rid, slots, tokens)
             else:
-                self.stored.adopt(request.rid, slots, tokens, shared=[page.place for page in match.found])
+                self.stored.adopt(request.rid, slots, tokens, shared=[page.kv_location for page in match.found])
         self._group = []
 
     # Decode.

@@ -89,13 +89,13 @@ class PromptSharing:
         No request frees them when it ends. Of a prompt that is computed in part, those that are.
         """
         matches = [self.match_of(request) for request in requests]
-        where = {page: page.place for match in matches for page in match.found if page.has_place}
+        where = {page: page.kv_location for match in matches for page in match.found if page.has_kv_location}
         self.lay_tables(requests, where)
         for request, match in zip(requests, matches, strict=True):
             computed = request.kv_committed_len // self._page_size
             protect_prefix(request, len(match.pages[:computed]) * self._page_size)
             for page in match.pages[match.shared : computed]:
-                page.place = where[page]
+                page.kv_location = where[page]
 
     def join(self, leader: Request, follower: Request) -> int:
         """Let a choice hold the pages of its leader's prompt, but for the last token's; returns their tokens."""
@@ -130,5 +130,5 @@ class PromptSharing:
         """A sequence has ended or left; returns how many pages no sequence holds any more. They are given back."""
         dropped = self._tree.release(request_id)
         if dropped:
-            self._free_places([page.place for page in dropped if page.has_place])
+            self._free_places([page.kv_location for page in dropped if page.has_kv_location])
         return len(dropped)
