@@ -148,8 +148,8 @@ def _state(running: int, *, ready: list[SequenceState], plan: Plan) -> State:
         ready=ready,
         running=running,
         steps=plan.boundary_tokens,
-        slots=4 * plan.decode.b_moe,
-        free_slots=2 * plan.decode.b_moe,
+        request_slots=4 * plan.decode.b_moe,
+        free_request_slots=2 * plan.decode.b_moe,
         filling=False,
     )
 

@@ -86,7 +86,7 @@ def member_pages(unit: Admission, ledger: PageLedger) -> list[int]:
 
 
 def select_prefill_group(
-    units: Iterable[Admission], ledger: PageLedger, *, b_moe: int, free_slots: int, taken: int = 0
+    units: Iterable[Admission], ledger: PageLedger, *, b_moe: int, free_request_slots: int, taken: int = 0
 ) -> list[Admission]:
     """Take units from the head while the tokens they compute fit `b_moe` and pages and slots suffice.
 
@@ -96,7 +96,7 @@ def select_prefill_group(
     """
     chosen: list[Admission] = []
     needs: list[int] = []
-    tokens, slots = taken, free_slots
+    tokens, slots = taken, free_request_slots
     for whole in units:
         cut = unit_pages(whole, ledger) > ledger.limit(max(member_pages(whole, ledger)))
         unit = Admission(leader=whole.leader) if cut else whole

@@ -77,7 +77,7 @@ class MixPrefill:
         rest, room = state.rest, plan.mix_prefill
         chunks: list[Chunk] = []
         if rest is not None:
-            if not (state.free_slots or view.kv.device.holds(rest.sequence.sequence_id)):
+            if not (state.free_request_slots or view.kv.device.holds(rest.sequence.sequence_id)):
                 return Step()
             chunks.append(_head(rest, room, plan))
             if chunks[0].tokens < rest.tokens:
@@ -101,7 +101,7 @@ class MixPrefill:
         heads = list(_heads(state, room))
         kv.estimate_shared(unit.leader for unit in heads)
         units = heads if capacity is None else list(assign_tier(heads, capacity, kv.admission, plan))
-        chosen = select_prefill_group(units, kv.admission, b_moe=_NO_LIMIT, free_slots=state.free_slots)
+        chosen = select_prefill_group(units, kv.admission, b_moe=_NO_LIMIT, free_request_slots=state.free_request_slots)
         taken = []
         for unit in chosen:
             rows = unit.leader.prefill_rows
@@ -115,7 +115,7 @@ class MixPrefill:
 
 def _heads(state: State, room: int) -> Iterator[Admission]:
     """The first units of the queue, each a sequence alone, until their prompts have `room` tokens."""
-    for unit in group_by_prompt(state.queued, most_members=state.slots):
+    for unit in group_by_prompt(state.queued, most_members=state.request_slots):
         if unit.followers or room <= 0:
             return
         yield unit

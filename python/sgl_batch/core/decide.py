@@ -56,7 +56,7 @@ def compose(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Step:
 
 def estimate_shared(state: State, kv: KVState) -> None:
     """Note of the first queued sequences what their prompts share, from which groups are made."""
-    kv.estimate_shared(unit.leader for unit in group_by_prompt(state.queued, most_members=state.slots))
+    kv.estimate_shared(unit.leader for unit in group_by_prompt(state.queued, most_members=state.request_slots))
 
 
 def goes_on(state: State, kv: KVState, plan: Plan) -> bool:

@@ -20,18 +20,19 @@ from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 
 VERSION = 3
-COUNTS = (
-    "running",
-    "steps",
-    "slots",
-    "free_slots",
-    "filling",
-    "changed",
-    "returning",
-    "forked",
-    "queued_tokens",
-    "urgent",
-)
+# The counts of a State by their names in a record.
+COUNTS = {
+    "running": "running",
+    "steps": "steps",
+    "slots": "request_slots",
+    "free_slots": "free_request_slots",
+    "filling": "filling",
+    "changed": "changed",
+    "returning": "returning",
+    "forked": "forked",
+    "queued_tokens": "queued_tokens",
+    "urgent": "urgent",
+}
 
 Plain = dict[str, Any]
 
@@ -144,7 +145,7 @@ def rows_of(sequences: Iterable[SequenceState]) -> list[Plain]:
 def numbers_of(state: State) -> Plain:
     """The counts of a state, and the sequence whose prompt is computed in part."""
     begun = None if state.begun is None else rows_of([state.begun])[0]
-    return {**{name: getattr(state, name) for name in COUNTS}, "begun": begun}
+    return {**{name: getattr(state, attribute) for name, attribute in COUNTS.items()}, "begun": begun}
 
 
 def plain_actions(actions: Iterable[Any]) -> list[Plain]:

@@ -24,19 +24,19 @@ class State:
     `queued` and `ready` may be views, each in the order of their turn: a state is good until the next change of what
     they show. Only a boundary looks at more than their lengths.
     `changed`: whether a sequence arrived, was prefilled or finished since the last boundary.
-    `slots` is how many sequences the device can hold, `free_slots` how many more it can take now. `returning` counts
-    those that neither run nor wait, because their KV is on its way back to the device, `forked` the choices whose
-    leader has computed their prompt. `begun`: the sequence of whose prompt decode steps have computed a part.
-    `queued_tokens`: of all queued prompts together. `urgent`: whether a boundary was asked for before its time, by an
-    arrival that cannot wait or by memory that runs short.
+    `request_slots`: how many sequences the device can hold; `free_request_slots`: how many more it can take now.
+    `returning` counts those that neither run nor wait, because their KV is on its way back to the device, `forked` the
+    choices whose leader has computed their prompt. `begun`: the sequence of whose prompt decode steps have computed a
+    part. `queued_tokens`: of all queued prompts together. `urgent`: whether a boundary was asked for before its time,
+    by an arrival that cannot wait or by memory that runs short.
     """
 
     queued: Sequence[SequenceState]
     ready: Sequence[SequenceState]
     running: int
     steps: int
-    slots: int
-    free_slots: int
+    request_slots: int
+    free_request_slots: int
     filling: bool
     changed: bool = True
     returning: int = 0
@@ -112,9 +112,13 @@ def prefill_units(
     if not prefill_wanted(state, plan):
         return []
     rest = state.rest
-    units = group_by_prompt(state.queued, most_members=state.slots)
+    units = group_by_prompt(state.queued, most_members=state.request_slots)
     if capacity is not None:
         units = assign_tier(units, capacity, ledger, plan)
     return select_prefill_group(
-        units, ledger, b_moe=plan.prefill.b_moe, free_slots=state.free_slots, taken=0 if rest is None else rest.tokens
+        units,
+        ledger,
+        b_moe=plan.prefill.b_moe,
+        free_request_slots=state.free_request_slots,
+        taken=0 if rest is None else rest.tokens,
     )

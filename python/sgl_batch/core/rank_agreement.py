@@ -236,12 +236,12 @@ class _Load:
     movable: list[Movable]
     free_pages: int
     free_tokens: int | None
-    free_slots: int
+    free_request_slots: int
     open_places: int
 
     def fits(self, item: Movable) -> bool:
         stored = self.free_tokens is None or item.tokens <= self.free_tokens
-        return self.free_slots > 0 and item.pages <= self.free_pages and stored
+        return self.free_request_slots > 0 and item.pages <= self.free_pages and stored
 
 
 def plan_moves(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
@@ -281,7 +281,7 @@ def _load_of(rank: RankState, plan: Plan) -> _Load:
         movable=[item for item in (*rank.ready, *running) if len(item.sequence.ranks) == 1],
         free_pages=rank.free_pages,
         free_tokens=None if rank.capacity is None else rank.capacity.store * plan.page_size,
-        free_slots=state.free_slots,
+        free_request_slots=state.free_request_slots,
         open_places=0 if state.queued else plan.decode.b_moe - active,
     )
 
@@ -294,7 +294,7 @@ def _move(loads: list[_Load], item: Movable, source: int, target: int) -> Move:
     left = loads[target].free_tokens
     if left is not None:
         loads[target].free_tokens = left - item.tokens
-    loads[target].free_slots -= 1
+    loads[target].free_request_slots -= 1
     loads[target].open_places -= 1
     return Move(sequence_id=item.sequence.sequence_id, source=source, target=target)
 

@@ -140,7 +140,7 @@ def _sequence(row: Record) -> SequenceState:
 
 
 def _state(plain: Record) -> State:
-    counts = {name: plain[name] for name in COUNTS}
+    counts = {attribute: plain[name] for name, attribute in COUNTS.items()}
     begun = None if plain["begun"] is None else _sequence(plain["begun"])
     return State(queued=_Told(plain["queued"]), ready=_Told(plain["ready"]), begun=begun, **counts)
 
@@ -176,7 +176,7 @@ def _kv(plain: Record, page_size: int) -> KVState:
 
 def _account(plain: Record, page_size: int) -> PageLedger:
     numbers = {name: plain[name] for name in ("total_pages", "free_pages", "overflow_pages", "largest")}
-    empty = State(queued=(), ready=(), running=0, steps=0, slots=0, free_slots=0, filling=False)
+    empty = State(queued=(), ready=(), running=0, steps=0, request_slots=0, free_request_slots=0, filling=False)
     return RankState(state=empty, **numbers).ledger(page_size)
 
 

@@ -57,8 +57,8 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     running_movable: list[SequenceRow]
     running: int
     steps: int
-    slots: int
-    free_slots: int
+    request_slots: int
+    free_request_slots: int
     filling: bool
     returning: int
     total_pages: int
@@ -119,8 +119,8 @@ def message_of(rank: RankState) -> StateMessage:
         running_movable=[_row_of(item.sequence, item) for item in rank.running],
         running=state.running,
         steps=state.steps,
-        slots=state.slots,
-        free_slots=state.free_slots,
+        request_slots=state.request_slots,
+        free_request_slots=state.free_request_slots,
         filling=state.filling,
         returning=state.returning,
         total_pages=rank.total_pages,
@@ -183,8 +183,8 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         ready=ready,
         running=message.running,
         steps=message.steps,
-        slots=message.slots,
-        free_slots=message.free_slots,
+        request_slots=message.request_slots,
+        free_request_slots=message.free_request_slots,
         filling=message.filling,
         returning=message.returning,
         begun=None if message.begun is None else _sequence_of(message.begun, Status.PREFILLING, of),

@@ -27,7 +27,7 @@ def rank(
     unmovable_ready: list[SequenceState] | None = None,
     unmovable_running: int = 0,
     free_pages: int = 1000,
-    free_slots: int = 64,
+    free_request_slots: int = 64,
     steps: int = 4,
 ) -> RankState:
     ready, runs = ready or [], runs or []
@@ -36,8 +36,8 @@ def rank(
         ready=[*(unmovable_ready or []), *(item.sequence for item in ready)],
         running=len(runs) + unmovable_running,
         steps=steps,
-        slots=64,
-        free_slots=free_slots,
+        request_slots=64,
+        free_request_slots=free_request_slots,
         filling=False,
     )
     return RankState(state=state, total_pages=1000, free_pages=free_pages, ready=ready, running=runs)

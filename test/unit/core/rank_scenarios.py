@@ -21,7 +21,7 @@ class Scenario:
     num_ranks: int
     plan: Plan
     pages: int
-    slots: int
+    request_slots: int
     requests: list[Request]
     failing: float
 
@@ -76,7 +76,7 @@ def tight(seed: int) -> Scenario:
         num_ranks=num_ranks,
         plan=made,
         pages=rng.randint(80, 1500) // made.page_size,
-        slots=made.ready_target + rng.randint(0, 8),
+        request_slots=made.ready_target + rng.randint(0, 8),
         requests=requests,
         failing=rng.choice((0.0, 0.3, 0.3, 1.0)),
     )
@@ -91,4 +91,6 @@ def roomy(seed: int) -> Scenario:
         at += rng.choice((0, 0, 0, 1, 2, 10))
         rank = 0 if rng.random() < 0.7 else rng.randrange(num_ranks)
         requests.append(Request(at=at, rank=rank, prompt=rng.randint(1, 60), max_new=60, output=rng.randint(1, 60)))
-    return Scenario(seed=seed, num_ranks=num_ranks, plan=made, pages=10_000, slots=200, requests=requests, failing=0.0)
+    return Scenario(
+        seed=seed, num_ranks=num_ranks, plan=made, pages=10_000, request_slots=200, requests=requests, failing=0.0
+    )

@@ -30,11 +30,11 @@ def arrivals(units: list[Admission]) -> list[list[int]]:
     return [[member.arrival for member in unit.members] for unit in units]
 
 
-def select(units, *, pages=MANY, b_moe=MANY, free_slots=MANY, taken=0, page_size=8):
+def select(units, *, pages=MANY, b_moe=MANY, free_request_slots=MANY, taken=0, page_size=8):
     ledger = PageLedger(pages, page_size)
     if taken:
         ledger.reserve("others", taken)
-    return arrivals(select_prefill_group(units, ledger, b_moe=b_moe, free_slots=free_slots))
+    return arrivals(select_prefill_group(units, ledger, b_moe=b_moe, free_request_slots=free_request_slots))
 
 
 # Selection.
@@ -65,14 +65,14 @@ def test_generated_tokens_take_pages_but_no_room_in_the_group():
 
 
 def test_no_more_members_are_taken_than_slots_are_free():
-    assert select(units_of(1, 1, 1), free_slots=2) == [[0], [1]]
-    assert select(units_of(1), free_slots=0) == []
+    assert select(units_of(1, 1, 1), free_request_slots=2) == [[0], [1]]
+    assert select(units_of(1), free_request_slots=0) == []
 
 
 def test_a_unit_with_followers_needs_a_slot_for_every_member():
     unit = Admission(leader=choices(3)[0], followers=tuple(choices(3)[1:]))
-    assert select([unit], free_slots=2) == []
-    assert select([unit], free_slots=3) == [[0, 1, 2]]
+    assert select([unit], free_request_slots=2) == []
+    assert select([unit], free_request_slots=3) == [[0, 1, 2]]
 
 
 def test_followers_add_nothing_to_the_tokens_of_a_group():
@@ -111,16 +111,16 @@ def test_nobody_overtakes_the_followers_of_a_unit_that_was_cut():
     b_moe=st.integers(1, 200),
     pages=st.integers(20, 60),
     taken=st.integers(0, 20),
-    free_slots=st.integers(0, 20),
+    free_request_slots=st.integers(0, 20),
 )
-def test_the_group_is_a_prefix_of_the_queue_within_all_limits(prompts, new, b_moe, pages, taken, free_slots):
+def test_the_group_is_a_prefix_of_the_queue_within_all_limits(prompts, new, b_moe, pages, taken, free_request_slots):
     units, ledger = units_of(*prompts, new=new), PageLedger(pages, 8)
     ledger.reserve("others", taken)
-    group = select_prefill_group(units, ledger, b_moe=b_moe, free_slots=free_slots)
+    group = select_prefill_group(units, ledger, b_moe=b_moe, free_request_slots=free_request_slots)
     assert arrivals(group) == arrivals(units[: len(group)])
     tokens = sum(unit.leader.prompt_tokens for unit in group)
     assert tokens <= b_moe or len(group) == 1
-    assert len(group) <= free_slots
+    assert len(group) <= free_request_slots
     for unit in group:
         reserve(unit, ledger, held=0, new=0)  # which refuses to overdraw
     if len(group) < len(units):
@@ -128,7 +128,7 @@ def test_the_group_is_a_prefix_of_the_queue_within_all_limits(prompts, new, b_mo
         assert (
             (group and tokens + following.leader.prompt_tokens > b_moe)
             or unit_pages(following, ledger) > ledger.free_pages
-            or len(group) == free_slots
+            or len(group) == free_request_slots
         ), "the group ends only where the next unit does not fit"
 
 

@@ -22,7 +22,7 @@ from sgl_batch.errors import ConfigError
 
 
 def state(*queued: SequenceState, running: int = 4, begun: SequenceState | None = None, **changes: object) -> State:
-    counts = {"steps": 1, "slots": 16, "free_slots": 8, "filling": False, "changed": False, **changes}
+    counts = {"steps": 1, "request_slots": 16, "free_request_slots": 8, "filling": False, "changed": False, **changes}
     return State(queued=queued, ready=(), running=running, begun=begun, **counts)
 
 
@@ -75,9 +75,9 @@ def test_a_prompt_of_several_choices_waits_for_a_group():
     assert chunks_of(state(*choices(3)), mix=64) == []
 
 
-@pytest.mark.parametrize(("pages", "free_slots"), [(1, 8), (100, 0)])
-def test_nothing_begins_without_pages_for_all_of_it_and_a_slot(pages, free_slots):
-    assert chunks_of(state(sequence(0, prompt=10), free_slots=free_slots), mix=16, pages=pages) == []
+@pytest.mark.parametrize(("pages", "free_request_slots"), [(1, 8), (100, 0)])
+def test_nothing_begins_without_pages_for_all_of_it_and_a_slot(pages, free_request_slots):
+    assert chunks_of(state(sequence(0, prompt=10), free_request_slots=free_request_slots), mix=16, pages=pages) == []
 
 
 def test_where_a_page_lies_in_one_tier_no_prompt_is_cut():

@@ -49,8 +49,8 @@ def num_read(policy: KVPolicy, *, streams: bool, queued: int, ready: int) -> int
         ready=ready_view,
         running=len(running),
         steps=4,
-        slots=64,
-        free_slots=32,
+        request_slots=64,
+        free_request_slots=32,
         filling=False,
     )
     kv = KVState(

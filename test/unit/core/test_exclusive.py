@@ -90,7 +90,7 @@ def test_admission_counts_all_of_the_store_but_room_for_the_largest():
 def test_a_group_is_chosen_within_that_account():
     ledger = PageLedger(20, 8, overflow_pages=10)
     units = [unit(i, prompt=16, new=33) for i in range(9)]  # six pages each
-    assert len(select_prefill_group(units, ledger, b_moe=1000, free_slots=99)) == 4
+    assert len(select_prefill_group(units, ledger, b_moe=1000, free_request_slots=99)) == 4
 
 
 def test_whatever_fits_the_device_is_not_refused_for_a_small_store():

@@ -18,7 +18,7 @@ from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State, boundary_due
 from sgl_batch.core.page_ledger import PageLedger
 
-EMPTY = State(queued=(), ready=(), running=0, steps=0, slots=64, free_slots=64, filling=False)
+EMPTY = State(queued=(), ready=(), running=0, steps=0, request_slots=64, free_request_slots=64, filling=False)
 PLAN = plan(b_moe=8, boundary_tokens=4, refill_watermark=0.75, ready_target=12)
 
 
@@ -128,7 +128,7 @@ def test_choices_of_a_request_are_prefilled_as_one_unit():
 
 
 def test_a_request_with_more_choices_than_slots_is_cut_to_them():
-    (done,) = actions(queued=choices(5), slots=2, free_slots=2)
+    (done,) = actions(queued=choices(5), request_slots=2, free_request_slots=2)
     assert [unit.members for unit in done.units] == [tuple(choices(2))]
 
 
@@ -174,13 +174,15 @@ def plans(draw):
     drawn=st.lists(requests, min_size=1, max_size=25),
     plan=plans(),
     tokens=st.integers(64, 2000),
-    spare_slots=st.integers(0, 12),
+    spare_request_slots=st.integers(0, 12),
     urgent_every=st.sampled_from([0, 1, 3]),
 )
-def test_every_schedule_ends_with_everybody_finished_in_fair_order(drawn, plan, tokens, spare_slots, urgent_every):
+def test_every_schedule_ends_with_everybody_finished_in_fair_order(
+    drawn, plan, tokens, spare_request_slots, urgent_every
+):
     todo = build(drawn)
-    pages, slots = tokens // plan.page_size, plan.ready_target + spare_slots
-    schedule = VirtualSchedule(todo, plan, pages=pages, slots=slots, urgent_every=urgent_every)
+    pages, request_slots = tokens // plan.page_size, plan.ready_target + spare_request_slots
+    schedule = VirtualSchedule(todo, plan, pages=pages, request_slots=request_slots, urgent_every=urgent_every)
     log = schedule.run(most_decisions=5000)
     everybody = range(sum(request.choices for request in todo))
     assert sorted(log.finished + log.refused) == list(everybody)
@@ -192,7 +194,7 @@ def test_every_schedule_ends_with_everybody_finished_in_fair_order(drawn, plan, 
 @given(drawn=st.lists(requests, min_size=1, max_size=25), plan=plans(), tokens=st.integers(64, 2000))
 def test_requests_of_one_choice_are_prefilled_in_order_of_arrival(drawn, plan, tokens):
     todo = [dataclasses.replace(request, choices=1) for request in build(drawn)]
-    schedule = VirtualSchedule(todo, plan, pages=tokens // plan.page_size, slots=plan.ready_target)
+    schedule = VirtualSchedule(todo, plan, pages=tokens // plan.page_size, request_slots=plan.ready_target)
     log = schedule.run(most_decisions=5000)
     assert log.prefilled == [i for i in range(len(todo)) if i not in log.refused]
 
@@ -203,7 +205,7 @@ def test_a_long_job_keeps_the_group_full_until_its_tail():
         for i in range(1500)
     ]
     job_plan = plan(b_moe_prefill=256, b_moe=16, boundary_tokens=8, ready_target=24, page_size=8)
-    log = VirtualSchedule(todo, job_plan, pages=1000, slots=32).run(most_decisions=10_000)
+    log = VirtualSchedule(todo, job_plan, pages=1000, request_slots=32).run(most_decisions=10_000)
     generated = sum((request.output - 1) * request.choices for request in todo)
     assert len(log.finished) == 1650
     assert log.decisions > 3000

@@ -59,7 +59,7 @@ def test_nobody_moves_to_a_rank_without_pages(migration):
 
 @pytest.mark.parametrize("migration", [Migration.EVEN, Migration.ALWAYS])
 def test_nobody_moves_to_a_rank_without_slots(migration):
-    assert moves(rank(runs=running(6)), rank(free_slots=1), migration=migration) == [("s0", 0, 1)]
+    assert moves(rank(runs=running(6)), rank(free_request_slots=1), migration=migration) == [("s0", 0, 1)]
 
 
 def test_what_leaves_a_rank_makes_no_room_there_for_what_comes():

@@ -20,7 +20,7 @@ def run(scenario: Scenario, migration: Migration) -> Log:
         scenario.plan,
         num_ranks=scenario.num_ranks,
         pages=scenario.pages,
-        slots=scenario.slots,
+        request_slots=scenario.request_slots,
         migration=migration,
         takes=scenario.takes,
     )
@@ -69,7 +69,9 @@ def test_a_head_that_waits_for_pages_is_not_overtaken_by_sequences_from_other_ra
     small = [Request(at=0, rank=1, prompt=8, max_new=20, output=20) for _ in range(3)]
     large = Request(at=1, rank=1, prompt=400, max_new=40, output=4)
     stream = [Request(at=i // 2, rank=0, prompt=20, max_new=60, output=60) for i in range(200)]
-    ranks = VirtualRanks([*small, large, *stream], job_plan, num_ranks=2, pages=64, slots=16, migration=Migration.EVEN)
+    ranks = VirtualRanks(
+        [*small, large, *stream], job_plan, num_ranks=2, pages=64, request_slots=16, migration=Migration.EVEN
+    )
     log = ranks.run()
     assert log.ended_at["s3.0"] < 40 < log.steps / 10
 
@@ -79,6 +81,6 @@ def test_a_job_that_came_to_one_rank_is_done_by_both():
     job = [Request(at=0, rank=0, prompt=20, max_new=40, output=40) for _ in range(300)]
 
     def steps(migration: Migration) -> int:
-        return VirtualRanks(job, job_plan, num_ranks=2, pages=2000, slots=32, migration=migration).run().steps
+        return VirtualRanks(job, job_plan, num_ranks=2, pages=2000, request_slots=32, migration=migration).run().steps
 
     assert steps(Migration.EVEN) < 0.65 * steps(Migration.NEVER)

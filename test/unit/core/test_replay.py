@@ -61,8 +61,8 @@ def random_decision(rng: random.Random, name: str, policy) -> dict:
         ready=ready,
         running=len(runners),
         steps=rng.choice([2, 4]),
-        slots=64,
-        free_slots=rng.randint(0, 32),
+        request_slots=64,
+        free_request_slots=rng.randint(0, 32),
         filling=rng.random() < 0.5,
         returning=rng.choice([0, 0, 1]) if name not in ("device", "streamed") else 0,
         forked=rng.choice([0, 0, 0, 2]),
@@ -96,7 +96,7 @@ def test_decisions_of_every_form_replay_to_the_same_actions(name):
 
 def test_a_whole_schedule_replays_to_the_same_actions():
     todo = [Request(at=i // 3, prompt=5 + i % 40, max_new=20, output=1 + i % 20, choices=1 + i % 3) for i in range(60)]
-    schedule = VirtualSchedule(todo, plan(b_moe_prefill=64, ready_target=12), pages=60, slots=16)
+    schedule = VirtualSchedule(todo, plan(b_moe_prefill=64, ready_target=12), pages=60, request_slots=16)
     log = schedule.run(most_decisions=5000)
     assert len(schedule.records) == log.decisions
     assert list(replay(as_read(schedule.records))) == []
@@ -180,7 +180,7 @@ def tight_boundary() -> dict:
     device = PageLedger(9, 8)
     device.reserve("s0", 2)
     device.reserve("s1", 6)
-    state = State(queued=[], ready=[waits], running=2, steps=4, slots=9, free_slots=9, filling=False)
+    state = State(queued=[], ready=[waits], running=2, steps=4, request_slots=9, free_request_slots=9, filling=False)
     kv = KVState(
         device=device, admission=PageLedger(99, 8), runners=lambda: [young, old], estimate_shared=lambda _: None
     )

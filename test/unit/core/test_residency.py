@@ -200,6 +200,6 @@ def test_ten_thousand_operations_in_two_exclusive_tiers_lose_no_page_and_starve_
     tiers.run()
     assert len(tiers.finished) == arrivals
     assert tiers.ledger.free_pages == tiers.ledger.total_pages
-    assert not tiers.slots
+    assert not tiers.store_blocks
     assert not tiers.account.reserved_pages
     assert tiers.stayed > 0

@@ -54,8 +54,8 @@ def rank(running=(), ready=(), *, pages=50, held=(), returning=0, **kv_fields) -
         ready=list(ready),
         running=len(running),
         steps=8,
-        slots=64,
-        free_slots=64,
+        request_slots=64,
+        free_request_slots=64,
         filling=False,
         returning=returning,
     )

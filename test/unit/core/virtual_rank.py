@@ -28,8 +28,8 @@ from sgl_batch.metrics.counters import PartClock
 class VirtualRank:
     """Sequences of one rank. `fates` is shared by all ranks, by sequence id."""
 
-    def __init__(self, plan: Plan, fates: dict[str, Fate], *, pages: int, slots: int) -> None:
-        self.plan, self.slots, self.fates = plan, slots, fates
+    def __init__(self, plan: Plan, fates: dict[str, Fate], *, pages: int, request_slots: int) -> None:
+        self.plan, self.request_slots, self.fates = plan, request_slots, fates
         self.ledger = PageLedger(pages, plan.page_size)
         self.clock = PartClock()
         self.queued: dict[str, SequenceState] = {}
@@ -118,8 +118,8 @@ class VirtualRank:
             ready=list(self.ready.values()),
             running=len(running.reqs),
             steps=self._steps,
-            slots=self.slots,
-            free_slots=self.slots - len(running.reqs) - len(self.ready) - promised,
+            request_slots=self.request_slots,
+            free_request_slots=self.request_slots - len(running.reqs) - len(self.ready) - promised,
             filling=self._filling,
             changed=self._changes != self._changes_at_boundary,
             queued_tokens=sum(sequence.prompt_tokens for sequence in self.queued.values()),
@@ -145,7 +145,7 @@ class VirtualRank:
         return fate.rooted or fate.aborted
 
     def estimate_shared(self, state: State) -> None:
-        self._foresee(unit.leader for unit in group_by_prompt(state.queued, most_members=self.slots))
+        self._foresee(unit.leader for unit in group_by_prompt(state.queued, most_members=self.request_slots))
 
     def _foresee(self, leaders: Iterable[SequenceState]) -> None:
         estimate_shared(((one, prompt_of(one)) for one in leaders), self.tree, rows=self.plan.prefill.b_moe)
@@ -280,7 +280,7 @@ class VirtualRank:
         """Keep room for a sequence that comes, beside all that is here; no decision asks for more than there is."""
         self.ledger.reserve(sequence.sequence_id, self.ledger.whole_pages(sequence))
         self.expected.add(sequence.sequence_id)
-        assert len(self.expected) <= self.state(self.running).free_slots, "no place for a sequence that comes"
+        assert len(self.expected) <= self.state(self.running).free_request_slots, "no place for a sequence that comes"
 
     def depart(self, name: str) -> None:
         sequence = self.sequence_named(name)
@@ -307,7 +307,7 @@ class VirtualRank:
         self.ready[name] = sequence
 
     def check(self) -> None:
-        """What holds between two steps: each place has its status, pages add up, slots suffice."""
+        """What holds between two steps: each place has its status, pages add up, request slots suffice."""
         for status, place in (
             (Status.QUEUED, [*self.queued.values(), *self.forked]),
             (Status.READY, list(self.ready.values())),
@@ -319,7 +319,7 @@ class VirtualRank:
         assert not self.forks
         assert not self.expected
         held = [*self.forked, *self.ready.values(), *self.running.reqs, *begun]
-        assert len(held) <= self.slots
+        assert len(held) <= self.request_slots
         assert len(self.running.reqs) <= self.plan.decode.b_moe
         holds = {s.sequence_id: self.tree.match_of(s.sequence_id).pages for s in held}
         prompts = {id(page) for pages in holds.values() for page in pages}

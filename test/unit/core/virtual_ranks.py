@@ -63,14 +63,16 @@ class VirtualRanks:
         *,
         num_ranks: int,
         pages: int,
-        slots: int,
+        request_slots: int,
         migration: Migration,
         takes: Takes = lambda name, step: True,
     ) -> None:
         self.plan, self.migration, self.log = plan, migration, Log()
         self._takes = takes
         self._fates: dict[str, Fate] = {}
-        self.ranks = [VirtualRank(plan, self._fates, pages=pages, slots=slots) for _ in range(num_ranks)]
+        self.ranks = [
+            VirtualRank(plan, self._fates, pages=pages, request_slots=request_slots) for _ in range(num_ranks)
+        ]
         self._arriving = sorted(enumerate(requests), key=lambda numbered: numbered[1].at)
         self._aborting: list[tuple[int, str]] = []
 

@@ -60,12 +60,12 @@ class VirtualSchedule:
         plan: Plan,
         *,
         pages: int,
-        slots: int,
+        request_slots: int,
         order: OrderPolicy | None = None,
         urgent_every: int = 0,
     ) -> None:
         """`urgent_every`: before each so many decisions a boundary is asked for; 0: never."""
-        self.plan, self.slots = plan, slots
+        self.plan, self.request_slots = plan, request_slots
         self._urgent_every, self._urgent = urgent_every, False
         self.ledger = PageLedger(pages, plan.page_size)
         self.log = Log()
@@ -94,7 +94,7 @@ class VirtualSchedule:
             self.log.decisions += 1
             assert self.ledger.prompt_pages == self._tree.num_pages
             assert 0 <= self.ledger.free_pages <= self.ledger.total_pages
-            assert len(self._running) + len(self._ready) <= self.slots
+            assert len(self._running) + len(self._ready) <= self.request_slots
         assert self.ledger.reserved_pages == 0, "the last to leave gives back the last page"
         return self.log
 
@@ -125,8 +125,8 @@ class VirtualSchedule:
             ready=tuple(self._ready),
             running=len(self._running),
             steps=self._steps,
-            slots=self.slots,
-            free_slots=self.slots - len(self._running) - len(self._ready) - (self._begun is not None),
+            request_slots=self.request_slots,
+            free_request_slots=self.request_slots - len(self._running) - len(self._ready) - (self._begun is not None),
             filling=self._filling,
             changed=self._changed,
             queued_tokens=self._queued.tokens,

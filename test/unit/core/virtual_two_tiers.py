@@ -27,7 +27,7 @@ class VirtualTwoTiers(VirtualPressure):
         self._to_store = to_store
         self.account = PageLedger(pages, plan.page_size, overflow_pages=store_pages)
         self.store_pages = store_pages
-        self.slots: dict[str, int] = {}
+        self.store_blocks: dict[str, int] = {}
         self.queue: list[SequenceState] = []
         self.stayed = self.evicted = self.waits = 0
 
@@ -55,8 +55,8 @@ class VirtualTwoTiers(VirtualPressure):
             ready=list(self.waiting),
             running=len(self.running),
             steps=0,
-            slots=99,
-            free_slots=99,
+            request_slots=99,
+            free_request_slots=99,
             filling=True,
             returning=len(self.restoring),
         )
@@ -82,34 +82,34 @@ class VirtualTwoTiers(VirtualPressure):
         in_store = any(not self.ledger.holds(s.sequence_id) for s in self.waiting)
         grow = sum(pages_to_run(s, self.ledger, self.plan) - self.ledger.held(s.sequence_id) for s in self.running)
         device = None if in_store else max(0, self.ledger.free_pages - grow)
-        return TierCapacity(device=device, store=self._free_slots, to_store=self._to_store)
+        return TierCapacity(device=device, store=self._free_store_blocks, to_store=self._to_store)
 
     # The tiers.
 
     @property
-    def _free_slots(self) -> int:
-        return self.store_pages - sum(self.slots.values())
+    def _free_store_blocks(self) -> int:
+        return self.store_pages - sum(self.store_blocks.values())
 
     def _decide(self) -> Residency:
-        """Whoever needs slots that are free when a copy has ended waits for it."""
+        """Whoever needs store blocks that are free when a copy has ended waits for it."""
         turn = super()._decide()
         leave = sum(pages_for(s.kv_tokens, self.plan.page_size) for s in (*turn.suspend, *turn.evict))
-        if leave > self._free_slots:
+        if leave > self._free_store_blocks:
             self.waits += 1
-            assert self.restoring, "without copies under way there are slots enough"
+            assert self.restoring, "without copies under way enough store blocks are free"
             self._join([s for s, _ in self.restoring])
             turn = super()._decide()
         self.evicted += len(turn.evict)
         return turn
 
     def _leaves_device(self, sequence: SequenceState) -> None:
-        self.slots[sequence.sequence_id] = pages_for(sequence.kv_tokens, self.plan.page_size)
+        self.store_blocks[sequence.sequence_id] = pages_for(sequence.kv_tokens, self.plan.page_size)
 
     def _join(self, arrived: Iterable[SequenceState]) -> None:
         arrived = list(arrived)
         super()._join(arrived)
         for sequence in arrived:
-            self.slots.pop(sequence.sequence_id, None)
+            self.store_blocks.pop(sequence.sequence_id, None)
 
     def _ends(self, sequence: SequenceState) -> None:
         super()._ends(sequence)
@@ -117,18 +117,18 @@ class VirtualTwoTiers(VirtualPressure):
 
     def _conserve(self) -> None:
         super()._conserve()
-        assert self._free_slots >= 0, "the store holds no more than it has slots"
+        assert self._free_store_blocks >= 0, "the store holds no more than its blocks"
         on_device = {s.sequence_id for s in self.running}
-        assert not on_device & self.slots.keys(), "whoever runs has nothing in the store"
+        assert not on_device & self.store_blocks.keys(), "whoever runs has nothing in the store"
         for sequence in self.waiting:
             held = self.ledger.holds(sequence.sequence_id)
-            assert held is not (sequence.sequence_id in self.slots), "who waits has its KV in one of the tiers"
+            assert held is not (sequence.sequence_id in self.store_blocks), "who waits has its KV in one of the tiers"
 
     def abort(self, sequence: SequenceState) -> None:
         """A sequence that waits or runs ends."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         advance(sequence, Event.ABORT, "test")
-        self.slots.pop(sequence.sequence_id, None)
+        self.store_blocks.pop(sequence.sequence_id, None)
         if self.ledger.holds(sequence.sequence_id):
             self.ledger.release(sequence.sequence_id)
         self._ends(sequence)

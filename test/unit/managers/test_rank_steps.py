@@ -51,7 +51,7 @@ class ThreadedRanks(VirtualRanks):
             scenario.plan,
             num_ranks=scenario.num_ranks,
             pages=scenario.pages,
-            slots=scenario.slots,
+            request_slots=scenario.request_slots,
             migration=migration,
             takes=scenario.takes,
         )
@@ -96,7 +96,7 @@ def test_ranks_that_agree_over_channels_do_as_one_that_decides_for_all(seed, mig
         scenario.plan,
         num_ranks=scenario.num_ranks,
         pages=scenario.pages,
-        slots=scenario.slots,
+        request_slots=scenario.request_slots,
         migration=migration,
         takes=scenario.takes,
     ).run()
@@ -113,7 +113,7 @@ def test_prompt_groups_that_are_told_in_parts_finish(seed, monkeypatch):
         Request(at=rng.randint(0, 5), rank=rng.randint(0, 1), prompt=20, max_new=9, output=9, choices=rng.randint(1, 7))
         for _ in range(12)
     ]
-    scenario = Scenario(seed=seed, num_ranks=2, plan=plan(), pages=60, slots=16, requests=requests, failing=0.0)
+    scenario = Scenario(seed=seed, num_ranks=2, plan=plan(), pages=60, request_slots=16, requests=requests, failing=0.0)
     with threaded(scenario, Migration.EVEN) as ranks:
         log = ranks.run()
     assert len(log.ended_at) == sum(request.choices for request in requests)

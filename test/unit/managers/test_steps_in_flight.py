@@ -169,7 +169,7 @@ class Groups:
     @staticmethod
     def _made(of: Scenario) -> VirtualRanks:
         requests = [replace(request, rank=0) for request in of.requests]
-        room = {"pages": of.pages, "slots": of.slots}
+        room = {"pages": of.pages, "request_slots": of.request_slots}
         return VirtualRanks(requests, of.plan, num_ranks=1, migration=Migration.NEVER, **room)
 
     def run(self) -> Groups:

@@ -125,7 +125,7 @@ def test_a_short_sequence_is_overtaken_by_a_bounded_number_of_later_ones():
 def test_a_whole_schedule_in_another_order_finishes_every_sequence(order):
     todo = [Request(at=i // 4, prompt=1 + (7 * i) % 50, max_new=20, output=1 + i % 20) for i in range(120)]
     policy = order()
-    schedule = VirtualSchedule(todo, plan(b_moe_prefill=64), pages=60, slots=16, order=policy)
+    schedule = VirtualSchedule(todo, plan(b_moe_prefill=64), pages=60, request_slots=16, order=policy)
     log = schedule.run(most_decisions=5000)
     assert sorted(log.finished) == list(range(120))
     assert log.prefilled != sorted(log.prefilled), "the policy was asked"
@@ -135,7 +135,7 @@ def test_a_whole_schedule_in_another_order_finishes_every_sequence(order):
 def test_a_two_ended_policy_hears_the_length_of_what_has_ended():
     policy = TwoEnded()
     todo = [Request(at=0, prompt=5 + i, max_new=9, output=1 + i) for i in range(6)]
-    VirtualSchedule(todo, plan(), pages=60, slots=16, order=policy).run(most_decisions=500)
+    VirtualSchedule(todo, plan(), pages=60, request_slots=16, order=policy).run(most_decisions=500)
     assert sorted(policy.lengths) == [1, 2, 3, 4, 5, 6]
 
 
