@@ -136,7 +136,8 @@ class Stored:
     def begin_source(self) -> None:
         stored = [self._to_store(row, LENGTHS[row]).tolist() for row in DECODE]
         rows = [
-            StreamedRow(slots=tuple(slots[: LENGTHS[row] // PAGE]), own_pages=1) for row, slots in enumerate(stored)
+            StreamedRow(store_blocks=tuple(slots[: LENGTHS[row] // PAGE]), own_pages=1)
+            for row, slots in enumerate(stored)
         ]
         parts = lay_out(rows, half_pages=self._source.half_pages, most_rows=self._b_attn)
         copies = []

@@ -16,9 +16,9 @@ _CLEARLY = 1.5  # times as fast: then the other is not tried again for a group o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedRow:
-    """Where the KV of a row's full pages lies (`slots`), and how many pages it needs behind them."""
+    """Where the KV of a row's full pages lies (`store_blocks`), and how many pages it needs behind them."""
 
-    slots: tuple[int, ...]
+    store_blocks: tuple[int, ...]
     own_pages: int
 
 
@@ -26,7 +26,7 @@ class StreamedRow:
 class StreamedPart:
     """Rows [start, end) of a group. `pages`: of each, where in a half its pages lie, own ones one after the other.
 
-    Full pages that several rows have in the same slots (`page_of`) lie there once. A part of more pages than a half
+    Full pages that several rows have in the same store blocks (`page_of`) lie there once. A part of more pages than a half
     has (`large`) takes both halves.
     """
 
@@ -58,16 +58,16 @@ def lay_out(rows: Sequence[StreamedRow], *, half_pages: int, most_rows: int) -> 
 
 
 def _takes(part: StreamedPart, row: StreamedRow) -> int:
-    return sum(slot not in part.page_of for slot in row.slots) + row.own_pages
+    return sum(block not in part.page_of for block in row.store_blocks) + row.own_pages
 
 
 def _append(part: StreamedPart, row: StreamedRow) -> None:
     pages = []
-    for slot in row.slots:
-        if slot not in part.page_of:
-            part.page_of[slot] = part.num_pages
+    for block in row.store_blocks:
+        if block not in part.page_of:
+            part.page_of[block] = part.num_pages
             part.num_pages += 1
-        pages.append(part.page_of[slot])
+        pages.append(part.page_of[block])
     pages += range(part.num_pages, part.num_pages + row.own_pages)
     part.num_pages += row.own_pages
     part.pages.append(pages)

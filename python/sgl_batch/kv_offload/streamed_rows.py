@@ -57,7 +57,7 @@ class StreamedRows:
             full = request.kv_committed_len // size
             slots = tuple(self._stored.slots_of(request.rid)[:full])
             own = pages_for(request.kv_committed_len + plan.boundary_tokens, size) - full
-            rows.append(StreamedRow(slots=slots, own_pages=min(own, whole_pages(request) - full)))
+            rows.append(StreamedRow(store_blocks=slots, own_pages=min(own, whole_pages(request) - full)))
         self._parts = lay_out(rows, half_pages=self._half_pages, most_rows=plan.decode.b_attn)
         self._rows = {
             requests[number].rid: _Row(part=index, pages=part.pages[number - part.start])

@@ -11,7 +11,9 @@ from sgl_batch.core.decode_streaming import StreamedRow, StreamingChoice, first_
 
 rows_of = st.lists(
     st.builds(
-        StreamedRow, slots=st.lists(st.integers(0, 12), max_size=5, unique=True).map(tuple), own_pages=st.integers(1, 3)
+        StreamedRow,
+        store_blocks=st.lists(st.integers(0, 12), max_size=5, unique=True).map(tuple),
+        own_pages=st.integers(1, 3),
     ),
     min_size=1,
     max_size=30,
@@ -32,9 +34,9 @@ def test_every_row_has_its_pages_once_and_within_a_half(
         taken: dict[int, object] = {}
         for number, pages in enumerate(part.pages, part.start):
             row = rows[number]
-            own = pages[len(row.slots) :]
+            own = pages[len(row.store_blocks) :]
             assert own == list(range(own[0], own[0] + row.own_pages)), "the next token's page follows the last one's"
-            contents = [*row.slots, *((number, index) for index in range(row.own_pages))]
+            contents = [*row.store_blocks, *((number, index) for index in range(row.own_pages))]
             for page, content in zip(pages, contents, strict=True):
                 assert taken.setdefault(page, content) == content, "two contents in one page"
         assert sorted(taken) == list(range(part.num_pages)), "and a content that rows share has one page"
@@ -45,7 +47,7 @@ def test_a_sub_batch_is_as_large_as_a_half_allows(rows: list[StreamedRow], half_
     parts = lay_out(rows, half_pages=half_pages, most_rows=len(rows))
     for before, after in pairwise(parts):
         first = rows[after.start]
-        new = len(set(first.slots) - before.page_of.keys()) + first.own_pages
+        new = len(set(first.store_blocks) - before.page_of.keys()) + first.own_pages
         assert before.num_pages + new > half_pages
 
 

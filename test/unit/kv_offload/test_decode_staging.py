@@ -33,7 +33,7 @@ class Group:
         for row, slot in zip(new, self.store.prepare_store(len(new)).tolist(), strict=True):
             self.slots[row].append(slot)
         self.new = [self.slots[row][-1] for row in new]
-        rows = [StreamedRow(slots=tuple(slots[:-1]), own_pages=1) for slots in self.slots]
+        rows = [StreamedRow(store_blocks=tuple(slots[:-1]), own_pages=1) for slots in self.slots]
         parts = lay_out(rows, half_pages=self.half_pages, most_rows=self.random.randint(1, 4))
         return [self._copies_of(part) for part in parts]
 
