@@ -205,7 +205,7 @@ class _LineServer:
         news: list[NewTokens] = []
         num_bytes = 0
         for number, record in list(self._records.items()):
-            found = record.news()
+            found = record.take_update()
             if found is None:
                 continue
             start, tokens = found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_batch.core.partial_output import PartialOutput, TokenRoom, unpack
+from sgl_batch.core.partial_output import PartialOutput, TokenBudget, unpack
 
 
 def test_tokens_come_part_after_part():
@@ -27,26 +27,26 @@ def test_what_follows_after_a_gap_is_left_out():
     assert list(record.tokens) == [5]
 
 
-def test_records_share_a_room_and_give_back_what_they_had():
-    room = TokenRoom(5)
-    first, second = PartialOutput(room=room), PartialOutput(room=room)
+def test_records_share_a_budget_and_give_back_what_they_had():
+    budget = TokenBudget(5)
+    first, second = PartialOutput(budget=budget), PartialOutput(budget=budget)
     first.put(0, [1, 2, 3])
     second.put(0, [4, 5, 6])
     assert list(second.tokens) == [4, 5], "the first of them count all the same"
     second.put(3, [7])
-    assert (len(second), room.left) == (2, 0)
+    assert (len(second), budget.left) == (2, 0)
     first.put(0, [1, 8])
-    assert room.left == 1
+    assert budget.left == 1
     first.close()
     first.put(0, [1])
-    assert (len(first), room.left) == (0, 3)
+    assert (len(first), budget.left) == (0, 3)
 
 
 def test_news_bring_another_record_up_to_date():
     record, other = PartialOutput(), PartialOutput()
 
     def tell() -> bool:
-        news = record.news()
+        news = record.take_update()
         if news is None:
             return False
         other.put(news[0], unpack(news[1]))
@@ -56,7 +56,7 @@ def test_news_bring_another_record_up_to_date():
     record.put(0, [1, 2])
     assert tell()
     record.put(2, [3])
-    assert record.news() == (2, PartialOutput(b"\3\0\0\0").pack()), "only what is new"
+    assert record.take_update() == (2, PartialOutput(b"\3\0\0\0").pack()), "only what is new"
     other.put(2, [3])
     assert not tell()
     record.cut(1)
@@ -70,6 +70,6 @@ def test_news_bring_another_record_up_to_date():
 
 def test_of_a_record_that_came_from_elsewhere_nothing_is_news():
     record = PartialOutput(PartialOutput(b"\1\0\0\0").pack())
-    assert record.news() is None
+    assert record.take_update() is None
     record.put(1, [2])
-    assert record.news() == (1, b"\2\0\0\0")
+    assert record.take_update() == (1, b"\2\0\0\0")

@@ -126,7 +126,7 @@ def test_new_weights_end_all_records():
         recordings.bring_up_to_date(states(a=[1]))
         recordings.stop()
         recordings.bring_up_to_date(states(a=[1, 2]))
-        assert (len(record), record.news()) == (0, (0, b"")), "whoever had heard of them forgets them"
+        assert (len(record), record.take_update()) == (0, (0, b"")), "whoever had heard of them forgets them"
     with recordings.of("b", later):
         recordings.key_for(tokenized("b"))
         recordings.bring_up_to_date(states(b=[1]))

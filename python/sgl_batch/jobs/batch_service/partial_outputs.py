@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_batch.core.partial_output import PartialOutput, TokenRoom
+from sgl_batch.core.partial_output import PartialOutput, TokenBudget
 from sgl_batch.jobs.job_store.result_rows import LineKey
 
 MAX_TOKENS = 16 << 20  # 64 MiB; of tokens beyond them none are recorded, and their lines go on from fewer
@@ -12,7 +12,7 @@ class PartialOutputs:
     """Records by line. They are of this process: after a restart lines start from the beginning."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
-        self._room = TokenRoom(max_tokens)
+        self._budget = TokenBudget(max_tokens)
         self._records: dict[LineKey, PartialOutput] = {}
 
     def __len__(self) -> int:
@@ -26,7 +26,7 @@ class PartialOutputs:
     def of(self, line: LineKey) -> PartialOutput:
         """The record of a line, an empty one of a line that has none."""
         if line not in self._records:
-            self._records[line] = PartialOutput(room=self._room)
+            self._records[line] = PartialOutput(budget=self._budget)
         return self._records[line]
 
     def forget(self, line: LineKey) -> None:
