@@ -41,7 +41,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPlace:
+class ModelSource:
     """Where a model and its tokenizer are said to be. `load_format`: SGLang's; `tokenizer`: None is the model's own.
 
     `is_overridden`: fields of the model's config are given beside it.
@@ -56,28 +56,28 @@ class ModelPlace:
 
 
 def check_model(
-    place: ModelPlace, is_known: Callable[[str], bool], is_known_quantization: Callable[[str], bool]
+    source: ModelSource, is_known: Callable[[str], bool], is_known_quantization: Callable[[str], bool]
 ) -> None:
     """Raise ConfigError for a model that cannot be loaded. `is_known`: whether an architecture can be run."""
-    if _REMOTE.match(place.model) or os.environ.get("SGLANG_USE_MODELSCOPE"):
+    if _REMOTE.match(source.model) or os.environ.get("SGLANG_USE_MODELSCOPE"):
         return
-    path, is_here = Path(place.model), Path(place.model).exists()
+    path, is_here = Path(source.model), Path(source.model).exists()
     if not is_here:
-        path = _in_hub("model", place.model, "config.json", place.revision)
+        path = _in_hub("model", source.model, "config.json", source.revision)
     elif path.is_file():
         if path.suffix == ".gguf":
             return
         raise ConfigError(f"the model {path} is a file; name the directory with its config.json and weights")
     config: Mapping[str, Any] = {}
     if not (path / "params.json").exists():  # Mistral's own format has that one
-        config = _check_config(path, is_known, place.model)
+        config = _check_config(path, is_known, source.model)
         _check_quantization(config, path / "config.json", is_known_quantization)
     # What is not in the hub's cache yet is fetched, where there is a network.
-    if place.load_format in _PLAIN_LOAD_FORMATS and (is_here or _is_offline()):
-        _check_weights(path, config, is_overridden=place.is_overridden)
-    if place.needs_tokenizer and is_here:
-        rows = None if place.is_overridden else _text_part(config).get("vocab_size")
-        _check_tokenizer(place.tokenizer or place.model, rows if _is_count(rows) else None)
+    if source.load_format in _PLAIN_LOAD_FORMATS and (is_here or _is_offline()):
+        _check_weights(path, config, is_overridden=source.is_overridden)
+    if source.needs_tokenizer and is_here:
+        rows = None if source.is_overridden else _text_part(config).get("vocab_size")
+        _check_tokenizer(source.tokenizer or source.model, rows if _is_count(rows) else None)
 
 
 def model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_batch.checkpoint.model_directory import ModelPlace
+from sgl_batch.checkpoint.model_directory import ModelSource
 from sgl_batch.config import BatchConfig, from_mapping, split_kwargs
 from sgl_batch.engine import launch
 from sgl_batch.engine.line_answers import LineAnswers
@@ -39,7 +39,7 @@ class Engine(processes.RankedEngine):
         self.batch_config: BatchConfig = kwargs.pop("batch_config", None) or BatchConfig()
         if server_args is None:
             self.batch_config, rest = split_kwargs(kwargs)
-            check_any_device(model_place(rest))
+            check_any_device(model_source(rest))
             rest.setdefault("log_level", "error")
             server_args = make_server_args(rest, self.batch_config)
         platform = launch.child_platform(server_args)
@@ -110,11 +110,11 @@ class Engine(processes.RankedEngine):
         return merged_stats([state["sgl_batch"] for state in states])
 
 
-def model_place(kwargs: Mapping[str, Any]) -> ModelPlace:
+def model_source(kwargs: Mapping[str, Any]) -> ModelSource:
     """Where SGLang's arguments say that the model is."""
     if not kwargs.get("model_path"):
         raise ConfigError("model_path is not given; name the model's directory, or its name on the hub")
-    return ModelPlace(
+    return ModelSource(
         model=str(kwargs["model_path"]),
         tokenizer=kwargs.get("tokenizer_path"),
         load_format=kwargs.get("load_format"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from sgl_batch import config as batch_config
-from sgl_batch.checkpoint.model_directory import ModelPlace
+from sgl_batch.checkpoint.model_directory import ModelSource
 from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
@@ -83,7 +83,7 @@ def _check_early(argv: Sequence[str]) -> None:
         return
     if args.model is None:
         raise ConfigError("no model is given; name its directory, or its name on the hub, with --model-path")
-    place = ModelPlace(
+    source = ModelSource(
         model=args.model,
         tokenizer=args.tokenizer_path,
         load_format=args.load_format,
@@ -91,7 +91,7 @@ def _check_early(argv: Sequence[str]) -> None:
         needs_tokenizer=not args.skip_tokenizer_init,
         is_overridden=args.json_model_override_args is not None,
     )
-    check_any_device(place)
+    check_any_device(source)
 
 
 def _what_defaults_depend_on(argv: Sequence[str]) -> argparse.Namespace:
@@ -116,7 +116,7 @@ def build_arguments(argv: Sequence[str], near: Sequence[str] = ()) -> EngineArgu
     """
     _check_early(argv)
     with template(_what_defaults_depend_on(argv).device) as can_fork:
-        from sgl_batch.engine.engine import make_server_args, model_place
+        from sgl_batch.engine.engine import make_server_args, model_source
         from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file
 
         parser = build_parser(argv)
@@ -125,6 +125,6 @@ def build_arguments(argv: Sequence[str], near: Sequence[str] = ()) -> EngineArgu
         config = batch_config.from_args(args)
         kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
         if _CONFIG_FILE in argv:
-            check_any_device(model_place(kwargs))
+            check_any_device(model_source(kwargs))
         server_args = make_server_args(kwargs, config)
     return EngineArguments(server_args=server_args, config=config, start_method=FORK if can_fork else SPAWN)

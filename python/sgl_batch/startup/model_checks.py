@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from sgl_batch.checkpoint.model_directory import ModelPlace, check_model, model_config, num_experts
+from sgl_batch.checkpoint.model_directory import ModelSource, check_model, model_config, num_experts
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.model_refusals import Config, check_without_adapter, number_type, refusal
 from sgl_batch.core.supported_models import CPU, GPU, Status, family_named, format_of, has_adapter
@@ -13,13 +13,13 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter.known_models import has_own_model, is_known_architecture, is_known_quantization
 
 
-def check_any_device(place: ModelPlace) -> None:
+def check_any_device(source: ModelSource) -> None:
     """Refuse what cannot be loaded, or computed rightly on any device. In milliseconds. Raises ConfigError."""
-    config = model_config(place.model, place.revision) or {}
-    _refuse(place.model, config, refusal(config))  # before its files are read: they are of a form that is not ours
-    check_model(place, is_known_architecture, is_known_quantization)
-    config = model_config(place.model, place.revision) or {}  # fetched from the hub by now, where it was not here
-    _refuse(place.model, config, refusal(config) or _not_measured(config))
+    config = model_config(source.model, source.revision) or {}
+    _refuse(source.model, config, refusal(config))  # before its files are read: they are of a form that is not ours
+    check_model(source, is_known_architecture, is_known_quantization)
+    config = model_config(source.model, source.revision) or {}  # fetched from the hub by now, where it was not here
+    _refuse(source.model, config, refusal(config) or _not_measured(config))
 
 
 def _not_measured(config: Config) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from sgl_batch.checkpoint.model_directory import ModelPlace, check_model, num_experts
+from sgl_batch.checkpoint.model_directory import ModelSource, check_model, num_experts
 from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter.known_models import is_known_architecture, is_known_quantization
 
@@ -26,7 +26,7 @@ def model(repo_root: Path, tmp_path: Path) -> Path:
 
 
 def check(model: Path | str, **more: object) -> None:
-    check_model(ModelPlace(model=str(model), **more), is_known_architecture, is_known_quantization)  # type: ignore[arg-type]
+    check_model(ModelSource(model=str(model), **more), is_known_architecture, is_known_quantization)  # type: ignore[arg-type]
 
 
 def spoil_config(model: Path, **fields: object) -> None:
@@ -178,7 +178,7 @@ def test_a_name_on_the_hub_that_is_not_in_the_cache_is_said_to_need_a_network(
         check("org/model")
     program = (
         "from sgl_batch.checkpoint.model_directory import *\n"
-        "try: check_model(ModelPlace(model='org/model'), lambda _: True, lambda _: True)\n"
+        "try: check_model(ModelSource(model='org/model'), lambda _: True, lambda _: True)\n"
         "except ConfigError as error: print(error)"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "https://hub.invalid", "HF_HOME": str(tmp_path)}

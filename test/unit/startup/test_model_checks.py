@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_batch.checkpoint.model_directory import ModelPlace
+from sgl_batch.checkpoint.model_directory import ModelSource
 from sgl_batch.errors import ConfigError
 from sgl_batch.startup import model_checks
 
@@ -21,4 +21,4 @@ def test_a_config_that_the_check_has_fetched_is_judged_too(monkeypatch, config, 
     monkeypatch.setattr(model_checks, "model_config", lambda *_: here[0] if here else None)
     monkeypatch.setattr(model_checks, "check_model", lambda *_: here.append(config))
     with pytest.raises(ConfigError, match=why):
-        model_checks.check_any_device(ModelPlace(model="org/name"))
+        model_checks.check_any_device(ModelSource(model="org/name"))

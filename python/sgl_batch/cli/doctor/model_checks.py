@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.checkpoint.model_directory import ModelPlace, num_experts
+from sgl_batch.checkpoint.model_directory import ModelSource, num_experts
 from sgl_batch.cli.doctor.machine import Machine
 from sgl_batch.cli.doctor.rows import Row, State
 from sgl_batch.core.start_choices import Choice
@@ -20,7 +20,7 @@ def model(machine: Machine) -> Sequence[Row]:
     if path is None:
         return []
     try:
-        check_any_device(ModelPlace(model=str(path)))
+        check_any_device(ModelSource(model=str(path)))
     except ConfigError as error:
         return [Row(check="model", state=State.FAILED, found=str(error), required=True)]
     size, experts = sum(file.stat().st_size for file in path.glob("*.safetensors")), num_experts(str(path))

@@ -12,7 +12,7 @@ from typing import Any
 
 from sgl_batch import config as batch_config
 from sgl_batch.byte_sizes import HOW_TO_WRITE, format_bytes
-from sgl_batch.checkpoint.model_directory import ModelPlace, cached_directory, model_config, quantization
+from sgl_batch.checkpoint.model_directory import ModelSource, cached_directory, model_config, quantization
 from sgl_batch.cli.models.needs import Fit, Model, Place, fit, remedy
 from sgl_batch.cli.models.tensors import tensors_of
 from sgl_batch.cli.run.options import UsageParser
@@ -107,7 +107,7 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
     told = {"format": FORMAT, "model": args.model, "architecture": architecture, "device": device, "forward": forward}
     asked = {"model_path": str(directory), "dtype": args.dtype, "context_length": args.length}
     try:
-        check_any_device(ModelPlace(model=str(directory), needs_tokenizer=False))
+        check_any_device(ModelSource(model=str(directory), needs_tokenizer=False))
         check_this_device(asked, config, on_cpu=device == CPU)
     except ConfigError as error:
         return {**told, "forward": "refused", "runs": False, "why": str(error)}
