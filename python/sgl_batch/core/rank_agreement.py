@@ -56,20 +56,20 @@ class Step:
     """One step of the group, and how many expert calls a layer takes in it on every rank.
 
     `plan_changes`: how many changes are in force from the next step on, because all ranks know them.
-    `somebody_runs`: whether any rank has sequences to decode, which a rank that waits for copies would hold up.
+    `any_rank_decodes`: whether any rank has sequences to decode, which a rank that waits for copies would hold up.
     """
 
     kind: StepKind
     expert_calls: int = 1
     plan_changes: int = 0
-    somebody_runs: bool = False
+    any_rank_decodes: bool = False
 
 
 def next_step(headers: Sequence[RankHeader], plan: Plan) -> Step:
     """The step that all ranks take under `plan`, which is in force on all of them."""
     known = min(header.plan_changes for header in headers)
     runs = any(header.running for header in headers)
-    return replace(_next_step(headers, plan), plan_changes=known, somebody_runs=runs)
+    return replace(_next_step(headers, plan), plan_changes=known, any_rank_decodes=runs)
 
 
 def _next_step(headers: Sequence[RankHeader], plan: Plan) -> Step:

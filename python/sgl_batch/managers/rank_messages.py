@@ -30,7 +30,7 @@ class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
     kind: str
     expert_calls: int
     plan_changes: int
-    somebody_runs: bool
+    any_rank_decodes: bool
 
 
 class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
@@ -96,7 +96,7 @@ Message = HeaderMessage | StepMessage | StateMessage | BoundaryActions
 
 def to_message(step: Step) -> StepMessage:
     """A step as the ranks are told of it."""
-    return StepMessage(step.kind.value, step.expert_calls, step.plan_changes, step.somebody_runs)
+    return StepMessage(step.kind.value, step.expert_calls, step.plan_changes, step.any_rank_decodes)
 
 
 def step_of(message: StepMessage) -> Step:
@@ -105,7 +105,7 @@ def step_of(message: StepMessage) -> Step:
         kind=StepKind(message.kind),
         expert_calls=message.expert_calls,
         plan_changes=message.plan_changes,
-        somebody_runs=message.somebody_runs,
+        any_rank_decodes=message.any_rank_decodes,
     )
 
 

@@ -96,7 +96,7 @@ class RankSteps:
                 self._migration.run(moves, running)
         if executor.decides_alone:
             # Others learn of its rows before the next step, so that this boundary ends without a forward pass.
-            running = executor.cross_boundary(running, others_run=step.somebody_runs)
+            running = executor.cross_boundary(running, others_run=step.any_rank_decodes)
             return Part(batch=None, running=running, takes_part=False)
         return self._refill(orders, running, began)
 

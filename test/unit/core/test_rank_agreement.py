@@ -51,7 +51,7 @@ def test_all_idle_when_nobody_has_anything():
 
 def test_all_decode_while_somebody_runs():
     step = next_step([header(running=3), header()], PLAN)
-    assert step == Step(kind=StepKind.DECODE, expert_calls=1, somebody_runs=True)
+    assert step == Step(kind=StepKind.DECODE, expert_calls=1, any_rank_decodes=True)
 
 
 def test_one_rank_that_is_due_makes_a_boundary_for_all():
@@ -63,7 +63,7 @@ def test_a_waiting_rank_makes_a_boundary_when_nobody_runs():
 
 
 def test_at_a_boundary_all_know_whether_somebody_would_be_held_up():
-    assert next_step([header(running=3, due=True), header(waiting=1)], PLAN).somebody_runs
+    assert next_step([header(running=3, due=True), header(waiting=1)], PLAN).any_rank_decodes
 
 
 def test_a_waiting_rank_that_is_not_due_lets_the_others_run_on():
