@@ -52,7 +52,7 @@ class RankHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class GroupStep:
     """One step of the group, and how many expert calls a layer takes in it on every rank.
 
     `plan_changes`: how many changes are in force from the next step on, because all ranks know them.
@@ -65,26 +65,26 @@ class Step:
     any_rank_decodes: bool = False
 
 
-def next_step(headers: Sequence[RankHeader], plan: Plan) -> Step:
+def next_step(headers: Sequence[RankHeader], plan: Plan) -> GroupStep:
     """The step that all ranks take under `plan`, which is in force on all of them."""
     known = min(header.plan_changes for header in headers)
     runs = any(header.running for header in headers)
     return replace(_next_step(headers, plan), plan_changes=known, any_rank_decodes=runs)
 
 
-def _next_step(headers: Sequence[RankHeader], plan: Plan) -> Step:
+def _next_step(headers: Sequence[RankHeader], plan: Plan) -> GroupStep:
     """A rank that waits while nobody runs makes a boundary, due or not."""
     forked = max(header.forked for header in headers)
     if forked:
         rows = min(forked, plan.prefill.b_moe)
-        return Step(kind=StepKind.FORKS, expert_calls=num_expert_calls(rows, plan.prefill))
+        return GroupStep(kind=StepKind.FORKS, expert_calls=num_expert_calls(rows, plan.prefill))
     running = max(header.running for header in headers)
     waiting = any(header.waiting for header in headers)
     if any(header.due for header in headers) or (waiting and not running):
-        return Step(kind=StepKind.BOUNDARY)
+        return GroupStep(kind=StepKind.BOUNDARY)
     if running:
-        return Step(kind=StepKind.DECODE, expert_calls=num_expert_calls(running, plan.decode))
-    return Step(kind=StepKind.IDLE)
+        return GroupStep(kind=StepKind.DECODE, expert_calls=num_expert_calls(running, plan.decode))
+    return GroupStep(kind=StepKind.IDLE)
 
 
 def rank_is_due(state: State, plan: Plan) -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from sgl_batch.core.decision_record import group_record
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import Migration, RankHeader, Step, decide_group, next_step
+from sgl_batch.core.rank_agreement import GroupStep, Migration, RankHeader, decide_group, next_step
 from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.channel import Channel
 from sgl_batch.errors import EngineError
@@ -62,7 +62,7 @@ class RankGroup:
         self._control_rank = topology.control_rank
         self._others = [rank for rank in range(self._num_ranks) if rank != self._control_rank]
 
-    def agree(self, header: RankHeader, plan: Plan) -> Step:
+    def agree(self, header: RankHeader, plan: Plan) -> GroupStep:
         """The step that all ranks take, given what this one says of itself; `plan` is the same on all."""
         if self._all_gather is not None:
             return next_step([_header_in(row) for row in self._all_gather.gather(_row_of(header))], plan)

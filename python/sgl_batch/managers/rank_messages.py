@@ -7,7 +7,7 @@ import msgspec
 from sgl_batch.core.actions import Prefill, Refill
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
-from sgl_batch.core.rank_agreement import GroupDecision, Movable, RankState, Step, StepKind
+from sgl_batch.core.rank_agreement import GroupDecision, GroupStep, Movable, RankState, StepKind
 from sgl_batch.core.sequence import SequenceState, Status
 
 # What a rank tells of its queue at a boundary: enough for any prefill group, and bounded for a queue of millions.
@@ -94,14 +94,14 @@ class BoundaryActions(msgspec.Struct, tag="orders", array_like=True, frozen=True
 Message = HeaderMessage | StepMessage | StateMessage | BoundaryActions
 
 
-def to_message(step: Step) -> StepMessage:
+def to_message(step: GroupStep) -> StepMessage:
     """A step as the ranks are told of it."""
     return StepMessage(step.kind.value, step.expert_calls, step.plan_changes, step.any_rank_decodes)
 
 
-def step_of(message: StepMessage) -> Step:
+def step_of(message: StepMessage) -> GroupStep:
     """The step that was told."""
-    return Step(
+    return GroupStep(
         kind=StepKind(message.kind),
         expert_calls=message.expert_calls,
         plan_changes=message.plan_changes,

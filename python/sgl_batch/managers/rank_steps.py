@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission
-from sgl_batch.core.rank_agreement import Move, RankHeader, RankState, Step, StepKind, rank_is_due
+from sgl_batch.core.rank_agreement import GroupStep, Move, RankHeader, RankState, StepKind, rank_is_due
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
@@ -81,7 +81,7 @@ class RankSteps:
             batch = executor.composed_step(running)
         return Part(batch=batch, running=running, takes_part=True, expert_calls=step.expert_calls)
 
-    def _boundary(self, running: ScheduleBatch, step: Step) -> Part:
+    def _boundary(self, running: ScheduleBatch, step: GroupStep) -> Part:
         executor, began = self._executor, time.perf_counter()
         with executor.clock.part("boundary"):
             orders = self._group.decide(self._told(running), executor.plan)

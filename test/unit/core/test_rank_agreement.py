@@ -14,11 +14,11 @@ from sgl_batch.core.page_boundary import boundary_due
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.rank_agreement import (
     GroupDecision,
+    GroupStep,
     Migration,
     Move,
     RankHeader,
     RankState,
-    Step,
     StepKind,
     decide_group,
     next_step,
@@ -51,7 +51,7 @@ def test_all_idle_when_nobody_has_anything():
 
 def test_all_decode_while_somebody_runs():
     step = next_step([header(running=3), header()], PLAN)
-    assert step == Step(kind=StepKind.DECODE, expert_calls=1, any_rank_decodes=True)
+    assert step == GroupStep(kind=StepKind.DECODE, expert_calls=1, any_rank_decodes=True)
 
 
 def test_one_rank_that_is_due_makes_a_boundary_for_all():
@@ -59,7 +59,7 @@ def test_one_rank_that_is_due_makes_a_boundary_for_all():
 
 
 def test_a_waiting_rank_makes_a_boundary_when_nobody_runs():
-    assert next_step([header(), header(waiting=1)], PLAN) == Step(kind=StepKind.BOUNDARY)
+    assert next_step([header(), header(waiting=1)], PLAN) == GroupStep(kind=StepKind.BOUNDARY)
 
 
 def test_at_a_boundary_all_know_whether_somebody_would_be_held_up():

@@ -13,10 +13,10 @@ from rank_wires import MemoryChannel, all_at_once, in_memory, over_sockets
 from sequence_builders import choices, sequence
 
 from sgl_batch.core.rank_agreement import (
+    GroupStep,
     Migration,
     RankHeader,
     RankState,
-    Step,
     StepKind,
     next_step,
 )
@@ -95,12 +95,12 @@ def test_a_rank_may_be_a_step_ahead_in_what_it_says():
         groups = [group_of(channel, 3) for channel in channels]
         told = [message_of(a_rank(queued=[sequence(rank)])) for rank in range(3)]
 
-        def step_and_boundary(rank: int) -> tuple[Step, list[list[str]]]:
+        def step_and_boundary(rank: int) -> tuple[GroupStep, list[list[str]]]:
             step = groups[rank].agree(header(waiting=1), PLAN)
             return step, groups[rank].decide(told[rank], PLAN).units
 
         done = all_at_once([partial(step_and_boundary, rank) for rank in range(3)])
-        assert done == [(Step(kind=StepKind.BOUNDARY), [[f"s{rank}"]]) for rank in range(3)]
+        assert done == [(GroupStep(kind=StepKind.BOUNDARY), [[f"s{rank}"]]) for rank in range(3)]
 
 
 # Orders.
