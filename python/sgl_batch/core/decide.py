@@ -59,7 +59,7 @@ def estimate_shared(state: State, kv: KVState) -> None:
     kv.estimate_shared(unit.leader for unit in group_by_prompt(state.queued, most_members=state.request_slots))
 
 
-def goes_on(state: State, kv: KVState, plan: Plan) -> bool:
+def decode_continues(state: State, kv: KVState, plan: Plan) -> bool:
     """Whether a decode step of the running group comes next, whatever the results under way are.
 
     An interval's steps count those that a sequence computes behind its end, so that its pages are enough for these.

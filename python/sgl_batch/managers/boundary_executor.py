@@ -354,9 +354,9 @@ class BoundaryExecutor:
         """
         return not self.kv_state(None).streams
 
-    def goes_on(self, running: ScheduleBatch) -> bool:
+    def decode_continues(self, running: ScheduleBatch) -> bool:
         """Whether a step of this decode batch comes next, whatever the results under way are: no boundary is due."""
-        return decide.goes_on(self.state(running), self.kv_state(running), self.plan)
+        return decide.decode_continues(self.state(running), self.kv_state(running), self.plan)
 
     # What was decided.
 

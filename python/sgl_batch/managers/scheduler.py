@@ -244,7 +244,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.executor.withdrawal.forget_removed()
         if self.in_flight:
             leave_out_last_steps(running_batch)
-            if self.executor.goes_on(running_batch):
+            if self.executor.decode_continues(running_batch):
                 return NextBatchPlan(batch_to_run=self.executor.decode_step(running_batch), running_batch=running_batch)
             self.in_flight.drain()
         if not running_batch.is_empty():

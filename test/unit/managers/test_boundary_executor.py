@@ -52,7 +52,7 @@ def test_steps_go_on_unseen_up_to_the_boundary_and_not_over_it():
     running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
     executor.next_batch(running)
     steps = 1
-    while executor.goes_on(running):
+    while executor.decode_continues(running):
         executor.decode_step(running)
         steps += 1
     assert steps == executor.plan.boundary_tokens
@@ -64,7 +64,7 @@ def test_a_boundary_that_is_asked_for_comes_with_the_next_step_and_once():
     executor.next_batch(running)
     boundaries = executor._counters.counts["boundaries"]
     executor.ask_boundary()
-    assert not executor.goes_on(running)
+    assert not executor.decode_continues(running)
     for _ in range(3):
         executor.next_batch(running)
     assert executor._counters.counts["boundaries"] == boundaries + 1
@@ -74,10 +74,10 @@ def test_steps_do_not_go_on_where_nobody_runs_or_choices_wait_for_their_prefill(
     executor = executor_with_queue(0)
     running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
     executor.next_batch(running)
-    assert executor.goes_on(running)
-    assert not executor.goes_on(SimpleNamespace(reqs=[]))
+    assert executor.decode_continues(running)
+    assert not executor.decode_continues(SimpleNamespace(reqs=[]))
     executor._unbatched.forked.append(request(1))
-    assert not executor.goes_on(running)
+    assert not executor.decode_continues(running)
 
 
 def test_those_that_ended_while_a_step_was_under_way_have_no_results_of_it():
