@@ -42,7 +42,7 @@ def _flag(
 CPU_WEIGHT_DTYPES = ("auto", "int8")
 DECODE_FORWARDS = ("auto", "measure", "default", "coroutine", "eager", "sglang")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")
-DECODE_KV_PLACES = ("auto", "resident", "streamed")
+DECODE_KV_MODES = ("auto", "resident", "streamed")
 EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
 ORDERS = ("fifo", "longest-first")
 OVERLAPS = ("auto", "on", "off")
@@ -159,7 +159,7 @@ class ScheduleConfig:
     )
 
 
-WEIGHT_PLACES = ("resident", "streamed")
+WEIGHT_MODES = ("resident", "streamed")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class MemoryConfig:
         "where the decode group's KV lies beside a host KV store: resident on the device, so that as many run as fit "
         "there; streamed through the device by layer and sub-batch in each step, so that the group is as large as the "
         "store; auto measures both for a page of steps each, on a GPU if copies are fast enough (ranks: resident)",
-        choices=DECODE_KV_PLACES,
+        choices=DECODE_KV_MODES,
     )
     kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")
     kv_copy_threads: int = _flag(1, "threads that copy pages between the device and the host KV store", minimum=1)
@@ -196,7 +196,7 @@ class MemoryConfig:
         "resident: all weights are loaded; streamed: those of experts are read from the checkpoint while the model "
         "runs, or fetched by a GPU from host memory, so that it can be larger than memory (large groups pay: each step "
         "reads what it needs once)",
-        choices=WEIGHT_PLACES,
+        choices=WEIGHT_MODES,
     )
     weight_memory: int = _flag(
         0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy
-from sgl_batch.core.start_choices import PER_PAGE
+from sgl_batch.core.start_choices import PER_INTERVAL
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 from sgl_batch.kv_offload.device_kv import DeviceKV
 from sgl_batch.kv_offload.exclusive_kv import ExclusiveKV
@@ -30,6 +30,6 @@ def kv_form(
         return ExclusiveKV(store, counters), Exclusive(to_store=tiers.stages_prompts)
     if decode_kv == "streamed":
         return StreamedKV(scheduler, counters, store, streams=True), Streamed()
-    if decode_kv == PER_PAGE:
+    if decode_kv == PER_INTERVAL:
         return StreamedKV(scheduler, counters, store, streams=False), Streamed(StreamingChoice())
     return store, Inclusive()

@@ -11,7 +11,7 @@ from sgl_batch.core.decode_choice import SGLANG, step_of
 from sgl_batch.core.start_choices import (
     OFF,
     ON,
-    PER_PAGE,
+    PER_INTERVAL,
     RESIDENT,
     Choice,
     choose_decode_kv,
@@ -87,13 +87,13 @@ def settle_decode_kv(context: RunContext, tiers: KVTiers | None, decode: Choice,
     if context.place is not None:
         return Choice(mode=RESIDENT, why="resident: several ranks do not choose")
     if context.cpu_operators is not None:
-        return Choice(mode=PER_PAGE, why="auto: a CPU measures both page by page")
+        return Choice(mode=PER_INTERVAL, why="auto: a CPU measures both page by page")
     if deterministic:
         return Choice(mode=RESIDENT, why="resident: the deterministic mode never switches by time")
     if decode.mode == SGLANG:
         return Choice(mode=RESIDENT, why="resident: SGLang's own forward, which computes decode, streams none")
     earlier = found.get("decode_kv")
-    if earlier is not None and earlier.mode in (RESIDENT, PER_PAGE):
+    if earlier is not None and earlier.mode in (RESIDENT, PER_INTERVAL):
         return taken_over(earlier)
     return _by_copies(tiers, step_of(decode)[0])
 

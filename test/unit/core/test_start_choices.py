@@ -9,7 +9,7 @@ import pytest
 from sgl_batch.core.start_choices import (
     OFF,
     ON,
-    PER_PAGE,
+    PER_INTERVAL,
     RESIDENT,
     Choice,
     StartChoices,
@@ -38,7 +38,7 @@ def test_overlap_is_off_without_a_measurement_or_where_it_cannot_be():
     assert choose_overlap(0.010, 0.001, hindered="several ranks").why == "off: several ranks"
 
 
-@pytest.mark.parametrize(("pool_bytes", "mode"), [(95 << 20, PER_PAGE), (96 << 20, RESIDENT), (64 << 30, RESIDENT)])
+@pytest.mark.parametrize(("pool_bytes", "mode"), [(95 << 20, PER_INTERVAL), (96 << 20, RESIDENT), (64 << 30, RESIDENT)])
 def test_streamed_decode_is_tried_where_copies_bring_the_devices_pages_in_a_step(pool_bytes, mode):
     choice = choose_decode_kv(0.010, (100 << 20) * 100, pool_bytes)
     assert choice.mode == mode
