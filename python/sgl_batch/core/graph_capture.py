@@ -28,7 +28,7 @@ def graph_budget(
     plans_on_device: bool,
     num_ranks: int,
     streamed_weights: bool,
-    choices_told: bool,
+    reports_expert_choices: bool,
     yields_to_user: bool,
 ) -> int:
     """Device memory for graphs of decode steps: what is asked for, or 0 where they cannot be.
@@ -37,7 +37,7 @@ def graph_budget(
     without the host. A graph cannot fetch weights, wait for other ranks or call a user's function (`yields_to_user`),
     and would tell the choice of experts of the pass in which it was captured.
     """
-    hindered = num_ranks > 1 or streamed_weights or choices_told or yields_to_user
+    hindered = num_ranks > 1 or streamed_weights or reports_expert_choices or yields_to_user
     return asked_bytes if device_captures and plans_on_device and not hindered else 0
 
 

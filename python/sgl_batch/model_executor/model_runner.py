@@ -262,7 +262,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             plans_on_device=self.server_args.attention_backend in DEVICE_PLANNING_BACKENDS,
             num_ranks=1 if self._place is None else self._place.topology.num_ranks,
             streamed_weights=self._operators.streams_weights,
-            choices_told=bool(self.server_args.enable_return_routed_experts),
+            reports_expert_choices=bool(self.server_args.enable_return_routed_experts),
             yields_to_user=forward.on_yield is not None,
         )
 

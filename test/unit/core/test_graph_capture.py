@@ -89,7 +89,7 @@ def test_a_budget_of_nothing_captures_nothing() -> None:
         {"plans_on_device": False},
         {"num_ranks": 2},
         {"streamed_weights": True},
-        {"choices_told": True},
+        {"reports_expert_choices": True},
         {"yields_to_user": True},
     ],
     ids=lambda hindrance: next(iter(hindrance)),
@@ -100,7 +100,7 @@ def test_what_no_graph_can_do_leaves_no_budget(hindrance: dict[str, int]) -> Non
         "plans_on_device": True,
         "num_ranks": 1,
         "streamed_weights": False,
-        "choices_told": False,
+        "reports_expert_choices": False,
         "yields_to_user": False,
     }
     assert graph_budget(1000, **fit) == 1000
