@@ -57,13 +57,13 @@ class DecodeForms:
     """What an engine has for its decode groups.
 
     `has_adapter`: the coroutine forward; `sglang_graph`: a graph of SGLang's for the largest group; `own_graph`: graphs
-    of ours; `hindered`: why SGLang's own forward cannot compute them, or None.
+    of ours; `obstacle`: why SGLang's own forward cannot compute them, or None.
     """
 
     has_adapter: bool
     sglang_graph: bool = False
     own_graph: bool = False
-    hindered: str | None = None
+    obstacle: str | None = None
 
 
 def candidates(forms: DecodeForms) -> tuple[str, ...]:
@@ -73,13 +73,13 @@ def candidates(forms: DecodeForms) -> tuple[str, ...]:
     own = (EAGER,) if forms.own_graph else ()
     if forms.sglang_graph:
         return (DEFAULT, COROUTINE, *own)
-    return (DEFAULT, *own) if forms.hindered is not None else (DEFAULT, *own, SGLANG)
+    return (DEFAULT, *own) if forms.obstacle is not None else (DEFAULT, *own, SGLANG)
 
 
 def refusal(mode: str, forms: DecodeForms) -> str | None:
     """Why an engine's decode groups cannot be computed in a mode that was asked for; None where they can."""
     if mode == SGLANG:
-        return forms.hindered
+        return forms.obstacle
     if mode in (COROUTINE, EAGER) and not forms.has_adapter:
         return "this model has no family adapter"
     return None

@@ -37,8 +37,8 @@ def graph_budget(
     without the host. A graph cannot fetch weights, wait for other ranks or call a user's function (`yields_to_user`),
     and would tell the choice of experts of the pass in which it was captured.
     """
-    hindered = num_ranks > 1 or streamed_weights or reports_expert_choices or yields_to_user
-    return asked_bytes if device_captures and plans_on_device and not hindered else 0
+    impossible = num_ranks > 1 or streamed_weights or reports_expert_choices or yields_to_user
+    return asked_bytes if device_captures and plans_on_device and not impossible else 0
 
 
 class Captures:

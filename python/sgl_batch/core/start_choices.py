@@ -74,16 +74,16 @@ def taken_over(choice: Choice) -> Choice:
     return Choice(mode=choice.mode, why=why, numbers=choice.numbers)
 
 
-def choose_overlap(step_s: float | None, host_s: float | None, *, hindered: str | None = None) -> Choice:
+def choose_overlap(step_s: float | None, host_s: float | None, *, obstacle: str | None = None) -> Choice:
     """Whether results of a decode step are processed while the device computes the next one.
 
     `step_s`: a decode step of the largest group; `host_s`: how much of it passes until the host has launched it all.
     Only what is left can hide the host's work on results: where that is under 5 % of a step, overlap cannot win by 5 %.
     Otherwise it is on, as by default in SGLang: it changes no token, and costs one row of a step for a sequence that
-    ends at a stop token. `hindered`: why it cannot be.
+    ends at a stop token. `obstacle`: why it cannot be.
     """
-    if hindered is not None:
-        return Choice(mode=OFF, why=f"off: {hindered}")
+    if obstacle is not None:
+        return Choice(mode=OFF, why=f"off: {obstacle}")
     if step_s is None or host_s is None:
         return Choice(mode=OFF, why="off: no decode step was measured")
     numbers = {"step": (step_s,), "host": (host_s,)}

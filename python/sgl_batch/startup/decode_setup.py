@@ -41,23 +41,23 @@ def settle_decode(runner: BatchModelRunner, context: RunContext) -> Choice:
 
 def _choice(runner: BatchModelRunner, context: RunContext) -> Choice:
     wanted, on_cpu = context.config.forward.decode_forward, context.cpu_operators is not None
-    hindered, has_adapter = _hindrance(runner, context), runner.layer_runner is not None
+    obstacle, has_adapter = _obstacle(runner, context), runner.layer_runner is not None
     if wanted not in (AUTO, MEASURE):
-        why = refusal(wanted, DecodeForms(has_adapter=has_adapter, hindered=hindered))
+        why = refusal(wanted, DecodeForms(has_adapter=has_adapter, obstacle=obstacle))
         if why is not None:
             raise ConfigError(f"decode_forward is {wanted!r}, and {why}: choose 'auto' or 'default'")
         return Choice(mode=wanted, why=f"{wanted}: asked for by decode_forward")
     earlier = earlier_choices(context.config.forward.start_choices).get(OPTION)
-    forms = DecodeForms(has_adapter=has_adapter, hindered=hindered)
+    forms = DecodeForms(has_adapter=has_adapter, obstacle=obstacle)
     if earlier is not None and earlier.mode in MODES and refusal(earlier.mode, forms) is None:
         return taken_over(earlier)
     if on_cpu and wanted == AUTO:
         return Choice(mode=DEFAULT, why="default: a CPU measures only where decode_forward is 'measure'")
     with context.counters.uncounted(_STAYS):
-        return _measured(runner, context, has_adapter=has_adapter, hindered=hindered)
+        return _measured(runner, context, has_adapter=has_adapter, obstacle=obstacle)
 
 
-def _measured(runner: BatchModelRunner, context: RunContext, *, has_adapter: bool, hindered: str | None) -> Choice:
+def _measured(runner: BatchModelRunner, context: RunContext, *, has_adapter: bool, obstacle: str | None) -> Choice:
     largest, args = context.in_force.plan.decode.b_moe, runner.server_args
     sizes = (largest, max(1, largest // _SMALL_SHARE))
     vocabulary = runner.model_config.vocab_size
@@ -66,7 +66,7 @@ def _measured(runner: BatchModelRunner, context: RunContext, *, has_adapter: boo
         return Choice(mode=DEFAULT, why="default: the pool of KV has no room for a measurement")
     own_graph = runner.layer_runner is not None and runner.layer_runner.graphed is not None
     forms = DecodeForms(
-        has_adapter=has_adapter, sglang_graph=_has_sglang_graph(trial), own_graph=own_graph, hindered=hindered
+        has_adapter=has_adapter, sglang_graph=_has_sglang_graph(trial), own_graph=own_graph, obstacle=obstacle
     )
     modes, deterministic = candidates(forms), bool(args.enable_deterministic_inference)
     plan, forward = context.in_force.plan, context.config.forward
@@ -108,7 +108,7 @@ def _has_sglang_graph(trial: DecodeTrial) -> bool:
         return False
 
 
-def _hindrance(runner: BatchModelRunner, context: RunContext) -> str | None:
+def _obstacle(runner: BatchModelRunner, context: RunContext) -> str | None:
     """Why SGLang's own forward cannot compute this engine's decode groups; None where it can."""
     config, memory = context.config, context.config.memory
     reasons = {

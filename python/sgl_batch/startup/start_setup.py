@@ -63,12 +63,12 @@ def settle_overlap(context: RunContext, decode: Choice, *, deterministic: bool) 
         "what a step takes along follows from the results before it (mix_prefill)": context.in_force.plan.mix_prefill,
         "the deterministic mode never switches by time": deterministic,
     }
-    hindered = next((reason for reason, applies in reasons.items() if applies), None)
+    obstacle = next((reason for reason, applies in reasons.items() if applies), None)
     earlier = found.get("overlap")
-    if hindered is None and earlier is not None and earlier.mode in (ON, OFF):
+    if obstacle is None and earlier is not None and earlier.mode in (ON, OFF):
         return taken_over(earlier)
     step_s, host_s = step_of(decode)
-    return choose_overlap(step_s, host_s, hindered=hindered)
+    return choose_overlap(step_s, host_s, obstacle=obstacle)
 
 
 def settle_decode_kv(context: RunContext, tiers: KVTiers | None, decode: Choice, *, deterministic: bool) -> Choice:

@@ -94,14 +94,14 @@ def test_candidates_compute_the_largest_group_each_in_another_way():
 
     assert of() == (DEFAULT, SGLANG)
     assert of(own_graph=True) == (DEFAULT, EAGER, SGLANG)
-    assert of(own_graph=True, hindered="several ranks") == (DEFAULT, EAGER)
+    assert of(own_graph=True, obstacle="several ranks") == (DEFAULT, EAGER)
     assert of(sglang_graph=True, own_graph=True) == (DEFAULT, COROUTINE, EAGER)
     assert of(has_adapter=False) == (DEFAULT,)
-    assert of(hindered="several ranks") == (DEFAULT,)
+    assert of(obstacle="several ranks") == (DEFAULT,)
 
 
 def test_a_mode_that_was_asked_for_is_refused_where_it_cannot_compute():
-    ranks, unknown = DecodeForms(has_adapter=True, hindered="several ranks"), DecodeForms(has_adapter=False)
+    ranks, unknown = DecodeForms(has_adapter=True, obstacle="several ranks"), DecodeForms(has_adapter=False)
     assert [refusal(mode, ranks) for mode in MODES] == [None, None, None, "several ranks"]
     adapter = "this model has no family adapter"
     assert [refusal(mode, unknown) for mode in MODES] == [None, adapter, adapter, None]

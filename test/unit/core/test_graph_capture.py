@@ -83,7 +83,7 @@ def test_a_budget_of_nothing_captures_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "hindrance",
+    "obstacle",
     [
         {"device_captures": False},
         {"plans_on_device": False},
@@ -92,9 +92,9 @@ def test_a_budget_of_nothing_captures_nothing() -> None:
         {"reports_expert_choices": True},
         {"yields_to_user": True},
     ],
-    ids=lambda hindrance: next(iter(hindrance)),
+    ids=lambda obstacle: next(iter(obstacle)),
 )
-def test_what_no_graph_can_do_leaves_no_budget(hindrance: dict[str, int]) -> None:
+def test_what_no_graph_can_do_leaves_no_budget(obstacle: dict[str, int]) -> None:
     fit = {
         "device_captures": True,
         "plans_on_device": True,
@@ -105,7 +105,7 @@ def test_what_no_graph_can_do_leaves_no_budget(hindrance: dict[str, int]) -> Non
     }
     assert graph_budget(1000, **fit) == 1000
     assert graph_budget(0, **fit) == 0
-    assert graph_budget(1000, **{**fit, **hindrance}) == 0
+    assert graph_budget(1000, **{**fit, **obstacle}) == 0
 
 
 def test_more_rows_than_can_be_are_a_fault() -> None:

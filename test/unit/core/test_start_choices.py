@@ -35,7 +35,7 @@ def test_overlap_is_on_where_a_twentieth_of_a_step_or_more_can_hide_work(host_ms
 
 def test_overlap_is_off_without_a_measurement_or_where_it_cannot_be():
     assert choose_overlap(None, None).why == "off: no decode step was measured"
-    assert choose_overlap(0.010, 0.001, hindered="several ranks").why == "off: several ranks"
+    assert choose_overlap(0.010, 0.001, obstacle="several ranks").why == "off: several ranks"
 
 
 @pytest.mark.parametrize(("pool_bytes", "mode"), [(95 << 20, PER_INTERVAL), (96 << 20, RESIDENT), (64 << 30, RESIDENT)])
