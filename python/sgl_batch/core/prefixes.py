@@ -47,7 +47,7 @@ class PrefixMatch:
         return self.pages[self.shared :]
 
 
-NOTHING = PrefixMatch(pages=(), shared=0)
+NO_MATCH = PrefixMatch(pages=(), shared=0)
 
 
 class PrefixTree:
@@ -65,7 +65,7 @@ class PrefixTree:
 
     def match_of(self, name: str) -> PrefixMatch:
         """The match of a sequence."""
-        return self._matches.get(name, NOTHING)
+        return self._matches.get(name, NO_MATCH)
 
     def match_and_insert(self, name: str, tokens: array[int], *, listed: bool = True) -> PrefixMatch:
         """Find a prompt's pages, as many as others have, and enter its others.

@@ -12,7 +12,7 @@ import torch
 
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.prefixes import NOTHING, PrefixMatch, PrefixPage, PrefixTree, estimate_shared
+from sgl_batch.core.prefixes import NO_MATCH, PrefixMatch, PrefixPage, PrefixTree, estimate_shared
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.sglang_adapter.scheduling import give_prefix, protect_prefix, shares_prefix
@@ -46,7 +46,7 @@ class PromptSharing:
         """Hold the pages of the prompt of a unit that is about to be prefilled, behind all those claimed before it."""
         tokens = self._tokens(leader, plan)
         if tokens is None and not unit.followers:
-            return NOTHING
+            return NO_MATCH
         match = self._tree.match_and_insert(leader.rid, leader.origin_input_ids, listed=tokens is not None)
         shared = unit.leader.shared_tokens = match.shared * self._page_size
         if shared:
