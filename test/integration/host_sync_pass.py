@@ -17,7 +17,7 @@ import torch
 from interpreter import TRITON
 from loaded_models import load_worker
 
-from sgl_batch.core.graph_capture import MEETINGS
+from sgl_batch.core.graph_capture import PASSES_BEFORE_CAPTURE
 from sgl_batch.layers import nucleus
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.metrics.counters import Counters
@@ -111,7 +111,7 @@ def _graph(runner: Any) -> None:
         dtype=runner.model_config.dtype,
     )
     graphed.begin_anew(runner.context.in_force.plan.decode)
-    for _ in range(MEETINGS - 1):
+    for _ in range(PASSES_BEFORE_CAPTURE - 1):
         assert graphed.captures.size_for(len(LENGTHS), len(LENGTHS) + 2) is None
     runner.layer_runner.graphed = graphed
 

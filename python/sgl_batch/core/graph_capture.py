@@ -6,7 +6,7 @@ from collections import Counter
 
 # A capture costs about as much as a few passes that launch every kernel, and a size met as often is likely to come
 # again: group sizes change at boundaries, tens of steps apart.
-MEETINGS = 4
+PASSES_BEFORE_CAPTURE = 4
 _STEPS_TO_DOUBLE = 4
 
 
@@ -66,7 +66,7 @@ class Captures:
         self._met[size] += 1
         if size in self._captured:
             return size
-        if not self._goes_on or self._met[size] < MEETINGS:
+        if not self._goes_on or self._met[size] < PASSES_BEFORE_CAPTURE:
             return None
         return size if self._captured else most
 

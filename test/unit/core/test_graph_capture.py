@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_batch.core.graph_capture import MEETINGS, Captures, captured_rows, graph_budget
+from sgl_batch.core.graph_capture import PASSES_BEFORE_CAPTURE, Captures, captured_rows, graph_budget
 
 NO_LIMIT = 1 << 20
 MOST = 32
@@ -46,24 +46,24 @@ def sizes_for(captures: Captures, num_rows: int, times: int) -> list[int | None]
 
 
 def test_a_size_is_captured_when_it_has_been_met_a_few_times_and_the_largest_before_it() -> None:
-    captures, eager = Captures(1000), [None] * (MEETINGS - 1)
-    assert sizes_for(captures, 9, MEETINGS + 2) == [*eager, MOST, 10, 10]
+    captures, eager = Captures(1000), [None] * (PASSES_BEFORE_CAPTURE - 1)
+    assert sizes_for(captures, 9, PASSES_BEFORE_CAPTURE + 2) == [*eager, MOST, 10, 10]
     assert sizes_for(captures, 10, 1) == [10], "rows that round up to one size share it"
-    assert sizes_for(captures, 21, MEETINGS) == [*eager, 24], "each size counts for itself"
+    assert sizes_for(captures, 21, PASSES_BEFORE_CAPTURE) == [*eager, 24], "each size counts for itself"
     assert sizes_for(captures, MOST, 1) == [MOST]
 
 
 def test_when_the_budget_is_full_nothing_more_is_captured_and_what_is_serves() -> None:
     captures = Captures(30)
     captures.spend(15)
-    assert sizes_for(captures, 9, MEETINGS + 1)[-2:] == [MOST, 10]
-    assert sizes_for(captures, 21, 2 * MEETINGS) == [None] * 2 * MEETINGS
+    assert sizes_for(captures, 9, PASSES_BEFORE_CAPTURE + 1)[-2:] == [MOST, 10]
+    assert sizes_for(captures, 21, 2 * PASSES_BEFORE_CAPTURE) == [None] * 2 * PASSES_BEFORE_CAPTURE
     assert sizes_for(captures, 9, 1) == [10]
 
 
 def test_stopping_keeps_what_is_captured() -> None:
     captures = Captures(1000)
-    sizes_for(captures, 9, MEETINGS)
+    sizes_for(captures, 9, PASSES_BEFORE_CAPTURE)
     captures.stop()
     assert sizes_for(captures, 9, 2) == [None, None]
     assert sizes_for(captures, MOST, 1) == [MOST]
@@ -72,14 +72,14 @@ def test_stopping_keeps_what_is_captured() -> None:
 def test_what_is_forgotten_is_free_for_others() -> None:
     captures = Captures(30)
     captures.spend(15)
-    sizes_for(captures, 9, MEETINGS + 1)
+    sizes_for(captures, 9, PASSES_BEFORE_CAPTURE + 1)
     assert captures.forget() == 20
-    assert sizes_for(captures, 9, MEETINGS) == [*[None] * (MEETINGS - 1), MOST]
+    assert sizes_for(captures, 9, PASSES_BEFORE_CAPTURE) == [*[None] * (PASSES_BEFORE_CAPTURE - 1), MOST]
     assert captures.forget() == 10
 
 
 def test_a_budget_of_nothing_captures_nothing() -> None:
-    assert sizes_for(Captures(0), 9, 2 * MEETINGS) == [None] * 2 * MEETINGS
+    assert sizes_for(Captures(0), 9, 2 * PASSES_BEFORE_CAPTURE) == [None] * 2 * PASSES_BEFORE_CAPTURE
 
 
 @pytest.mark.parametrize(

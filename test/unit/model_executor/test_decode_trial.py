@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sgl_batch.core.decode_choice import DEFAULT, SGLANG, TimeUp
-from sgl_batch.core.graph_capture import MEETINGS
+from sgl_batch.core.graph_capture import PASSES_BEFORE_CAPTURE
 from sgl_batch.model_executor.decode_trial import DecodeTrial
 
 PAGE, VOCABULARY = 16, 50
@@ -64,7 +64,7 @@ def test_steps_are_the_same_in_each_mode_and_leave_nothing():
     assert ids[DEFAULT] == ids[SGLANG]
     compared = ids[DEFAULT][6]
     assert first.tokens[:8] == tuple((token + 1) % VOCABULARY for token in compared), "not before graphs replay"
-    assert MEETINGS < 6
+    assert PASSES_BEFORE_CAPTURE < 6
     assert first.margins[0] == pytest.approx(0.25)
     assert runner.mode == DEFAULT
     assert (runner.req_to_token_pool.req_to_token == 7).all()

@@ -14,7 +14,7 @@ from sequence_builders import in_force
 from toy_model import HIDDEN, ToyBackend, ToyFamily, ToyModel, by_hand, decode_batch, extend_batch
 
 from rerunning_graphs import RerunningGraphs
-from sgl_batch.core.graph_capture import MEETINGS, captured_rows
+from sgl_batch.core.graph_capture import PASSES_BEFORE_CAPTURE, captured_rows
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.units import FUSED, SPLIT
 from sgl_batch.metrics.counters import Counters, PartClock
@@ -106,7 +106,7 @@ class Runs:
 
     def warm(self, num_rows: int) -> None:
         """A group's size is captured, and so is the largest."""
-        for step in range(MEETINGS + 1):
+        for step in range(PASSES_BEFORE_CAPTURE + 1):
             self.check(group(num_rows, step))
 
     def counted(self, batch) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ FAMILIES = pytest.mark.parametrize("family", [ToyFamily, InPlaceFamily])
 @pytest.mark.parametrize("b_attn", [1, 3, 8, 20, 32])
 def test_results_are_the_whole_models_while_groups_shrink_and_grow(family, accumulate, b_attn):
     runs = Runs(b_attn=b_attn, accumulate=accumulate, family=family)
-    sizes = [size for size in (*range(30, 0, -1), *range(1, 31, 3)) for _ in range(MEETINGS)]
+    sizes = [size for size in (*range(30, 0, -1), *range(1, 31, 3)) for _ in range(PASSES_BEFORE_CAPTURE)]
     for step, num_rows in enumerate(sizes):
         runs.check(group(num_rows, step))
     assert runs.counters.counts["graphs_captured"] == len({captured_rows(size, 32) for size in (*sizes, 32)})
@@ -156,12 +156,12 @@ def test_a_step_of_a_captured_size_is_one_replay_whatever_its_sub_batches(b_attn
 def test_attention_calls_are_those_of_the_group_not_of_captures_or_padding():
     runs = Runs(b_attn=8)
     runs.warm(17)
-    assert runs.counters.counts["attention_calls"] == (MEETINGS + 1) * LAYERS * 3
+    assert runs.counters.counts["attention_calls"] == (PASSES_BEFORE_CAPTURE + 1) * LAYERS * 3
 
 
 def test_the_largest_size_is_captured_first_by_the_group_that_is_there():
     runs = Runs(b_attn=8)
-    for step in range(MEETINGS - 1):
+    for step in range(PASSES_BEFORE_CAPTURE - 1):
         assert runs.counted(group(9, step)) == EAGER
     assert runs.graphed.rows is None, "nothing needs memory that stays"
     assert runs.counted(group(9, 4)) == CAPTURE
@@ -221,7 +221,7 @@ def test_a_sub_batch_with_more_slots_than_the_pool_runs_eagerly():
 
 def test_a_group_larger_than_the_memory_that_stays_runs_eagerly_and_padding_stays_within_it():
     runs = Runs(b_attn=8, most_rows=22)
-    for step in range(2 * MEETINGS):
+    for step in range(2 * PASSES_BEFORE_CAPTURE):
         assert runs.counted(group(23, step)) == EAGER
     runs.warm(21)
     assert runs.family.expert_rows[0][-1] == 22
@@ -256,10 +256,10 @@ def test_prefill_and_streamed_decode_run_eagerly():
             pass
 
     runs = Runs(b_attn=8)
-    for step in range(2 * MEETINGS):
+    for step in range(2 * PASSES_BEFORE_CAPTURE):
         assert runs.counted(extend_batch([0, 3], [7, 5 + step])) == (0, 0, 0)
     runs.runner.decode_source = Source()
-    for step in range(2 * MEETINGS):
+    for step in range(2 * PASSES_BEFORE_CAPTURE):
         assert runs.counted(group(21, step)) == EAGER
 
 
