@@ -92,7 +92,7 @@ class Scene:
     def cut(self, b_attn: int, accumulate: bool) -> None:
         sizes = {"b_attn_prefill": b_attn, "b_attn_decode": b_attn, "b_moe_decode": 64, "b_moe_prefill": 64}
         in_force = self.runner.context.in_force
-        in_force.change(in_force.want({**sizes, "mix_prefill": 64 if accumulate else 0, "accumulate": accumulate}))
+        in_force.apply(in_force.prepare({**sizes, "mix_prefill": 64 if accumulate else 0, "accumulate": accumulate}))
 
     def same_kv(self) -> bool:
         return all(

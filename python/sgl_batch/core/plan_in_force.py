@@ -45,12 +45,12 @@ class _Device:
 class PlanInForce:
     """The configuration, and its plan once `fit` has been called.
 
-    A change takes two calls: `want` checks it, on top of those wanted before; `change` puts it in force, between two
+    A change takes two calls: `prepare` checks it, on top of those prepared before; `apply` puts it in force, between two
     steps.
     """
 
     def __init__(self, config: BatchConfig) -> None:
-        self._config = self._wanted = config
+        self._config = self._prepared = config
         self._device: _Device | None = None
         self._plan: Plan | None = None
         self._reserved: Plan | None = None
@@ -99,21 +99,21 @@ class PlanInForce:
         """The longest prompt that working memory was reserved for; None where none was. Changes leave it as it is."""
         return None if self._reserved is None else self._reserved.prefill.b_moe
 
-    def want(self, changes: Mapping[str, Any]) -> BatchConfig:
-        """Return the configuration with these changes of flat names, for `change` to put in force.
+    def prepare(self, changes: Mapping[str, Any]) -> BatchConfig:
+        """Return the configuration with these changes of flat names, for `apply` to put in force.
 
         Raises ConfigError for what a running engine cannot take; nothing has changed then.
         """
-        wanted = from_mapping({**self._wanted.flat(), **changes})
+        wanted = from_mapping({**self._prepared.flat(), **changes})
         self._check_built_with(wanted)
         plan = self._made_of(wanted)
         if self._reserved is not None:
             _check_reserved(wanted, plan, self._reserved)
-        self._wanted = wanted
+        self._prepared = wanted
         return wanted
 
-    def change(self, config: BatchConfig) -> None:
-        """Put a configuration that `want` returned in force, with its plan. Called between two steps."""
+    def apply(self, config: BatchConfig) -> None:
+        """Put a configuration that `prepare` returned in force, with its plan. Called between two steps."""
         self._config, self._plan = config, self._made_of(config)
 
     def _made_of(self, config: BatchConfig) -> Plan:

@@ -395,7 +395,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             return super().set_internal_state(recv_req)
         in_force = self.context.in_force
         try:
-            wanted = in_force.want(changes)
+            wanted = in_force.prepare(changes)
         except ConfigError as error:
             self._refused_change = str(error)
             logger.warning("the plan stays as it is: %s", error)
@@ -403,9 +403,9 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._refused_change = None
         self._check_overlap(wanted)
         if self.rank_steps is None:
-            in_force.change(wanted)
+            in_force.apply(wanted)
         else:
-            self.rank_steps.between_steps(partial(in_force.change, wanted))
+            self.rank_steps.between_steps(partial(in_force.apply, wanted))
         return SetInternalStateReqOutput(updated=True)
 
     def get_internal_state(self, recv_req: object) -> GetInternalStateReqOutput:

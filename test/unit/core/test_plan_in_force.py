@@ -20,7 +20,7 @@ def fitted(*, can_reenter: bool = True, max_running: int = 64, **flags: Any) -> 
 
 
 def change(in_force: PlanInForce, **changes: Any) -> None:
-    in_force.change(in_force.want(changes))
+    in_force.apply(in_force.prepare(changes))
 
 
 def test_there_is_no_plan_before_the_device_is_known() -> None:
@@ -55,12 +55,12 @@ def test_prompts_share_prefixes_where_attention_can_reenter_whatever_is_asked_fo
 
 def test_what_is_wanted_is_in_force_from_the_change_on_and_builds_on_what_was_wanted_before() -> None:
     in_force = fitted()
-    first = in_force.want({"b_moe_decode": 16})
-    second = in_force.want({"boundary_tokens": 5})
+    first = in_force.prepare({"b_moe_decode": 16})
+    second = in_force.prepare({"boundary_tokens": 5})
     assert (in_force.plan.decode.b_moe, in_force.config.schedule.boundary_tokens) == (32, 64)
-    in_force.change(first)
+    in_force.apply(first)
     assert (in_force.plan.decode.b_moe, in_force.plan.boundary_tokens) == (16, 64)
-    in_force.change(second)
+    in_force.apply(second)
     assert (in_force.plan.decode.b_moe, in_force.plan.boundary_tokens) == (16, 5)
     assert in_force.config is second
 
@@ -73,7 +73,7 @@ def test_no_size_goes_beyond_what_working_memory_was_reserved_for(size: str) -> 
     limit = {**SIZES, "mix_prefill": 16}[size]
     message = rf"^{size} is {limit + 1}, .* working memory for {limit} since .*: name at most {limit}, or .*device-mem"
     with pytest.raises(ConfigError, match=message):
-        in_force.want({size: limit + 1})
+        in_force.prepare({size: limit + 1})
     assert in_force.plan is before
     change(in_force, **{size: limit})
     assert in_force.plan == before
@@ -106,7 +106,7 @@ def test_what_an_engine_is_built_with_does_not_change_while_it_runs(name: str, v
     with pytest.raises(
         ConfigError, match=rf"^{name} is .* cannot become .* start it anew with --{name.replace('_', '-')}"
     ):
-        in_force.want({name: value})
+        in_force.prepare({name: value})
     change(in_force, boundary_tokens=7)
     assert in_force.plan.boundary_tokens == 7
 
@@ -124,7 +124,7 @@ def test_mixing_that_cannot_be_is_refused_before_anything_changes(
     in_force = fitted(can_reenter=can_reenter)
     before = in_force.plan
     with pytest.raises(ConfigError, match=words):
-        in_force.want(changes)
+        in_force.prepare(changes)
     assert in_force.plan is before
     with pytest.raises(ConfigError, match=words):
         fitted(can_reenter=can_reenter, **changes)
