@@ -75,7 +75,7 @@ def remove_abandoned(prefix: str, parent: Path | None = None) -> list[Living]:
     return living
 
 
-def belongs_to(directory: Path, outside: Path) -> None:
+def register_shared_memory(directory: Path, outside: Path) -> None:
     """Have `outside`, in shared memory, removed with `directory`."""
     with (directory / _OUTSIDE).open("a") as file:
         file.write(f"{outside}\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned
+from sgl_batch.owned_directory import OwnedDirectory, register_shared_memory, remove_abandoned
 
 OTHER = """
 import sys
@@ -63,7 +63,7 @@ def test_shared_memory_goes_with_the_directory_it_belongs_to(tmp_path: Path) -> 
     shared, file = Path("/dev/shm") / own.path.name, tmp_path / "file"
     for path in (shared, file):
         path.write_text("x")
-        belongs_to(own.path, path)
+        register_shared_memory(own.path, path)
     own.remove()
     assert not shared.exists()
     assert file.exists(), "other files are never removed from afar"

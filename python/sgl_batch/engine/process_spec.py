@@ -34,7 +34,7 @@ from sgl_batch.model_executor.cuda_graphs import CudaGraphs, Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.model_executor.time_budget import TimeBudget
-from sgl_batch.owned_directory import OwnedDirectory, belongs_to, remove_abandoned
+from sgl_batch.owned_directory import OwnedDirectory, register_shared_memory, remove_abandoned
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN, start_method_of
 from sgl_batch.sglang_adapter.fork_server import Surroundings
@@ -171,7 +171,7 @@ def run_scheduler_process(run: ProcessSpec, *args: object, **kwargs: object) -> 
 
 
 def _run_scheduler(run: ProcessSpec, last: LastWords, *args: object, **kwargs: object) -> None:
-    belongs_to(run.directory, processes.load_file(args[_PORT_ARGS]))
+    register_shared_memory(run.directory, processes.load_file(args[_PORT_ARGS]))
     config, place = run.config, _place(run.directory, args)
     in_force, budget = PlanInForce(config), TimeBudget()
     operators, gpu_experts = None, None

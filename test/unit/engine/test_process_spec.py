@@ -23,7 +23,7 @@ def test_a_process_takes_its_own_gpu_before_anything_asks_for_the_current_one(
 
     monkeypatch.setattr(process_spec, "_begin_as_child", lambda _run: None)
     monkeypatch.setattr(process_spec, "_is_on_cpu", lambda: False)
-    monkeypatch.setattr(process_spec, "belongs_to", lambda *_: None)
+    monkeypatch.setattr(process_spec, "register_shared_memory", lambda *_: None)
     monkeypatch.setattr(process_spec, "register_triton_attention", lambda: None)
     monkeypatch.setattr(process_spec.processes, "load_file", lambda _: tmp_path)
     monkeypatch.setattr(process_spec.processes, "run_scheduler_with", lambda *args, **kwargs: asked.append("SGLang"))
