@@ -45,7 +45,7 @@ QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedConfig:
     """A config under judgement. `device`: None asks for what holds on all; `context`: tokens of a sequence, at most."""
 
     architecture: str
@@ -88,7 +88,7 @@ def refusal(config: Config, *, device: str | None = None, context: int | None = 
     """
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "an unknown architecture"
-    judged = Judged(architecture=architecture, whole=config, device=device, context=context)
+    judged = JudgedConfig(architecture=architecture, whole=config, device=device, context=context)
     return next((why for reason in _REASONS if (why := reason(judged)) is not None), None)
 
 
@@ -127,7 +127,7 @@ def check_without_adapter(architecture: str, config: BatchConfig, *, num_ranks: 
             )
 
 
-def _kind_of_model(judged: Judged) -> str | None:
+def _kind_of_model(judged: JudgedConfig) -> str | None:
     name = judged.architecture
     if judged.get("is_encoder_decoder"):
         return "it has an encoder beside its decoder, and here decoders run alone"
@@ -142,7 +142,7 @@ def _kind_of_model(judged: Judged) -> str | None:
     return None
 
 
-def _kind_of_layers(judged: Judged) -> str | None:
+def _kind_of_layers(judged: JudgedConfig) -> str | None:
     kinds = judged.get(*_KINDS)
     odd = sorted({str(kind) for kind in kinds} - _PLAIN_KINDS) if isinstance(kinds, list) else []
     if odd == ["chunked_attention"] or judged.get("attention_chunk_size") or judged.architecture.startswith("Llama4"):
@@ -160,7 +160,7 @@ def _kind_of_layers(judged: Judged) -> str | None:
     return None
 
 
-def _unequal_layers(judged: Judged) -> str | None:
+def _unequal_layers(judged: JudgedConfig) -> str | None:
     lists = [name for name in ("num_attention_heads", "num_key_value_heads") if isinstance(judged.get(name), list)]
     unequal = next((name for name in (*lists, *_UNEQUAL) if judged.get(name)), None)
     if unequal is not None:
@@ -170,7 +170,7 @@ def _unequal_layers(judged: Judged) -> str | None:
     return None
 
 
-def _heads(judged: Judged) -> str | None:
+def _heads(judged: JudgedConfig) -> str | None:
     head_dim, hidden, heads = (_number(judged.get(name)) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if judged.architecture not in _HEADS_DIVIDE_HIDDEN_SIZE or not head_dim or not hidden or not heads:
         return None
@@ -182,7 +182,7 @@ def _heads(judged: Judged) -> str | None:
     )
 
 
-def _latent(judged: Judged) -> str | None:
+def _latent(judged: JudgedConfig) -> str | None:
     if judged.get("kv_lora_rank") and not (judged.family is not None and judged.family.latent):
         return "its attention is latent, for which it needs an adapter of its own"
     value_dim, head_dim = judged.get("v_head_dim"), judged.get("head_dim")
@@ -191,14 +191,14 @@ def _latent(judged: Judged) -> str | None:
     return None
 
 
-def _position_biases(judged: Judged) -> str | None:
+def _position_biases(judged: JudgedConfig) -> str | None:
     biases = judged.get("alibi", "use_alibi") or judged.get("position_embedding_type") == "alibi"
     return (
         "attention here adds no position biases (ALiBi)" if biases or judged.architecture.startswith("Bloom") else None
     )
 
 
-def _windows(judged: Judged) -> str | None:
+def _windows(judged: JudgedConfig) -> str | None:
     window, context = window_of(judged), judged.context or _number(judged.get("max_position_embeddings"))
     if window is None or judged.device is None or (context is not None and context <= window):
         return None
@@ -211,12 +211,12 @@ def _windows(judged: Judged) -> str | None:
     )
 
 
-def covers_windows(judged: Judged) -> bool:
+def covers_windows(judged: JudgedConfig) -> bool:
     """Whether the model's adapter attends within its windows."""
     return judged.family is not None and judged.family.windows
 
 
-def window_of(judged: Judged) -> int | None:
+def window_of(judged: JudgedConfig) -> int | None:
     """To how many of the last tokens some layers attend; None where all attend to the whole context."""
     window, kinds = _number(judged.get("sliding_window", "sliding_window_size")), judged.get("layer_types")
     if isinstance(kinds, list):
@@ -230,7 +230,7 @@ def _number(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _cpu_alone(judged: Judged) -> str | None:
+def _cpu_alone(judged: JudgedConfig) -> str | None:
     if judged.device != CPU:
         return None
     if judged.get(*_SOFT_CAPS):
@@ -244,7 +244,7 @@ def _cpu_alone(judged: Judged) -> str | None:
     return None
 
 
-def _by_its_row(judged: Judged) -> str | None:
+def _by_its_row(judged: JudgedConfig) -> str | None:
     """What the table says of the family, where a run has shown it."""
     if judged.family is None or judged.device is None:
         return None
@@ -252,7 +252,7 @@ def _by_its_row(judged: Judged) -> str | None:
     return cell.note if cell.status is Status.REFUSED else None
 
 
-_REASONS: tuple[Callable[[Judged], str | None], ...] = (
+_REASONS: tuple[Callable[[JudgedConfig], str | None], ...] = (
     _kind_of_model,
     _kind_of_layers,
     _unequal_layers,

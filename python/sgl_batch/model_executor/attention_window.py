@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from sgl_batch.core.model_refusals import Judged, covers_windows, window_of
+from sgl_batch.core.model_refusals import JudgedConfig, covers_windows, window_of
 from sgl_batch.core.supported_models import has_adapter
 from sgl_batch.errors import ConfigError
 
@@ -28,7 +28,7 @@ def check_window(architectures: Sequence[str], config: TextConfig, context_lengt
     name = next(filter(has_adapter, architectures), None)
     if name is None:
         return
-    judged = Judged(architecture=name, whole=config.to_dict(), device=None, context=context_length)
+    judged = JudgedConfig(architecture=name, whole=config.to_dict(), device=None, context=context_length)
     window = window_of(judged)
     if window is None or context_length <= window or covers_windows(judged):
         return
