@@ -26,8 +26,8 @@ class StreamedRow:
 class StreamedPart:
     """Rows [start, end) of a group. `pages`: of each, where in a half its pages lie, own ones one after the other.
 
-    `page_of`: by store block, where its page lies. A full page that several rows have in the same block lies there once.
-    A part of more pages than a half has (`large`) takes both halves.
+    `page_of`: by store block, where its page lies. A full page that several rows have in the same block lies there
+    once. A part of more pages than a half has (`large`) takes both halves.
     """
 
     start: int

@@ -45,8 +45,8 @@ class _Device:
 class PlanInForce:
     """The configuration, and its plan once `fit` has been called.
 
-    A change takes two calls: `prepare` checks it, on top of those prepared before; `apply` puts it in force, between two
-    steps.
+    A change takes two calls: `prepare` checks it, on top of the changes prepared before; `apply` puts it in force,
+    between two steps.
     """
 
     def __init__(self, config: BatchConfig) -> None:
