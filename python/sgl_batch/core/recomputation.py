@@ -15,7 +15,7 @@ class Recomputed:
     unplanned: int = 0
 
 
-def prefilled(sequence: SequenceState, start: int, end: int) -> Recomputed:
+def note_prefill(sequence: SequenceState, start: int, end: int) -> Recomputed:
     """Note that a prefill computes a sequence's KV at positions [start, end), and say what of it had been computed.
 
     What a sequence has had itself is never to be computed again, unless it was retracted. A choice that is not its

@@ -12,7 +12,7 @@ from sgl_batch.core.admission import Admission
 from sgl_batch.core.coroutine import Event
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.primitives import combine
-from sgl_batch.core.recomputation import prefilled
+from sgl_batch.core.recomputation import note_prefill
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.kv_offload.kv_form import KVForm
 from sgl_batch.managers.sequence_table import SequenceTable
@@ -91,7 +91,7 @@ class PrefillBatches:
 
     def _count_recomputed(self, sequences: list[SequenceState], batch: ScheduleBatch) -> None:
         for sequence, start, length in zip(sequences, batch.prefix_lens, batch.extend_lens, strict=True):
-            again = prefilled(sequence, start, start + length)
+            again = note_prefill(sequence, start, start + length)
             self._counters.add("recomputed_tokens_planned", again.planned)
             self._counters.add("recomputed_tokens_unplanned", again.unplanned)
 

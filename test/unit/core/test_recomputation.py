@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from sequence_builders import choices, sequence
 
-from sgl_batch.core.recomputation import Recomputed, prefilled
+from sgl_batch.core.recomputation import Recomputed, note_prefill
 
 
 def test_a_first_prefill_computes_nothing_again_however_it_is_cut():
     whole, cut = sequence(0, prompt=10), sequence(1, prompt=10)
-    assert prefilled(whole, 0, 10) == Recomputed()
-    assert prefilled(cut, 0, 6) == prefilled(cut, 6, 10) == Recomputed()
+    assert note_prefill(whole, 0, 10) == Recomputed()
+    assert note_prefill(cut, 0, 6) == note_prefill(cut, 6, 10) == Recomputed()
 
 
 def test_a_prefix_that_lies_there_is_not_computed():
-    assert prefilled(sequence(prompt=10), 8, 10) == Recomputed()
+    assert note_prefill(sequence(prompt=10), 8, 10) == Recomputed()
 
 
 def test_a_second_prefill_of_the_same_sequence_is_against_the_plan_as_far_as_it_repeats_the_first():
     twice = sequence(prompt=10)
-    prefilled(twice, 0, 10)
-    assert prefilled(twice, 4, 13) == Recomputed(unplanned=6)
-    assert prefilled(twice, 0, 13) == Recomputed(unplanned=13)
+    note_prefill(twice, 0, 10)
+    assert note_prefill(twice, 4, 13) == Recomputed(unplanned=6)
+    assert note_prefill(twice, 0, 13) == Recomputed(unplanned=13)
 
 
 def test_choices_compute_the_last_token_of_their_prompt_again_by_plan_and_their_leader_nothing():
     leader, follower, alone = choices(3, prompt=10)
-    assert prefilled(leader, 0, 10) == Recomputed()
-    assert prefilled(follower, 9, 10) == Recomputed(planned=1)
-    assert prefilled(alone, 0, 10) == Recomputed(planned=10)
-    assert prefilled(follower, 0, 10) == Recomputed(unplanned=10), "once more is once too often"
+    assert note_prefill(leader, 0, 10) == Recomputed()
+    assert note_prefill(follower, 9, 10) == Recomputed(planned=1)
+    assert note_prefill(alone, 0, 10) == Recomputed(planned=10)
+    assert note_prefill(follower, 0, 10) == Recomputed(unplanned=10), "once more is once too often"
 
 
 def test_what_a_retracted_sequence_computes_again_is_by_plan_once():
     retracted = sequence(prompt=10)
-    prefilled(retracted, 0, 10)
+    note_prefill(retracted, 0, 10)
     retracted.generated_tokens, retracted.computed_tokens = 4, 0
     retracted.lost_tokens = retracted.kv_tokens
     assert retracted.prefill_rows == 13
-    assert prefilled(retracted, 4, 13) == Recomputed(planned=9)
-    assert prefilled(retracted, 4, 13) == Recomputed(unplanned=9)
+    assert note_prefill(retracted, 4, 13) == Recomputed(planned=9)
+    assert note_prefill(retracted, 4, 13) == Recomputed(unplanned=9)
