@@ -63,7 +63,7 @@ def _copies(
     num_pages = len(pages.parts[0][0])
     with HostKVStore.create(
         geometry,
-        num_bytes=num_pages * geometry.slot_bytes,
+        num_bytes=num_pages * geometry.block_bytes,
         num_ranks=2 if kind == "shared" else 1,
         directory=options.directory if kind == "file" else None,
     ) as store:
@@ -126,18 +126,18 @@ def _submission(options: argparse.Namespace) -> None:
     pages = _pages(4 * KIB, options)
     geometry = StoreGeometry.of_pool(pages)
     num_pages = len(pages.parts[0][0])
-    with HostKVStore.create(geometry, num_bytes=num_pages * geometry.slot_bytes) as store:
+    with HostKVStore.create(geometry, num_bytes=num_pages * geometry.block_bytes) as store:
         engine = NativeCopyEngine(store, pages, num_workers=1)
         for count in sorted({1, 16, min(256, num_pages)}):
             numbers = torch.arange(count)
             times = []
             for _ in range(200):
-                slots = store.prepare_store(count)
+                blocks = store.prepare_store(count)
                 begun = time.perf_counter()
-                ticket = engine.store_pages(range(1), numbers, slots)
+                ticket = engine.store_pages(range(1), numbers, blocks)
                 times.append(time.perf_counter() - begun)
                 ticket.wait()
-                store.free(slots)
+                store.free(blocks)
             median_us = statistics.median(times) * 1e6
             print(f"submitting {count:>4} pages: {median_us:7.1f} us, {median_us / count:6.3f} a page", flush=True)
         engine.close()

@@ -52,14 +52,14 @@ class _Pages:
 
 @contextmanager
 def _tiers(sizes: KVSizes, num_pages: int, device: str, *, exclusive: bool = False) -> Iterator[StoredKV]:
-    """The slots by sequence of a store for twice as many pages as the device's, which are all ones."""
+    """The blocks by sequence of a store for twice as many pages as the device's, which are all ones."""
     parts = [
         tuple(torch.ones(num_pages, sizes.part_bytes, dtype=torch.uint8, device=device) for _ in range(2))
         for _ in range(sizes.layers)
     ]
     pool = _Pages(layer_num=sizes.layers, parts=parts)
     geometry = StoreGeometry.of_pool(pool)
-    with HostKVStore.create(geometry, num_bytes=2 * num_pages * geometry.slot_bytes) as store:
+    with HostKVStore.create(geometry, num_bytes=2 * num_pages * geometry.block_bytes) as store:
         engine: CopyEngine
         if device == "cpu":
             engine = NativeCopyEngine(store, pool, num_workers=sizes.copy_threads)
@@ -70,7 +70,7 @@ def _tiers(sizes: KVSizes, num_pages: int, device: str, *, exclusive: bool = Fal
             engine,
             page_size=sizes.page_size,
             layers=sizes.layers,
-            share=store.num_slots,
+            share=store.num_blocks,
             counters=Counters(),
             exclusive=exclusive,
         )

@@ -1,7 +1,7 @@
 """Measures a sequence's way to another rank of the machine, as benchmark/migration.py does, by context.
 
 KV goes from memory to memory, over gloo; on a GPU ranks would exchange it over NCCL, which is not measured here. With a
-host KV store that ranks share, a sequence moves by its slots' numbers, without a copy.
+host KV store that ranks share, a sequence moves by its blocks' numbers, without a copy.
 """
 
 from __future__ import annotations

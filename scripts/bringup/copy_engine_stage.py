@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES, SLOTS, ROUNDS = 32, 64, 300
+PAGES, BLOCKS, ROUNDS = 32, 64, 300
 LAYERS = range(3)
 
 
@@ -25,7 +25,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     parts = [tuple(torch.zeros(PAGES, 4096, dtype=torch.int64, device=device) for _ in range(2)) for _ in LAYERS]
     pool = SimpleNamespace(layer_num=len(LAYERS), page_parts=parts.__getitem__)
     geometry = StoreGeometry.of_pool(pool)
-    with HostKVStore.create(geometry, num_bytes=SLOTS * geometry.slot_bytes) as store:
+    with HostKVStore.create(geometry, num_bytes=BLOCKS * geometry.block_bytes) as store:
         engines = CudaCopyEngines(store) if device == "cuda" else _engines_of_a_cpu(store)
         engine = engines.over(pool)
         kept: list[tuple[Any, Any, int]] = []
@@ -33,12 +33,12 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             page = draw.randrange(PAGES)
             for part in (part for layer in parts for part in layer):
                 part[page] = value
-            slots = store.prepare_store(1)
-            assert slots is not None, "slots are given back"
-            ticket = engine.store_pages(LAYERS, [page], slots)
+            blocks = store.prepare_store(1)
+            assert blocks is not None, "blocks are given back"
+            ticket = engine.store_pages(LAYERS, [page], blocks)
             ticket.device_waits()  # what is written next waits for what is read
-            kept.append((ticket, slots, value))
-            if len(kept) > SLOTS // 2:
+            kept.append((ticket, blocks, value))
+            if len(kept) > BLOCKS // 2:
                 _bring_back(engine, store, parts, *kept.pop(draw.randrange(len(kept))), draw.randrange(PAGES))
         while kept:
             _bring_back(engine, store, parts, *kept.pop(), draw.randrange(PAGES))
@@ -48,16 +48,16 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     return {"remark": f"{counters.stored_pages} pages stored, {counters.loaded_pages} loaded, all as they were"}
 
 
-def _bring_back(engine: Any, store: Any, parts: Any, stored: Any, slots: Any, value: int, page: int) -> None:
+def _bring_back(engine: Any, store: Any, parts: Any, stored: Any, blocks: Any, value: int, page: int) -> None:
     """A page comes back to another place with the number it had. The host does not wait for the copy that brings it."""
     stored.wait()
-    store.complete_store(slots)
-    ticket = engine.load_pages(LAYERS, slots, [page])
+    store.complete_store(blocks)
+    ticket = engine.load_pages(LAYERS, blocks, [page])
     ticket.device_waits()
     values = {int(number) for layer in parts for part in layer for number in (part[page].min(), part[page].max())}
     assert values == {value}, f"page {page} has {values} instead of {value}"
     ticket.wait()
-    store.free(slots)
+    store.free(blocks)
 
 
 def _engines_of_a_cpu(store: Any) -> Any:

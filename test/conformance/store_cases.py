@@ -66,10 +66,10 @@ class Form:
 
     @contextmanager
     def store(
-        self, geometry: StoreGeometry, tmp_path: Path, *, num_slots: int = NUM_PAGES, num_ranks: int = 1
+        self, geometry: StoreGeometry, tmp_path: Path, *, num_blocks: int = NUM_PAGES, num_ranks: int = 1
     ) -> Iterator[HostKVStore]:
         directory = tmp_path if self.kind == "file" else None
-        num_bytes = num_slots * geometry.slot_bytes
+        num_bytes = num_blocks * geometry.block_bytes
         with HostKVStore.create(geometry, num_bytes=num_bytes, num_ranks=num_ranks, directory=directory) as store:
             yield store
             store.audit()
@@ -95,29 +95,29 @@ def store_and_engine(
     tmp_path: Path,
     *,
     checksums: bool = False,
-    num_slots: int = NUM_PAGES,
+    num_blocks: int = NUM_PAGES,
     **limits: int,
 ) -> Iterator[tuple[HostKVStore, NativeCopyEngine]]:
     """A store for the pool's pages, and an engine between both."""
     geometry = StoreGeometry.of_pool(pool, checksums=checksums)
     num_ranks = 2 if form.kind == "shared" else 1
     with (
-        form.store(geometry, tmp_path, num_slots=num_slots, num_ranks=num_ranks) as store,
+        form.store(geometry, tmp_path, num_blocks=num_blocks, num_ranks=num_ranks) as store,
         form.engine(store, pool, **limits) as engine,
     ):
         yield store, engine
 
 
 def prepared(store: HostKVStore, count: int) -> torch.Tensor:
-    """Slots in state WRITING, where there are enough."""
-    slots = store.prepare_store(count)
-    assert slots is not None
-    return slots
+    """Blocks in state WRITING, where there are enough."""
+    blocks = store.prepare_store(count)
+    assert blocks is not None
+    return blocks
 
 
 def stored(store: HostKVStore, engine: NativeCopyEngine, pages: list[int]) -> torch.Tensor:
-    """READY slots with these pages."""
-    slots = prepared(store, len(pages))
-    engine.store_pages(range(store.geometry.num_layers), pages, slots).wait()
-    store.complete_store(slots)
-    return slots
+    """READY blocks with these pages."""
+    blocks = prepared(store, len(pages))
+    engine.store_pages(range(store.geometry.num_layers), pages, blocks).wait()
+    store.complete_store(blocks)
+    return blocks

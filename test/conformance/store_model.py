@@ -15,13 +15,13 @@ from sgl_batch.kv_offload.store_errors import StoreFault
 
 
 class ModelledStore:
-    """A store of one rank and its engine, beside what each slot must be: references, whether READY, and its value."""
+    """A store of one rank and its engine, beside what each block must be: references, whether READY, and its value."""
 
     def __init__(self, store: HostKVStore, engine: CopyEngine, pool: PlainPool, seed: int) -> None:
         self.store, self.engine, self.pool = store, engine, pool
         self.random = random.Random(seed)
         self.writing: set[int] = set()
-        self.ready: dict[int, tuple[int, int]] = {}  # slot -> references, value
+        self.ready: dict[int, tuple[int, int]] = {}  # block -> references, value
         self.layers = range(pool.layer_num)
         self.refusals = 0
 
@@ -40,26 +40,26 @@ class ModelledStore:
         self.random.choices(names, weights=weights)[0]()
         self.check()
 
-    def some(self, slots: Set[int] | dict[int, tuple[int, int]]) -> list[int]:
-        return self.random.sample(sorted(slots), min(len(slots), self.random.randint(1, 5)))
+    def some(self, blocks: Set[int] | dict[int, tuple[int, int]]) -> list[int]:
+        return self.random.sample(sorted(blocks), min(len(blocks), self.random.randint(1, 5)))
 
     def prepare(self) -> None:
         count = self.random.randint(0, 6)
-        free = self.store.num_slots - len(self.writing) - len(self.ready)
-        slots = self.store.prepare_store(count)
+        free = self.store.num_blocks - len(self.writing) - len(self.ready)
+        blocks = self.store.prepare_store(count)
         if count > free:
-            assert slots is None
+            assert blocks is None
             self.refusals += 1
             return
-        assert slots is not None
-        taken = slots.tolist()
+        assert blocks is not None
+        taken = blocks.tolist()
         assert len(set(taken)) == count
         assert not (self.writing | self.ready.keys()).intersection(taken)
         self.writing.update(taken)
 
     def alone(self) -> list[int]:
-        """READY slots with one reference."""
-        return [slot for slot, (references, _) in self.ready.items() if references == 1]
+        """READY blocks with one reference."""
+        return [block for block, (references, _) in self.ready.items() if references == 1]
 
     def store_pages(self) -> None:
         self.write(self.some(self.writing), new=True)
@@ -67,41 +67,41 @@ class ModelledStore:
     def store_again(self) -> None:
         self.write(self.some(set(self.alone())), new=False)
 
-    def write(self, slots: list[int], *, new: bool) -> None:
-        pages = self.random.sample(range(NUM_PAGES), len(slots))
-        values = [self.random.randrange(256) for _ in slots]
+    def write(self, blocks: list[int], *, new: bool) -> None:
+        pages = self.random.sample(range(NUM_PAGES), len(blocks))
+        values = [self.random.randrange(256) for _ in blocks]
         for page, value in zip(pages, values, strict=True):
             self.pool.fill(page, value)
-        self.engine.store_pages(self.layers, pages, slots).wait()
+        self.engine.store_pages(self.layers, pages, blocks).wait()
         if new:
-            self.store.complete_store(slots)
-        self.writing.difference_update(slots)
-        self.ready.update({slot: (1, value) for slot, value in zip(slots, values, strict=True)})
+            self.store.complete_store(blocks)
+        self.writing.difference_update(blocks)
+        self.ready.update({block: (1, value) for block, value in zip(blocks, values, strict=True)})
 
     def load_pages(self) -> None:
-        slots = self.some(self.ready)
-        slots += slots[:1]  # one slot to two pages
-        pages = self.random.sample(range(NUM_PAGES), len(slots))
-        self.engine.load_pages(self.layers, slots, pages).wait()
-        assert [self.pool.value(page) for page in pages] == [self.ready[slot][1] for slot in slots]
+        blocks = self.some(self.ready)
+        blocks += blocks[:1]  # one block to two pages
+        pages = self.random.sample(range(NUM_PAGES), len(blocks))
+        self.engine.load_pages(self.layers, blocks, pages).wait()
+        assert [self.pool.value(page) for page in pages] == [self.ready[block][1] for block in blocks]
 
     def share(self) -> None:
-        slots = self.some(self.ready)
-        self.store.share(slots)
-        self.ready.update({slot: (self.ready[slot][0] + 1, self.ready[slot][1]) for slot in slots})
+        blocks = self.some(self.ready)
+        self.store.share(blocks)
+        self.ready.update({block: (self.ready[block][0] + 1, self.ready[block][1]) for block in blocks})
 
     def free(self) -> None:
-        slots = self.some(self.writing | self.ready.keys())
-        self.store.free(slots)
-        for slot in slots:
-            self.writing.discard(slot)
-            references, value = self.ready.pop(slot, (0, 0))
+        blocks = self.some(self.writing | self.ready.keys())
+        self.store.free(blocks)
+        for block in blocks:
+            self.writing.discard(block)
+            references, value = self.ready.pop(block, (0, 0))
             if references > 1:
-                self.ready[slot] = references - 1, value
+                self.ready[block] = references - 1, value
 
     def misuse(self) -> None:
-        """What is forbidden for one slot of a batch is refused for all of it: `check` sees that nothing has changed."""
-        free = set(range(self.store.num_slots)) - self.writing - self.ready.keys()
+        """Misuse of one block of a batch is refused for all of it; `check` sees that nothing has changed."""
+        free = set(range(self.store.num_blocks)) - self.writing - self.ready.keys()
         alone = self.alone()
         lone = alone + sorted(self.writing)
         shared = self.ready.keys() - set(alone)
@@ -122,20 +122,20 @@ class ModelledStore:
             call(legal + forbidden)
         self.refusals += 1
 
-    def store_to(self, slots: list[int]) -> None:
-        self.engine.store_pages(self.layers, range(len(slots)), slots)
+    def store_to(self, blocks: list[int]) -> None:
+        self.engine.store_pages(self.layers, range(len(blocks)), blocks)
 
-    def load_from(self, slots: list[int]) -> None:
-        self.engine.load_pages(self.layers, slots, range(len(slots)))
+    def load_from(self, blocks: list[int]) -> None:
+        self.engine.load_pages(self.layers, blocks, range(len(blocks)))
 
     def check(self) -> None:
         counts = self.store.counts()
         assert (counts.writing, counts.ready) == (len(self.writing), len(self.ready))
-        assert counts.free + counts.used == self.store.num_slots
-        references = torch.zeros(self.store.num_slots, dtype=torch.int64)
+        assert counts.free + counts.used == self.store.num_blocks
+        references = torch.zeros(self.store.num_blocks, dtype=torch.int64)
         references[sorted(self.writing)] = 1
         references[sorted(self.ready)] = torch.tensor(
-            [self.ready[slot][0] for slot in sorted(self.ready)], dtype=torch.int64
+            [self.ready[block][0] for block in sorted(self.ready)], dtype=torch.int64
         )
-        assert torch.equal(self.store.references(range(self.store.num_slots)), references)
+        assert torch.equal(self.store.references(range(self.store.num_blocks)), references)
         self.store.audit()

@@ -23,38 +23,38 @@ Tell = Callable[[list[int]], None]
 
 
 def hold(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
-    """Five slots READY with pages 0 to 4, five WRITING, and one more reference to the first."""
+    """Five blocks READY with pages 0 to 4, five WRITING, and one more reference to the first."""
     engine = NativeCopyEngine(store, pool)
-    slots = prepared(store, 5)
-    engine.store_pages(range(pool.layer_num), range(5), slots).wait()
-    store.complete_store(slots)
-    store.share(slots[:1])
+    blocks = prepared(store, 5)
+    engine.store_pages(range(pool.layer_num), range(5), blocks).wait()
+    store.complete_store(blocks)
+    store.share(blocks[:1])
     prepared(store, 5)
-    tell(slots.tolist())
+    tell(blocks.tolist())
     signal.pause()
 
 
 def change(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
     """In the table nearly all of the time: takes and frees half of the store again and again."""
-    slots = prepared(store, store.num_slots // 2)
-    store.free(slots)
+    blocks = prepared(store, store.num_blocks // 2)
+    store.free(blocks)
     tell([])
     while True:
-        slots = prepared(store, store.num_slots // 2)
-        store.complete_store(slots)
-        store.share(slots)
-        store.free(slots)
-        store.free(slots)
+        blocks = prepared(store, store.num_blocks // 2)
+        store.complete_store(blocks)
+        store.share(blocks)
+        store.free(blocks)
+        store.free(blocks)
 
 
 def write(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
     """Copying all of the time, with two workers and several tickets in the queue."""
     engine = NativeCopyEngine(store, pool, num_workers=2, max_tickets=8)
-    slots = prepared(store, 20)
-    engine.store_pages(range(pool.layer_num), range(20), slots).wait()
-    tell(slots.tolist())
+    blocks = prepared(store, 20)
+    engine.store_pages(range(pool.layer_num), range(20), blocks).wait()
+    tell(blocks.tolist())
     while True:
-        engine.store_pages(range(pool.layer_num), range(20), slots)
+        engine.store_pages(range(pool.layer_num), range(20), blocks)
 
 
 def main() -> None:
@@ -68,8 +68,8 @@ def main() -> None:
         geometry = StoreGeometry.of_pool(pool, checksums=command["checksums"])
         store = HostKVStore.join(StoreAddress(**command["address"]), geometry, rank=command["rank"])
 
-        def tell(slots: list[int]) -> None:
-            sys.stdout.write(json.dumps({"pid": os.getpid(), "slots": slots}) + "\n")
+        def tell(blocks: list[int]) -> None:
+            sys.stdout.write(json.dumps({"pid": os.getpid(), "blocks": blocks}) + "\n")
             sys.stdout.flush()
 
         {"hold": hold, "change": change, "write": write}[command["do"]](store, pool, tell)

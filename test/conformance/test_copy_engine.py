@@ -36,16 +36,16 @@ def large(form: Form, tmp_path: Path) -> Iterator[Parts]:
     pool = PlainPool([(torch.zeros(6, LARGE, dtype=torch.uint8),)])
     for page in range(6):
         pool.fill(page, page)
-    with store_and_engine(form, pool, tmp_path, num_slots=8, max_bytes=1 << 40) as (store, engine):
+    with store_and_engine(form, pool, tmp_path, num_blocks=8, max_bytes=1 << 40) as (store, engine):
         yield store, engine, pool
 
 
 @contextlib.contextmanager
 def backlog(store: HostKVStore, engine: NativeCopyEngine) -> Iterator[list[NativeTicket]]:
     """Copies of all pages that keep what touches them waiting; at the end those that have not begun are cancelled."""
-    slot = prepared(store, 1)
-    # One slot: they run one after the other.
-    tickets = [engine.store_pages(ONE_LAYER, [turn % 6], slot) for turn in range(BACKLOG)]
+    block = prepared(store, 1)
+    # One block: they run one after the other.
+    tickets = [engine.store_pages(ONE_LAYER, [turn % 6], block) for turn in range(BACKLOG)]
     try:
         yield tickets
     finally:
@@ -54,13 +54,13 @@ def backlog(store: HostKVStore, engine: NativeCopyEngine) -> Iterator[list[Nativ
         for ticket in tickets:
             with contextlib.suppress(CopyCancelled):
                 ticket.wait()
-        store.free(slot)
+        store.free(block)
 
 
 def test_copies_that_touch_the_same_device_page_run_in_the_order_of_submission(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=2, part_bytes=(30_000, 12_000), pages=8)
     pages, others, rounds = list(range(4)), list(range(4, 8)), range(24)
-    with store_and_engine(form, pool, tmp_path, num_slots=200) as (store, engine):
+    with store_and_engine(form, pool, tmp_path, num_blocks=200) as (store, engine):
         sources = []
         for turn in rounds:
             for page in pages:
@@ -78,22 +78,22 @@ def test_copies_that_touch_the_same_device_page_run_in_the_order_of_submission(f
             assert [pool.value(page) for page in others] == [5 * turn + page for page in pages]
 
 
-def test_copies_to_the_same_slot_run_in_the_order_of_submission(large: Parts) -> None:
+def test_copies_to_the_same_block_run_in_the_order_of_submission(large: Parts) -> None:
     store, engine, pool = large
-    slot = prepared(store, 1)
-    tickets = [engine.store_pages(ONE_LAYER, [page], slot) for page in (1, 2, 3, 4)]
+    block = prepared(store, 1)
+    tickets = [engine.store_pages(ONE_LAYER, [page], block) for page in (1, 2, 3, 4)]
     for ticket in tickets:
         ticket.wait()
-    store.complete_store(slot)
-    engine.load_pages(ONE_LAYER, slot, [0]).wait()
+    store.complete_store(block)
+    engine.load_pages(ONE_LAYER, block, [0]).wait()
     assert pool.value(0) == 4
 
 
 def test_a_cancelled_copy_keeps_its_place_for_those_behind_it(large: Parts) -> None:
     store, engine, pool = large
-    slots = stored(store, engine, [1, 2, 3]).tolist()
+    blocks = stored(store, engine, [1, 2, 3]).tolist()
     with backlog(store, engine):
-        first, second, third = (engine.load_pages(ONE_LAYER, [slot], [0]) for slot in slots)
+        first, second, third = (engine.load_pages(ONE_LAYER, [block], [0]) for block in blocks)
         assert second.cancel()
     third.wait()
     assert first.done
@@ -102,44 +102,44 @@ def test_a_cancelled_copy_keeps_its_place_for_those_behind_it(large: Parts) -> N
         second.wait()
 
 
-def test_a_cancelled_copy_touches_nothing_and_its_slots_are_free_to_go(large: Parts) -> None:
+def test_a_cancelled_copy_touches_nothing_and_its_blocks_are_free_to_go(large: Parts) -> None:
     store, engine, pool = large
-    slot = stored(store, engine, [1])
+    block = stored(store, engine, [1])
     with backlog(store, engine):
-        load = engine.load_pages(ONE_LAYER, torch.cat((slot, slot)), [0, 5])
+        load = engine.load_pages(ONE_LAYER, torch.cat((block, block)), [0, 5])
         assert load.cancel()
         assert not load.cancel(), "nothing is left to leave out"
     for _ in range(2):
         with pytest.raises(CopyCancelled):
             load.wait()
     assert (pool.value(0), pool.value(5)) == (0, 5)
-    store.free(slot)
+    store.free(block)
     done = engine.load_pages(ONE_LAYER, stored(store, engine, [2]), [0])
     done.wait()
     assert not done.cancel(), "what has ended cannot be cancelled"
     done.wait()
 
 
-def test_a_slot_of_a_copy_under_way_can_neither_be_freed_nor_completed(large: Parts) -> None:
+def test_a_block_of_a_copy_under_way_can_neither_be_freed_nor_completed(large: Parts) -> None:
     store, engine, _ = large
-    slot = prepared(store, 1)
+    block = prepared(store, 1)
     with backlog(store, engine):
-        ticket = engine.store_pages(ONE_LAYER, [0], slot)
+        ticket = engine.store_pages(ONE_LAYER, [0], block)
         for call in (store.free, store.complete_store):
             with pytest.raises(StoreFault, match=r"while a copy .* is under way"):
-                call(slot)
+                call(block)
         with pytest.raises(StoreFault, match="close the copy engine first"):
             store.close()
     ticket.wait()
-    store.complete_store(slot)
-    store.free(slot)
+    store.complete_store(block)
+    store.free(block)
 
 
 def test_waiting_ends_after_its_time_and_the_copy_goes_on(large: Parts) -> None:
     store, engine, pool = large
-    slot = stored(store, engine, [4])
+    block = stored(store, engine, [4])
     with backlog(store, engine):
-        load = engine.load_pages(ONE_LAYER, slot, [0])
+        load = engine.load_pages(ONE_LAYER, block, [0])
         with pytest.raises(TimeoutError, match=r"0\.001 s"):
             load.wait(0.001)
         assert not load.done
@@ -152,9 +152,9 @@ def test_waiting_ends_after_its_time_and_the_copy_goes_on(large: Parts) -> None:
 def test_submitting_waits_while_too_many_copies_have_not_ended(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=1, part_bytes=(1 << 20,), pages=20)
     with store_and_engine(form, pool, tmp_path, max_tickets=2) as (store, engine):
-        slots, tickets = prepared(store, 20), []
+        blocks, tickets = prepared(store, 20), []
         for turn in range(200):
-            tickets.append(engine.store_pages(ONE_LAYER, [turn % 20], slots[turn % 20 : turn % 20 + 1]))
+            tickets.append(engine.store_pages(ONE_LAYER, [turn % 20], blocks[turn % 20 : turn % 20 + 1]))
             assert sum(not ticket.done for ticket in tickets) <= 2
         for ticket in tickets:
             ticket.wait()
@@ -166,8 +166,8 @@ def test_submitting_waits_while_too_many_copies_have_not_ended(form: Form, tmp_p
 def test_a_copy_larger_than_the_queue_runs_alone(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=2, part_bytes=(1 << 16,), pages=20)
     with store_and_engine(form, pool, tmp_path, max_bytes=1 << 17) as (store, engine):
-        slots = prepared(store, 20)
-        tickets = [engine.store_pages(range(2), range(20), slots) for _ in range(5)]
+        blocks = prepared(store, 20)
+        tickets = [engine.store_pages(range(2), range(20), blocks) for _ in range(5)]
         assert sum(not ticket.done for ticket in tickets) <= 1
         for ticket in tickets:
             ticket.wait()
@@ -186,10 +186,10 @@ def test_several_threads_submit_to_a_full_queue_without_deadlock(form: Form, tmp
             try:
                 for _ in range(10):
                     together.wait()
-                    slots = stored(store, engine, pages)
-                    engine.load_pages(range(2), slots, pages[::-1]).wait()
-                    engine.load_pages(range(2), slots, pages).wait()
-                    store.free(slots)
+                    blocks = stored(store, engine, pages)
+                    engine.load_pages(range(2), blocks, pages[::-1]).wait()
+                    engine.load_pages(range(2), blocks, pages).wait()
+                    store.free(blocks)
             except BaseException as fault:  # noqa: BLE001 (handed to the main thread)
                 together.abort()
                 faults.append(fault)
@@ -233,23 +233,23 @@ def test_closing_cancels_what_has_not_begun_and_waits_for_what_has(large: Parts)
         assert all(ticket.done for ticket in tickets)
         with pytest.raises(CopyCancelled):
             tickets[-1].wait()
-    slot = prepared(store, 1)
+    block = prepared(store, 1)
     with pytest.raises(StoreFault, match="the copy engine is closed"):
-        engine.store_pages(ONE_LAYER, [0], slot)
+        engine.store_pages(ONE_LAYER, [0], block)
     engine.close()
     assert engine.counters().tickets == len(tickets)
 
 
 def test_closing_wakes_who_waits_for_room(form: Form, tmp_path: Path) -> None:
     pool = PlainPool([(torch.zeros(6, LARGE, dtype=torch.uint8),)])
-    with store_and_engine(form, pool, tmp_path, num_slots=8, max_tickets=1) as (store, engine):
-        slot = prepared(store, 1)
+    with store_and_engine(form, pool, tmp_path, num_blocks=8, max_tickets=1) as (store, engine):
+        block = prepared(store, 1)
         ended: list[str] = []
 
         def submit() -> None:
             try:
                 while True:
-                    engine.store_pages(ONE_LAYER, [1], slot)
+                    engine.store_pages(ONE_LAYER, [1], block)
                     begun.set()
             except StoreFault as fault:
                 ended.append(str(fault))
@@ -261,22 +261,22 @@ def test_closing_wakes_who_waits_for_room(form: Form, tmp_path: Path) -> None:
         engine.close()
         thread.join()
         assert ended == ["the copy engine is closed"]
-        store.free(slot)
+        store.free(block)
 
 
 def test_an_engine_that_is_dropped_ends_its_threads_and_copies(form: Form, tmp_path: Path) -> None:
     pool = PlainPool([(torch.zeros(6, LARGE, dtype=torch.uint8),)])
-    with store_and_engine(form, pool, tmp_path, num_slots=8) as (store, kept):
+    with store_and_engine(form, pool, tmp_path, num_blocks=8) as (store, kept):
         kept.close()
         dropped = NativeCopyEngine(store, pool, num_workers=form.num_workers, max_bytes=1 << 40)
-        slot = prepared(store, 1)
-        ticket = [dropped.store_pages(ONE_LAYER, [1], slot) for _ in range(BACKLOG)][-1]
+        block = prepared(store, 1)
+        ticket = [dropped.store_pages(ONE_LAYER, [1], block) for _ in range(BACKLOG)][-1]
         assert "sgl-copy-0" in _thread_names()
         del dropped
         gc.collect()
         assert ticket.done
         assert "sgl-copy-0" not in _thread_names()
-        store.free(slot)
+        store.free(block)
 
 
 def _thread_names() -> set[str]:
@@ -302,29 +302,29 @@ def test_no_pages_at_all_are_copied_at_once(form: Form, tmp_path: Path) -> None:
 )
 def test_copies_of_what_is_not_there_are_refused(layers: range, pages: list[int], message: str, tmp_path: Path) -> None:
     with store_and_engine(FORMS[0], PlainPool.random(), tmp_path) as (store, engine):
-        slots = prepared(store, 2)
+        blocks = prepared(store, 2)
         with pytest.raises(StoreFault, match=message):
-            engine.store_pages(layers, pages, slots)
-        store.free(slots)
+            engine.store_pages(layers, pages, blocks)
+        store.free(blocks)
 
 
-def test_a_device_page_cannot_be_loaded_from_two_slots_at_once(tmp_path: Path) -> None:
+def test_a_device_page_cannot_be_loaded_from_two_blocks_at_once(tmp_path: Path) -> None:
     with store_and_engine(FORMS[0], PlainPool.random(), tmp_path) as (store, engine):
-        slots = stored(store, engine, [1, 2])
+        blocks = stored(store, engine, [1, 2])
         with pytest.raises(StoreFault, match="device page 7 stands twice among the targets"):
-            engine.load_pages(range(3), slots, [7, 7])
-        store.free(slots)
+            engine.load_pages(range(3), blocks, [7, 7])
+        store.free(blocks)
 
 
-def test_a_ready_slot_is_written_again_while_nobody_else_holds_it(tmp_path: Path) -> None:
+def test_a_ready_block_is_written_again_while_nobody_else_holds_it(tmp_path: Path) -> None:
     pool = PlainPool.random()
     with store_and_engine(FORMS[0], pool, tmp_path) as (store, engine):
-        slot = stored(store, engine, [1])
-        engine.store_pages(range(3), [2], slot).wait()
-        store.share(slot)
+        block = stored(store, engine, [1])
+        engine.store_pages(range(3), [2], block).wait()
+        store.share(block)
         with pytest.raises(StoreFault, match="has to be WRITING, or READY with one reference"):
-            engine.store_pages(range(3), [3], slot)
-        engine.load_pages(range(3), slot, [5]).wait()
+            engine.store_pages(range(3), [3], block)
+        engine.load_pages(range(3), block, [5]).wait()
         assert all(torch.equal(part[5], part[2]) for layer in range(3) for part in pool.page_parts(layer))
-        store.free(slot)
-        store.free(slot)
+        store.free(block)
+        store.free(block)

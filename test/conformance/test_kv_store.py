@@ -1,4 +1,4 @@
-"""A host KV store keeps what it is given, counts every slot and reference, and refuses what its states forbid."""
+"""A host KV store keeps what it is given, counts every block and reference, and refuses what its states forbid."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PAGE, LAYERS = 8, 3
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_slots_and_references_are_conserved_over_10000_random_operations(form: Form, tmp_path: Path) -> None:
+def test_blocks_and_references_are_conserved_over_10000_random_operations(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=2, part_bytes=(64, 192))
-    with store_and_engine(form, pool, tmp_path, num_slots=24) as (store, engine):
+    with store_and_engine(form, pool, tmp_path, num_blocks=24) as (store, engine):
         modelled = ModelledStore(store, engine, pool, seed=7)
         for _ in range(10_000):
             modelled.step()
@@ -64,14 +64,14 @@ def test_a_pools_pages_come_back_bit_for_bit(
         part.copy_(torch.randn(part.shape))
     before = [part.clone() for part in parts]
     geometry = StoreGeometry.of_pool(pool, checksums=checksums)
-    with form.store(geometry, tmp_path, num_slots=30) as store:
+    with form.store(geometry, tmp_path, num_blocks=30) as store:
         engine = NativeCopyEngine(store, pool, num_workers=form.num_workers)
         sources, targets = torch.randperm(10) + 1, torch.randperm(10) + 11
-        slots = prepared(store, 10)
+        blocks = prepared(store, 10)
         for layer in range(LAYERS):
-            engine.store_pages(range(layer, layer + 1), sources, slots).wait()
-        store.complete_store(slots)
-        engine.load_pages(range(LAYERS), slots, targets).wait()
+            engine.store_pages(range(layer, layer + 1), sources, blocks).wait()
+        store.complete_store(blocks)
+        engine.load_pages(range(LAYERS), blocks, targets).wait()
         engine.close()
     for part, old in zip(parts, before, strict=True):
         assert torch.equal(part[targets], old[sources])
@@ -81,9 +81,9 @@ def test_a_pools_pages_come_back_bit_for_bit(
 def test_a_span_of_layers_leaves_the_other_layers_alone(tmp_path: Path) -> None:
     pool = PlainPool.random(layers=5)
     with store_and_engine(FORMS[0], pool, tmp_path) as (store, engine):
-        slots = stored(store, engine, [1])
+        blocks = stored(store, engine, [1])
         before = [part.clone() for part in pool.page(2)]
-        engine.load_pages(range(1, 3), slots, [2]).wait()
+        engine.load_pages(range(1, 3), blocks, [2]).wait()
         source = pool.page(1)
         for index, part in enumerate(pool.page(2)):
             assert torch.equal(part, (source if 2 <= index < 6 else before)[index])
@@ -92,46 +92,46 @@ def test_a_span_of_layers_leaves_the_other_layers_alone(tmp_path: Path) -> None:
 def test_more_layers_than_one_call_to_the_system_takes_are_stored(tmp_path: Path) -> None:
     pool = PlainPool.random(layers=700, part_bytes=(65, 3), pages=4)
     with store_and_engine(Form("file", 1), pool, tmp_path, checksums=True) as (store, engine):
-        slots = stored(store, engine, [1])
-        engine.load_pages(range(700), slots, [3]).wait()
+        blocks = stored(store, engine, [1])
+        engine.load_pages(range(700), blocks, [3]).wait()
         assert all(torch.equal(new, old) for new, old in zip(pool.page(3), pool.page(1), strict=True))
 
 
-def test_nothing_is_taken_when_too_few_slots_are_free(tmp_path: Path) -> None:
-    with FORMS[0].store(StoreGeometry(num_layers=1, part_bytes=(64,)), tmp_path, num_slots=4) as store:
+def test_nothing_is_taken_when_too_few_blocks_are_free(tmp_path: Path) -> None:
+    with FORMS[0].store(StoreGeometry(num_layers=1, part_bytes=(64,)), tmp_path, num_blocks=4) as store:
         prepared(store, 3)
         assert store.prepare_store(2) is None
         assert store.counts().free == 1
         assert len(prepared(store, 1)) == 1
-        assert store.counts().used == store.num_slots
+        assert store.counts().used == store.num_blocks
 
 
-def test_a_fault_names_the_slot_and_its_state(tmp_path: Path) -> None:
+def test_a_fault_names_the_block_and_its_state(tmp_path: Path) -> None:
     with FORMS[0].store(StoreGeometry(num_layers=1, part_bytes=(64,)), tmp_path) as store:
-        slots = prepared(store, 2)
-        store.free(slots[:1])
-        with pytest.raises(StoreFault, match=rf"slot {int(slots[0])} \(FREE, 0 references"):
-            store.free(slots[:1])
+        blocks = prepared(store, 2)
+        store.free(blocks[:1])
+        with pytest.raises(StoreFault, match=rf"slot {int(blocks[0])} \(FREE, 0 references"):
+            store.free(blocks[:1])
         with pytest.raises(StoreFault, match=r"slot 40 of 40"):
             store.free([40])
 
 
-def test_the_slots_freed_last_are_the_first_to_be_used_again(tmp_path: Path) -> None:
+def test_the_blocks_freed_last_are_the_first_to_be_used_again(tmp_path: Path) -> None:
     with FORMS[0].store(StoreGeometry(num_layers=1, part_bytes=(64,)), tmp_path) as store:
-        slots = prepared(store, 10)
-        store.free(slots[3:5])
-        assert sorted(prepared(store, 2).tolist()) == slots[3:5].tolist()
+        blocks = prepared(store, 10)
+        store.free(blocks[3:5])
+        assert sorted(prepared(store, 2).tolist()) == blocks[3:5].tolist()
 
 
 @pytest.mark.parametrize("kind", ["memory", "shared", "file"])
 def test_a_store_claims_nothing_before_it_is_written(kind: str, tmp_path: Path) -> None:
     geometry = StoreGeometry(num_layers=4, part_bytes=(1 << 20, 1 << 20))
-    with Form(kind, 1).store(geometry, tmp_path, num_slots=512, num_ranks=2 if kind == "shared" else 1) as store:
-        assert store.num_slots * geometry.slot_bytes == 1 << 32
+    with Form(kind, 1).store(geometry, tmp_path, num_blocks=512, num_ranks=2 if kind == "shared" else 1) as store:
+        assert store.num_blocks * geometry.block_bytes == 1 << 32
         resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         prepared(store, 512)
         grown = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) - resident
-        assert grown < 1024, f"{grown} pages of memory for slots that nobody wrote"
+        assert grown < 1024, f"{grown} pages of memory for blocks that nobody wrote"
 
 
 def test_a_file_has_no_name_and_goes_with_the_store(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ def limited(kind: int, num_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("form", FILES, ids=str)
 def test_a_full_disk_says_path_bytes_and_remedy_and_later_copies_work(form: Form, small_disk: Path) -> None:
     pool = PlainPool.random(layers=2, part_bytes=(MIB // 2,), pages=4)
-    with store_and_engine(form, pool, small_disk, num_slots=4) as (store, engine):
+    with store_and_engine(form, pool, small_disk, num_blocks=4) as (store, engine):
         (small_disk / "of somebody else").write_bytes(bytes(6 * MIB))
-        slots = prepared(store, 4)
-        ticket = engine.store_pages(range(2), range(4), slots)
+        blocks = prepared(store, 4)
+        ticket = engine.store_pages(range(2), range(4), blocks)
         with pytest.raises(CopyError) as caught:
             ticket.wait()
         assert caught.value.errno == errno.ENOSPC
@@ -52,7 +52,7 @@ def test_a_full_disk_says_path_bytes_and_remedy_and_later_copies_work(form: Form
         )
         assert "name another directory (--kv-store-dir) or a smaller store (--kv-store-bytes)" in told
         (small_disk / "of somebody else").unlink()
-        engine.store_pages(range(2), range(4), slots).wait()
+        engine.store_pages(range(2), range(4), blocks).wait()
         assert engine.counters().errors == 1
 
 
@@ -65,17 +65,17 @@ def test_a_store_that_does_not_fit_on_its_disk_is_refused_with_both_sizes(small_
 
 
 @pytest.mark.parametrize("form", FILES, ids=str)
-def test_a_limit_on_the_size_of_files_is_told_and_lower_slots_still_work(form: Form, tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files_is_told_and_lower_blocks_still_work(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=2, part_bytes=(MIB // 2,), pages=4)
-    with store_and_engine(form, pool, tmp_path, num_slots=4) as (store, engine):
-        slots = sorted(prepared(store, 4).tolist())
+    with store_and_engine(form, pool, tmp_path, num_blocks=4) as (store, engine):
+        blocks = sorted(prepared(store, 4).tolist())
         with limited(resource.RLIMIT_FSIZE, 2 * MIB + 100):
             with pytest.raises(CopyError, match=r"to slot 2: .*File too large; lift the limit .*ulimit -f") as caught:
-                engine.store_pages(range(2), [2], slots[2:3]).wait()
+                engine.store_pages(range(2), [2], blocks[2:3]).wait()
             assert caught.value.errno == errno.EFBIG
-            engine.store_pages(range(2), [0, 1], slots[:2]).wait()
-        store.complete_store(slots[:2])
-        engine.load_pages(range(2), slots[:2], [2, 3]).wait()
+            engine.store_pages(range(2), [0, 1], blocks[:2]).wait()
+        store.complete_store(blocks[:2])
+        engine.load_pages(range(2), blocks[:2], [2, 3]).wait()
         assert all((new == old).all() for new, old in zip(pool.page(3), pool.page(1), strict=True))
 
 
@@ -101,18 +101,18 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FILES, ids=str)
-def test_a_file_that_was_cut_short_is_an_error_for_its_slots_alone(form: Form, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_an_error_for_its_blocks_alone(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=2, part_bytes=(4096,), pages=8)
-    with store_and_engine(form, pool, tmp_path, num_slots=4) as (store, engine):
-        slots = sorted(stored(store, engine, [0, 1, 2, 3]).tolist())
-        os.truncate(store.address.data_path, 2 * store.geometry.slot_bytes + 4096)
+    with store_and_engine(form, pool, tmp_path, num_blocks=4) as (store, engine):
+        blocks = sorted(stored(store, engine, [0, 1, 2, 3]).tolist())
+        os.truncate(store.address.data_path, 2 * store.geometry.block_bytes + 4096)
         with pytest.raises(
             CopyError, match=r"from slot 3: .* has only 20480 bytes: 8192 from byte 24576 .*cut it short"
         ):
-            engine.load_pages(range(2), slots[3:], [7]).wait()
+            engine.load_pages(range(2), blocks[3:], [7]).wait()
         with pytest.raises(CopyError, match=r"from slot 2: .*: 4096 from byte 20480"):
-            engine.load_pages(range(2), slots[2:3], [6]).wait()
-        engine.load_pages(range(2), slots[:2], [4, 5]).wait()
+            engine.load_pages(range(2), blocks[2:3], [6]).wait()
+        engine.load_pages(range(2), blocks[:2], [4, 5]).wait()
         assert engine.counters().errors == 2
 
 
@@ -127,32 +127,32 @@ def _damage(form: Form, store: HostKVStore, at: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_checksum_finds_a_single_changed_bit_and_names_slot_and_layer(form: Form, tmp_path: Path) -> None:
+def test_a_checksum_finds_a_single_changed_bit_and_names_block_and_layer(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=3, part_bytes=(1000, 200), pages=8)
-    with store_and_engine(form, pool, tmp_path, checksums=True, num_slots=4) as (store, engine):
-        slots = sorted(stored(store, engine, [0, 1, 2, 3]).tolist())
+    with store_and_engine(form, pool, tmp_path, checksums=True, num_blocks=4) as (store, engine):
+        blocks = sorted(stored(store, engine, [0, 1, 2, 3]).tolist())
         geometry = store.geometry
-        _damage(form, store, 2 * geometry.slot_bytes + geometry.layer_bytes + geometry.part_offsets[1] + 199)
+        _damage(form, store, 2 * geometry.block_bytes + geometry.layer_bytes + geometry.part_offsets[1] + 199)
         with pytest.raises(CopyError, match=r"from slot 2: the checksum of layer 1 does not match") as caught:
-            engine.load_pages(range(3), slots[2:3], [4]).wait()
+            engine.load_pages(range(3), blocks[2:3], [4]).wait()
         assert caught.value.errno is None
-        engine.load_pages(range(2, 3), slots[2:3], [4]).wait()
-        engine.load_pages(range(3), [slots[0], slots[1], slots[3]], [4, 5, 6]).wait()
+        engine.load_pages(range(2, 3), blocks[2:3], [4]).wait()
+        engine.load_pages(range(3), [blocks[0], blocks[1], blocks[3]], [4, 5, 6]).wait()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_checksum_finds_a_layer_that_was_stored_in_an_earlier_use_of_the_slot_only(
+def test_a_checksum_finds_a_layer_that_was_stored_in_an_earlier_use_of_the_block_only(
     form: Form, tmp_path: Path
 ) -> None:
     pool = PlainPool.random(layers=3, part_bytes=(4096,), pages=8)
-    with store_and_engine(form, pool, tmp_path, checksums=True, num_slots=1) as (store, engine):
+    with store_and_engine(form, pool, tmp_path, checksums=True, num_blocks=1) as (store, engine):
         store.free(stored(store, engine, [0]))
-        slots = prepared(store, 1)
-        engine.store_pages(range(2), [0], slots).wait()
-        store.complete_store(slots)
-        engine.load_pages(range(2), slots, [1]).wait()
+        blocks = prepared(store, 1)
+        engine.store_pages(range(2), [0], blocks).wait()
+        store.complete_store(blocks)
+        engine.load_pages(range(2), blocks, [1]).wait()
         with pytest.raises(CopyError, match="the checksum of layer 2 does not match"):
-            engine.load_pages(range(3), slots, [1]).wait()
+            engine.load_pages(range(3), blocks, [1]).wait()
 
 
 # Each call moves at most 1,000 bytes and every third is interrupted; on a file of the store only.
@@ -214,5 +214,5 @@ def test_reads_and_writes_that_do_less_than_asked_are_continued(short_calls: Pat
 
 def test_an_error_of_the_device_reaches_the_waiter_with_its_number(short_calls: Path, tmp_path: Path) -> None:
     told = _run_below(short_calls, tmp_path, FAIL_AFTER="20")
-    assert told.startswith(f"errno {errno.EIO}: layers 0 to 1 of device page 0 to slot 0: writing ")
+    assert told.startswith(f"errno {errno.EIO}: layers 0 to 1 of device page 0 to block 0: writing ")
     assert "Input/output error" in told

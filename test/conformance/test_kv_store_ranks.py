@@ -1,4 +1,4 @@
-"""Ranks of a machine share a store: slots go from one to another, and a rank that is killed never holds up the rest."""
+"""Ranks of a machine share a store: blocks go from rank to rank, and a killed rank never blocks the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RankProcess:
         self._child = 0
 
     def start(self, do: str, store: HostKVStore, *, pool: dict[str, Any] = POOL, rank: int = 1) -> list[int]:
-        """Do it as that rank of the store; returns the slots that the process names when it is at it."""
+        """Do it as that rank of the store; returns the blocks that the process names when it is at it."""
         address = dataclasses.asdict(store.address)
         checksums = store.geometry.checksums
         command = {"do": do, "address": address, "pool": pool, "checksums": checksums, "rank": rank}
@@ -50,8 +50,8 @@ class RankProcess:
         self._process.stdin.flush()
         told = json.loads(self._process.stdout.readline())
         self._child = told["pid"]
-        slots: list[int] = told["slots"]
-        return slots
+        blocks: list[int] = told["blocks"]
+        return blocks
 
     def kill(self) -> None:
         """SIGKILL; returns when no thread of it is left."""
@@ -77,27 +77,27 @@ def other_rank() -> Iterator[RankProcess]:
 @pytest.fixture(params=["shared", "file"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostKVStore]:
     form = Form(request.param, 1)
-    with form.store(GEOMETRY, tmp_path, num_slots=60, num_ranks=2) as store:
+    with form.store(GEOMETRY, tmp_path, num_blocks=60, num_ranks=2) as store:
         yield store
 
 
-def test_another_ranks_slots_are_shared_loaded_and_outlive_it(store: HostKVStore, other_rank: RankProcess) -> None:
-    slots = other_rank.start("hold", store)
+def test_another_ranks_blocks_are_shared_loaded_and_outlive_it(store: HostKVStore, other_rank: RankProcess) -> None:
+    blocks = other_rank.start("hold", store)
     with pytest.raises(StoreFault, match="this rank holds no reference"):
-        store.free(slots)
-    store.share(slots)
-    assert store.references(slots).tolist() == [3, 2, 2, 2, 2]
+        store.free(blocks)
+    store.share(blocks)
+    assert store.references(blocks).tolist() == [3, 2, 2, 2, 2]
     other_rank.kill()
     assert store.reclaim(1) == 5, "those that were WRITING; the others are held here too"
-    assert store.references(slots).tolist() == [1] * 5
+    assert store.references(blocks).tolist() == [1] * 5
     pool = PlainPool.random(**POOL)
     engine = NativeCopyEngine(store, pool)
-    engine.load_pages(range(3), slots, range(10, 15)).wait()
+    engine.load_pages(range(3), blocks, range(10, 15)).wait()
     for page in range(5):
         assert all((new == old).all() for new, old in zip(pool.page(10 + page), pool.page(page), strict=True))
     engine.close()
-    store.free(slots)
-    assert store.counts().free == store.num_slots
+    store.free(blocks)
+    assert store.counts().free == store.num_blocks
 
 
 def test_a_rank_that_runs_keeps_what_it_holds_and_its_place(store: HostKVStore, other_rank: RankProcess) -> None:
@@ -128,7 +128,7 @@ def test_a_rank_killed_while_it_changes_the_table_holds_up_nobody(tmp_path: Path
     drawn = random.Random(5)
     small: dict[str, Any] = {"layers": 1, "part_bytes": (64,), "pages": 8}
     geometry = StoreGeometry.of_pool(PlainPool.random(**small))
-    with Form("shared", 1).store(geometry, tmp_path, num_slots=100_000, num_ranks=3) as store:
+    with Form("shared", 1).store(geometry, tmp_path, num_blocks=100_000, num_ranks=3) as store:
         own = prepared(store, 100)
         store.complete_store(own)
         for _ in range(1000):
@@ -157,9 +157,9 @@ def test_a_rank_killed_while_it_writes_harms_nobody_elses_pages(store: HostKVSto
     pool = PlainPool.random(**POOL)
     engine = NativeCopyEngine(store, pool, num_workers=2)
     for turn in range(4):
-        slots = other_rank.start("write", store)
+        blocks = other_rank.start("write", store)
         own = prepared(store, 20)
-        assert not set(own.tolist()) & set(slots)
+        assert not set(own.tolist()) & set(blocks)
         tickets = [engine.store_pages(range(3), range(20), own) for _ in range(1 + turn)]
         other_rank.kill()
         for ticket in tickets:
@@ -189,12 +189,15 @@ def test_ranks_with_other_pages_cannot_join(store: HostKVStore) -> None:
 
 
 def test_a_store_that_is_closed_cannot_be_joined(tmp_path: Path) -> None:
-    with Form("shared", 1).store(GEOMETRY, tmp_path, num_slots=4, num_ranks=2) as store:
+    with Form("shared", 1).store(GEOMETRY, tmp_path, num_blocks=4, num_ranks=2) as store:
         address = store.address
     with pytest.raises(ConfigError, match=r"rank 1 cannot open the host KV store .* has to be alive"):
         HostKVStore.join(address, GEOMETRY, rank=1)
 
 
 def test_a_store_of_one_rank_in_memory_has_no_address(tmp_path: Path) -> None:
-    with Form("memory", 1).store(GEOMETRY, tmp_path, num_slots=4) as store, pytest.raises(StoreFault, match="one rank"):
+    with (
+        Form("memory", 1).store(GEOMETRY, tmp_path, num_blocks=4) as store,
+        pytest.raises(StoreFault, match="one rank"),
+    ):
         _ = store.address

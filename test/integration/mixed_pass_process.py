@@ -111,23 +111,23 @@ class Stored:
         self._engine = self._engines.over(scene.pool)
         self._sink = PrefillStaging(store, scene.pool, self._engines, first_page=FIRST_STAGED)
         self._source = DecodeStaging(scene.pool, self._engines, first_page=FIRST_STAGED)
-        self._slots: dict[int, torch.Tensor] = {}
+        self._blocks: dict[int, torch.Tensor] = {}
 
     def _to_store(self, row: int, tokens: int) -> torch.Tensor:
-        """Slots for all pages of a row; those of its first tokens are READY."""
+        """Blocks for all pages of a row; those of its first tokens are READY."""
         pages, there = self._scene.pages[row], pages_for(tokens)
-        slots = self._slots[row] = self._store.prepare_store(len(pages))
-        self._engine.store_pages(self._scene.layers, pages[:there], slots[:there]).wait()
-        self._store.complete_store(slots[:there])
-        return slots
+        blocks = self._blocks[row] = self._store.prepare_store(len(pages))
+        self._engine.store_pages(self._scene.layers, pages[:there], blocks[:there]).wait()
+        self._store.complete_store(blocks[:there])
+        return blocks
 
     def begin_sink(self) -> None:
         restored = self._to_store(PROMPTS[0], PREFIXES[0])[: pages_for(PREFIXES[0])]
-        self._store.free(self._slots[PROMPTS[0]][len(restored) :])
+        self._store.free(self._blocks[PROMPTS[0]][len(restored) :])
         counts = [pages_for(length) for length in NEWS]
         new = self._store.prepare_store(sum(counts))
-        self._slots[PROMPTS[0]] = torch.cat((restored, new[: counts[0]]))
-        self._slots[PROMPTS[1]] = new[counts[0] :]
+        self._blocks[PROMPTS[0]] = torch.cat((restored, new[: counts[0]]))
+        self._blocks[PROMPTS[1]] = new[counts[0] :]
         self._scene.lay(PROMPTS[0], list(range(FIRST_STAGED, FIRST_STAGED + 1 + counts[0])))
         self._scene.lay(PROMPTS[1], [FIRST_STAGED + 1 + counts[0]])
         self._sink.begin(NEWS, new, restored=restored)
@@ -136,8 +136,8 @@ class Stored:
     def begin_source(self) -> None:
         stored = [self._to_store(row, LENGTHS[row]).tolist() for row in DECODE]
         rows = [
-            StreamedRow(store_blocks=tuple(slots[: LENGTHS[row] // PAGE]), own_pages=1)
-            for row, slots in enumerate(stored)
+            StreamedRow(store_blocks=tuple(blocks[: LENGTHS[row] // PAGE]), own_pages=1)
+            for row, blocks in enumerate(stored)
         ]
         parts = lay_out(rows, half_pages=self._source.half_pages, most_rows=self._b_attn)
         copies = []
@@ -153,10 +153,10 @@ class Stored:
                 PartCopies(
                     span=(part.start, part.end),
                     part=part,
-                    load_slots=torch.tensor([slot for slot, _ in load]),
+                    load_blocks=torch.tensor([block for block, _ in load]),
                     load_pages=torch.tensor([page for _, page in load]),
                     store_pages=torch.tensor([pages[row][-1] for row in span]),
-                    store_slots=torch.tensor([stored[row][-1] for row in span]),
+                    store_blocks=torch.tensor([stored[row][-1] for row in span]),
                 )
             )
         self._source.begin(copies)
@@ -169,10 +169,10 @@ class Stored:
             self._sink.end()
         if runner.decode_source is not None:
             self._source.end()
-            self._store.complete_store([self._slots[2][-1]])
+            self._store.complete_store([self._blocks[2][-1]])
         runner.prefill_sink = runner.decode_source = None
-        for row, slots in self._slots.items():
-            self._engine.load_pages(self._scene.layers, slots, self._scene.pages[row]).wait()
+        for row, blocks in self._blocks.items():
+            self._engine.load_pages(self._scene.layers, blocks, self._scene.pages[row]).wait()
         for used in (self._sink, self._source, self._engine, self._engines):
             used.close()
 

@@ -1,7 +1,7 @@
 """Owns the contract of copies between device pages and the host KV store. Which pages are copied is decided elsewhere.
 
 A page's life: `prepare_store`, `store_pages`, wait for the ticket, `complete_store`; later `load_pages`, wait. Until a
-ticket is done, the device pages and slots of its copy belong to it: nobody writes to a source or reads a target, and
+ticket is done, the device pages and blocks of its copy belong to it: nobody writes to a source or reads a target, and
 nobody gives either to another sequence.
 """
 
@@ -60,16 +60,16 @@ class Ticket(Protocol):
 class CopyEngine(Protocol):
     """Copies pages of a span of layers, many at a time, while the caller goes on.
 
-    Tickets that touch the same slot or device page run in the order of submission; others may overlap. Submitting waits
-    while too much has not ended yet. Layers are counted from the pool's first. StoreFault, and nothing done, where
-    slots are not this rank's or not in the state for it, or where a target stands twice in one call.
+    Tickets that touch the same block or device page run in the order of submission; others may overlap. Submission
+    waits while too many tickets have not ended. Layers are counted from the pool's first. StoreFault, and nothing done,
+    where blocks are not this rank's or not in the state for it, or where a target stands twice in one call.
     """
 
-    def store_pages(self, layers: range, device_pages: Indices, slots: Indices) -> Ticket:
-        """Copy layers of device_pages[i] to slots[i], which are WRITING, or READY and held once: written again."""
+    def store_pages(self, layers: range, device_pages: Indices, blocks: Indices) -> Ticket:
+        """Copy layers of device_pages[i] to blocks[i], which are WRITING, or READY and held once: written again."""
 
-    def load_pages(self, layers: range, slots: Indices, device_pages: Indices) -> Ticket:
-        """Copy layers of slots[i], which are READY, to device_pages[i]. A slot may go to several pages."""
+    def load_pages(self, layers: range, blocks: Indices, device_pages: Indices) -> Ticket:
+        """Copy layers of blocks[i], which are READY, to device_pages[i]. A block may go to several pages."""
 
     def counters(self) -> CopyCounters:
         """What was done so far."""

@@ -37,15 +37,15 @@ class DeviceEvent(Protocol):
 class DeviceStreams(Protocol):
     """Two streams beside the one that computes, one for each direction, and memory that they copy from and to."""
 
-    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
-        """Make host memory of whole slots one that the device reads and writes by itself; no copy crosses two."""
+    def pin(self, memory: torch.Tensor, block_bytes: int) -> None:
+        """Make host memory of whole blocks one that the device reads and writes by itself; no copy crosses two."""
 
-    def unpin(self, memory: torch.Tensor, slot_bytes: int) -> None: ...
+    def unpin(self, memory: torch.Tensor, block_bytes: int) -> None: ...
 
-    def follow(self, to_slots: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
+    def follow(self, to_store: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
         """Copies within wait for these, and for what the computing stream has been given so far."""
 
-    def mark(self, to_slots: bool) -> DeviceEvent:
+    def mark(self, to_store: bool) -> DeviceEvent:
         """What the stream has been given so far."""
 
     def hold(self, event: DeviceEvent) -> None:
@@ -57,16 +57,16 @@ class CudaStreams:
 
     def __init__(self) -> None:
         # The few programs of a copy start as soon as any block of a kernel that fills the GPU ends, not after all.
-        self._streams = {to_slots: torch.cuda.Stream(priority=_BEFORE_COMPUTE) for to_slots in (False, True)}
+        self._streams = {to_store: torch.cuda.Stream(priority=_BEFORE_COMPUTE) for to_store in (False, True)}
 
-    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
-        pin(memory, "the host KV store (--kv-store-bytes)", "name a smaller store", unit_bytes=slot_bytes)
+    def pin(self, memory: torch.Tensor, block_bytes: int) -> None:
+        pin(memory, "the host KV store (--kv-store-bytes)", "name a smaller store", unit_bytes=block_bytes)
 
-    def unpin(self, memory: torch.Tensor, slot_bytes: int) -> None:
-        unpin(memory, unit_bytes=slot_bytes)
+    def unpin(self, memory: torch.Tensor, block_bytes: int) -> None:
+        unpin(memory, unit_bytes=block_bytes)
 
-    def follow(self, to_slots: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
-        stream = self._streams[to_slots]
+    def follow(self, to_store: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
+        stream = self._streams[to_store]
         stream.wait_stream(torch.cuda.current_stream())
         for event in others:
             assert isinstance(event, torch.cuda.Event)
@@ -74,8 +74,8 @@ class CudaStreams:
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
-    def mark(self, to_slots: bool) -> DeviceEvent:
-        event: torch.cuda.Event = self._streams[to_slots].record_event()
+    def mark(self, to_store: bool) -> DeviceEvent:
+        event: torch.cuda.Event = self._streams[to_store].record_event()
         return event
 
     def hold(self, event: DeviceEvent) -> None:
@@ -84,13 +84,13 @@ class CudaStreams:
 
 
 class CudaTicket:
-    """A Ticket of CudaCopyEngine. It is the engine that lets go of its slots, when somebody sees that it has ended."""
+    """A Ticket of CudaCopyEngine. It is the engine that lets go of its blocks, when somebody sees that it has ended."""
 
     def __init__(
-        self, engine: CudaCopyEngine, event: DeviceEvent, to_slots: bool, pages: torch.Tensor, slots: torch.Tensor
+        self, engine: CudaCopyEngine, event: DeviceEvent, to_store: bool, pages: torch.Tensor, blocks: torch.Tensor
     ):
-        self._engine, self.event, self.to_slots, self.slots = engine, event, to_slots, slots
-        self.page_set, self.slot_set = frozenset(pages.tolist()), frozenset(slots.tolist())
+        self._engine, self.event, self.to_store, self.blocks = engine, event, to_store, blocks
+        self.page_set, self.block_set = frozenset(pages.tolist()), frozenset(blocks.tolist())
         self.ended = False
         self.error: str | None = None
 
@@ -122,25 +122,25 @@ class CudaCopyEngines:
         self._store = store
         self._streams = CudaStreams() if streams is None else streams
         self._memory: torch.Tensor | None = store.memory()
-        self._streams.pin(self._memory, store.geometry.slot_bytes)
+        self._streams.pin(self._memory, store.geometry.block_bytes)
 
     def over(self, pool: PagedPool, *, max_tickets: int = MAX_TICKETS) -> CudaCopyEngine:
         """An engine for the pages of a pool."""
         assert self._memory is not None, "its memory is pinned"
         geometry = self._store.geometry
-        slots = self._memory.view(self._store.num_slots, geometry.slot_bytes)
+        blocks = self._memory.view(self._store.num_blocks, geometry.block_bytes)
         parts = [
             [part.flatten(1).view(torch.uint8) for part in pool.page_parts(layer)] for layer in range(pool.layer_num)
         ]
         by_kernel = parts[0][0].is_cuda and FusedPageCopy.serves(geometry)
-        copies = FusedPageCopy(parts, slots, geometry) if by_kernel else PerPageCopy(parts, slots, geometry)
+        copies = FusedPageCopy(parts, blocks, geometry) if by_kernel else PerPageCopy(parts, blocks, geometry)
         shape = len(parts), len(parts[0][0])
         return CudaCopyEngine(self._store, copies, self._streams, shape, max_tickets=max_tickets)
 
     def close(self) -> None:
         """All engines are closed. A second time nothing happens."""
         if self._memory is not None:
-            self._streams.unpin(self._memory, self._store.geometry.slot_bytes)
+            self._streams.unpin(self._memory, self._store.geometry.block_bytes)
             self._memory = None
 
 
@@ -165,56 +165,56 @@ class CudaCopyEngine:
         )
         self._submit_wait_s = self._ticket_wait_s = 0.0
 
-    def store_pages(self, layers: range, device_pages: Indices, slots: Indices) -> CudaTicket:
-        return self._submit(True, layers, as_indices(device_pages), as_indices(slots))
+    def store_pages(self, layers: range, device_pages: Indices, blocks: Indices) -> CudaTicket:
+        return self._submit(True, layers, as_indices(device_pages), as_indices(blocks))
 
-    def load_pages(self, layers: range, slots: Indices, device_pages: Indices) -> CudaTicket:
-        return self._submit(False, layers, as_indices(device_pages), as_indices(slots))
+    def load_pages(self, layers: range, blocks: Indices, device_pages: Indices) -> CudaTicket:
+        return self._submit(False, layers, as_indices(device_pages), as_indices(blocks))
 
-    def _submit(self, to_slots: bool, layers: range, pages: torch.Tensor, slots: torch.Tensor) -> CudaTicket:
-        self._check(to_slots, layers, pages, slots)
+    def _submit(self, to_store: bool, layers: range, pages: torch.Tensor, blocks: torch.Tensor) -> CudaTicket:
+        self._check(to_store, layers, pages, blocks)
         begun = time.perf_counter()
         while len(self._live) >= self._max_tickets:
             self._finish(self._live[0], wait=True)
         self._submit_wait_s += time.perf_counter() - begun
         with faults():
-            self._store.handle.begin_copies(slots, to_slots)
+            self._store.handle.begin_copies(blocks, to_store)
         try:
-            with self._streams.follow(to_slots, self._before(to_slots, pages, slots)):
-                self._copies(to_slots, layers, pages, slots)
-            event = self._streams.mark(to_slots)
+            with self._streams.follow(to_store, self._before(to_store, pages, blocks)):
+                self._copies(to_store, layers, pages, blocks)
+            event = self._streams.mark(to_store)
         except RuntimeError as error:
-            self._store.handle.end_copies(slots)
+            self._store.handle.end_copies(blocks)
             self._counts["errors"] += 1
             raise CopyError(f"the GPU refuses a copy of {len(pages)} pages, layers {layers}: {error}") from error
-        ticket = CudaTicket(self, event, to_slots, pages, slots)
+        ticket = CudaTicket(self, event, to_store, pages, blocks)
         self._live.append(ticket)
-        way = "stored" if to_slots else "loaded"
+        way = "stored" if to_store else "loaded"
         self._counts["tickets"] += 1
         self._counts[f"{way}_pages"] += len(pages)
         self._counts[f"{way}_bytes"] += len(pages) * len(layers) * sum(self._store.geometry.part_bytes)
         return ticket
 
-    def _check(self, to_slots: bool, layers: range, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    def _check(self, to_store: bool, layers: range, pages: torch.Tensor, blocks: torch.Tensor) -> None:
         if self._closed:
             raise StoreFault("the copy engine is closed")
         if layers.step != 1 or layers.start < 0 or layers.stop > self._num_layers:
             raise StoreFault(f"{layers} is no span of the {self._num_layers} layers")
-        if len(pages) != len(slots):
-            raise StoreFault(f"{len(pages)} device pages and {len(slots)} slots")
+        if len(pages) != len(blocks):
+            raise StoreFault(f"{len(pages)} device pages and {len(blocks)} blocks")
         if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self._num_pages:
             raise StoreFault(f"device pages {int(pages.min())} to {int(pages.max())} of {self._num_pages}")
-        targets = (slots if to_slots else pages).tolist()
+        targets = (blocks if to_store else pages).tolist()
         if len(set(targets)) != len(targets):
             raise StoreFault(f"a target stands twice in one copy, among {targets}")
 
-    def _before(self, to_slots: bool, pages: torch.Tensor, slots: torch.Tensor) -> list[DeviceEvent]:
+    def _before(self, to_store: bool, pages: torch.Tensor, blocks: torch.Tensor) -> list[DeviceEvent]:
         """What must have ended in the other stream; a stream keeps its own order."""
-        page_set, slot_set = frozenset(pages.tolist()), frozenset(slots.tolist())
+        page_set, block_set = frozenset(pages.tolist()), frozenset(blocks.tolist())
         return [
             ticket.event
             for ticket in self._live
-            if ticket.to_slots != to_slots and (page_set & ticket.page_set or slot_set & ticket.slot_set)
+            if ticket.to_store != to_store and (page_set & ticket.page_set or block_set & ticket.block_set)
         ]
 
     def look(self, ticket: CudaTicket) -> None:
@@ -246,9 +246,9 @@ class CudaCopyEngine:
             elif not ticket.event.query():
                 return
         except RuntimeError as error:
-            ticket.error = f"the GPU reports an error after a copy of {len(ticket.slots)} pages: {error}"
+            ticket.error = f"the GPU reports an error after a copy of {len(ticket.blocks)} pages: {error}"
             self._counts["errors"] += 1
-        self._store.handle.end_copies(ticket.slots)
+        self._store.handle.end_copies(ticket.blocks)
         self._live.remove(ticket)
         ticket.ended = True
 

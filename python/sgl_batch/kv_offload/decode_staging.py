@@ -1,7 +1,7 @@
 """Owns bringing a decode group's KV to the device layer by layer and sub-batch by sub-batch, and what it changes back.
 
 The device's pages of all layers together are two halves, each for a sub-batch of a layer. Which rows make a sub-batch,
-and who comes when, is decided in core/decode_streaming; that all of them have slots, by the caller.
+and who comes when, is decided in core/decode_streaming; that all of them have blocks, by the caller.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _HALVES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCopies:
-    """Of a sub-batch, the rows `span` of the group: pages [N] of a half that come from slots [N], and pages [R] of its
-    rows' last tokens that go to slots [R]. `part`: how it is laid out.
+    """Of a sub-batch, the rows `span` of the group: pages [N] of a half that come from blocks [N], and pages [R] of its
+    rows' last tokens that go to blocks [R]. `part`: how it is laid out.
     """
 
     span: tuple[int, int]
     part: StreamedPart
-    load_slots: torch.Tensor
+    load_blocks: torch.Tensor
     load_pages: torch.Tensor
     store_pages: torch.Tensor
-    store_slots: torch.Tensor
+    store_blocks: torch.Tensor
 
     @property
     def num_rows(self) -> int:
@@ -77,14 +77,14 @@ class DecodeStaging:
         return [copies.span for copies in self._copies]
 
     def begin(self, copies: Sequence[PartCopies]) -> None:
-        """The next forward pass is a decode step of these sub-batches. All slots are READY, or new ones to store to."""
+        """Begin a decode step of these sub-batches. Blocks are READY, or new ones that the step stores to."""
         assert not self._copies, "one pass at a time"
         self._copies = copies
         parts = [one.part for one in copies]
         if parts != self._parts:
             self._parts, self._turns = parts, take_turns(parts, self._pool.layer_num)
         self._bring(first_turns(self._turns))
-        self.pages_brought += sum(len(one.load_slots) for one in copies)
+        self.pages_brought += sum(len(one.load_blocks) for one in copies)
 
     def lead(self, half: int = 0) -> None:
         """Lead the pool's layers to a half."""
@@ -99,7 +99,7 @@ class DecodeStaging:
             turn = self._turns[number]
             copies, layer = self._copies[turn.index], turn.layer
             pages = copies.load_pages + turn.half * self.half_pages
-            self._loads[number] = self._engine.load_pages(range(layer, layer + 1), copies.load_slots, pages)
+            self._loads[number] = self._engine.load_pages(range(layer, layer + 1), copies.load_blocks, pages)
 
     def rows_wanted(self, layer: int, index: int) -> None:
         """Wait until a sub-batch's KV of a layer is there, and its pages are nobody's source any more."""
@@ -118,7 +118,7 @@ class DecodeStaging:
         number = layer * len(self._copies) + index
         turn, copies = self._turns[number], self._copies[index]
         pages = copies.store_pages + turn.half * self.half_pages
-        self._stores[number] = self._engine.store_pages(range(layer, layer + 1), pages, copies.store_slots)
+        self._stores[number] = self._engine.store_pages(range(layer, layer + 1), pages, copies.store_blocks)
         self._bring(turn.then)
 
     def end(self) -> None:

@@ -60,7 +60,7 @@ class ExclusiveKV:
         return make_batch()
 
     def fork(self, leader: Request, follower: Request) -> bool:
-        """Each choice has references of its own to the prompt's slots, which go when it comes to the device."""
+        """Each choice has references of its own to the prompt's blocks, which go when it comes to the device."""
         self._counters.add("prompt_tokens_shared", len(leader.origin_input_ids) - 1)
         self._store.fork_stored(leader, follower)
         return False

@@ -1,9 +1,9 @@
-"""Owns the store tier: slots of one page each, in memory or in a file, shared by the ranks of one machine.
+"""Owns the store tier: blocks of one page each, in memory or in a file, shared by the ranks of one machine.
 
-What is stored, and when a slot is let go, is decided elsewhere; data is moved by a copy engine. A slot is FREE, then
+What is stored, and when a block is let go, is decided elsewhere; data is moved by a copy engine. A block is FREE, then
 WRITING (`prepare_store`: its rank may copy a page to it), then READY (`complete_store`: it may be restored and shared,
 and while it has one reference its rank may copy to it again).
-Every reference to a slot belongs to a rank; the slot is free when the last one is dropped.
+Every reference to a block belongs to a rank; the block is free when the last one is dropped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 Indices = torch.Tensor | Sequence[int]
-"""Slots or device pages: int64 [N] on the CPU, or numbers."""
+"""Blocks or device pages: int64 [N] on the CPU, or numbers."""
 
 
 def as_indices(numbers: Indices) -> torch.Tensor:
-    """Slots or pages as the native library takes them: on the host, wherever they come from."""
+    """Blocks or pages as the native library takes them: on the host, wherever they come from."""
     return torch.as_tensor(numbers, dtype=torch.int64).cpu().contiguous()
 
 
@@ -42,13 +42,13 @@ class StoreAddress:
     table_path: str
     data_path: str
     file_name: str
-    num_slots: int
+    num_blocks: int
     num_ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotCounts:
-    """How many slots are in each state, all ranks together."""
+class BlockCounts:
+    """How many blocks are in each state, all ranks together."""
 
     free: int
     writing: int
@@ -64,15 +64,15 @@ class SlotCounts:
 class HostKVStore:
     """One rank's end of a store. Made by `create` on one rank and `join` on the others. Any thread may call it.
 
-    A call with several slots does all of it, or raises StoreFault and changes nothing. A rank that dies never blocks
+    A call with several blocks does all of it, or raises StoreFault and changes nothing. A rank that dies never blocks
     the others, also in the middle of a call; what it held stays taken until somebody calls `reclaim`.
     """
 
     def __init__(
-        self, files: StoreFiles, geometry: StoreGeometry, *, num_slots: int, num_ranks: int, rank: int, create: bool
+        self, files: StoreFiles, geometry: StoreGeometry, *, num_blocks: int, num_ranks: int, rank: int, create: bool
     ) -> None:
         """For `create` and `join`. Takes over `files`."""
-        self.geometry, self.num_slots, self.num_ranks, self.rank = geometry, num_slots, num_ranks, rank
+        self.geometry, self.num_blocks, self.num_ranks, self.rank = geometry, num_blocks, num_ranks, rank
         self._files = files
         try:
             with faults():
@@ -80,7 +80,7 @@ class HostKVStore:
                 self.handle: Any = kv_store_kernels().open_store(
                     files.table,
                     create=create,
-                    geometry=geometry.numbers(num_slots),
+                    geometry=geometry.numbers(num_blocks),
                     num_ranks=num_ranks,
                     rank=rank,
                     data_fd=-1 if files.data is None else files.data,
@@ -90,7 +90,7 @@ class HostKVStore:
         except RuntimeError as error:
             files.close()
             raise ConfigError(
-                f"the system refuses a host KV store of {num_slots * geometry.slot_bytes} bytes ({error}): name a "
+                f"the system refuses a host KV store of {num_blocks * geometry.block_bytes} bytes ({error}): name a "
                 "smaller one (--kv-store-bytes), or lift the limit on address space (ulimit -v)"
             ) from error
         except BaseException:
@@ -112,11 +112,11 @@ class HostKVStore:
         Raises ConfigError where there is no room for it, or the native kernels are missing.
         """
         kv_store_kernels()
-        num_slots = num_bytes // geometry.slot_bytes
-        if num_slots < 1:
+        num_blocks = num_bytes // geometry.block_bytes
+        if num_blocks < 1:
             raise ConfigError(
                 f"a host KV store of {num_bytes} bytes (--kv-store-bytes) holds no page: one takes "
-                f"{geometry.slot_bytes} bytes in all {geometry.num_layers} layers; name a larger store"
+                f"{geometry.block_bytes} bytes in all {geometry.num_layers} layers; name a larger store"
             )
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if directory is None and num_bytes > memory_bytes:
@@ -124,8 +124,8 @@ class HostKVStore:
                 f"a host KV store of {num_bytes} bytes (--kv-store-bytes) is larger than the machine's memory of "
                 f"{memory_bytes}: name a smaller one, or a directory for it (--kv-store-dir)"
             )
-        files = StoreFiles.create(num_slots * geometry.slot_bytes, directory=directory, shared=num_ranks > 1)
-        return cls(files, geometry, num_slots=num_slots, num_ranks=num_ranks, rank=rank, create=True)
+        files = StoreFiles.create(num_blocks * geometry.block_bytes, directory=directory, shared=num_ranks > 1)
+        return cls(files, geometry, num_blocks=num_blocks, num_ranks=num_ranks, rank=rank, create=True)
 
     @classmethod
     def join(cls, address: StoreAddress, geometry: StoreGeometry, *, rank: int) -> HostKVStore:
@@ -142,7 +142,7 @@ class HostKVStore:
                 f"rank {rank} cannot open the host KV store of its machine ({error}): all ranks of a machine have to "
                 "run as the same user, and the rank that made the store has to be alive"
             ) from error
-        return cls(files, geometry, num_slots=address.num_slots, num_ranks=address.num_ranks, rank=rank, create=False)
+        return cls(files, geometry, num_blocks=address.num_blocks, num_ranks=address.num_ranks, rank=rank, create=False)
 
     def _enter(self) -> None:
         pid, start = self.handle.occupants()[self.rank]
@@ -159,43 +159,43 @@ class HostKVStore:
             table_path=path_for_others(self._files.table),
             data_path=path_for_others(self._files.data),
             file_name=self._files.name,
-            num_slots=self.num_slots,
+            num_blocks=self.num_blocks,
             num_ranks=self.num_ranks,
         )
 
-    def prepare_store(self, num_slots: int) -> torch.Tensor | None:
-        """Slots [num_slots] to copy pages to, WRITING and held once by this rank; None when too few are free."""
+    def prepare_store(self, num_blocks: int) -> torch.Tensor | None:
+        """Blocks [num_blocks] to copy pages to, WRITING and held once by this rank; None when too few are free."""
         with faults():
-            slots: torch.Tensor = self.handle.take(num_slots)
-        return slots if len(slots) == num_slots else None
+            blocks: torch.Tensor = self.handle.take(num_blocks)
+        return blocks if len(blocks) == num_blocks else None
 
-    def complete_store(self, slots: Indices) -> None:
-        """Slots that this rank has written become READY. Only after the tickets of all copies to them are done."""
+    def complete_store(self, blocks: Indices) -> None:
+        """Blocks that this rank has written become READY. Only after the tickets of all copies to them are done."""
         with faults():
-            self.handle.complete(as_indices(slots))
+            self.handle.complete(as_indices(blocks))
 
-    def share(self, slots: Indices) -> None:
-        """One more reference for this rank to each of these READY slots, whichever rank wrote them.
+    def share(self, blocks: Indices) -> None:
+        """One more reference for this rank to each of these READY blocks, whichever rank wrote them.
 
-        Another rank's slots must be held by it until this has returned: it has no other way to know them.
+        Another rank's blocks must be held by it until this has returned: it has no other way to know them.
         """
         with faults():
-            self.handle.share(as_indices(slots))
+            self.handle.share(as_indices(blocks))
 
-    def free(self, slots: Indices) -> None:
-        """Drop one of this rank's references to each slot; those that have none left are free."""
+    def free(self, blocks: Indices) -> None:
+        """Drop one of this rank's references to each block; those that have none left are free."""
         with faults():
-            self.handle.free(as_indices(slots))
+            self.handle.free(as_indices(blocks))
 
     def reclaim(self, rank: int) -> int:
-        """Drop all that a rank held whose process has died; returns how many slots became free by it."""
+        """Drop all that a rank held whose process has died; returns how many blocks became free by it."""
         with faults():
             if not 0 <= rank < self.num_ranks:
                 raise StoreFault(f"rank {rank} of {self.num_ranks}")
             pid, start = self.handle.occupants()[rank]
             if pid and is_running(pid, start):
                 raise StoreFault(
-                    f"rank {rank} still runs as process {pid}: only a dead rank's slots may be taken from it"
+                    f"rank {rank} still runs as process {pid}: only a dead rank's blocks may be taken from it"
                 )
             freed: int = self.handle.reclaim(rank)
         return freed
@@ -206,15 +206,15 @@ class HostKVStore:
             memory: torch.Tensor = self.handle.memory()
         return memory
 
-    def counts(self) -> SlotCounts:
-        """How many slots are in each state now."""
+    def counts(self) -> BlockCounts:
+        """How many blocks are in each state now."""
         free, writing, ready, recoveries = self.handle.counts()
-        return SlotCounts(free=free, writing=writing, ready=ready, recoveries=recoveries)
+        return BlockCounts(free=free, writing=writing, ready=ready, recoveries=recoveries)
 
-    def references(self, slots: Indices) -> torch.Tensor:
-        """How many references all ranks together hold to each slot."""
+    def references(self, blocks: Indices) -> torch.Tensor:
+        """How many references all ranks together hold to each block."""
         with faults():
-            references: torch.Tensor = self.handle.describe(as_indices(slots))[1]
+            references: torch.Tensor = self.handle.describe(as_indices(blocks))[1]
         return references
 
     def audit(self) -> None:

@@ -55,10 +55,10 @@ def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankContext
         num_ranks=num_ranks,
         directory=None if memory.kv_store_dir is None else Path(memory.kv_store_dir),
     )
-    if store.num_slots < num_ranks:
+    if store.num_blocks < num_ranks:
         raise ConfigError(
-            rf"a host KV store of {memory.kv_store_bytes} bytes (--kv-store-bytes\) holds {store.num_slots} pages of "
-            f"{geometry.slot_bytes} bytes, fewer than one for each of {num_ranks} ranks: name a larger store"
+            rf"a host KV store of {memory.kv_store_bytes} bytes (--kv-store-bytes\) holds {store.num_blocks} pages of "
+            f"{geometry.block_bytes} bytes, fewer than one for each of {num_ranks} ranks: name a larger store"
         )
     if place is not None:
         place.rendezvous.publish("kv-store", place.rank, json.dumps(asdict(store.address)))
@@ -109,7 +109,7 @@ class KVTiers:
                 "whose pages the host KV store has no form for: leave it out"
             )
         self._store = open_store(StoreGeometry.of_pool(self._pool, checksums=memory.kv_store_checksums), memory, place)
-        self.share = self._store.num_slots // self._store.num_ranks
+        self.share = self._store.num_blocks // self._store.num_ranks
         self._engines = copy_engines(self._store, self._device, memory)
         self._engine = self._engines.over(self._pool)
         self.stored = StoredKV(
@@ -152,7 +152,7 @@ class KVTiers:
     @property
     def pool_bytes(self) -> int:
         """What all pages of the device take in the store."""
-        return self._allocator.size // self._page_size * self._store.geometry.slot_bytes
+        return self._allocator.size // self._page_size * self._store.geometry.block_bytes
 
     def copy_rate(self) -> float:
         """Bytes a second that come from the store to the device, as a copy of some pages takes now.
@@ -164,11 +164,11 @@ class KVTiers:
 
     def store_state(self) -> dict[str, int]:
         """Pages of the store, those free of them, and the bytes of one; of a store of several ranks, all ranks'."""
-        counts, slot_bytes = self._store.counts(), self._store.geometry.slot_bytes
+        counts, block_bytes = self._store.counts(), self._store.geometry.block_bytes
         return {
-            "total_pages": self._store.num_slots,
+            "total_pages": self._store.num_blocks,
             "free_pages": counts.free,
-            "page_bytes": slot_bytes,
+            "page_bytes": block_bytes,
             "exclusive": int(self.stored.exclusive),
         }
 
@@ -187,27 +187,29 @@ class KVTiers:
         A prompt that is computed in part goes on behind its own pages, which are staged as well.
         """
         shared = [page for match in matches for page in match.found if page.has_kv_location]
-        begun = {request: self.stored.slots_of(request.rid) for request in requests if request.rid in self.stored}
+        begun = {
+            request: self.stored.store_blocks_of(request.rid) for request in requests if request.rid in self.stored
+        }
         self._restored = list(dict.fromkeys(chain((page.kv_location for page in shared), *begun.values())))
         slots = self._allocator.alloc(len(self._restored) * self._page_size)
         assert slots is not None, "staged pages do not run out"
         pages = dict(zip(self._restored, slots.view(-1, self._page_size), strict=True))
         for request, own in begun.items():
-            request.prefix_indices = torch.cat([pages[slot] for slot in own])
+            request.prefix_indices = torch.cat([pages[block] for block in own])
         self._counters.add("prefix_pages_restored", len(set(shared)))
         return {page: int(pages[page.kv_location][0]) // self._page_size for page in shared}
 
     def begin_prefill(self, requests: list[Request], matches: list[PrefixMatch]) -> None:
-        """The next forward pass is that of these requests, whose slots were given inside `staging`."""
+        """The next forward pass is that of these requests, whose KV indices were given inside `staging`."""
         tokens = [request.kv_committed_len for request in requests]
         lengths = [request.extend_range.length for request in requests]
-        slots = self.stored.take(sum(self._pages(length) for length in lengths))
-        self._staging.begin(lengths, slots, restored=torch.tensor(self._restored, dtype=torch.int64))
-        parts = slots.split([self._pages(length) for length in lengths])
+        blocks = self.stored.take(sum(self._pages(length) for length in lengths))
+        self._staging.begin(lengths, blocks, restored=torch.tensor(self._restored, dtype=torch.int64))
+        parts = blocks.split([self._pages(length) for length in lengths])
         for request, match, part in zip(requests, matches, parts, strict=True):
             first = request.extend_range.start // self._page_size
-            for page, slot in zip(match.pages[max(first, match.shared) :], part.tolist(), strict=False):
-                page.kv_location = slot
+            for page, block in zip(match.pages[max(first, match.shared) :], part.tolist(), strict=False):
+                page.kv_location = block
         self._group = list(zip(requests, tokens, matches, parts, strict=True))
         self._layer_runner.prefill_sink = self._staging
 
@@ -219,11 +221,11 @@ class KVTiers:
         self._counters.add("staging_wait_us", round(1e6 * (self._staging.waited_s - waited)))
         self._counters.counts["staging_peak_bytes"] = self._staging.peak_bytes
         self._counters.counts["staging_peak_pages"] = self._staging.peak_pages
-        for request, tokens, match, slots in self._group:
+        for request, tokens, match, blocks in self._group:
             if request.rid in self.stored:
-                self.stored.extend(request.rid, slots, tokens)
+                self.stored.extend(request.rid, blocks, tokens)
             else:
-                self.stored.adopt(request.rid, slots, tokens, shared=[page.kv_location for page in match.found])
+                self.stored.adopt(request.rid, blocks, tokens, shared=[page.kv_location for page in match.found])
         self._group = []
 
     # Decode.
@@ -265,7 +267,7 @@ class KVTiers:
         self._counters.counts["stream_wait_us"] = round(1e6 * staging.waited_s)
 
     def suspend(self, requests: list[Request]) -> None:
-        """All KV of these requests is in the store when this returns; their slots are still theirs."""
+        """All KV of these requests is in the store when this returns; their KV indices are still theirs."""
         table, size = self._scheduler.req_to_token_pool.req_to_token, self._page_size
         tokens = [request.kv_committed_len for request in requests]
         pages = [

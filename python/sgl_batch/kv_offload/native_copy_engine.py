@@ -91,18 +91,18 @@ class NativeCopyEngine:
         # Also when this engine is dropped, or the process ends.
         self._closing = weakref.finalize(self, _close, self._handle, parts)
 
-    def store_pages(self, layers: range, device_pages: Indices, slots: Indices) -> NativeTicket:
-        return self._submit(True, layers, device_pages, slots)
+    def store_pages(self, layers: range, device_pages: Indices, blocks: Indices) -> NativeTicket:
+        return self._submit(True, layers, device_pages, blocks)
 
-    def load_pages(self, layers: range, slots: Indices, device_pages: Indices) -> NativeTicket:
-        return self._submit(False, layers, device_pages, slots)
+    def load_pages(self, layers: range, blocks: Indices, device_pages: Indices) -> NativeTicket:
+        return self._submit(False, layers, device_pages, blocks)
 
-    def _submit(self, to_slots: bool, layers: range, device_pages: Indices, slots: Indices) -> NativeTicket:
+    def _submit(self, to_store: bool, layers: range, device_pages: Indices, blocks: Indices) -> NativeTicket:
         if layers.step != 1:
             raise StoreFault(f"{layers} is no span of layers: they have to follow each other")
-        pages, places = as_indices(device_pages), as_indices(slots)
+        pages, places = as_indices(device_pages), as_indices(blocks)
         with faults():
-            ticket = self._handle.submit(to_slots, layers.start, layers.stop, pages, places)
+            ticket = self._handle.submit(to_store, layers.start, layers.stop, pages, places)
         return NativeTicket(ticket, self._states)
 
     def counters(self) -> CopyCounters:

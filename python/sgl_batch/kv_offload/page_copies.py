@@ -1,4 +1,4 @@
-"""Owns giving a GPU's stream the copies of pages between its memory and slots of pinned memory. Order is the caller's.
+"""Owns giving a GPU's stream the copies of pages between its memory and blocks of pinned memory. Order is the caller's.
 
 Not yet run on a GPU: what is copied where is tested on a CPU, the kernel under Triton's interpreter, and that it
 compiles for GPUs.
@@ -13,7 +13,7 @@ import torch
 
 from sgl_batch.kv_offload.store_geometry import StoreGeometry
 
-_BLOCK_WORDS = 1024
+_CHUNK_WORDS = 1024
 _WORD_BYTES = 8
 # A kernel fills the link with bytes in flight: the link's rate times its round trip. Those of PCIe 5 with 16 lanes are
 # taken as 64 GB/s and 2 us (SGLang reports 1.3 us for its own kernel over a GB300's faster link). Not measured here.
@@ -22,8 +22,8 @@ ROUND_TRIP_S = 2e-6
 
 
 def programs_to_fill(bytes_per_s: float, round_trip_s: float) -> int:
-    """How many programs of the kernel, each with a block in flight, fill a link; more would only take from compute."""
-    return -(-int(bytes_per_s * round_trip_s) // (_BLOCK_WORDS * _WORD_BYTES))
+    """How many programs of the kernel, each with a chunk in flight, fill a link; more would only take from compute."""
+    return -(-int(bytes_per_s * round_trip_s) // (_CHUNK_WORDS * _WORD_BYTES))
 
 
 COPY_PROGRAMS = programs_to_fill(LINK_BYTES_PER_S, ROUND_TRIP_S)
@@ -34,26 +34,26 @@ Parts = Sequence[Sequence[torch.Tensor]]
 
 
 class PageCopies(Protocol):
-    """Copies of whole parts of pages: made for a device's parts and the slots of a store, uint8 [num_slots, bytes]."""
+    """Copies whole parts of pages between a device's parts and the blocks of a store, uint8 [num_blocks, bytes]."""
 
-    def __call__(self, to_slots: bool, layers: range, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        """Give torch's current stream the copies of layers of pages[i], int64 on the host, to slots[i], or back."""
+    def __call__(self, to_store: bool, layers: range, pages: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Give torch's current stream the copies of layers of pages[i], int64 on the host, to blocks[i], or back."""
 
 
 class PerPageCopy:
     """One call of torch's for every part of every page: by the GPU's copy engines, which compute nothing meanwhile."""
 
-    def __init__(self, parts: Parts, slots: torch.Tensor, geometry: StoreGeometry) -> None:
-        self._parts, self._slots, self._geometry = parts, slots, geometry
+    def __init__(self, parts: Parts, blocks: torch.Tensor, geometry: StoreGeometry) -> None:
+        self._parts, self._blocks, self._geometry = parts, blocks, geometry
 
-    def __call__(self, to_slots: bool, layers: range, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        geometry, pairs = self._geometry, list(zip(pages.tolist(), slots.tolist(), strict=True))
+    def __call__(self, to_store: bool, layers: range, pages: torch.Tensor, blocks: torch.Tensor) -> None:
+        geometry, pairs = self._geometry, list(zip(pages.tolist(), blocks.tolist(), strict=True))
         for layer in layers:
             for part, offset in zip(self._parts[layer], geometry.part_offsets, strict=True):
                 begin = layer * geometry.layer_bytes + offset
-                places = self._slots[:, begin : begin + part.shape[1]]
-                for page, slot in pairs:
-                    target, source = (places[slot], part[page]) if to_slots else (part[page], places[slot])
+                places = self._blocks[:, begin : begin + part.shape[1]]
+                for page, block in pairs:
+                    target, source = (places[block], part[page]) if to_store else (part[page], places[block])
                     target.copy_(source, non_blocking=True)
 
 
@@ -64,11 +64,11 @@ class FusedPageCopy:
     bytes, see `serves`.
     """
 
-    def __init__(self, parts: Parts, slots: torch.Tensor, geometry: StoreGeometry) -> None:
+    def __init__(self, parts: Parts, blocks: torch.Tensor, geometry: StoreGeometry) -> None:
         # Imported here: a CPU user has no use for Triton.
         from sgl_batch.kv_offload.page_copy_kernel import copy_pages_kernel
 
-        self._kernel, self._slots, self._geometry = copy_pages_kernel, slots, geometry
+        self._kernel, self._blocks, self._geometry = copy_pages_kernel, blocks, geometry
         device = parts[0][0].device
         self._parts = parts  # the kernel has their addresses
         self._addresses = torch.tensor([part.data_ptr() for layer in parts for part in layer], device=device)
@@ -83,19 +83,19 @@ class FusedPageCopy:
         """Whether pages of this geometry are whole words."""
         return all(size % _WORD_BYTES == 0 for size in geometry.part_bytes)
 
-    def __call__(self, to_slots: bool, layers: range, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    def __call__(self, to_store: bool, layers: range, pages: torch.Tensor, blocks: torch.Tensor) -> None:
         if not len(pages):
             return
         device, geometry = self._addresses.device, self._geometry
-        pairs = torch.stack((pages, slots))
+        pairs = torch.stack((pages, blocks))
         if device.type == "cuda":
             pairs = pairs.pin_memory()  # from other memory the host would wait for the stream
         pairs = pairs.to(device, non_blocking=True)
         num_parts = len(geometry.part_bytes)
         total = len(pages) * len(layers) * num_parts
         self._kernel[(min(total, COPY_PROGRAMS),)](
-            self._addresses, self._words, pairs[0], pairs[1], self._slots.data_ptr(),
-            geometry.slot_bytes // _WORD_BYTES, geometry.layer_bytes // _WORD_BYTES,
+            self._addresses, self._words, pairs[0], pairs[1], self._blocks.data_ptr(),
+            geometry.block_bytes // _WORD_BYTES, geometry.layer_bytes // _WORD_BYTES,
             layers.start, len(layers), num_parts, total,
-            TO_SLOTS=to_slots, BLOCK=_BLOCK_WORDS, num_warps=8,
+            TO_STORE=to_store, CHUNK=_CHUNK_WORDS, num_warps=8,
         )  # fmt: skip

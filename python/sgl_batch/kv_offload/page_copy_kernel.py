@@ -1,4 +1,4 @@
-"""Owns the Triton kernel that copies pages between a GPU's memory and slots of pinned memory. Not yet run on a GPU."""
+"""Owns the Triton kernel that copies pages between a GPU's memory and blocks of pinned memory. Not yet run on a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def copy_pages_kernel(
-    addresses, part_words, pages, slots, memory, slot_words, layer_words, first_layer, num_layers, num_parts, total,
-    TO_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, part_words, pages, blocks, memory, block_words, layer_words, first_layer, num_layers, num_parts, total,
+    TO_STORE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Copy items, each a part of a layer of a page, taken in turns by the programs; words are of 8 bytes.
 
     `addresses` [layers * parts]: where a part's pages begin. `part_words` [parts, 2]: its words in a page, and where it
-    begins in a layer of a slot. `memory`: the address of the first slot.
+    begins in a layer of a block. `memory`: the address of the first block.
     """
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         part = item % num_parts
@@ -23,11 +23,11 @@ def copy_pages_kernel(
         words = tl.load(part_words + 2 * part)
         base = tl.load(addresses + layer * num_parts + part).to(tl.pointer_type(tl.int64))
         in_page = base + tl.load(pages + pair) * words
-        offset = tl.load(slots + pair) * slot_words + layer * layer_words + tl.load(part_words + 2 * part + 1)
-        in_slot = memory.to(tl.int64).to(tl.pointer_type(tl.int64)) + offset
-        for start in range(0, words, BLOCK):
-            word = start + tl.arange(0, BLOCK)
-            if TO_SLOTS:
-                tl.store(in_slot + word, tl.load(in_page + word, word < words), word < words)
+        offset = tl.load(blocks + pair) * block_words + layer * layer_words + tl.load(part_words + 2 * part + 1)
+        in_block = memory.to(tl.int64).to(tl.pointer_type(tl.int64)) + offset
+        for start in range(0, words, CHUNK):
+            word = start + tl.arange(0, CHUNK)
+            if TO_STORE:
+                tl.store(in_block + word, tl.load(in_page + word, word < words), word < words)
             else:
-                tl.store(in_page + word, tl.load(in_slot + word, word < words), word < words)
+                tl.store(in_page + word, tl.load(in_block + word, word < words), word < words)

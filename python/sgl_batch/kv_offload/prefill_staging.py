@@ -1,7 +1,7 @@
 """Owns the two layers of KV that the device holds of a prefill group on its way to the store (BatchGen 5.2).
 
 Even layers write to one half, odd layers to the other; a layer waits until what lay in its half two layers ago is
-copied. Which sequences make a group, and their slots in the store, are given.
+copied. Which sequences make a group, and their blocks in the store, are given.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _HALVES = 2
 class _Group:
     """Pages of a group in the order of its rows. `ends` [P]: the row with which a page is complete, plus one.
 
-    `restored` [R]: slots of pages that were computed before and come first. `loads`, `stores`: copies by layer.
+    `restored` [R]: blocks of pages that were computed before and come first. `loads`, `stores`: copies by layer.
     """
 
-    slots: torch.Tensor
+    blocks: torch.Tensor
     ends: torch.Tensor
     restored: torch.Tensor
     loads: dict[int, Ticket] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class PrefillStaging:
         """As a pool has them: a layer's half."""
         return self._halves[layer % _HALVES]
 
-    def begin(self, lengths: Sequence[int], slots: torch.Tensor, *, restored: torch.Tensor) -> None:
-        """The next forward pass prefills a group of prompts of `lengths` new tokens, whose pages go to `slots` [P].
+    def begin(self, lengths: Sequence[int], blocks: torch.Tensor, *, restored: torch.Tensor) -> None:
+        """The next forward pass prefills a group of prompts of `lengths` new tokens, whose pages go to `blocks` [P].
 
-        The pages here are numbered one after the other: those that come from the slots `restored` [R], which are READY
+        The pages here are numbered one after the other: those that come from the blocks `restored` [R], which are READY
         and stay so, then the prompts' own in the order of their rows.
         """
         assert self._group is None, "one group is prefilled at a time"
@@ -70,9 +70,9 @@ class PrefillStaging:
         for length in lengths:
             ends += [row + min(end, length) for end in range(size, length + size, size)]
             row += length
-        assert len(ends) == len(slots), f"{len(ends)} pages for {len(slots)} slots"
+        assert len(ends) == len(blocks), f"{len(ends)} pages for {len(blocks)} blocks"
         self._make_room(len(restored) + len(ends))
-        self._group = _Group(slots=slots, ends=torch.tensor(ends), restored=restored)
+        self._group = _Group(blocks=blocks, ends=torch.tensor(ends), restored=restored)
         self._load(0)
 
     @property
@@ -131,13 +131,13 @@ class PrefillStaging:
         complete = int(torch.searchsorted(group.ends, end, right=True))
         if complete == group.sent:
             return
-        pages, slots = torch.arange(group.sent, complete) + len(group.restored), group.slots[group.sent : complete]
-        ticket = self._engine.store_pages(range(layer, layer + 1), pages, slots)
+        pages, blocks = torch.arange(group.sent, complete) + len(group.restored), group.blocks[group.sent : complete]
+        ticket = self._engine.store_pages(range(layer, layer + 1), pages, blocks)
         group.stores.setdefault(layer, []).append(ticket)
         group.sent = complete
 
     def end(self) -> None:
-        """All is in the store: the slots are READY. Raises CopyError where a copy failed."""
+        """All is in the store: the blocks are READY. Raises CopyError where a copy failed."""
         group = self._group
         assert group is not None, "a group has begun"
         self._group = None
@@ -145,7 +145,7 @@ class PrefillStaging:
         for ticket in [*group.loads.values(), *chain.from_iterable(group.stores.values())]:
             ticket.wait()
         self.waited_s += time.perf_counter() - began
-        self._store.complete_store(group.slots)
+        self._store.complete_store(group.blocks)
 
     def _device_waits(self, tickets: Sequence[Ticket]) -> None:
         began = time.perf_counter()

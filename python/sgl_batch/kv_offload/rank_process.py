@@ -1,4 +1,4 @@
-"""Owns whether the process that was a rank still runs on this machine, not what becomes of its slots."""
+"""Owns whether the process that was a rank still runs on this machine, not what becomes of its blocks."""
 
 from __future__ import annotations
 

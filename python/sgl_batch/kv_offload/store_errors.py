@@ -9,7 +9,7 @@ from sgl_batch.errors import SglBatchError, StoreError
 
 
 class StoreFault(SglBatchError):  # noqa: N818 (the caller's fault, not the store's error)
-    """The caller asked for what the rules forbid, such as freeing a slot twice; nothing has changed."""
+    """The caller asked for what the rules forbid, such as freeing a block twice; nothing has changed."""
 
 
 class CopyError(StoreError):

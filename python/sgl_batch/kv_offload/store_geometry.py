@@ -1,7 +1,7 @@
-"""Owns where the layers and parts of a page lie in a slot of the host KV store. How many slots there are is given.
+"""Owns where the layers and parts of a page lie in a block of the host KV store. How many blocks there are is given.
 
-A slot holds one page, all layers. Layer after layer, each layer's parts one after the other, then its checksum where
-checksums are wanted; parts begin at multiples of 64 bytes, slots at multiples of 4096.
+A block holds one page, all layers. Layer after layer, each layer's parts one after the other, then its checksum where
+checksums are wanted; parts begin at multiples of 64 bytes, blocks at multiples of 4096.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from sgl_batch.errors import ConfigError
 
 _PART_ALIGNMENT = 64
-_SLOT_ALIGNMENT = 4096
+_BLOCK_ALIGNMENT = 4096
 _CHECKSUM_BYTES = 8
 
 
@@ -78,13 +78,13 @@ class StoreGeometry:
         return _aligned(end, _PART_ALIGNMENT)
 
     @property
-    def slot_bytes(self) -> int:
-        """From slot to slot: what a page takes in the store."""
-        return _aligned(self.num_layers * self.layer_bytes, _SLOT_ALIGNMENT)
+    def block_bytes(self) -> int:
+        """From block to block: what a page takes in the store."""
+        return _aligned(self.num_layers * self.layer_bytes, _BLOCK_ALIGNMENT)
 
-    def numbers(self, num_slots: int) -> list[int]:
+    def numbers(self, num_blocks: int) -> list[int]:
         """This geometry as the native library takes it."""
         offset = self.checksum_offset
         parts = zip(self.part_bytes, self.part_offsets, strict=True)
-        head = [num_slots, self.num_layers, self.layer_bytes, self.slot_bytes, -1 if offset is None else offset]
+        head = [num_blocks, self.num_layers, self.layer_bytes, self.block_bytes, -1 if offset is None else offset]
         return head + [number for part in parts for number in part]

@@ -27,8 +27,8 @@ from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
-def _slots_go_with_sequences(pages: list[int]) -> None:
-    """A page of a prompt lies in a slot to which every sequence that holds it has a reference of its own."""
+def _blocks_go_with_sequences(pages: list[int]) -> None:
+    """A page of a prompt lies in a block to which every sequence that holds it has a reference of its own."""
 
 
 class StoreKV:
@@ -38,7 +38,7 @@ class StoreKV:
         self._scheduler, self._counters, self.tiers = scheduler, counters, tiers
         self.device = device_ledger(scheduler)
         self.admission = PageLedger(tiers.share, scheduler.page_size)
-        self.sharing = PromptSharing(scheduler, counters, _slots_go_with_sequences)
+        self.sharing = PromptSharing(scheduler, counters, _blocks_go_with_sequences)
         self._prompts = ResidentPrompts[PrefixPage]()
         self._returning: list[Returning] = []
         self._ready: dict[str, Request] = {}
@@ -86,7 +86,7 @@ class StoreKV:
         return False
 
     def fork_stored(self, leader: Request, follower: Request) -> None:
-        """Let a choice have its leader's prompt, but for the last token, in the same slots of the store."""
+        """Let a choice have its leader's prompt, but for the last token, in the same blocks of the store."""
         self.tiers.stored.fork(leader.rid, follower.rid, tokens=len(leader.origin_input_ids) - 1)
 
     def end_pass(self, batch: ScheduleBatch) -> None:

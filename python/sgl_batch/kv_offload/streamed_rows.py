@@ -1,5 +1,5 @@
-"""Owns where the rows of a streamed decode group have their KV: slots of the store, pages of the device, and the tables
-that lead attention there. How rows are cut into sub-batches is decided in core/decode_streaming.
+"""Owns where the rows of a streamed decode group have their KV: store blocks, device pages, and the tables that lead
+attention there. How rows are cut into sub-batches is decided in core/decode_streaming.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class StreamedRows:
         rows = []
         for request in requests:
             full = request.kv_committed_len // size
-            slots = tuple(self._stored.slots_of(request.rid)[:full])
+            blocks = tuple(self._stored.store_blocks_of(request.rid)[:full])
             own = pages_for(request.kv_committed_len + plan.boundary_tokens, size) - full
-            rows.append(StreamedRow(store_blocks=slots, own_pages=min(own, whole_pages(request) - full)))
+            rows.append(StreamedRow(store_blocks=blocks, own_pages=min(own, whole_pages(request) - full)))
         self._parts = lay_out(rows, half_pages=self._half_pages, most_rows=plan.decode.b_attn)
         self._rows = {
             requests[number].rid: _Row(part=index, pages=part.pages[number - part.start])
@@ -101,7 +101,7 @@ class StreamedRows:
             if known is None or index in changed | replaced or known.num_rows != rows[index]:
                 known = self._copies_of(requests[slice(*span)], self._parts[index])
             made.append(replace(known, span=span))
-            if index not in replaced:  # the next step reads another slot
+            if index not in replaced:  # the next step reads another block
                 self._copies[index] = known
             start = span[1]
         return made
@@ -109,20 +109,20 @@ class StreamedRows:
     def _copies_of(self, requests: Sequence[Request], part: StreamedPart) -> PartCopies:
         size = self._size
         load: dict[int, int] = {}  # by page
-        store_pages, store_slots = [], []
+        store_pages, store_blocks = [], []
         for request in requests:
-            pages, slots = self._rows[request.rid].pages, self._stored.slots_of(request.rid)
+            pages, blocks = self._rows[request.rid].pages, self._stored.store_blocks_of(request.rid)
             last, tokens = divmod(request.kv_committed_len - 1, size)
-            load.update(zip(pages[:last], slots[:last], strict=True))
+            load.update(zip(pages[:last], blocks[:last], strict=True))
             if tokens:
-                load[pages[last]] = self._stored.open_slot_to_read(request.rid)
+                load[pages[last]] = self._stored.open_block_to_read(request.rid)
             store_pages.append(pages[last])
-            store_slots.append(slots[last])
+            store_blocks.append(blocks[last])
         return PartCopies(
             span=(0, len(requests)),
             part=part,
-            load_slots=torch.tensor(list(load.values()), dtype=torch.int64),
+            load_blocks=torch.tensor(list(load.values()), dtype=torch.int64),
             load_pages=torch.tensor(list(load), dtype=torch.int64),
             store_pages=torch.tensor(store_pages, dtype=torch.int64),
-            store_slots=torch.tensor(store_slots, dtype=torch.int64),
+            store_blocks=torch.tensor(store_blocks, dtype=torch.int64),
         )

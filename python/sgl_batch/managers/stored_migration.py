@@ -31,7 +31,7 @@ class StoredSequences:
 
     def export(self, sequence_id: str) -> Export:
         request = self._table.request_named(sequence_id)
-        header = written_down(request, self._pool, num_pages=0, slots=self._stored.slots_of(sequence_id))
+        header = written_down(request, self._pool, num_pages=0, slots=self._stored.store_blocks_of(sequence_id))
         return Export(header=header, tensors=())
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:

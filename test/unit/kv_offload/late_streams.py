@@ -51,24 +51,24 @@ class LateStreams:
 
     def __init__(self, *, late: bool) -> None:
         self._late = late
-        self._streams = {to_slots: Stream() for to_slots in (False, True)}
+        self._streams = {to_store: Stream() for to_store in (False, True)}
         self._current: Stream | None = None
 
-    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None: ...
+    def pin(self, memory: torch.Tensor, block_bytes: int) -> None: ...
 
-    def unpin(self, memory: torch.Tensor, slot_bytes: int) -> None: ...
+    def unpin(self, memory: torch.Tensor, block_bytes: int) -> None: ...
 
     @contextmanager
-    def follow(self, to_slots: bool, others: Iterable[Any]) -> Iterator[None]:
-        self._current = self._streams[to_slots]
+    def follow(self, to_store: bool, others: Iterable[Any]) -> Iterator[None]:
+        self._current = self._streams[to_store]
         for event in others:
             self._current.add(event.synchronize)
         yield
         if not self._late:
             self._current.mark().synchronize()
 
-    def mark(self, to_slots: bool) -> Event:
-        return self._streams[to_slots].mark()
+    def mark(self, to_store: bool) -> Event:
+        return self._streams[to_store].mark()
 
     def hold(self, event: Any) -> None:
         event.synchronize()
@@ -86,8 +86,8 @@ class LateEngines:
 
     def over(self, pool: PagedPool) -> CudaCopyEngine:
         parts = [[part.flatten(1).view(torch.uint8) for part in pool.page_parts(n)] for n in range(pool.layer_num)]
-        slots = self._store.memory().view(self._store.num_slots, self._store.geometry.slot_bytes)
-        make = PerPageCopy(parts, slots, self._store.geometry)
+        blocks = self._store.memory().view(self._store.num_blocks, self._store.geometry.block_bytes)
+        make = PerPageCopy(parts, blocks, self._store.geometry)
 
         def copies(*what: Any) -> None:
             self._streams.give(lambda: make(*what))

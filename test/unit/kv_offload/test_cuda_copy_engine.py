@@ -48,19 +48,19 @@ class Streams:
     held: list[Event] = field(default_factory=list)
     fault: str | None = None
 
-    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+    def pin(self, memory: torch.Tensor, block_bytes: int) -> None:
         self.pinned.append(memory)
 
-    def unpin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+    def unpin(self, memory: torch.Tensor, block_bytes: int) -> None:
         assert self.pinned.pop() is memory
 
-    def follow(self, to_slots: bool, others: Iterable[Any]) -> AbstractContextManager[Any]:
+    def follow(self, to_store: bool, others: Iterable[Any]) -> AbstractContextManager[Any]:
         if self.fault is not None:
             raise RuntimeError(self.fault)
         self.waited_for.append(list(others))
         return nullcontext()
 
-    def mark(self, to_slots: bool) -> Event:
+    def mark(self, to_store: bool) -> Event:
         self.events.append(Event())
         return self.events[-1]
 
@@ -73,11 +73,11 @@ Parts = tuple[HostKVStore, CudaCopyEngine, Streams, list[tuple[torch.Tensor, ...
 
 @pytest.fixture
 def parts() -> Iterator[Parts]:
-    """A store of 12 slots, an engine of at most 3 tickets, its streams, and 12 pages of bfloat16 in two parts."""
+    """A store of 12 blocks, an engine of at most 3 tickets, its streams, and 12 pages of bfloat16 in two parts."""
     layers = [(torch.randn(12, 2, 8).bfloat16(), torch.randn(12, 4, 8).bfloat16()) for _ in LAYERS]
     pool = SimpleNamespace(layer_num=3, page_parts=layers.__getitem__)
     geometry, streams = StoreGeometry.of_pool(pool), Streams()
-    with HostKVStore.create(geometry, num_bytes=12 * geometry.slot_bytes) as store:
+    with HostKVStore.create(geometry, num_bytes=12 * geometry.block_bytes) as store:
         engines = CudaCopyEngines(store, streams)
         engine = engines.over(pool, max_tickets=3)
         yield store, engine, streams, layers
@@ -87,18 +87,18 @@ def parts() -> Iterator[Parts]:
 
 
 def stored(store: HostKVStore, engine: CudaCopyEngine, pages: list[int]) -> torch.Tensor:
-    slots = store.prepare_store(len(pages))
-    assert slots is not None
-    engine.store_pages(LAYERS, pages, slots).wait()
-    store.complete_store(slots)
-    return slots
+    blocks = store.prepare_store(len(pages))
+    assert blocks is not None
+    engine.store_pages(LAYERS, pages, blocks).wait()
+    store.complete_store(blocks)
+    return blocks
 
 
 def test_pages_come_back_bit_for_bit_and_others_stay(parts: Parts) -> None:
     store, engine, _, layers = parts
     before = [part.clone() for layer in layers for part in layer]
-    slots = stored(store, engine, [3, 1, 4])
-    engine.load_pages(range(1, 3), slots, [9, 8, 7]).wait()
+    blocks = stored(store, engine, [3, 1, 4])
+    engine.load_pages(range(1, 3), blocks, [9, 8, 7]).wait()
     for index, part in enumerate(part for layer in layers for part in layer):
         assert torch.equal(part[[9, 8, 7]], before[index][[3, 1, 4] if index >= 2 else [9, 8, 7]])
         assert torch.equal(part[:7], before[index][:7])
@@ -107,7 +107,7 @@ def test_pages_come_back_bit_for_bit_and_others_stay(parts: Parts) -> None:
     assert counters.stored_bytes == 3 * counters.loaded_bytes // 2 == 3 * 3 * (2 + 4) * 8 * 2
 
 
-def test_a_copy_waits_for_the_other_direction_where_they_touch_the_same_page_or_slot_and_only_there(
+def test_a_copy_waits_for_the_other_direction_where_they_touch_the_same_page_or_block_and_only_there(
     parts: Parts,
 ) -> None:
     store, engine, streams, _ = parts
@@ -129,20 +129,20 @@ def test_nothing_is_waited_for_that_has_ended_and_was_seen_to(parts: Parts) -> N
     assert streams.waited_for[-1] == []
 
 
-def test_slots_are_held_until_their_copy_has_ended(parts: Parts) -> None:
+def test_blocks_are_held_until_their_copy_has_ended(parts: Parts) -> None:
     store, engine, streams, _ = parts
-    slots = store.prepare_store(2)
-    ticket = engine.store_pages(LAYERS, [0, 1], slots)
+    blocks = store.prepare_store(2)
+    ticket = engine.store_pages(LAYERS, [0, 1], blocks)
     assert not ticket.done
     for call in (store.free, store.complete_store):
         with pytest.raises(StoreFault, match="under way"):
-            call(slots)
+            call(blocks)
     assert not ticket.cancel()
     with pytest.raises(TimeoutError):
         ticket.wait(0.001)
     streams.events[-1].ended = True
     assert ticket.done
-    store.complete_store(slots)
+    store.complete_store(blocks)
 
 
 def test_the_device_waits_for_a_copy_that_has_not_ended_and_nobody_on_the_host_does(parts: Parts) -> None:
@@ -158,8 +158,8 @@ def test_the_device_waits_for_a_copy_that_has_not_ended_and_nobody_on_the_host_d
 
 def test_engines_of_one_store_share_its_pinned_memory(parts: Parts) -> None:
     store, engine, streams, layers = parts
-    slots = stored(store, engine, [2, 5])
-    with HostKVStore.create(store.geometry, num_bytes=2 * store.geometry.slot_bytes) as other:
+    blocks = stored(store, engine, [2, 5])
+    with HostKVStore.create(store.geometry, num_bytes=2 * store.geometry.block_bytes) as other:
         pool = SimpleNamespace(
             layer_num=3, page_parts=[tuple(part[:4].clone() for part in of) for of in layers].__getitem__
         )
@@ -173,61 +173,61 @@ def test_engines_of_one_store_share_its_pinned_memory(parts: Parts) -> None:
         second.close()
         both.close()
     assert len(streams.pinned) == 1
-    store.free(slots)
+    store.free(blocks)
 
 
 def test_submitting_waits_for_the_oldest_while_too_many_have_not_ended(parts: Parts) -> None:
     store, engine, streams, _ = parts
-    slots = store.prepare_store(4)
+    blocks = store.prepare_store(4)
     for index in range(4):
-        engine.store_pages(LAYERS, [index], slots[index : index + 1])
+        engine.store_pages(LAYERS, [index], blocks[index : index + 1])
     assert [event.ended for event in streams.events] == [True, False, False, False]
     assert engine.counters().submit_wait_s > 0
 
 
-def test_an_error_of_the_gpu_reaches_who_waits_and_lets_go_of_the_slots(parts: Parts) -> None:
+def test_an_error_of_the_gpu_reaches_who_waits_and_lets_go_of_the_blocks(parts: Parts) -> None:
     store, engine, streams, _ = parts
-    slots = store.prepare_store(1)
-    ticket = engine.store_pages(LAYERS, [0], slots)
+    blocks = store.prepare_store(1)
+    ticket = engine.store_pages(LAYERS, [0], blocks)
     streams.events[-1].fault = "illegal memory access"
     for _ in range(2):
         with pytest.raises(CopyError, match="after a copy of 1 pages: illegal memory access"):
             ticket.wait()
     streams.fault = "out of memory"
     with pytest.raises(CopyError, match=r"refuses a copy of 1 pages, layers range\(0, 3\): out of memory"):
-        engine.store_pages(LAYERS, [0], slots)
+        engine.store_pages(LAYERS, [0], blocks)
     streams.fault = None
     assert engine.counters().errors == 2
-    engine.store_pages(LAYERS, [0], slots).wait()
-    store.free(slots)
+    engine.store_pages(LAYERS, [0], blocks).wait()
+    store.free(blocks)
 
 
 def test_what_the_rules_forbid_is_refused_and_nothing_held(parts: Parts) -> None:
     store, engine, _, _ = parts
-    slots = store.prepare_store(2)
+    blocks = store.prepare_store(2)
     ready = stored(store, engine, [0, 1])
     store.share(ready)
     for call, message in (
-        (lambda: engine.load_pages(LAYERS, slots, [1, 2]), "has to be READY"),
+        (lambda: engine.load_pages(LAYERS, blocks, [1, 2]), "has to be READY"),
         (lambda: engine.store_pages(LAYERS, [1, 2], ready), "has to be WRITING"),
-        (lambda: engine.store_pages(LAYERS, [1, 12], slots), "device pages 1 to 12 of 12"),
-        (lambda: engine.store_pages(LAYERS, [1], slots), "1 device pages and 2 slots"),
-        (lambda: engine.store_pages(range(4), [1, 2], slots), "no span of the 3 layers"),
+        (lambda: engine.store_pages(LAYERS, [1, 12], blocks), "device pages 1 to 12 of 12"),
+        (lambda: engine.store_pages(LAYERS, [1], blocks), "1 device pages and 2 blocks"),
+        (lambda: engine.store_pages(range(4), [1, 2], blocks), "no span of the 3 layers"),
         (lambda: engine.load_pages(LAYERS, ready, [5, 5]), "a target stands twice"),
     ):
         with pytest.raises(StoreFault, match=message):
             call()
-    store.free(torch.cat((slots, ready, ready)))
+    store.free(torch.cat((blocks, ready, ready)))
 
 
 def test_closing_waits_for_all_and_refuses_more(parts: Parts) -> None:
     store, engine, _, _ = parts
-    slots = store.prepare_store(2)
-    ticket = engine.store_pages(LAYERS, [0, 1], slots)
+    blocks = store.prepare_store(2)
+    ticket = engine.store_pages(LAYERS, [0, 1], blocks)
     engine.close()
     assert ticket.done
     with pytest.raises(StoreFault, match="closed"):
-        engine.store_pages(LAYERS, [0, 1], slots)
+        engine.store_pages(LAYERS, [0, 1], blocks)
 
 
 def test_checksums_are_refused() -> None:

@@ -24,16 +24,16 @@ class Group:
 
     def __init__(self, store: HostKVStore, half_pages: int, num_rows: int, seed: int) -> None:
         self.store, self.half_pages, self.random = store, half_pages, random.Random(seed)
-        self.slots: list[list[int]] = [[] for _ in range(num_rows)]
+        self.blocks: list[list[int]] = [[] for _ in range(num_rows)]
         self.tokens = [0] * num_rows
 
     def copies(self) -> list[PartCopies]:
         """Of the coming step, which opens a page where the last one is full."""
         new = [row for row, tokens in enumerate(self.tokens) if tokens % PAGE == 0]
-        for row, slot in zip(new, self.store.prepare_store(len(new)).tolist(), strict=True):
-            self.slots[row].append(slot)
-        self.new = [self.slots[row][-1] for row in new]
-        rows = [StreamedRow(store_blocks=tuple(slots[:-1]), own_pages=1) for slots in self.slots]
+        for row, block in zip(new, self.store.prepare_store(len(new)).tolist(), strict=True):
+            self.blocks[row].append(block)
+        self.new = [self.blocks[row][-1] for row in new]
+        rows = [StreamedRow(store_blocks=tuple(blocks[:-1]), own_pages=1) for blocks in self.blocks]
         parts = lay_out(rows, half_pages=self.half_pages, most_rows=self.random.randint(1, 4))
         return [self._copies_of(part) for part in parts]
 
@@ -42,17 +42,17 @@ class Group:
         last = []
         for row in range(part.start, part.end):
             pages = part.pages[row - part.start]
-            load += list(zip(self.slots[row], pages, strict=True))[: -(-self.tokens[row] // PAGE)]
-            last.append((pages[-1], self.slots[row][-1]))
-        slots, pages = (torch.tensor([pair[side] for pair in load], dtype=torch.int64) for side in (0, 1))
-        store_pages, store_slots = (torch.tensor([pair[side] for pair in last]) for side in (0, 1))
+            load += list(zip(self.blocks[row], pages, strict=True))[: -(-self.tokens[row] // PAGE)]
+            last.append((pages[-1], self.blocks[row][-1]))
+        blocks, pages = (torch.tensor([pair[side] for pair in load], dtype=torch.int64) for side in (0, 1))
+        store_pages, store_blocks = (torch.tensor([pair[side] for pair in last]) for side in (0, 1))
         return PartCopies(
             span=(part.start, part.end),
             part=part,
-            load_slots=slots,
+            load_blocks=blocks,
             load_pages=pages,
             store_pages=store_pages,
-            store_slots=store_slots,
+            store_blocks=store_blocks,
         )
 
     def step(self, pool: StagedPool, staging: DecodeStaging) -> None:
@@ -83,7 +83,7 @@ class Group:
 
     def leave(self) -> None:
         """The last row ends."""
-        self.store.free(self.slots.pop())
+        self.store.free(self.blocks.pop())
         self.tokens.pop()
 
 
@@ -108,24 +108,24 @@ def test_a_group_larger_than_the_device_finds_all_its_kv_in_every_step(kind: str
         staging.close()
 
 
-def test_a_new_slot_for_an_open_page_is_read_from_the_next_step_on() -> None:
+def test_a_new_block_for_an_open_page_is_read_from_the_next_step_on() -> None:
     pool = StagedPool()
     with HostKVStore.create(StoreGeometry.of_pool(pool), num_bytes=1 << 20) as store:
         engine = NativeCopyEngine(store, pool)
         staging = DecodeStaging(pool, ENGINES["one thread"](store), first_page=FIRST)
         group = Group(store, staging.half_pages, num_rows=1, seed=0)
         group.step(pool, staging)
-        (shared,), (own,) = group.slots[0], store.prepare_store(1).tolist()
+        (shared,), (own,) = group.blocks[0], store.prepare_store(1).tolist()
         store.share([shared])
         (copies,) = group.copies()
-        staging.begin([replace(copies, store_slots=torch.tensor([own]))])
+        staging.begin([replace(copies, store_blocks=torch.tensor([own]))])
         for layer in range(LAYERS):
             staging.rows_wanted(layer, 0)
             pool.page_parts(layer)[0][copies.part.pages[0][0], 1] = 10 + layer
             staging.rows_attended(layer, 0, 1)
         staging.end()
         store.complete_store([own])
-        group.slots, group.tokens = [[own]], [2]
+        group.blocks, group.tokens = [[own]], [2]
         group.step(pool, staging)
         engine.load_pages(range(LAYERS), [shared], [8]).wait()
         first, second = pool.page_parts(2)[0][8, :2, 0].tolist()

@@ -24,9 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sgl_batch.kv_offload.page_copy_kernel import copy_pages_kernel as kernel
 
-pointers = {name: "*i64" for name in ("addresses", "part_words", "pages", "slots")}
-for to_slots in (False, True):
-    constants = {"TO_SLOTS": to_slots, "BLOCK": 1024}
+pointers = {name: "*i64" for name in ("addresses", "part_words", "pages", "blocks")}
+for to_store in (False, True):
+    constants = {"TO_STORE": to_store, "CHUNK": 1024}
     types = {one: "constexpr" if one in constants else pointers.get(one, "i64") for one in kernel.arg_names}
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     compiled = triton.compile(ASTSource(kernel, types, constants), target=target, options={"num_warps": 8})
@@ -35,26 +35,26 @@ for to_slots in (False, True):
 
 
 def check(
-    copies: type, words: tuple[int, ...], to_slots: bool, layers: range, pages: list[int], device: str = "cpu"
+    copies: type, words: tuple[int, ...], to_store: bool, layers: range, pages: list[int], device: str = "cpu"
 ) -> None:
     """Copy in one direction, and compare all memory with what it should be. `device`: of the pages."""
     torch.manual_seed(0)
     parts = [[torch.randint(0, 255, (6, 8 * n), dtype=torch.uint8).to(device) for n in words] for _ in range(3)]
     pool = SimpleNamespace(layer_num=3, page_parts=lambda layer: tuple(parts[layer]))
     geometry = StoreGeometry.of_pool(pool)
-    memory = torch.randint(0, 255, (7, geometry.slot_bytes), dtype=torch.uint8)
+    memory = torch.randint(0, 255, (7, geometry.block_bytes), dtype=torch.uint8)
     if device == "cuda":
         memory = memory.pin_memory()
     want_parts, want_memory = [[part.clone() for part in layer] for layer in parts], memory.clone()
-    slots = list(range(6, 6 - len(pages), -1))
+    blocks = list(range(6, 6 - len(pages), -1))
     for layer in layers:
         for index, (begin, size) in enumerate(zip(geometry.part_offsets, geometry.part_bytes, strict=True)):
             at = slice(layer * geometry.layer_bytes + begin, layer * geometry.layer_bytes + begin + size)
-            if to_slots:
-                want_memory[slots, at] = parts[layer][index][pages].cpu()
+            if to_store:
+                want_memory[blocks, at] = parts[layer][index][pages].cpu()
             else:
-                want_parts[layer][index][pages] = memory[slots, at].to(device)
-    copies(parts, memory, geometry)(to_slots, layers, torch.tensor(pages), torch.tensor(slots))
+                want_parts[layer][index][pages] = memory[blocks, at].to(device)
+    copies(parts, memory, geometry)(to_store, layers, torch.tensor(pages), torch.tensor(blocks))
     if device == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(memory, want_memory)
@@ -71,9 +71,9 @@ def test_programs_have_as_much_in_flight_as_fills_the_link_and_no_more() -> None
 
 
 CASES = [
-    (words, to_slots, layers, pages)
+    (words, to_store, layers, pages)
     for words in WIDTHS.values()
-    for to_slots in (True, False)
+    for to_store in (True, False)
     for layers, pages in ((range(3), [4, 0, 2]), (range(1, 2), [5]), (range(3), []))
 ]
 

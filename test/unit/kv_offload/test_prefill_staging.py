@@ -42,9 +42,11 @@ def staging(pool, store, kind):
     made.close()
 
 
-def prefill(pool: StagedPool, staging: PrefillStaging, lengths: list[int], slots: torch.Tensor, sub_batch: int) -> None:
+def prefill(
+    pool: StagedPool, staging: PrefillStaging, lengths: list[int], blocks: torch.Tensor, sub_batch: int
+) -> None:
     """What a forward pass does: each layer writes the rows of one sub-batch after the other."""
-    staging.begin(lengths, slots, restored=NONE)
+    staging.begin(lengths, blocks, restored=NONE)
     owner = [(sum(-(-n // PAGE) for n in lengths[:i]), at) for i, n in enumerate(lengths) for at in range(n)]
     for layer in range(LAYERS):
         for index, start in enumerate(range(0, len(owner), sub_batch)):
@@ -62,12 +64,12 @@ def prefill(pool: StagedPool, staging: PrefillStaging, lengths: list[int], slots
 def test_every_row_of_every_layer_arrives(pool, store, staging, lengths, sub_batch):
     own = [part.clone() for (part,) in pool.parts]
     pages = [-(-length // PAGE) for length in lengths]
-    slots = store.prepare_store(sum(pages))
-    prefill(pool, staging, lengths, slots, sub_batch)
+    blocks = store.prepare_store(sum(pages))
+    prefill(pool, staging, lengths, blocks, sub_batch)
     assert pool.first_page == 0
     assert all(torch.equal(part, before) for (part,), before in zip(pool.parts, own, strict=True)), "device pages stay"
     back = NativeCopyEngine(store, pool)
-    back.load_pages(range(LAYERS), slots, range(sum(pages))).wait()
+    back.load_pages(range(LAYERS), blocks, range(sum(pages))).wait()
     row = 0
     for length, first in zip(lengths, itertools.accumulate([0, *pages]), strict=False):
         for layer in range(LAYERS):
@@ -85,9 +87,9 @@ def test_a_large_group_needs_the_memory_of_two_layers_and_a_small_one_after_it_n
     assert staging.peak_bytes == most
 
 
-def test_slots_are_ready_only_when_the_group_has_ended(pool, store, staging):
-    slots = store.prepare_store(2)
-    staging.begin([5], slots, restored=NONE)
+def test_blocks_are_ready_only_when_the_group_has_ended(pool, store, staging):
+    blocks = store.prepare_store(2)
+    staging.begin([5], blocks, restored=NONE)
     assert pool.first_page == 0
     staging.lead()
     assert pool.first_page == FIRST
@@ -104,9 +106,9 @@ def test_slots_are_ready_only_when_the_group_has_ended(pool, store, staging):
 def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(pool, store, staging):
     before = store.prepare_store(3)
     prefill(pool, staging, [3 * PAGE], before, 64)
-    slots = store.prepare_store(2)
+    blocks = store.prepare_store(2)
     restored = before[[2, 0]]
-    staging.begin([5], slots, restored=restored)
+    staging.begin([5], blocks, restored=restored)
     for layer in range(LAYERS):
         staging.rows_wanted(layer, 0)
         found = pool.page_parts(layer)[0][:2].flatten(0, 1)[:, 0].tolist()
@@ -114,9 +116,9 @@ def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(po
         pool.page_parts(layer)[0][2:4] = 7.0 + layer
         staging.rows_attended(layer, 0, 5)
     staging.end()
-    assert store.references(torch.cat((before, slots))).tolist() == [1] * 5
+    assert store.references(torch.cat((before, blocks))).tolist() == [1] * 5
     back = NativeCopyEngine(store, pool)
-    back.load_pages(range(LAYERS), torch.cat((before, slots)), range(5)).wait()
+    back.load_pages(range(LAYERS), torch.cat((before, blocks)), range(5)).wait()
     for layer in range(LAYERS):
         rows = pool.parts[layer][0][:5].flatten(0, 1)[:, 0].tolist()
         assert rows == [1000 * layer + row for row in range(3 * PAGE)] + [7.0 + layer] * (2 * PAGE)

@@ -1,4 +1,4 @@
-"""Parts of a slot do not overlap and lie where the alignments want them; a page's size follows from its pool."""
+"""Parts of a block do not overlap and lie where the alignments want them; a page's size follows from its pool."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_parts_checksums_and_layers_follow_each_other_without_overlap(num_layers
         end = geometry.checksum_offset + 8
     assert end <= geometry.layer_bytes
     assert geometry.layer_bytes % 64 == 0
-    assert geometry.slot_bytes % 4096 == 0
-    assert 0 <= geometry.slot_bytes - num_layers * geometry.layer_bytes < 4096
+    assert geometry.block_bytes % 4096 == 0
+    assert 0 <= geometry.block_bytes - num_layers * geometry.layer_bytes < 4096
 
 
 def test_a_large_models_page_wastes_nothing():
     geometry = StoreGeometry(num_layers=48, part_bytes=(128 << 10, 128 << 10))
-    assert geometry.slot_bytes == 48 * 2 * (128 << 10)
+    assert geometry.block_bytes == 48 * 2 * (128 << 10)
 
 
 def test_a_pools_geometry_is_that_of_one_page():

@@ -1,4 +1,4 @@
-"""The slots of sequences in the store: full pages go there as they fill, and none is lost whoever ends when."""
+"""The blocks of sequences in the store: full pages go there as they fill, and none is lost whoever ends when."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def store(pool):
 @pytest.fixture
 def stored(store, pool, counters):
     engine = NativeCopyEngine(store, pool)
-    yield StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=store.num_slots, counters=counters)
+    yield StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=store.num_blocks, counters=counters)
     engine.close()
 
 
 def prompt(stored: StoredKV, store: HostKVStore, name: str, tokens: int) -> None:
     """A sequence whose prompt lies in the store; what is in the pages is of no matter here."""
-    slots = stored.take(-(-tokens // PAGE))
-    stored._engine.store_pages(range(LAYERS), range(len(slots)), slots).wait()
-    store.complete_store(slots)
-    stored.adopt(name, slots, tokens)
+    blocks = stored.take(-(-tokens // PAGE))
+    stored._engine.store_pages(range(LAYERS), range(len(blocks)), blocks).wait()
+    store.complete_store(blocks)
+    stored.adopt(name, blocks, tokens)
 
 
 def test_a_suspended_sequence_comes_back_as_it_was(stored, store, pool, counters):
@@ -72,7 +72,7 @@ def test_of_a_sequence_that_ends_with_a_full_page_nothing_is_copied_to_suspend_i
     assert counters.counts["pages_copied_to_suspend"] == 0
 
 
-def test_a_prompt_with_an_open_page_gives_its_slot_back_when_it_runs(stored, store):
+def test_a_prompt_with_an_open_page_gives_its_block_back_when_it_runs(stored, store):
     prompt(stored, store, "a", 6)
     assert store.counts().used == 2
     stored.restore("a", torch.tensor([5, 6])).wait()
@@ -80,12 +80,12 @@ def test_a_prompt_with_an_open_page_gives_its_slot_back_when_it_runs(stored, sto
     assert store.counts().used == 1
 
 
-def test_slots_of_one_that_ends_under_a_copy_are_free_when_the_copy_has_ended(stored, store):
+def test_blocks_of_one_that_ends_under_a_copy_are_free_when_the_copy_has_ended(stored, store):
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
     stored.write_through(["a"], torch.tensor([7]))
     stored.forget("a")
     stored.sync(wait=True)
-    assert store.counts().free == store.num_slots
+    assert store.counts().free == store.num_blocks
     stored.forget("a")
     store.audit()
 
@@ -107,7 +107,7 @@ class LateDownload:
 
 
 @pytest.mark.parametrize("how", ["comes", "is waited for", "ends before"])
-def test_a_page_whose_number_comes_late_reaches_its_slot(how, stored, store, pool, monkeypatch):
+def test_a_page_whose_number_comes_late_reaches_its_block(how, stored, store, pool, monkeypatch):
     monkeypatch.setattr(stored_kv, "Download", LateDownload)
     monkeypatch.setattr(LateDownload, "come", False)
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
@@ -119,7 +119,7 @@ def test_a_page_whose_number_comes_late_reaches_its_slot(how, stored, store, poo
         stored.forget("a")
         assert store.counts().writing == 1, "a copy to it may begin"
         stored.sync(wait=True)
-        assert store.counts().free == store.num_slots
+        assert store.counts().free == store.num_blocks
         return
     if how == "comes":
         monkeypatch.setattr(LateDownload, "come", True)
@@ -135,9 +135,9 @@ def test_writing_through_makes_the_host_wait_for_nothing(stored, store, monkeypa
     syncs, prepare = HostSyncs(), store.prepare_store
 
     def prepared(count):
-        slots = prepare(count)
-        syncs.mark(slots, host=True)  # made by the native library
-        return slots
+        blocks = prepare(count)
+        syncs.mark(blocks, host=True)  # made by the native library
+        return blocks
 
     monkeypatch.setattr(store, "prepare_store", prepared)
     tiers = KVTiers.__new__(KVTiers)
@@ -153,19 +153,19 @@ def test_writing_through_makes_the_host_wait_for_nothing(stored, store, monkeypa
     with syncs:
         tiers.write_through(requests)
     assert not syncs.take()
-    assert [len(stored.slots_of(name)) for name in "abc"] == [1, 0, 1], "those whose last page is full"
+    assert [len(stored.store_blocks_of(name)) for name in "abc"] == [1, 0, 1], "those whose last page is full"
     stored.sync(wait=True)
 
 
-def test_slots_that_wait_for_their_copies_are_found_when_all_others_are_taken(stored, store):
+def test_blocks_that_wait_for_their_copies_are_found_when_all_others_are_taken(stored, store):
     for name in "abcdef":
         stored.adopt(name, torch.empty(0, dtype=torch.int64), 0)
         stored.write_through([name] * 2, torch.tensor([1, 2]))
         stored.forget(name)
-    assert len(stored.take(store.num_slots)) == store.num_slots
+    assert len(stored.take(store.num_blocks)) == store.num_blocks
 
 
-def test_a_sequence_that_moves_takes_its_slots_along_and_no_page_is_copied(pool):
+def test_a_sequence_that_moves_takes_its_blocks_along_and_no_page_is_copied(pool):
     geometry = StoreGeometry.of_pool(pool, checksums=True)
     with (
         HostKVStore.create(geometry, num_bytes=12 * 4096, num_ranks=2) as here,
@@ -177,7 +177,7 @@ def test_a_sequence_that_moves_takes_its_slots_along_and_no_page_is_copied(pool)
             for store, engine in zip((here, there), engines, strict=True)
         )
         prompt(source, here, "a", 6)
-        target.take_over("a", source.slots_of("a"), 6)
+        target.take_over("a", source.store_blocks_of("a"), 6)
         source.forget("a")
         assert (source.held, target.held) == (0, 2)
         before = [pool.page_parts(layer)[0][:2].clone() for layer in range(LAYERS)]
@@ -185,12 +185,12 @@ def test_a_sequence_that_moves_takes_its_slots_along_and_no_page_is_copied(pool)
         assert all(torch.equal(pool.page_parts(layer)[0][20:22], before[layer]) for layer in range(LAYERS))
         assert engines[0].counters().loaded_pages == 0
         target.forget("a")
-        assert there.counts().free == there.num_slots
+        assert there.counts().free == there.num_blocks
         for engine in engines:
             engine.close()
 
 
-def test_slots_of_one_that_ended_under_a_copy_count_to_this_rank_s_share(pool, counters):
+def test_blocks_of_one_that_ended_under_a_copy_count_to_this_rank_s_share(pool, counters):
     """Others' shares are never touched, however late a copy ends."""
     with HostKVStore.create(StoreGeometry.of_pool(pool), num_bytes=12 * 4096, num_ranks=2) as store:
         engine = NativeCopyEngine(store, pool)
@@ -218,7 +218,7 @@ def test_in_exclusive_tiers_all_pages_go_to_the_store_and_leave_it_when_they_com
     assert counters.counts["pages_copied_to_suspend"] == 8
     for name in "ab":
         stored.forget(name)
-    assert store.counts().free == store.num_slots
+    assert store.counts().free == store.num_blocks
     engine.close()
 
 
