@@ -306,10 +306,10 @@ class KVTiers:
         pages = upload([self._on_device.pop(page) for page in prompt], torch.int64, self._device)
         self._allocator.free(pages * self._page_size)
 
-    def slots_of(self, name: str, pages: torch.Tensor) -> torch.Tensor:
-        """The slots [tokens], on the device, of the KV of a sequence that comes back, in its device pages."""
-        slots = (pages[:, None] * self._page_size + torch.arange(self._page_size)).flatten()
-        return upload_copy(slots[: self.stored.tokens_of(name)], self._device)
+    def token_indices_of(self, name: str, pages: torch.Tensor) -> torch.Tensor:
+        """Return the KV indices [tokens], on the device, of a sequence whose KV is restored to device `pages` [P]."""
+        kv_indices = (pages[:, None] * self._page_size + torch.arange(self._page_size)).flatten()
+        return upload_copy(kv_indices[: self.stored.tokens_of(name)], self._device)
 
     def close(self) -> None:
         """End the copies and leave the store."""

@@ -149,15 +149,15 @@ class StoreKV:
 
     def _take_in(self, returning: Returning, found: Arrived) -> None:
         returning.ticket.wait()
-        request, slots = returning.request, self.tiers.slots_of(returning.request.rid, returning.pages)
+        request, kv_indices = returning.request, self.tiers.token_indices_of(returning.request.rid, returning.pages)
         shared = len(self.sharing.pages_of(request.rid)) * self.device.page_size
         self.tiers.stored.restored(request.rid)
         if request.output_ids:
-            take_in(self._scheduler, request, slots)
+            take_in(self._scheduler, request, kv_indices)
             protect_prefix(request, shared)
             found.runners.append(request)
         else:
-            give_prefix(request, self._scheduler, slots, shared)
+            give_prefix(request, self._scheduler, kv_indices, shared)
             found.choices.append(request)
 
     def prepare_to_run(self, requests: list[Request]) -> None:
