@@ -81,7 +81,7 @@ class Scene:
 
     def kv(self, row: int) -> list[torch.Tensor]:
         slots = slots_of(self.pages[row])[: self.ends[row]]
-        return [part for layer in self.layers for part in self.pool.read_slots(layer, slots)]
+        return [part for layer in self.layers for part in self.pool.read_kv(layer, slots)]
 
     def reset(self) -> None:
         for part, before in zip(self.pool.all_parts, self.before, strict=True):

@@ -57,7 +57,7 @@ class DecodeStaging:
 
     def __init__(self, pool: Any, engines: CopyEngines, *, first_page: int) -> None:
         self._pool, self._first_page = pool, first_page
-        self.first_slot: int = first_page * pool.page_size
+        self.first_kv_index: int = first_page * pool.page_size
         self._own = [pool.page_parts(layer) for layer in range(pool.layer_num)]
         parts: tuple[torch.Tensor, ...] = pool.all_parts
         self.half_pages = len(parts[0]) // _HALVES

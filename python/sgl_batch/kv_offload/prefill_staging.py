@@ -46,7 +46,7 @@ class PrefillStaging:
     def __init__(self, store: HostKVStore, pool: Any, engines: CopyEngines, *, first_page: int) -> None:
         self._store, self._pool, self._engines, self._first_page = store, pool, engines, first_page
         self.layer_num: int = pool.layer_num
-        self.first_slot: int = first_page * pool.page_size
+        self.first_kv_index: int = first_page * pool.page_size
         self._own = [pool.page_parts(layer) for layer in range(pool.layer_num)]
         self._halves: list[tuple[torch.Tensor, ...]] = []
         self._engine: CopyEngine | None = None

@@ -35,7 +35,7 @@ def lazy_layers(num_layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> 
 class DevicePagePool(KVCache):  # type: ignore[misc]
     """Keys and values by page: per layer [num_pages, ...], in the order of `layout`.
 
-    Heads stand before the tokens of a page, so that attention multiplies pages of one head as they lie. A slot is
+    Heads stand before the tokens of a page, so that attention multiplies pages of one head as they lie. A KV index is
     page * page_size + offset, as everywhere in SGLang; page 0 is kept for padding. Memory is claimed by the kernel
     when a page is first written.
     """
@@ -103,28 +103,28 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
         return (sum(t.nbytes for t in self.k_pages), sum(t.nbytes for t in self.v_pages))
 
     def set_kv_buffer(self, layer: Any, loc: Any, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
-        """Write the keys and values [tokens, num_kv_heads, head_dim] of one layer at slots `loc` [tokens].
+        """Write the keys and values [tokens, num_kv_heads, head_dim] of one layer at the KV indices `loc` [tokens].
 
-        Slots are counted from the first page of the memory to which the layers are led; so everywhere here.
+        KV indices are counted from the first page of the memory to which the layers are led; so everywhere here.
         """
-        slots, _, _ = unwrap_write_loc(loc)
-        self.write_slots(layer.layer_id, slots, cache_k, cache_v)
+        kv_indices, _, _ = unwrap_write_loc(loc)
+        self.write_kv(layer.layer_id, kv_indices, cache_k, cache_v)
 
-    def write_slots(self, layer_id: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [tokens, num_kv_heads, head_dim] at `slots` [tokens]."""
+    def write_kv(self, layer_id: int, kv_indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [tokens, num_kv_heads, head_dim] at `kv_indices` [tokens]."""
         keys, values = keys.to(self.dtype), values.to(self.dtype)
-        self.layout.write(self.get_kv_buffer(layer_id), self._places(slots), keys, values)
+        self.layout.write(self.get_kv_buffer(layer_id), self._pages_and_offsets(kv_indices), keys, values)
 
-    def read_slots(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, num_kv_heads, head_dim] at `slots` [tokens]: a copy."""
-        return self.layout.read(self.get_kv_buffer(layer_id), self._places(slots))
+    def read_kv(self, layer_id: int, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [tokens, num_kv_heads, head_dim] at `kv_indices` [tokens]: a copy."""
+        return self.layout.read(self.get_kv_buffer(layer_id), self._pages_and_offsets(kv_indices))
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy the slots `src_loc` to `tgt_loc` in every layer; source and target must not overlap."""
-        source, target = self._places(src_loc), self._places(tgt_loc)
+        """Copy the tokens at `src_loc` to `tgt_loc` in every layer; source and target must not overlap."""
+        source, target = self._pages_and_offsets(src_loc), self._pages_and_offsets(tgt_loc)
         for pools in zip(self.k_pages, self.v_pages, strict=True):
             self.layout.write(pools, target, *self.layout.read(pools, source))
 
-    def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and offset of each slot."""
-        return slots // self.page_size, slots % self.page_size
+    def _pages_and_offsets(self, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and offset of each KV index."""
+        return kv_indices // self.page_size, kv_indices % self.page_size

@@ -16,7 +16,7 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
     """One row per token and layer, shared by all heads: its latent [kv_lora_rank], then its rotated key part.
 
     Per layer [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], token after token. Keys are whole rows, values
-    are their latents, so nothing is stored twice. Slots, page 0 and when memory is claimed are as in DevicePagePool.
+    are their latents, so nothing is stored twice. KV indices, page 0 and lazy memory are as in DevicePagePool.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         return keys, keys[..., : self.kv_lora_rank]
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """A layer's rows by slot [slots, 1, row], as SGLang has them."""
+        """A layer's rows by KV index [num_indices, 1, row], as SGLang has them."""
         return self.get_pages(layer_id).flatten(0, 1)[:, None]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
@@ -81,24 +81,26 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         return sum(t.nbytes for t in self.pages)
 
     def set_kv_buffer(self, layer: Any, loc: Any, cache_k: torch.Tensor, cache_v: torch.Tensor | None) -> None:
-        """Write the rows `cache_k` [tokens, 1, row] of one layer at slots `loc` [tokens]; values are part of them.
+        """Write the rows `cache_k` [tokens, 1, row] of one layer at KV indices `loc` [tokens]; they hold the values.
 
-        Slots are counted as in DevicePagePool.
+        KV indices are counted as in DevicePagePool.
         """
-        slots, _, _ = unwrap_write_loc(loc)
-        self.write_slots(layer.layer_id, slots, cache_k, cache_v)
+        kv_indices, _, _ = unwrap_write_loc(loc)
+        self.write_kv(layer.layer_id, kv_indices, cache_k, cache_v)
 
-    def write_slots(self, layer_id: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> None:
-        """Write rows `keys` [tokens, 1, row] at `slots` [tokens]; values are part of them."""
-        self.get_key_buffer(layer_id)[slots] = keys.to(self.dtype)
+    def write_kv(
+        self, layer_id: int, kv_indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None
+    ) -> None:
+        """Write rows `keys` [tokens, 1, row] at `kv_indices` [tokens]; values are part of them."""
+        self.get_key_buffer(layer_id)[kv_indices] = keys.to(self.dtype)
 
-    def read_slots(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [tokens, 1, row] and values [tokens, 1, kv_lora_rank] at `slots` [tokens]: a copy."""
-        rows = self.get_key_buffer(layer_id)[slots]
+    def read_kv(self, layer_id: int, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [tokens, 1, row] and values [tokens, 1, kv_lora_rank] at `kv_indices` [tokens]: a copy."""
+        rows = self.get_key_buffer(layer_id)[kv_indices]
         return rows, rows[..., : self.kv_lora_rank]
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy the slots `src_loc` to `tgt_loc` in every layer; source and target must not overlap."""
+        """Copy the tokens at `src_loc` to `tgt_loc` in every layer; source and target must not overlap."""
         for pages in self.pages:
             rows = pages.flatten(0, 1)
             rows[tgt_loc] = rows[src_loc]

@@ -18,7 +18,7 @@ def _pages_for(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
-    """Page-granular slots in plain torch, on any device.
+    """Gives KV indices of whole pages, in plain torch, on any device.
 
     Sequences never share a page that is still written to. Page 0 is kept for padding, so the last page is
     number `num_pages`. How many pages are taken is counted from lengths on the host, so that no step waits for a GPU.
@@ -40,7 +40,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
 
     @contextmanager
     def staging(self) -> Iterator[None]:
-        """Inside, slots are those of pages behind the device's own, counted from the first; nobody gives them back."""
+        """Inside, give KV indices of pages behind the device's own, counted from the first; they are never freed."""
         own = self.free_pages
         self.free_pages = torch.arange(self.first_staged, self.first_staged + _MOST_STAGED, device=self.device)
         try:
@@ -70,14 +70,14 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         return taken
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Slots [need_size] of whole pages, or None when too few are free."""
+        """KV indices [need_size] of whole pages, or None when too few are free."""
         assert need_size % self.page_size == 0, f"{need_size} tokens are no whole number of pages"
         pages = self._take(need_size // self.page_size)
         if pages is None:
             return None
         offsets = torch.arange(self.page_size, device=self.device)
-        slots: torch.Tensor = (pages[:, None] * self.page_size + offsets).reshape(-1)
-        return slots
+        kv_indices: torch.Tensor = (pages[:, None] * self.page_size + offsets).reshape(-1)
+        return kv_indices
 
     def alloc_extend(
         self,
@@ -89,9 +89,9 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots [extend_num_tokens] for tokens prefix_lens..seq_lens of each sequence, laid end to end.
+        """KV indices [extend_num_tokens] for tokens prefix_lens..seq_lens of each sequence, laid end to end.
 
-        A sequence first fills the page of `last_loc` (the slot of its last token so far), then new pages.
+        A sequence first fills the page of `last_loc` (the KV index of its last token so far), then new pages.
         """
         size = self.page_size
         taken = self._take(int((_pages_for(seq_lens_cpu, size) - _pages_for(prefix_lens_cpu, size)).sum()))
@@ -112,27 +112,27 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         if len(taken):
             new_page = taken[(first_new[owner] + page_rank).clamp_(0, len(taken) - 1)]
             page = torch.where(page_rank >= 0, new_page, page)
-        slots: torch.Tensor = page * size + position % size
-        return slots
+        kv_indices: torch.Tensor = page * size + position % size
+        return kv_indices
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One slot [num_sequences] for the token at position seq_lens - 1 of each sequence."""
-        slots: torch.Tensor = last_loc.to(torch.int64) + 1
+        """One KV index [num_sequences] for the token at position seq_lens - 1 of each sequence."""
+        kv_indices: torch.Tensor = last_loc.to(torch.int64) + 1
         if self._decodes_staged:
-            return slots
+            return kv_indices
         taken = self._take(int(((seq_lens_cpu - 1) % self.page_size == 0).sum()))
         if taken is None:
             return None
         if not len(taken):
-            return slots
+            return kv_indices
         opens_page = (seq_lens - 1) % self.page_size == 0
         new_page = taken[(torch.cumsum(opens_page, 0) - 1).clamp_(min=0)]
-        return torch.where(opens_page, new_page * self.page_size, slots)
+        return torch.where(opens_page, new_page * self.page_size, kv_indices)
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Give back the pages of these slots."""
+        """Give back the pages of these KV indices."""
         if free_index.numel() == 0:
             return
         if not self.is_not_in_free_group:

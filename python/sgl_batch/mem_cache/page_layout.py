@@ -1,6 +1,6 @@
 """Owns the order of keys and values within a page of one layer. Which pages there are is the pool's.
 
-Shape suffixes: P pages, N tokens, H KV heads, S slots of a page, D head dimension; W and C below.
+Shape suffixes: P pages, N tokens, H KV heads, S tokens of a page, D head dimension; W and C below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PANEL = 32  # columns of a packed panel, as the native kernels have it
 
 
 class PageLayout(Protocol):
-    """How a page keeps its tokens. Pages are numbered, slots of a page are offsets; both are int64 [N]."""
+    """How a page keeps its tokens. Pages are numbered, tokens of a page by their offset; both are int64 [N]."""
 
     key_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
@@ -84,20 +84,20 @@ class PanelLayout:
         kernels = native_kernels()
         assert kernels is not None, "packed pages are made where the kernels are"
         pages, offsets = at
-        slots = pages * (self.key_shape[1] * self.key_shape[3]) + offsets
-        kernels.write_pages(*pools, slots, _with_heads_together(keys_NHD), _with_heads_together(values_NHD))
+        kv_indices = pages * (self.key_shape[1] * self.key_shape[3]) + offsets
+        kernels.write_pages(*pools, kv_indices, _with_heads_together(keys_NHD), _with_heads_together(values_NHD))
 
     def read(
         self, pools: tuple[torch.Tensor, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (key_panel, key_column), (pair, half) = self._places(at[1])
+        (key_panel, key_column), (pair, half) = self._coordinates(at[1])
         pages = at[0]
         return (
             pools[0][pages, :, key_panel, :, key_column].flatten(2),
             pools[1][pages, :, :, pair, :, half].flatten(2),
         )
 
-    def _places(
+    def _coordinates(
         self, offsets: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         width, step = self.key_shape[3], self.value_shape[4]

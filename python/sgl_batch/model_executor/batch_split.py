@@ -37,7 +37,7 @@ def split(
     """
     if staging is not None:
         forward_batch = copy.copy(forward_batch)
-        forward_batch.out_cache_loc = forward_batch.out_cache_loc - staging.first_slot
+        forward_batch.out_cache_loc = forward_batch.out_cache_loc - staging.first_kv_index
     cut = _whole if len(spans) == 1 else _decode_part if forward_batch.forward_mode.is_decode() else _extend_part
     return [
         SubBatch(

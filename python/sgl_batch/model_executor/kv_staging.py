@@ -17,7 +17,7 @@ class Staging(Protocol):
     Layers are counted from this process's first, sub-batches and rows within the part.
     """
 
-    first_slot: int
+    first_kv_index: int
     """The slot with which the memory begins to which KV is written."""
 
     @property

@@ -245,7 +245,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 f"on_yield is {name!r}, and kv_store_bytes is {store_bytes}: the host KV store keeps copies of KV, "
                 "which the callback would not change; leave out on_yield or kv_store_bytes"
             )
-        if not hasattr(pool, "write_slots"):
+        if not hasattr(pool, "write_kv"):
             raise ConfigError(
                 f"on_yield is {name!r}, and this model keeps its KV in {type(pool).__name__}, which a callback cannot "
                 "change: leave on_yield out"

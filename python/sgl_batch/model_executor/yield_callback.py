@@ -15,7 +15,7 @@ import torch
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
-from sgl_batch.sglang_adapter.types.scheduler import SlotPool
+from sgl_batch.sglang_adapter.types.scheduler import KVPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +40,18 @@ class YieldedKV:
     changed for all of them.
     """
 
-    def __init__(self, pool: SlotPool, table: torch.Tensor, layer_id: int) -> None:
+    def __init__(self, pool: KVPool, table: torch.Tensor, layer_id: int) -> None:
         self._pool, self._table, self._layer_id = pool, table, layer_id
 
     def get(self, sequence: YieldedSequence) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of a sequence's keys and values, in the order of its tokens."""
-        keys, values = self._pool.read_slots(self._layer_id, self._slots(sequence))
+        keys, values = self._pool.read_kv(self._layer_id, self._slots(sequence))
         return keys, values
 
     def set(self, sequence: YieldedSequence, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put keys and values in the place of a sequence's; of latent attention keys alone count."""
         assert len(keys) == len(values) == sequence.num_tokens, f"KV of {sequence.num_tokens} tokens is to be set"
-        self._pool.write_slots(self._layer_id, self._slots(sequence), keys, values)
+        self._pool.write_kv(self._layer_id, self._slots(sequence), keys, values)
 
     def _slots(self, sequence: YieldedSequence) -> torch.Tensor:
         return self._table[sequence.row, : sequence.num_tokens].to(torch.int64)
@@ -64,7 +64,7 @@ OnYield = Callable[[Sequence[YieldedSequence], int, YieldedKV], None]
 class YieldCallback:
     """Calls a user's callback for sub-batches whose KV is in the pages of `pool`; `table`: slots by sequence."""
 
-    def __init__(self, on_yield: OnYield, pool: SlotPool, table: torch.Tensor) -> None:
+    def __init__(self, on_yield: OnYield, pool: KVPool, table: torch.Tensor) -> None:
         self._on_yield, self._pool, self._table = on_yield, pool, table
 
     def __call__(self, forward_batch: ForwardBatch, index: int) -> None:

@@ -1,4 +1,4 @@
-"""The pool of latent rows gives back what was written, moves it, and is read as pages, by slot and by part."""
+"""The pool of latent rows gives back what was written, moves it, and is read as pages, by KV index and by part."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def make(*, dtype=torch.float32, start_layer: int | None = None, latent: int = L
     return LatentPagePool(10 * PAGE, PAGE, dtype, latent, ROPE, LAYERS, "cpu", False, start_layer, end_layer)
 
 
-def write(pool: LatentPagePool, layer: int, slots: torch.Tensor) -> torch.Tensor:
-    rows = torch.randn(len(slots), 1, LATENT + ROPE, generator=torch.Generator().manual_seed(layer))
-    pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, rows, rows[..., :LATENT])
+def write(pool: LatentPagePool, layer: int, kv_indices: torch.Tensor) -> torch.Tensor:
+    rows = torch.randn(len(kv_indices), 1, LATENT + ROPE, generator=torch.Generator().manual_seed(layer))
+    pool.set_kv_buffer(SimpleNamespace(layer_id=layer), kv_indices, rows, rows[..., :LATENT])
     return rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("start_layer", [None, 5])
-def test_what_is_written_is_read_back_by_layer_and_slot(dtype, start_layer):
+def test_what_is_written_is_read_back_by_layer_and_kv_index(dtype, start_layer):
     pool, first = make(dtype=dtype, start_layer=start_layer), start_layer or 0
-    slots = torch.randperm(10 * PAGE)[:30] + PAGE
-    written = {layer: write(pool, layer, slots) for layer in range(first, first + LAYERS)}
+    kv_indices = torch.randperm(10 * PAGE)[:30] + PAGE
+    written = {layer: write(pool, layer, kv_indices) for layer in range(first, first + LAYERS)}
     for layer, rows in written.items():
-        keys, values = pool.read_slots(layer, slots)
+        keys, values = pool.read_kv(layer, kv_indices)
         assert torch.equal(keys, rows.to(dtype))
         assert torch.equal(values, rows[..., :LATENT].to(dtype))
 
 
-def test_a_slot_is_page_times_page_size_plus_offset():
+def test_a_kv_index_is_page_times_page_size_plus_offset():
     pool = make()
     rows = write(pool, 1, torch.tensor([PAGE * 3 + 5]))
     assert torch.equal(pool.get_pages(1)[3, 5], rows[0, 0])
@@ -48,28 +48,28 @@ def test_a_slot_is_page_times_page_size_plus_offset():
     assert values.shape == (11, 1, PAGE, LATENT)
 
 
-def test_writing_touches_no_other_slot_and_no_other_layer():
-    pool, slots = make(), torch.tensor([9, 70])
-    write(pool, 1, slots)
-    others = torch.tensor([slot for slot in range(11 * PAGE) if slot not in slots.tolist()])
+def test_writing_touches_no_other_token_and_no_other_layer():
+    pool, kv_indices = make(), torch.tensor([9, 70])
+    write(pool, 1, kv_indices)
+    others = torch.tensor([kv_index for kv_index in range(11 * PAGE) if kv_index not in kv_indices.tolist()])
     for layer, untouched in ((0, torch.arange(11 * PAGE)), (1, others), (2, torch.arange(11 * PAGE))):
-        assert not pool.read_slots(layer, untouched)[0].any()
+        assert not pool.read_kv(layer, untouched)[0].any()
 
 
 def test_sglangs_wrapped_write_location_is_understood():
-    pool, slots = make(), torch.tensor([9, 70])
+    pool, kv_indices = make(), torch.tensor([9, 70])
     rows = torch.ones(2, 1, LATENT + ROPE)
-    pool.set_kv_buffer(SimpleNamespace(layer_id=0), KVWriteLoc(slots, None), rows, None)
-    assert torch.equal(pool.read_slots(0, slots)[0], rows)
+    pool.set_kv_buffer(SimpleNamespace(layer_id=0), KVWriteLoc(kv_indices, None), rows, None)
+    assert torch.equal(pool.read_kv(0, kv_indices)[0], rows)
 
 
-def test_a_move_copies_slots_in_every_layer_and_leaves_the_source():
+def test_a_move_copies_tokens_in_every_layer_and_leaves_the_source():
     pool, source, target = make(), torch.tensor([8, 9, 17]), torch.tensor([50, 51, 30])
     written = [write(pool, layer, source) for layer in range(LAYERS)]
     pool.move_kv_cache(target, source)
     for layer, rows in enumerate(written):
-        for slots in (source, target):
-            assert torch.equal(pool.read_slots(layer, slots)[0], rows)
+        for kv_indices in (source, target):
+            assert torch.equal(pool.read_kv(layer, kv_indices)[0], rows)
 
 
 def test_a_page_is_one_part_of_each_layer_and_its_size_counts_page_0():

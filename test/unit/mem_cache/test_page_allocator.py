@@ -19,20 +19,20 @@ def make(page_size: int, num_pages: int = NUM_PAGES) -> PageAllocator:
 
 def extend(allocator: PageAllocator, held: list[list[int]], news: list[int]) -> torch.Tensor | None:
     """alloc_extend as SGLang calls it, for sequences whose tokens lie at `held` and which get `news` more."""
-    prefixes = torch.tensor([len(slots) for slots in held])
+    prefixes = torch.tensor([len(kv_indices) for kv_indices in held])
     lengths = prefixes + torch.tensor(news)
-    last = torch.tensor([slots[-1] if slots else -1 for slots in held])
+    last = torch.tensor([kv_indices[-1] if kv_indices else -1 for kv_indices in held])
     return allocator.alloc_extend(prefixes, prefixes, lengths, lengths, last, sum(news))
 
 
 def decode(allocator: PageAllocator, held: list[list[int]]) -> torch.Tensor | None:
     """alloc_decode as SGLang calls it, for the next token of each sequence."""
-    lengths = torch.tensor([len(slots) + 1 for slots in held])
-    return allocator.alloc_decode(lengths, lengths, torch.tensor([slots[-1] for slots in held]))
+    lengths = torch.tensor([len(kv_indices) + 1 for kv_indices in held])
+    return allocator.alloc_decode(lengths, lengths, torch.tensor([kv_indices[-1] for kv_indices in held]))
 
 
 class AllocatorAgainstSets(RuleBasedStateMachine):
-    """Random operations beside a model that knows each sequence's slots and nothing of free lists."""
+    """Random operations beside a model that knows each sequence's KV indices and nothing of free lists."""
 
     @initialize(page_size=st.sampled_from([1, 4, 64]))
     def begin(self, page_size):
@@ -40,11 +40,11 @@ class AllocatorAgainstSets(RuleBasedStateMachine):
         self.allocator = make(page_size)
         self.sequences: list[list[int]] = []
 
-    def pages(self, slots: list[int]) -> set[int]:
-        return {slot // self.page_size for slot in slots}
+    def pages(self, kv_indices: list[int]) -> set[int]:
+        return {kv_index // self.page_size for kv_index in kv_indices}
 
     def num_free(self) -> int:
-        return NUM_PAGES - sum(len(self.pages(slots)) for slots in self.sequences)
+        return NUM_PAGES - sum(len(self.pages(kv_indices)) for kv_indices in self.sequences)
 
     def check(self, result: torch.Tensor | None, wanted_pages: int) -> bool:
         """Whether something was given: exactly when enough pages were free."""
@@ -65,23 +65,24 @@ class AllocatorAgainstSets(RuleBasedStateMachine):
         assume(chosen)
         news = [data.draw(st.integers(1, 3 * size)) for _ in chosen]
         wanted = sum(
-            -(-(len(slots) + new) // size) - -(-len(slots) // size) for slots, new in zip(chosen, news, strict=True)
+            -(-(len(kv_indices) + new) // size) - -(-len(kv_indices) // size)
+            for kv_indices, new in zip(chosen, news, strict=True)
         )
         result = extend(self.allocator, chosen, news)
         if self.check(result, wanted):
-            for slots, new in zip(chosen, result.split(news), strict=True):
-                if not slots:
-                    self.sequences.append(slots)
-                slots += new.tolist()
+            for kv_indices, new in zip(chosen, result.split(news), strict=True):
+                if not kv_indices:
+                    self.sequences.append(kv_indices)
+                kv_indices += new.tolist()
 
     @rule(data=st.data())
     def decode_some(self, data):
-        chosen = [slots for slots in self.sequences if data.draw(st.booleans())]
+        chosen = [kv_indices for kv_indices in self.sequences if data.draw(st.booleans())]
         assume(chosen)
         result = decode(self.allocator, chosen)
-        if self.check(result, sum(len(slots) % self.page_size == 0 for slots in chosen)):
-            for slots, slot in zip(chosen, result.tolist(), strict=True):
-                slots.append(slot)
+        if self.check(result, sum(len(kv_indices) % self.page_size == 0 for kv_indices in chosen)):
+            for kv_indices, kv_index in zip(chosen, result.tolist(), strict=True):
+                kv_indices.append(kv_index)
 
     @rule(num_pages=st.integers(0, 4))
     def take_whole_pages(self, num_pages):
@@ -91,20 +92,22 @@ class AllocatorAgainstSets(RuleBasedStateMachine):
 
     @rule(data=st.data(), in_group=st.booleans())
     def free_some(self, data, in_group):
-        leaving = [slots for slots in self.sequences if data.draw(st.booleans())]
+        leaving = [kv_indices for kv_indices in self.sequences if data.draw(st.booleans())]
         if in_group:
             self.allocator.free_group_begin()
             before = self.allocator.available_size()
-        for slots in leaving:
-            self.allocator.free(torch.tensor(slots))
+        for kv_indices in leaving:
+            self.allocator.free(torch.tensor(kv_indices))
         if in_group:
             assert self.allocator.available_size() == before, "a group is freed at its end"
             self.allocator.free_group_end()
-        self.sequences = [slots for slots in self.sequences if not any(slots is gone for gone in leaving)]
+        self.sequences = [
+            kv_indices for kv_indices in self.sequences if not any(kv_indices is gone for gone in leaving)
+        ]
 
     @invariant()
     def every_page_has_one_owner_and_free_and_used_make_the_total(self):
-        used = [page for slots in self.sequences for page in self.pages(slots)]
+        used = [page for kv_indices in self.sequences for page in self.pages(kv_indices)]
         assert len(used) == len(set(used)), "no page is handed out twice"
         free = self.allocator.free_pages.tolist()
         assert sorted(used + free) == list(range(1, NUM_PAGES + 1)), "page 0 stays out of it"
@@ -113,11 +116,15 @@ class AllocatorAgainstSets(RuleBasedStateMachine):
     @invariant()
     def tokens_lie_in_their_page_where_their_position_says(self):
         size = self.page_size
-        for slots in self.sequences:
-            assert [slot % size for slot in slots] == [position % size for position in range(len(slots))]
-            assert len(self.pages(slots)) == -(-len(slots) // size), "a page is filled before the next is opened"
-            for start in range(0, len(slots), size):
-                assert len(self.pages(slots[start : start + size])) == 1
+        for kv_indices in self.sequences:
+            assert [kv_index % size for kv_index in kv_indices] == [
+                position % size for position in range(len(kv_indices))
+            ]
+            assert len(self.pages(kv_indices)) == -(-len(kv_indices) // size), (
+                "a page is filled before the next is opened"
+            )
+            for start in range(0, len(kv_indices), size):
+                assert len(self.pages(kv_indices[start : start + size])) == 1
 
 
 AllocatorAgainstSets.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
@@ -138,9 +145,9 @@ def test_a_decode_step_opens_a_page_exactly_at_a_page_edge(length, opens):
     allocator = make(4)
     held = extend(allocator, [[]], [length]).tolist()
     before = allocator.available_size()
-    (slot,) = decode(allocator, [held]).tolist()
+    (kv_index,) = decode(allocator, [held]).tolist()
     assert before - allocator.available_size() == (4 if opens else 0)
-    assert (slot % 4 == 0) if opens else (slot == held[-1] + 1)
+    assert (kv_index % 4 == 0) if opens else (kv_index == held[-1] + 1)
 
 
 def test_an_exhausted_pool_gives_nothing_and_takes_nothing_not_even_for_those_who_would_fit():
@@ -169,7 +176,7 @@ def test_pages_that_were_used_before_are_given_again_before_any_fresh_one():
     touched: set[int] = set()
     held: list[torch.Tensor] = []
     for num_pages in (3, 1, 2, 3, 1, 2, 2) * 3:
-        while sum(len(slots) for slots in held) // 4 + num_pages > 5:
+        while sum(len(kv_indices) for kv_indices in held) // 4 + num_pages > 5:
             allocator.free(held.pop(0))
         held.append(allocator.alloc(4 * num_pages))
         touched |= set((held[-1] // 4).tolist())

@@ -240,7 +240,7 @@ def test_results_do_not_lie_in_memory_that_the_next_pass_overwrites():
 
 def test_prefill_and_streamed_decode_run_eagerly():
     class Source:
-        first_slot = 0
+        first_kv_index = 0
         spans = ((0, 8), (8, 21))
 
         def lead(self):

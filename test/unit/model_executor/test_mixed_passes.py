@@ -25,10 +25,10 @@ class Pool:
 
 
 class ToyStaging:
-    """Memory from `first_slot` on. `asked` notes what the pass asks for, after the rules of a staging."""
+    """Memory from `first_kv_index` on. `asked` notes what the pass asks for, after the rules of a staging."""
 
-    def __init__(self, name: str, pool: Pool, first_slot: int, spans=None) -> None:
-        self.name, self._pool, self.first_slot, self.spans = name, pool, first_slot, spans
+    def __init__(self, name: str, pool: Pool, first_kv_index: int, spans=None) -> None:
+        self.name, self._pool, self.first_kv_index, self.spans = name, pool, first_kv_index, spans
         self.asked: list[tuple[str, int, int]] = []
 
     def lead(self) -> None:

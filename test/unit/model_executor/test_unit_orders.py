@@ -88,7 +88,7 @@ def test_an_option_that_the_family_does_not_offer_is_a_fault() -> None:
 
 def test_staged_kv_requires_the_static_order() -> None:
     class Staging:
-        first_slot, spans = 0, None
+        first_kv_index, spans = 0, None
 
         def lead(self) -> None:
             """Nowhere."""

@@ -71,10 +71,10 @@ def test_kv_that_is_set_is_that_of_one_layer_and_sequence() -> None:
     for layer in range(LAYERS):
         callback(batch, layer)
     for layer, row, tokens in ((0, 1, 20), (1, 0, 20)):
-        keys, values = pool.read_slots(layer, table[row, :tokens])
+        keys, values = pool.read_kv(layer, table[row, :tokens])
         assert not keys.any()
         assert not values.any()
-    keys, values = pool.read_slots(1, table[1])
+    keys, values = pool.read_kv(1, table[1])
     assert torch.equal(keys[:, 0, 0], torch.tensor([1.0] * 12 + [0.0] * 8))
     assert torch.equal(values[:, 0, 0], torch.tensor([2.0] * 12 + [0.0] * 8))
     one = YieldedSequence(request_id=None, row=1, num_tokens=12, num_new=1)

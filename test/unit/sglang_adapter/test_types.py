@@ -105,7 +105,7 @@ _BEHIND: dict[type, list[tuple[type, ...]]] = {
     batches.ForwardBatch: [(ForwardBatch,)],
     scheduler.SlotTable: [(ReqToTokenPool,)],
     scheduler.PagePool: [(DevicePagePool,), (LatentPagePool,), (GpuPagePool,), (GpuLatentPool,)],
-    scheduler.SlotPool: [(DevicePagePool,), (LatentPagePool,)],
+    scheduler.KVPool: [(DevicePagePool,), (LatentPagePool,)],
     scheduler.PageAllocator: [(PageAllocator,)],
     scheduler.PrefixCache: [(ChunkCache,)],
     scheduler.GrammarManager: [(GrammarManager,)],

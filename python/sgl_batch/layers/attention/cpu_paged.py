@@ -299,7 +299,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             if slots is None:
                 keys, values = k[start:end], v[start:end]
             else:
-                keys, values = self.pool.read_slots(layer.layer_id, slots)
+                keys, values = self.pool.read_kv(layer.layer_id, slots)
             out_THV[start:end] = prefill_attention(q_THD[start:end], keys, values, layer.scaling, _window(layer), sinks)
         return out_THV.view(q.shape[0], -1)
 

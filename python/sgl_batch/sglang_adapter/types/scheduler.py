@@ -53,17 +53,17 @@ class PagePool(Protocol):
         """Copy the KV in slots `src_loc` [tokens] to slots `tgt_loc` [tokens], in every layer."""
 
 
-class SlotPool(Protocol):
-    """The KV of this process, by slot. A token's keys and values have the form that the pool's own reading gives."""
+class KVPool(Protocol):
+    """The KV of this process, by KV index. Keys and values of a token have the form that the pool's reading gives."""
 
     start_layer: int
     """The number of the first layer of this process."""
 
-    def read_slots(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of keys and values at `slots` [tokens]."""
+    def read_kv(self, layer_id: int, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of keys and values at `kv_indices` [tokens]."""
 
-    def write_slots(self, layer_id: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values at `slots` [tokens]."""
+    def write_kv(self, layer_id: int, kv_indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values at `kv_indices` [tokens]."""
 
 
 class PageAllocator(Protocol):
