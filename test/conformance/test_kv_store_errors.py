@@ -214,5 +214,5 @@ def test_reads_and_writes_that_do_less_than_asked_are_continued(short_calls: Pat
 
 def test_an_error_of_the_device_reaches_the_waiter_with_its_number(short_calls: Path, tmp_path: Path) -> None:
     told = _run_below(short_calls, tmp_path, FAIL_AFTER="20")
-    assert told.startswith(f"errno {errno.EIO}: layers 0 to 1 of device page 0 to block 0: writing ")
+    assert told.startswith(f"errno {errno.EIO}: layers 0 to 1 of device page 0 to slot 0: writing ")
     assert "Input/output error" in told
