@@ -54,8 +54,8 @@ def test_the_checks_see_a_violation():
     assert foreign_rooms("distributed", ast.parse("import sgl_batch.mem_cache.y")) == {"mem_cache"}
 
 
-# What may read a place's global rank: control channels, process groups of all ranks, files and messages. What computes
-# asks for the attention rank or the expert shard, so that a rank may have one of them alone, or other numbers.
+# Modules that may read `RankContext.rank`, the global rank: for control channels, process groups of all ranks, files
+# and messages. Code that computes asks for the attention rank or the expert shard: a rank may have one of them alone.
 READS_GLOBAL_RANK = {
     "sgl_batch.distributed.rank_context",
     "sgl_batch.kv_offload.kv_tiers",
@@ -68,13 +68,13 @@ READS_GLOBAL_RANK = {
 
 
 def reads_of_global_rank(tree: ast.Module) -> list[str]:
-    """The expressions that take a `RankContext`'s rank; a place is called `place` everywhere."""
+    """Return the expressions that take a `RankContext`'s rank; every variable of this type is called `rank_context`."""
     return [
         ast.unparse(node)
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and node.attr == "rank"
-        and ast.unparse(node.value).rpartition(".")[2].lstrip("_") == "place"
+        and ast.unparse(node.value).rpartition(".")[2].lstrip("_") == "rank_context"
     ]
 
 
@@ -84,6 +84,9 @@ def test_only_the_control_plane_reads_a_global_rank(package_trees):
 
 
 def test_the_check_of_global_ranks_sees_a_violation():
-    found = reads_of_global_rank(ast.parse("expert_shard(place.rank)\nself._place.rank\ncontext.place.rank"))
-    assert set(found) == {"place.rank", "self._place.rank", "context.place.rank"}
-    assert reads_of_global_rank(ast.parse("place.expert_shard\nplace.topology\nchannel.rank\nreplaced.rank")) == []
+    found = reads_of_global_rank(
+        ast.parse("expert_shard(rank_context.rank)\nself._rank_context.rank\ncontext.rank_context.rank")
+    )
+    assert set(found) == {"rank_context.rank", "self._rank_context.rank", "context.rank_context.rank"}
+    others = "rank_context.expert_shard\nrank_context.topology\nchannel.rank\nreplaced.rank"
+    assert reads_of_global_rank(ast.parse(others)) == []

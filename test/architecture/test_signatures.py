@@ -20,7 +20,7 @@ WITHOUT_TYPE = {
     "engine.launch: sglang_arguments": _ARGUMENTS,
     "engine.launch: verify": _STATS,
     "engine.process_spec: ProcessSpec.infos": _STATS,
-    "engine.process_spec: _place": "SGLang's arguments of a process by position, each of another type",
+    "engine.process_spec: _rank_context": "SGLang's arguments of a process by position, each of another type",
     "engine.line_answers: LineAnswers._answer": _ANSWER,
     "engine.line_answers: _is_aborted": _ANSWER,
     "engine.line_answers: _is_engines_own_abort": _ANSWER,

@@ -172,7 +172,7 @@ def run_scheduler_process(run: ProcessSpec, *args: object, **kwargs: object) -> 
 
 def _run_scheduler(run: ProcessSpec, last: LastWords, *args: object, **kwargs: object) -> None:
     register_shared_memory(run.directory, processes.load_file(args[_PORT_ARGS]))
-    config, place = run.config, _place(run.directory, args)
+    config, rank_context = run.config, _rank_context(run.directory, args)
     in_force, budget = PlanInForce(config), TimeBudget()
     operators, gpu_experts = None, None
     counters = Counters() if _is_on_cpu() else Counters(clock=PartClock(SampledParts()))
@@ -189,7 +189,7 @@ def _run_scheduler(run: ProcessSpec, last: LastWords, *args: object, **kwargs: o
             in_force=in_force,
             server_args=cast(ServerArgs, args[_SERVER_ARGS]),
             budget=budget,
-            num_ranks=1 if place is None else place.topology.num_ranks,
+            num_ranks=1 if rank_context is None else rank_context.topology.num_ranks,
         )
         gpu_experts = GpuExperts(config.forward.expert_runner, counters, setup)
     context = RunContext(
@@ -199,7 +199,7 @@ def _run_scheduler(run: ProcessSpec, last: LastWords, *args: object, **kwargs: o
         cpu_operators=operators,
         gpu_experts=gpu_experts,
         graphs=run.graphs(),
-        place=place,
+        rank_context=rank_context,
         rendezvous=Rendezvous(run.directory),
     )
     register_triton_attention()
@@ -213,7 +213,7 @@ _SERVER_ARGS, _PORT_ARGS, _GPU_ID, _DP_RANK = 0, 1, 2, 8
 _PREFIX = "sgl-batch-"
 
 
-def _place(directory: Path, args: tuple[Any, ...]) -> RankContext | None:
+def _rank_context(directory: Path, args: tuple[Any, ...]) -> RankContext | None:
     """This process's rank, where there are several; on a CPU it takes its share of the cores."""
     server_args = args[_SERVER_ARGS]
     if server_args.dp_size == 1:
@@ -221,13 +221,13 @@ def _place(directory: Path, args: tuple[Any, ...]) -> RankContext | None:
     topology = Topology.uniform(server_args.dp_size)
     rank = topology.rank_of_attention(args[_DP_RANK])  # SGLang starts one process for each data-parallel target
     shares_gpu = server_args.device != "cpu" and server_args.dp_size > torch.cuda.device_count()
-    place = RankContext(rank=rank, topology=topology, directory=directory, shares_gpu=shares_gpu)
-    place.rendezvous.publish("pid", rank, str(os.getpid()))
+    rank_context = RankContext(rank=rank, topology=topology, directory=directory, shares_gpu=shares_gpu)
+    rank_context.rendezvous.publish("pid", rank, str(os.getpid()))
     if server_args.device == "cpu":
         cores = share_of(read_cpus(os.sched_getaffinity(0)), rank, topology.num_ranks)
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
-    return place
+    return rank_context
 
 
 def _begin_as_child(run: ProcessSpec) -> None:

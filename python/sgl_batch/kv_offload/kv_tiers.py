@@ -39,15 +39,17 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 _RATE_PAGES = 64
 
 
-def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankContext | None) -> HostKVStore:
+def open_store(geometry: StoreGeometry, memory: MemoryConfig, rank_context: RankContext | None) -> HostKVStore:
     """The store of this engine: of several attention ranks, the first makes it and the others join it.
 
     Raises ConfigError where there is no room for it.
     """
-    num_ranks, rank = (1, 0) if place is None else (place.topology.num_attention_ranks, place.attention_rank)
-    if place is not None and rank > 0:
-        maker = place.topology.rank_of_attention(0)
-        told = place.await_published("kv-store", [maker])[maker]
+    num_ranks, rank = (
+        (1, 0) if rank_context is None else (rank_context.topology.num_attention_ranks, rank_context.attention_rank)
+    )
+    if rank_context is not None and rank > 0:
+        maker = rank_context.topology.rank_of_attention(0)
+        told = rank_context.await_published("kv-store", [maker])[maker]
         return HostKVStore.join(StoreAddress(**json.loads(told)), geometry, rank=rank)
     store = HostKVStore.create(
         geometry,
@@ -57,11 +59,11 @@ def open_store(geometry: StoreGeometry, memory: MemoryConfig, place: RankContext
     )
     if store.num_blocks < num_ranks:
         raise ConfigError(
-            rf"a host KV store of {memory.kv_store_bytes} bytes (--kv-store-bytes\) holds {store.num_blocks} pages of "
+            f"a host KV store of {memory.kv_store_bytes} bytes (--kv-store-bytes) holds {store.num_blocks} pages of "
             f"{geometry.block_bytes} bytes, fewer than one for each of {num_ranks} ranks: name a larger store"
         )
-    if place is not None:
-        place.rendezvous.publish("kv-store", place.rank, json.dumps(asdict(store.address)))
+    if rank_context is not None:
+        rank_context.rendezvous.publish("kv-store", rank_context.rank, json.dumps(asdict(store.address)))
     return store
 
 
@@ -97,7 +99,7 @@ class KVTiers:
         runner: LayerRunner | None,
         memory: MemoryConfig,
         counters: Counters,
-        place: RankContext | None,
+        rank_context: RankContext | None,
     ) -> None:
         self._scheduler, self._runner, self._counters = scheduler, runner, counters
         self._allocator, self._device = scheduler.token_to_kv_pool_allocator, scheduler.device
@@ -108,7 +110,9 @@ class KVTiers:
                 f"kv_store_bytes is {memory.kv_store_bytes}; this model keeps its KV in {type(self._pool).__name__}, "
                 "whose pages the host KV store has no form for: leave it out"
             )
-        self._store = open_store(StoreGeometry.of_pool(self._pool, checksums=memory.kv_store_checksums), memory, place)
+        self._store = open_store(
+            StoreGeometry.of_pool(self._pool, checksums=memory.kv_store_checksums), memory, rank_context
+        )
         self.share = self._store.num_blocks // self._store.num_ranks
         self._engines = copy_engines(self._store, self._device, memory)
         self._engine = self._engines.over(self._pool)

@@ -43,9 +43,9 @@ def failure_text(error: RankError) -> str:
 class RankHeartbeat:
     """Beats to every other rank each second. A rank unheard of for `timeout_s` hangs."""
 
-    def __init__(self, place: RankContext, timeout_s: float) -> None:
-        self._place, self._timeout_s = place, timeout_s
-        self._channel: ZmqChannel[Beat] = place.channel("heartbeat", Beat)
+    def __init__(self, rank_context: RankContext, timeout_s: float) -> None:
+        self._rank_context, self._timeout_s = rank_context, timeout_s
+        self._channel: ZmqChannel[Beat] = rank_context.channel("heartbeat", Beat)
         self._thread = threading.Thread(target=self._run, name="rank heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -59,7 +59,7 @@ class RankHeartbeat:
             self._end(error)
 
     def _beat(self) -> None:
-        heard = dict.fromkeys(self._place.others, time.monotonic())
+        heard = dict.fromkeys(self._rank_context.others, time.monotonic())
         next_beat, last = 0.0, time.monotonic()
         while True:
             now = time.monotonic()
@@ -82,9 +82,9 @@ class RankHeartbeat:
 
     def _end(self, error: RankError) -> None:
         if isinstance(error, PeerLost):  # the controller knows how that rank's process has ended
-            self._place.rendezvous.await_failure(_CONTROLLER_TELLS_S)
-        self._place.rendezvous.report_failure(failure_text(error))
-        logger.error("rank %d ends because %s", self._place.rank, error)
+            self._rank_context.rendezvous.await_failure(_CONTROLLER_TELLS_S)
+        self._rank_context.rendezvous.report_failure(failure_text(error))
+        logger.error("rank %d ends because %s", self._rank_context.rank, error)
         # The controller has asked for this process: when it ends, all ranks end with it, and the engine's own process
         # learns of it at once.
         controller = multiprocessing.parent_process()

@@ -130,13 +130,15 @@ class RankSequences:
 class RankMigration:
     """Carries out the moves of a boundary on this rank."""
 
-    def __init__(self, place: RankContext, store: MovingSequences, *, backend: str, step_timeout_s: float) -> None:
-        self._store, self._rank = store, place.rank
+    def __init__(
+        self, rank_context: RankContext, store: MovingSequences, *, backend: str, step_timeout_s: float
+    ) -> None:
+        self._store, self._rank = store, rank_context.rank
         self._boundary = 0
-        group = place.process_group("pages", backend)
-        transport = GroupTransport(group, range(place.topology.num_ranks), through_host=backend == "gloo")
+        group = rank_context.process_group("pages", backend)
+        transport = GroupTransport(group, range(rank_context.topology.num_ranks), through_host=backend == "gloo")
         ends = Endpoints(
-            channel=place.channel("migration", messages.Message),
+            channel=rank_context.channel("migration", messages.Message),
             transport=transport,
             store=store,
             step_timeout_s=step_timeout_s,

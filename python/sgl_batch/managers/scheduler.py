@@ -94,7 +94,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         limit_grammars(self)
         limit_stop_patterns()
         skip_ended_rows(self)
-        self.rank_steps = None if context.place is None else self._join(context.place)
+        self.rank_steps = None if context.rank_context is None else self._join(context.rank_context)
         self._check_overlap(context.config)
 
     def _settled(self, context: RunContext) -> tuple[BoundaryExecutor, StartChoices]:
@@ -102,7 +102,9 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         runner, deterministic = self.tp_worker.model_runner, bool(self.server_args.enable_deterministic_inference)
         decode = settle_decode(runner, context)
         if context.config.memory.kv_store_bytes:
-            self._tiers = KVTiers(self, runner.layer_runner, context.config.memory, context.counters, context.place)
+            self._tiers = KVTiers(
+                self, runner.layer_runner, context.config.memory, context.counters, context.rank_context
+            )
         choices = StartChoices(
             decode_forward=decode,
             expert_runner=runner.expert_choice,
@@ -118,30 +120,32 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         )
         return executor, choices
 
-    def _join(self, place: RankContext) -> RankSteps:
+    def _join(self, rank_context: RankContext) -> RankSteps:
         """Meet the other ranks. From now on a rank that dies or hangs ends all."""
         ranks = self.context.config.ranks
         group = RankGroup(
-            place.channel("steps", Message),
-            place.topology,
+            rank_context.channel("steps", Message),
+            rank_context.topology,
             migration=Migration(ranks.migration),
             timeout_s=_STEP_TIMEOUT_S,
-            all_gather=self._all_gather(place),
+            all_gather=self._all_gather(rank_context),
             trace=self._trace,
         )
-        migrates = partial(RankMigration, place, backend=place.backend(self.device), step_timeout_s=_STEP_TIMEOUT_S)
-        RankHeartbeat(place, ranks.rank_timeout_s).start()
+        migrates = partial(
+            RankMigration, rank_context, backend=rank_context.backend(self.device), step_timeout_s=_STEP_TIMEOUT_S
+        )
+        RankHeartbeat(rank_context, ranks.rank_timeout_s).start()
         if self._tiers is None:
             return RankSteps(self.executor, group, migrates(RankSequences(self, self.executor)))
         return RankSteps(self.executor, group, migrates(StoredSequences(self, self.executor, self._tiers.stored)))
 
-    def _all_gather(self, place: RankContext) -> SharedMemoryAllGather | None:
+    def _all_gather(self, rank_context: RankContext) -> SharedMemoryAllGather | None:
         """The ranks' all-gather through shared memory, unless they are to share no memory or cannot."""
         kernels = native_kernels()
         if kernels is None or self.context.config.ranks.token_dispatcher == "gloo":
             return None
-        regions = shared_regions(place.process_group("all-gather", "gloo"), ALL_GATHER_BYTES)
-        return SharedMemoryAllGather(regions, place.rank, kernels, timeout_s=_STEP_TIMEOUT_S)
+        regions = shared_regions(rank_context.process_group("all-gather", "gloo"), ALL_GATHER_BYTES)
+        return SharedMemoryAllGather(regions, rank_context.rank, kernels, timeout_s=_STEP_TIMEOUT_S)
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = BatchTpWorker(
@@ -156,7 +160,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         super().init_profiler()
         watch = ProfileWatch()
         self.profiler_manager: LimitedProfiler = LimitedProfiler(
-            self.profiler_manager, watch.must_end, give_back_heap, alone=self.context.place is not None
+            self.profiler_manager, watch.must_end, give_back_heap, alone=self.context.rank_context is not None
         )
 
     def init_request_dispatcher(self) -> None:
@@ -184,8 +188,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "expert_runner": runner.expert_runner,
             "choices": self.choices.as_dict(),
         }
-        if self.context.place is not None:
-            self.context.place.rendezvous.publish("info", self.context.place.rank, json.dumps(info["sgl_batch"]))
+        if self.context.rank_context is not None:
+            self.context.rank_context.rendezvous.publish(
+                "info", self.context.rank_context.rank, json.dumps(info["sgl_batch"])
+            )
         return info
 
     # Intake.

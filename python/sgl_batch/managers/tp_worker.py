@@ -62,8 +62,8 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         return self._updated(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_tensor(self, recv_req: TensorsUpdate) -> tuple[bool, str]:
-        if self._context.place is not None:
-            keep_tensors_for(recv_req, self._context.place.rank)
+        if self._context.rank_context is not None:
+            keep_tensors_for(recv_req, self._context.rank_context.rank)
         is_file = recv_req.load_format == SAFETENSORS
         return self._updated(self._load_safetensors if is_file else super().update_weights_from_tensor, recv_req)
 

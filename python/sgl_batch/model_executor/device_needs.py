@@ -55,7 +55,12 @@ def _values(model_config: ModelConfig) -> Value:
 
 
 def gpu_use(
-    server_args: ServerArgs, model_config: ModelConfig, place: RankContext | None, *, decode_rows: int, processors: int
+    server_args: ServerArgs,
+    model_config: ModelConfig,
+    rank_context: RankContext | None,
+    *,
+    decode_rows: int,
+    processors: int,
 ) -> GpuUse:
     """What a rank with these arguments does on its GPU, which has so many processors, beside computing its layers.
 
@@ -68,8 +73,8 @@ def gpu_use(
         heads = number(_values(model_config), "num_attention_heads")
         row_bytes = heads * splits * ((latent or model_config.v_head_dim) + 1) * _FLOAT_BYTES
     return GpuUse(
-        shares_gpu=place is not None and place.shares_gpu,
-        exchanges=place is not None and not place.shares_gpu,
+        shares_gpu=rank_context is not None and rank_context.shares_gpu,
+        exchanges=rank_context is not None and not rank_context.shares_gpu,
         decode_rows=decode_rows,
         graph_rows=decode_graph_rows(server_args),
         attention_row_bytes=row_bytes,

@@ -79,7 +79,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     """
 
     def __init__(self, *args: object, context: RunContext, **kwargs: object) -> None:
-        self.context, self._counters, self._place = context, context.counters, context.place
+        self.context, self._counters, self._rank_context = context, context.counters, context.rank_context
         self.layer_runner: LayerRunner | None = None
         self.expert_choices: ExpertChoices | None = None
         self.before_sampling: Callable[[], None] = _nothing
@@ -123,11 +123,15 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     def load_model(self) -> None:
         """Load the model; of several ranks, each its share of the experts. Streamed experts stay in their files."""
-        place, memory = self._place, self.context.config.memory
+        rank_context, memory = self._rank_context, self.context.config.memory
         check_window(
             self.model_config.hf_config.architectures, self.model_config.hf_text_config, self.model_config.context_len
         )
-        shard = nullcontext() if place is None else expert_shard(place.expert_shard, place.topology.num_expert_shards)
+        shard = (
+            nullcontext()
+            if rank_context is None
+            else expert_shard(rank_context.expert_shard, rank_context.topology.num_expert_shards)
+        )
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         watch = self._watch_of_weights()
         with shard, huge_parameters(), models_as_configured():
@@ -137,19 +141,21 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             else:
                 with unloaded_experts(), loading_weights(self.server_args, watch, is_expert_weight) as files:
                     super().load_model()
-                held = 0 if place is None else place.expert_shard
+                held = 0 if rank_context is None else rank_context.expert_shard
                 self._operators.stream(self.model, files, memory, expert_shard=held)
         int8 = self.context.config.forward.cpu_weight_dtype == "int8"
         self.weight_bytes = resident_weight_bytes(self.model, int8=int8)
         forget_peak()
 
     def _watch_of_weights(self) -> LoadedWeights:
-        config, place = self.model_config.hf_text_config, self._place
+        config, rank_context = self.model_config.hf_text_config, self._rank_context
         return LoadedWeights(
             config.num_hidden_layers,
             is_tied=bool(getattr(config, "tie_word_embeddings", False)),
             # Each rank loads its own experts, and all of everything else.
-            is_elsewhere=is_expert_weight if place is not None and place.topology.num_expert_shards > 1 else _never,
+            is_elsewhere=is_expert_weight
+            if rank_context is not None and rank_context.topology.num_expert_shards > 1
+            else _never,
         )
 
     def init_kv_cache_configurator(self) -> None:
@@ -172,7 +178,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             page_bytes=page_bytes,
             staged=self._stages_prompts,
             by_torch=self.expert_runner == "torch",
-            num_ranks=1 if self._place is None else self._place.topology.num_attention_ranks,
+            num_ranks=1 if self._rank_context is None else self._rank_context.topology.num_attention_ranks,
         )
         working += self._graph_bytes
         needs = DeviceNeeds(
@@ -191,7 +197,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         now = read_gpu()
         # Sub-batches share their partial results; each has some of its own while it is planned.
         rows, processors = min(2 * plan.decode.b_attn, plan.decode.b_moe), now.processors
-        use = gpu_use(self.server_args, self.model_config, self._place, decode_rows=rows, processors=processors)
+        use = gpu_use(self.server_args, self.model_config, self._rank_context, decode_rows=rows, processors=processors)
         reserves = gpu_reserves(self._gpu_before, now, use)
         logger.info("of the GPU are kept: %s", ", ".join(f"{k} {format_bytes(v)}" for k, v in reserves.items()))
         return reserves
@@ -212,7 +218,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if family is None:
             # For models of which no config could be read before the start.
             has_experts = bool(expert_layers(self.model))
-            num_ranks = 1 if self._place is None or not has_experts else self._place.topology.num_ranks
+            num_ranks = 1 if self._rank_context is None or not has_experts else self._rank_context.topology.num_ranks
             check_without_adapter(type(self.model).__name__, self.context.config, num_ranks=num_ranks)
             return
         if not self._can_reenter:
@@ -228,7 +234,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             counters=self._counters,
             can_reenter=self._can_reenter,
             expert_part="router" if self.device == "cpu" and not family.dense else "experts",
-            exchange=None if self._place is None else self._exchange(self._place, family),
+            exchange=None if self._rank_context is None else self._exchange(self._rank_context, family),
             graphed=self._graphed_loop(),
             on_yield=self._yield_callback(),
         )
@@ -260,7 +266,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             forward.decode_graph_memory,
             device_captures=self.context.graphs is not None and graphs_wanted(self.server_args),
             plans_on_device=self.server_args.attention_backend in DEVICE_PLANNING_BACKENDS,
-            num_ranks=1 if self._place is None else self._place.topology.num_ranks,
+            num_ranks=1 if self._rank_context is None else self._rank_context.topology.num_ranks,
             streamed_weights=self._operators.streams_weights,
             reports_expert_choices=bool(self.server_args.enable_return_routed_experts),
             yields_to_user=forward.on_yield is not None,
@@ -320,10 +326,10 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             UntouchedPages(pool.all_parts, pool.layer_num, page_size, all_at_once=memory.kv_store_bytes > 0),
             staged_bytes=2 * page_bytes // pool.layer_num if self._stages_prompts else 0,
             budget=memory.process_bytes,
-            num_ranks=1 if self._place is None else self._place.topology.num_ranks,
+            num_ranks=1 if self._rank_context is None else self._rank_context.topology.num_ranks,
         )
 
-    def _exchange(self, place: RankContext, family: Family) -> ExpertExchange | None:
+    def _exchange(self, rank_context: RankContext, family: Family) -> ExpertExchange | None:
         """The way to the other ranks' experts; None for a model without any, which each rank has whole.
 
         Every rank makes its own at this point.
@@ -333,21 +339,21 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if block is None:
             return None
         dispatcher = create_token_dispatcher(
-            self._token_dispatcher(place),
-            place.process_group("experts", place.backend(self.device)),
+            self._token_dispatcher(rank_context),
+            rank_context.process_group("experts", rank_context.backend(self.device)),
             num_experts=block.experts.num_experts,
             hidden_size=self.model_config.hidden_size,
             device=torch.device(self.device),
         )
-        assert dispatcher.shard == place.expert_shard, "the group's ranks are the expert shards, in order"
+        assert dispatcher.shard == rank_context.expert_shard, "the group's ranks are the expert shards, in order"
         sums = self._operators.expert_sums
         return ExpertExchange(dispatcher, sums, self._counters)
 
-    def _token_dispatcher(self, place: RankContext) -> str:
+    def _token_dispatcher(self, rank_context: RankContext) -> str:
         wanted = self.context.config.ranks.token_dispatcher
         if wanted != "auto":
             return wanted
-        if place.backend(self.device) == "nccl":
+        if rank_context.backend(self.device) == "nccl":
             return "nccl"
         return "gloo" if native_kernels() is None else "shared"
 
@@ -384,7 +390,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             page_size=self.server_args.page_size,
             max_running=max_running,
             can_reenter=self._can_reenter,
-            whole_groups=self.device != "cpu" and self._place is None and resident and frugal,
+            whole_groups=self.device != "cpu" and self._rank_context is None and resident and frugal,
             dense=family is not None and family.dense,
         )
 
@@ -445,7 +451,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         graphs = self.decode_cuda_graph_runner
         return bool(
             self.device != "cpu"
-            and self._place is None
+            and self._rank_context is None
             and not self._counters.clock.tells_parts
             and (self.layer_runner is None or self.layer_runner.on_yield is None)
             and forward_batch.forward_mode.is_cuda_graph()

@@ -20,8 +20,8 @@ from sgl_batch.model_executor.time_budget import TimeBudget
 class RunContext:
     """Made once per scheduler process, before SGLang's scheduler is built.
 
-    One of `cpu_operators` and `gpu_experts` is None: they are for a machine without a GPU and with one. `place` is None
-    where there is one rank, `graphs` where none can be captured. `rendezvous`: of all processes of the engine.
+    One of `cpu_operators` and `gpu_experts` is None: they are for a machine without a GPU and with one. `rank_context`
+    is None where there is one rank, `graphs` where none can be captured. `rendezvous`: of all processes of the engine.
     `budget`: the time of all self-checks at the start.
     """
 
@@ -31,7 +31,7 @@ class RunContext:
     cpu_operators: CpuOperators | None = None
     gpu_experts: GpuExperts | None = None
     graphs: Graphs | None = None
-    place: RankContext | None = None
+    rank_context: RankContext | None = None
     budget: TimeBudget = field(default_factory=TimeBudget)
 
     @property
@@ -42,7 +42,7 @@ class RunContext:
     @property
     def rank(self) -> int:
         """This process's rank; 0 where there is one."""
-        return 0 if self.place is None else self.place.rank
+        return 0 if self.rank_context is None else self.rank_context.rank
 
     @property
     def world_store(self) -> Path:

@@ -112,7 +112,7 @@ def _obstacle(runner: BatchModelRunner, context: RunContext) -> str | None:
     """Why SGLang's own forward cannot compute this engine's decode groups; None where it can."""
     config, memory = context.config, context.config.memory
     reasons = {
-        "SGLang's own forward does not exchange rows between ranks": context.place is not None,
+        "SGLang's own forward does not exchange rows between ranks": context.rank_context is not None,
         "on_yield is called by the coroutine forward alone": config.forward.on_yield is not None,
         "prompts run beside decode rows (mix_prefill)": config.schedule.mix_prefill > 0,
         "decode KV may be streamed (decode_kv)": memory.kv_store_bytes > 0

@@ -59,7 +59,7 @@ def settle_overlap(context: RunContext, decode: Choice, *, deterministic: bool) 
         return Choice(mode=wanted, why=f"{wanted}: asked for by overlap")
     reasons = {
         "a CPU computes results and steps itself, and gains nothing": context.cpu_operators is not None,
-        "several ranks process each step's results before they agree on the next": context.place is not None,
+        "several ranks process each step's results before they agree on the next": context.rank_context is not None,
         "what a step takes along follows from the results before it (mix_prefill)": context.in_force.plan.mix_prefill,
         "the deterministic mode never switches by time": deterministic,
     }
@@ -84,7 +84,7 @@ def settle_decode_kv(context: RunContext, tiers: KVTiers | None, decode: Choice,
         return Choice(mode=RESIDENT, why="resident: an exclusive store holds no KV that is on the device")
     if wanted != _AUTO:
         return Choice(mode=wanted, why=f"{wanted}: asked for by decode_kv")
-    if context.place is not None:
+    if context.rank_context is not None:
         return Choice(mode=RESIDENT, why="resident: several ranks do not choose")
     if context.cpu_operators is not None:
         return Choice(mode=PER_INTERVAL, why="auto: a CPU measures both page by page")

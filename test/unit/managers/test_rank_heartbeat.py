@@ -33,8 +33,8 @@ def test_a_failure_names_the_ranks_and_what_became_of_them(error, beginning):
 
 def test_ranks_that_fall_silent_together_are_all_named_and_the_engine_ends(tmp_path):
     with listening_rank(tmp_path, num_ranks=3, timeout_s=1.0) as controller, ThreadPoolExecutor() as threads:
-        places = [RankContext(rank=rank, topology=Topology.uniform(3), directory=tmp_path) for rank in (1, 2)]
-        joining = [threads.submit(place.channel, "heartbeat", Beat) for place in places]
+        contexts = [RankContext(rank=rank, topology=Topology.uniform(3), directory=tmp_path) for rank in (1, 2)]
+        joining = [threads.submit(context.channel, "heartbeat", Beat) for context in contexts]
         with joining[0].result(), joining[1].result():
             controller.join(timeout=60)
     assert controller.exitcode == -signal.SIGTERM, "the rank that noticed ends the controller, and with it all ranks"

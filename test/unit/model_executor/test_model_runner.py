@@ -37,7 +37,7 @@ def test_a_lone_gpu_with_resident_kv_does_not_cut_its_decode_groups(changed, b_a
     in_force = PlanInForce(from_mapping({"b_moe_decode": 400, "decode_kv": case["decode_kv"]}))
     runner = SimpleNamespace(
         device=case["device"],
-        _place=object() if case["of_several"] else None,
+        _rank_context=object() if case["of_several"] else None,
         _can_reenter=True,
         model=None,
         use_mla_backend=case["latent"],
@@ -59,7 +59,7 @@ def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_siz
     plan = make_plan(BatchConfig(), page_size=64, max_running=512)
     runner = SimpleNamespace(
         device="cuda",
-        _place=object() if of_several else None,
+        _rank_context=object() if of_several else None,
         _counters=SimpleNamespace(clock=SimpleNamespace(tells_parts=measured)),
         layer_runner=None,
         decode_cuda_graph_runner=SimpleNamespace(can_run_graph=lambda batch: True),

@@ -24,11 +24,13 @@ def decode(mode=DEFAULT):
     return choose((mode, "other"), {mode: measured})
 
 
-def context_of(*, on_cpu=False, place=None, **flags):
+def context_of(*, on_cpu=False, rank_context=None, **flags):
     in_force = PlanInForce(from_mapping(flags))
     in_force.fit(page_size=64, max_running=32, can_reenter=True)
     operators = object() if on_cpu else None
-    return RunContext(in_force=in_force, rendezvous=Rendezvous(Path("x")), cpu_operators=operators, place=place)
+    return RunContext(
+        in_force=in_force, rendezvous=Rendezvous(Path("x")), cpu_operators=operators, rank_context=rank_context
+    )
 
 
 def earlier(**modes):
@@ -52,7 +54,7 @@ def test_overlap_follows_from_the_steps_that_were_measured_on_a_gpu():
         ({"overlap": "on", "on_cpu": True}, "on: asked for by overlap"),
         ({"overlap": "off"}, "off: asked for by overlap"),
         ({"on_cpu": True}, "off: a CPU computes results and steps itself, and gains nothing"),
-        ({"place": object()}, "off: several ranks process each step's results before they agree on the next"),
+        ({"rank_context": object()}, "off: several ranks process each step's results before they agree on the next"),
         ({"mix_prefill": 64}, "off: what a step takes along follows from the results before it (mix_prefill)"),
         ({"deterministic": True}, "off: the deterministic mode never switches by time"),
     ],
@@ -96,7 +98,7 @@ def test_a_copy_that_fails_leaves_kv_on_the_device_with_a_line(caplog):
         ({"decode_kv": "streamed"}, "streamed: asked for by decode_kv"),
         ({"tiers": Tiers(exclusive=True)}, "resident: an exclusive store holds no KV that is on the device"),
         ({"on_cpu": True}, "auto: a CPU measures both page by page"),
-        ({"place": object(), "on_cpu": True}, "resident: several ranks do not choose"),
+        ({"rank_context": object(), "on_cpu": True}, "resident: several ranks do not choose"),
         ({"deterministic": True}, "resident: the deterministic mode never switches by time"),
         ({"mode": SGLANG}, "resident: SGLang's own forward, which computes decode, streams none"),
     ],
