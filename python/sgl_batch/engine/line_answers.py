@@ -71,7 +71,7 @@ class LineAnswers:
         tries = 0
         while True:
             rid = uuid.uuid4().hex
-            with self._manager.recordings.of(rid, record):
+            with self._manager.partial_outputs.of(rid, record):
                 status, content = await self._endpoints.post(url, body, rid)
             tries += _is_engines_own_abort(content)
             if not _is_aborted(content) and not (_is_engines_own_abort(content) and tries < _MAX_TRIES):
@@ -81,7 +81,7 @@ class LineAnswers:
 
     def note_tokens(self) -> None:
         """Bring the records of lines up to date."""
-        self._manager.recordings.bring_up_to_date(self._manager.rid_to_state)
+        self._manager.partial_outputs.bring_up_to_date(self._manager.rid_to_state)
 
     async def stats(self) -> EngineStats:
         """Counters since the engine started. Raises EngineError when the engine is dead and answers nothing."""

@@ -124,7 +124,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     `death`: whether the engine still answers.
     `server_drains`: the HTTP server of this process ends it in order when asked to.
-    `recordings`: what is known of the answers of lines before they are whole.
+    `partial_outputs`: the tokens known of unfinished answers to request lines.
     `grammar_process`: checks grammars; to be closed with the engine.
     """
 
@@ -135,7 +135,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.death = EngineDeath()
         for name, call in calls_to_schedulers(self).items():
             setattr(self, name, partial(self.death.unless_dead, call))
-        self.recordings = PartialOutputs()
+        self.partial_outputs = PartialOutputs()
         self._aborts = AskedAborts()
         self.grammar_process = CompileProcess(self._tokenizer_info)
         whitespace = not self.server_args.constrained_json_disable_any_whitespace
@@ -228,7 +228,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """Give a generation request its seed, and take its prefix-cache key away: that is where our tags travel."""
         parameters = getattr(tokenized, "sampling_params", None)
         if parameters is not None and hasattr(parameters, "sampling_seed"):
-            key = self.recordings.key_for(tokenized)
+            key = self.partial_outputs.key_for(tokenized)
             prepare_request(tokenized, extra_key=key, seed=choice_seed(parameters.sampling_seed, 0))
 
     # Profiles, logs and dumps of requests: all of them end, or are bounded.
@@ -317,7 +317,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             return await super().destroy_weights_update_group(obj, request)
 
     async def update_weights_from_disk(self, obj: object, request: Request | None = None) -> object:
-        self.recordings.stop()
+        self.partial_outputs.stop()
         return await super().update_weights_from_disk(obj, request)
 
     async def update_weights_from_ipc(self, obj: object, request: Request | None = None) -> object:
@@ -328,7 +328,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         )
 
     async def update_weights_from_distributed(self, obj: object, request: Request | None = None) -> object:
-        self.recordings.stop()
+        self.partial_outputs.stop()
         with as_attention_ranks(self.server_args):
             return await super().update_weights_from_distributed(obj, request)
 
@@ -340,7 +340,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         given, ranks = len(obj.serialized_named_tensors), self.server_args.dp_size
         if given != ranks and not (given == 1 and obj.load_format == SAFETENSORS):
             return False, f"serialized_named_tensors has {given} items; give one for each of {ranks} ranks"
-        self.recordings.stop()
+        self.partial_outputs.stop()
         with as_attention_ranks(self.server_args):
             return await super().update_weights_from_tensor(obj, request)
 

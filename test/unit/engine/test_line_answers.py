@@ -16,7 +16,7 @@ from sgl_batch.requests.partial_outputs import PartialOutputs
 
 def respond(death: EngineError) -> LineResponse:
     """The answer of an engine that is dead already."""
-    manager = SimpleNamespace(recordings=PartialOutputs(), rid_to_state={}, check_openai=None)
+    manager = SimpleNamespace(partial_outputs=PartialOutputs(), rid_to_state={}, check_openai=None)
     answers = LineAnswers(manager, None, lambda: death)
     return asyncio.run(answers.respond("/v1/completions", {}))
 
@@ -66,7 +66,7 @@ def answer_after(monkeypatch, *answers):
             return left.pop(0)
 
     monkeypatch.setattr("sgl_batch.engine.line_answers.OpenAIEndpoints", Scripted)
-    manager = SimpleNamespace(recordings=PartialOutputs(), check_openai=None)
+    manager = SimpleNamespace(partial_outputs=PartialOutputs(), check_openai=None)
     record = PartialOutput()
     record.put(0, [1, 2])
     answer = asyncio.run(LineAnswers(manager, None, lambda: None).respond("/v1/completions", {}, record))
@@ -99,7 +99,7 @@ class Waiting:
         self._manager = manager
 
     async def post(self, url, body, rid):
-        self._manager.recordings._sent.add(rid)
+        self._manager.partial_outputs._sent.add(rid)
         self._manager.rid_to_state[rid] = SimpleNamespace(output_ids=[1, 2, 3])
         self._manager.sent.set()
         await asyncio.Event().wait()
@@ -109,7 +109,9 @@ def test_what_a_line_has_is_recorded_when_it_finds_the_engine_dead(monkeypatch):
     monkeypatch.setattr("sgl_batch.engine.line_answers.OpenAIEndpoints", Waiting)
 
     async def scenario():
-        manager = SimpleNamespace(recordings=PartialOutputs(), rid_to_state={}, sent=asyncio.Event(), check_openai=None)
+        manager = SimpleNamespace(
+            partial_outputs=PartialOutputs(), rid_to_state={}, sent=asyncio.Event(), check_openai=None
+        )
         death = EngineError("rank 1 died")
         answers = LineAnswers(manager, None, lambda: death if manager.sent.is_set() else None)
         record = PartialOutput()

@@ -83,7 +83,7 @@ class Request(Protocol):
     eos_token_ids: set[int] | None
     tokenizer: object
     extra_key: str | None
-    """Keeps prefixes apart in SGLang; ours carries tags (managers/prompt_groups, managers/recorded_tokens)."""
+    """Keeps prefixes apart in SGLang; ours carries tags (requests/prompt_groups, requests/partial_output_tag)."""
 
     kv_committed_len: int
     """Tokens whose KV is computed; while a step is under way, with the one that it computes."""
