@@ -186,7 +186,7 @@ class MemoryConfig:
         "auto",
         "where the decode group's KV lies beside a host KV store: resident on the device, so that as many run as fit "
         "there; streamed through the device by layer and sub-batch in each step, so that the group is as large as the "
-        "store; auto measures both for a page of steps each, on a GPU if copies are fast enough (ranks: resident)",
+        "store; auto measures both, each between two boundaries, on a GPU if copies are fast enough (ranks: resident)",
         choices=DECODE_KV_MODES,
     )
     kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")

@@ -15,7 +15,7 @@ from sgl_batch.errors import ConfigError
 
 WINS_BY = 1.05
 ON, OFF = "on", "off"
-# `PER_INTERVAL`: both forms are measured while the engine runs, for a page of steps each.
+# `PER_INTERVAL`: both forms are measured while the engine runs, for one interval between boundaries each.
 RESIDENT, PER_INTERVAL = "resident", "auto"
 _EARLIER = " (settled at an earlier start)"
 
@@ -112,7 +112,9 @@ def choose_decode_kv(step_s: float, copied_bytes_per_s: float, pool_bytes: int) 
     if share < WINS_BY:
         why = f"resident: {said} {_ms(step_s)}, and streaming pays only where they bring all"
         return Choice(mode=RESIDENT, why=why, numbers=numbers)
-    return Choice(mode=PER_INTERVAL, why=f"auto: {said} {_ms(step_s)}: both are measured page by page", numbers=numbers)
+    return Choice(
+        mode=PER_INTERVAL, why=f"auto: {said} {_ms(step_s)}: both are measured interval by interval", numbers=numbers
+    )
 
 
 def _ms(seconds: float) -> str:

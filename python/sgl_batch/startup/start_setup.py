@@ -72,7 +72,7 @@ def settle_overlap(context: RunContext, decode: Choice, *, deterministic: bool) 
 
 
 def settle_decode_kv(context: RunContext, tiers: KVTiers | None, decode: Choice, *, deterministic: bool) -> Choice:
-    """Where decode KV lies: resident, streamed, or, as measured page by page, either (`auto`)."""
+    """Where decode KV lies: resident, streamed, or, as measured interval by interval, either (`auto`)."""
     wanted, found = context.config.memory.decode_kv, earlier_choices(context.config.forward.start_choices)
     if tiers is None:
         return Choice(mode=RESIDENT, why="resident: there is no host KV store")
@@ -87,7 +87,7 @@ def settle_decode_kv(context: RunContext, tiers: KVTiers | None, decode: Choice,
     if context.rank_context is not None:
         return Choice(mode=RESIDENT, why="resident: several ranks do not choose")
     if context.cpu_operators is not None:
-        return Choice(mode=PER_INTERVAL, why="auto: a CPU measures both page by page")
+        return Choice(mode=PER_INTERVAL, why="auto: a CPU measures both interval by interval")
     if deterministic:
         return Choice(mode=RESIDENT, why="resident: the deterministic mode never switches by time")
     if decode.mode == SGLANG:
