@@ -23,7 +23,7 @@ from sgl_batch.distributed.rank_cores import read_cpus, share_of
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError, SglBatchError
 from sgl_batch.layers.counter_sampler import CounterSampler
-from sgl_batch.managers.last_words import LastWords, fault_text, keep_traceback, traceback_text
+from sgl_batch.managers.failure_reporter import FailureReporter, fault_text, keep_traceback, traceback_text
 from sgl_batch.managers.process_watch import ProcessEndedError, ProcessWatch
 from sgl_batch.managers.rank_controller import run_rank_controller
 from sgl_batch.managers.scheduler import BatchScheduler
@@ -142,35 +142,35 @@ class ProcessSpec:
 
     def controller(self, **kwargs: object) -> None:
         """Body of the process that starts the ranks."""
-        last = self.last_words("the controller of the ranks")
-        with last.ending():
+        reporter = self.failure_reporter("the controller of the ranks")
+        with reporter.end_on_error():
             _begin_as_child(self)
             with start_method_of(self) if self.start_method == FORKSERVER else nullcontext():
-                run_rank_controller(last, **kwargs)
+                run_rank_controller(reporter, **kwargs)
 
     def detokenizer(self, *args: object, **kwargs: object) -> None:
         """Body of the detokenizer process: SGLang's own, imported through our adapter so that it starts on a CPU."""
-        last = self.last_words("the detokenizer")
-        with last.ending():
+        reporter = self.failure_reporter("the detokenizer")
+        with reporter.end_on_error():
             _begin_as_child(self)
-            processes.run_detokenizer_with(last.end, *args, **kwargs)
+            processes.run_detokenizer_with(reporter.end, *args, **kwargs)
 
-    def last_words(self, name: str, *, is_rank: bool = False) -> LastWords:
-        """What a process of this run says at its end."""
-        return LastWords(rendezvous=Rendezvous(self.directory), name=name, is_rank=is_rank)
+    def failure_reporter(self, name: str, *, is_rank: bool = False) -> FailureReporter:
+        """Return what reports the end of the process called `name`."""
+        return FailureReporter(rendezvous=Rendezvous(self.directory), name=name, is_rank=is_rank)
 
 
 def run_scheduler_process(run: ProcessSpec, *args: object, **kwargs: object) -> None:
     """Body of a scheduler process: ours, in SGLang's process function."""
     is_rank = args[_DP_RANK] is not None
     name = f"rank {args[_DP_RANK]} of the engine" if is_rank else "the scheduler"
-    last = run.last_words(name, is_rank=is_rank)
-    with last.ending():
+    reporter = run.failure_reporter(name, is_rank=is_rank)
+    with reporter.end_on_error():
         _begin_as_child(run)
-        _run_scheduler(run, last, *args, **kwargs)
+        _run_scheduler(run, reporter, *args, **kwargs)
 
 
-def _run_scheduler(run: ProcessSpec, last: LastWords, *args: object, **kwargs: object) -> None:
+def _run_scheduler(run: ProcessSpec, reporter: FailureReporter, *args: object, **kwargs: object) -> None:
     register_shared_memory(run.directory, processes.load_file(args[_PORT_ARGS]))
     config, rank_context = run.config, _rank_context(run.directory, args)
     in_force, budget = PlanInForce(config), TimeBudget()
@@ -204,7 +204,7 @@ def _run_scheduler(run: ProcessSpec, last: LastWords, *args: object, **kwargs: o
     )
     register_triton_attention()
     scheduler = partial(BatchScheduler, context=context)
-    processes.run_scheduler_with(scheduler, CounterSampler, last.end, *args, **kwargs)
+    processes.run_scheduler_with(scheduler, CounterSampler, reporter.end, *args, **kwargs)
 
 
 # SGLang's positional arguments of a scheduler process.

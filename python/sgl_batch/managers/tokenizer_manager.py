@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.engine_death import EngineDeath
-from sgl_batch.managers.last_words import fault_text
+from sgl_batch.managers.failure_reporter import fault_text
 from sgl_batch.requests.abort_causes import AskedAborts
 from sgl_batch.requests.field_checks import check_generation_fields, check_openai_fields
 from sgl_batch.requests.grammar_check import CompileProcess, GrammarCheck, refuse_grammars

@@ -22,7 +22,7 @@ from sgl_batch.engine import launch
 from sgl_batch.engine.launch import sglang_arguments, start_errors
 from sgl_batch.engine.process_spec import ProcessSpec
 from sgl_batch.errors import ConfigError, EngineError
-from sgl_batch.managers.last_words import LastWords
+from sgl_batch.managers.failure_reporter import FailureReporter
 from sgl_batch.managers.process_watch import ProcessEndedError
 from sgl_batch.startup.gpu_arguments import MachineFacts
 
@@ -107,7 +107,7 @@ def test_the_error_says_that_the_engine_did_not_start_why_and_where(run, tmp_pat
 def test_a_child_that_has_said_why_it_ended_is_believed_and_nothing_is_left_of_the_run(run, told, becomes, words):
     def start_engine() -> None:
         with start_errors(run):
-            LastWords(rendezvous=Rendezvous(run.directory), name="the scheduler").report(told)
+            FailureReporter(rendezvous=Rendezvous(run.directory), name="the scheduler").report(told)
             raise ProcessEndedError("the scheduler failed (exit code 1)")
 
     with pytest.raises(becomes, match=words) as raised:
