@@ -14,7 +14,7 @@ _ARGUMENTS = "arguments by their names, as users give them: of any type, until S
 _ANSWER = "an answer's JSON, whose form is OpenAI's"
 _STATS = "a rank's statistics as JSON, which go through SGLang to the engine's process"
 WITHOUT_TYPE = {
-    "startup.argument_ranges: check_ranges": _ARGUMENTS,
+    "startup.argument_checks: check_ranges": _ARGUMENTS,
     "engine.launch: _rank_arguments": _ARGUMENTS,
     "engine.launch: default_arguments": _ARGUMENTS,
     "engine.launch: sglang_arguments": _ARGUMENTS,

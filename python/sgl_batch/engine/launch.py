@@ -27,8 +27,7 @@ from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
-from sgl_batch.startup.argument_ranges import check_ranges
-from sgl_batch.startup.budget_checks import check_budgets
+from sgl_batch.startup.argument_checks import check_budgets, check_ranges
 from sgl_batch.startup.family_arguments import family_arguments
 from sgl_batch.startup.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.startup.model_checks import check_this_device

@@ -1,0 +1,51 @@
+"""Owns refusing values of arguments that cannot work, before anything starts: ranges of SGLang's, and memory budgets.
+
+SGLang takes such values and fails on them later, when everything is loaded. What fits on a device is found at its load.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_batch.byte_sizes import format_bytes
+from sgl_batch.config import MemoryConfig
+from sgl_batch.errors import ConfigError
+
+_AT_LEAST_ONE = ("context_length", "max_running_requests", "max_total_tokens", "dp_size", "pp_size")
+_LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+_DEVICES = ("cpu", "cuda")
+
+
+def check_ranges(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a number or a word that cannot work. None leaves the choice to SGLang."""
+    for name in _AT_LEAST_ONE:
+        value = arguments.get(name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    fraction = arguments.get("mem_fraction_static")
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError(f"mem_fraction_static is {fraction}; it is a share of memory, more than 0 and less than 1")
+    for name, words in (("log_level", _LOG_LEVELS), ("device", _DEVICES)):
+        value = arguments.get(name)
+        if value is not None and str(value).lower() not in words:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(words)}")
+
+
+def check_budgets(memory: MemoryConfig, *, on_cpu: bool, num_ranks: int) -> None:
+    """Raise ConfigError where a budget cannot hold what is asked of it, or the machine cannot hold the budgets."""
+    store = memory.store_in_memory_bytes
+    if memory.host_memory and store > memory.host_memory:
+        raise ConfigError(
+            f"kv_store_bytes is {format_bytes(store)}, more than host_memory ({format_bytes(memory.host_memory)}) "
+            "allows; lower --kv-store-bytes, raise --host-memory, or name a directory for the store (--kv-store-dir)"
+        )
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if on_cpu and memory.device_memory and num_ranks * memory.device_memory + store > machine:
+        too = f" and a host KV store in memory ({format_bytes(store)})" if store else ""
+        raise ConfigError(
+            f"device_memory ({format_bytes(memory.device_memory)} for each of {num_ranks} rank(s)){too} "
+            f"{'are' if store else 'is'} more than the machine has, {format_bytes(machine)}; "
+            f"lower --device-memory{' or --kv-store-bytes' if store else ''}"
+        )
