@@ -50,10 +50,10 @@ from sgl_batch.core.sequence_queue import SequenceQueue
 from sgl_batch.kv_offload.kv_form import KVForm
 from sgl_batch.managers.interval_clock import IntervalClock
 from sgl_batch.managers.prefill_batches import PrefillBatches
-from sgl_batch.managers.rank_now import RankNow
+from sgl_batch.managers.rank_view import CurrentRankView
+from sgl_batch.managers.sequence_removal import SequenceRemoval, Unbatched
 from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
-from sgl_batch.managers.withdrawal import Unbatched, Withdrawal
 from sgl_batch.metrics.counters import Counters, PartClock
 from sgl_batch.requests import prompt_groups
 from sgl_batch.sglang_adapter.moving import without
@@ -101,7 +101,7 @@ class BoundaryExecutor:
         )
         self._unbatched = Unbatched(queued=SequenceQueue(order))
         self._prompts = PrefillBatches(scheduler, in_force, self.table, self._unbatched, kv, counters)
-        self.withdrawal = Withdrawal(scheduler, self.table, self._unbatched, kv, self.join_arrived)
+        self.removal = SequenceRemoval(scheduler, self.table, self._unbatched, kv, self.join_arrived)
         self._steps = 0
         self._filling = False
         self._changes_at_boundary = -1
@@ -227,7 +227,7 @@ class BoundaryExecutor:
                 self.begin_interval(running, boundary_began)
             case Abort(sequences=sequences, why=why):
                 for sequence in sequences:
-                    self.withdrawal.abort(sequence, why)
+                    self.removal.abort(sequence, why)
             case SwitchPhase() | Partition():
                 raise AssertionError(f"{type(action).__name__} is not carried out yet")
             case Migrate():
@@ -319,7 +319,7 @@ class BoundaryExecutor:
 
     def kv_state(self, running: ScheduleBatch | None) -> KVState:
         """Where KV lies."""
-        return self.kv.state(RankNow(self.table, self.kv.sharing, self.plan, self.interval, running))
+        return self.kv.state(CurrentRankView(self.table, self.kv.sharing, self.plan, self.interval, running))
 
     def _groups_awaiting_grammar(self) -> set[str]:
         """Prompts of which some choice still waits for its grammar: the others wait for it, to share the prompt."""

@@ -15,8 +15,8 @@ from sgl_batch.core.primitives import combine
 from sgl_batch.core.recomputation import note_prefill
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.kv_offload.kv_form import KVForm
+from sgl_batch.managers.sequence_removal import Unbatched
 from sgl_batch.managers.sequence_table import SequenceTable
-from sgl_batch.managers.withdrawal import Unbatched
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.sglang_adapter.scheduling import end_retraction, keep_prefix, prefill_batch
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch

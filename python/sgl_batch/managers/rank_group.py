@@ -1,7 +1,7 @@
 """Owns how the ranks of a group agree, with what core/ decides.
 
 Before every step each rank says what it has to do. With an all-gather, each decides the step by itself, from
-the same words. Without one, the control rank hears them, decides and tells all. Orders at a boundary are always the
+the same words. Without one, the control rank hears them, decides and tells all. Actions at a boundary are always the
 control rank's. No rank enters a collective before it has its answer, so that all enter the same ones.
 """
 
@@ -82,10 +82,10 @@ class RankGroup:
         return 0.0 if self._all_gather is None else self._all_gather.take_waited_s()
 
     def decide(self, state: StateMessage, plan: Plan) -> BoundaryActions:
-        """This rank's orders at a boundary, decided from the states of all."""
+        """This rank's actions at a boundary, decided from the states of all."""
         if self.rank != self._control_rank:
             self._channel.send(self._control_rank, state)
-            return self._receive([self._control_rank], BoundaryActions, "its orders at a boundary")[1]
+            return self._receive([self._control_rank], BoundaryActions, "its actions at a boundary")[1]
         states = self._gather(state, StateMessage, "its state at a boundary")
         told = [state_of(message, rank) for rank, message in enumerate(states)]
         decision = decide_group(told, plan, self._migration)

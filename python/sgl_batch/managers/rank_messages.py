@@ -77,7 +77,7 @@ class MoveRow(msgspec.Struct, array_like=True, frozen=True):
     target: int
 
 
-class BoundaryActions(msgspec.Struct, tag="orders", array_like=True, frozen=True):
+class BoundaryActions(msgspec.Struct, tag="actions", array_like=True, frozen=True):
     """What one rank does at a boundary. All get the same but `units` and `refill`, which are this rank's own part.
 
     `units`: sequence ids of each prefill unit, its leader first.

@@ -84,45 +84,45 @@ class RankSteps:
     def _boundary(self, running: ScheduleBatch, step: GroupStep) -> Part:
         executor, began = self._executor, time.perf_counter()
         with executor.clock.part("boundary"):
-            orders = self._group.decide(self._told(running), executor.plan)
+            actions = self._group.decide(self._told(running), executor.plan)
         batch = None
-        if orders.prefill:
-            if orders.units or executor.begun is not None:
-                batch = executor.prefill(executor.assign_tier(self._units(orders), running))
-            return Part(batch=batch, running=running, takes_part=True, expert_calls=orders.expert_calls)
-        if orders.moves:
+        if actions.prefill:
+            if actions.units or executor.begun is not None:
+                batch = executor.prefill(executor.assign_tier(self._units(actions), running))
+            return Part(batch=batch, running=running, takes_part=True, expert_calls=actions.expert_calls)
+        if actions.moves:
             with executor.clock.part("boundary"):
-                moves = [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in orders.moves]
+                moves = [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in actions.moves]
                 self._migration.run(moves, running)
         if executor.decides_alone:
             # Others learn of its rows before the next step, so that this boundary ends without a forward pass.
             running = executor.cross_boundary(running, others_run=step.any_rank_decodes)
             return Part(batch=None, running=running, takes_part=False)
-        return self._refill(orders, running, began)
+        return self._refill(actions, running, began)
 
-    def _refill(self, orders: BoundaryActions, running: ScheduleBatch, began: float) -> Part:
+    def _refill(self, actions: BoundaryActions, running: ScheduleBatch, began: float) -> Part:
         """None prefills, and the moves are made: refill, and the first step after it."""
-        joining = self._joining(orders, running)
+        joining = self._joining(actions, running)
         if joining:
             running = self._executor.refill(joining, running)
         self._executor.begin_interval(running, began)
-        batch = self._executor.composed_step(running) if orders.busy else None
+        batch = self._executor.composed_step(running) if actions.busy else None
         return Part(
             batch=batch,
             running=running,
-            takes_part=orders.busy,
-            expert_calls=orders.expert_calls,
-            idles=not orders.busy,
+            takes_part=actions.busy,
+            expert_calls=actions.expert_calls,
+            idles=not actions.busy,
         )
 
-    def _joining(self, orders: BoundaryActions, running: ScheduleBatch) -> tuple[SequenceState, ...]:
+    def _joining(self, actions: BoundaryActions, running: ScheduleBatch) -> tuple[SequenceState, ...]:
         """Who joins the decode batch. Moves may have failed: then those that stayed join as well, while there is room.
 
         Otherwise a sequence whose move fails again and again would never run.
         """
-        stayed = [move.sequence_id for move in orders.moves if move.source == self._group.rank]
+        stayed = [move.sequence_id for move in actions.moves if move.source == self._group.rank]
         room = max(0, self._executor.plan.decode.b_moe - self._executor.state(running).running)
-        return self._executor.ready_named([*orders.refill, *stayed])[:room]
+        return self._executor.ready_named([*actions.refill, *stayed])[:room]
 
     def _told(self, running: ScheduleBatch) -> StateMessage:
         """This rank's state for whoever decides."""
@@ -143,6 +143,6 @@ class RankSteps:
             )
         )
 
-    def _units(self, orders: BoundaryActions) -> tuple[Admission, ...]:
-        units = [self._executor.queued_named(names) for names in orders.units]
+    def _units(self, actions: BoundaryActions) -> tuple[Admission, ...]:
+        units = [self._executor.queued_named(names) for names in actions.units]
         return tuple(Admission(leader=leader, followers=tuple(followers)) for leader, *followers in units)

@@ -230,10 +230,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         def is_meant(rid: str) -> bool:
             return bool(recv_req.abort_all or rid.startswith(recv_req.rid))
 
-        self.executor.withdrawal.abort_retracted(is_meant)
+        self.executor.removal.abort_retracted(is_meant)
         super().abort_request(recv_req)
-        self.executor.withdrawal.forget_removed()
-        self.executor.withdrawal.abort_outside_batches(is_meant)
+        self.executor.removal.forget_removed()
+        self.executor.removal.abort_outside_batches(is_meant)
 
     # One step.
 
@@ -247,7 +247,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
                 self._add_request_to_queue(request)
         self._abort_on_waiting_timeout()
         self._abort_on_running_timeout(running_batch)
-        self.executor.withdrawal.forget_removed()
+        self.executor.removal.forget_removed()
         if self.in_flight:
             leave_out_last_steps(running_batch)
             if self.executor.decode_continues(running_batch):
@@ -364,7 +364,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         """New weights make the KV that is there one of old weights: it goes, or serves only who has it."""
         if updates_weights(asked):
             if asked.flush_cache:
-                self.executor.withdrawal.retract_all(self.running_batch)
+                self.executor.removal.retract_all(self.running_batch)
             else:
                 self.executor.unlist_prompts()
         return handle(asked)
@@ -372,7 +372,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def pause_generation(self, recv_req: PauseRequest) -> None:
         """Begin no step until `continue_generation`; with mode `retract`, all KV is computed anew then."""
         if recv_req.mode == "retract":
-            self.executor.withdrawal.retract_all(self.running_batch)
+            self.executor.removal.retract_all(self.running_batch)
         self.executor.paused = True
 
     def continue_generation(self, recv_req: object) -> None:

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.engine_death import EngineDeath
 from sgl_batch.managers.failure_reporter import fault_text
-from sgl_batch.requests.abort_causes import AskedAborts
+from sgl_batch.requests.abort_causes import RequestedAborts
 from sgl_batch.requests.field_checks import check_generation_fields, check_openai_fields
 from sgl_batch.requests.grammar_check import CompileProcess, GrammarCheck, refuse_grammars
 from sgl_batch.requests.partial_outputs import PartialOutputs
@@ -136,7 +136,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         for name, call in calls_to_schedulers(self).items():
             setattr(self, name, partial(self.death.unless_dead, call))
         self.partial_outputs = PartialOutputs()
-        self._aborts = AskedAborts()
+        self._aborts = RequestedAborts()
         self.grammar_process = CompileProcess(self._tokenizer_info)
         whitespace = not self.server_args.constrained_json_disable_any_whitespace
         self._grammars = GrammarCheck(self.grammar_process.fault, any_whitespace=whitespace)

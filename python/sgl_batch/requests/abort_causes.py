@@ -9,7 +9,7 @@ from sgl_batch.sglang_adapter.refusals import EngineAbortError, RefusalError
 from sgl_batch.sglang_adapter.types.messages import Answer
 
 
-class AskedAborts:
+class RequestedAborts:
     """The ids of requests that somebody has asked to abort, and that have not ended yet."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks agree over a channel: all get the same step, each its own orders, and a rank that fails is named."""
+"""Ranks agree over a channel: all get the same step, each its own actions, and a rank that fails is named."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_rank_may_be_a_step_ahead_in_what_it_says():
         assert done == [(GroupStep(kind=StepKind.BOUNDARY), [[f"s{rank}"]]) for rank in range(3)]
 
 
-# Orders.
+# Actions at a boundary.
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -113,8 +113,8 @@ def test_orders_carry_each_rank_s_own_prefill(num_ranks):
             a_rank(queued=[sequence(rank, prompt=20), *choices(2, first=50 + 10 * rank, group=f"g{rank}")])
             for rank in range(num_ranks)
         ]
-        orders = decided(channels, states)
-    for rank, own in enumerate(orders):
+        actions = decided(channels, states)
+    for rank, own in enumerate(actions):
         assert own.units == [[f"s{rank}"], [f"s{50 + 10 * rank}", f"s{51 + 10 * rank}"]]
         assert (own.prefill, own.busy, own.refill, own.moves) == (True, True, [], [])
 
@@ -122,23 +122,23 @@ def test_orders_carry_each_rank_s_own_prefill(num_ranks):
 def test_orders_carry_each_rank_s_own_refill_and_everybody_s_moves():
     moving = [movable(arrival) for arrival in range(4)]
     with in_memory(3) as channels:
-        orders = decided(channels, [a_rank(ready=moving), a_rank(), a_rank(ready=[movable(9)])])
-    assert [own.refill for own in orders] == [["s2", "s3"], ["s0", "s1"], ["s9"]]
-    assert {(own.prefill, own.busy, own.expert_calls) for own in orders} == {(False, True, 1)}
-    assert orders[0].moves == orders[1].moves == orders[2].moves
+        actions = decided(channels, [a_rank(ready=moving), a_rank(), a_rank(ready=[movable(9)])])
+    assert [own.refill for own in actions] == [["s2", "s3"], ["s0", "s1"], ["s9"]]
+    assert {(own.prefill, own.busy, own.expert_calls) for own in actions} == {(False, True, 1)}
+    assert actions[0].moves == actions[1].moves == actions[2].moves
 
 
 def test_the_migration_mode_of_the_deciding_rank_decides():
     moving = [movable(arrival) for arrival in range(4)]
     with in_memory(2) as channels:
-        orders = decided(channels, [a_rank(ready=moving), a_rank()], Migration.NEVER)
-    assert [own.moves for own in orders] == [[], []]
+        actions = decided(channels, [a_rank(ready=moving), a_rank()], Migration.NEVER)
+    assert [own.moves for own in actions] == [[], []]
 
 
 def test_a_rank_without_part_hears_that_others_are_busy():
     with in_memory(2) as channels:
-        orders = decided(channels, [a_rank(), a_rank(unmovable_running=3)])
-    assert orders[0] == BoundaryActions(prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[])
+        actions = decided(channels, [a_rank(), a_rank(unmovable_running=3)])
+    assert actions[0] == BoundaryActions(prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[])
 
 
 def test_a_prompt_group_that_the_limit_cuts_is_prefilled_in_parts(monkeypatch):
@@ -168,7 +168,7 @@ def test_a_message_of_another_kind_is_an_error_that_names_it_and_its_sender():
 def test_an_answer_of_another_kind_is_an_error_on_the_other_side():
     with in_memory(2) as (first, second):
         first.send(1, StepMessage("decode", 1, 0, True))
-        with pytest.raises(EngineError, match="rank 0 sent StepMessage where rank 1 awaited its orders at a boundary"):
+        with pytest.raises(EngineError, match="rank 0 sent StepMessage where rank 1 awaited its actions at a boundary"):
             group_of(second, 2).decide(message_of(a_rank()), PLAN)
 
 
@@ -193,7 +193,7 @@ def test_the_deciding_rank_s_death_ends_the_others_wait(open_channels):
             first.close()
 
         waits = partial(group_of(second, 2).decide, message_of(a_rank()), PLAN)
-        with pytest.raises(PeerLost, match=r"rank 0 closed its connection .* waiting for its orders") as lost:
+        with pytest.raises(PeerLost, match=r"rank 0 closed its connection .* waiting for its actions") as lost:
             all_at_once([hear_and_die, waits])
         assert lost.value.rank == 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_batch.requests.abort_causes import AskedAborts
+from sgl_batch.requests.abort_causes import RequestedAborts
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.grammars import KeptGrammars, say_why_grammars_end
 from sgl_batch.sglang_adapter.refusals import EngineAbortError, RefusalError
@@ -23,7 +23,7 @@ def ended(rid: str, reason: Any) -> dict[str, Any]:
     return {"meta_info": {"id": rid, "finish_reason": reason.to_json() if isinstance(reason, FINISH_ABORT) else reason}}
 
 
-def judge(aborts: AskedAborts, rid: str, reason: Any, *, is_stream: bool = False) -> dict[str, Any]:
+def judge(aborts: RequestedAborts, rid: str, reason: Any, *, is_stream: bool = False) -> dict[str, Any]:
     out = ended(rid, reason)
     aborts.judge(out, {"ebnf": "root ::= x", "n": 1}, is_stream=is_stream)
     return out["meta_info"]["finish_reason"]
@@ -39,7 +39,7 @@ def judge(aborts: AskedAborts, rid: str, reason: Any, *, is_stream: bool = False
     ],
 )
 def test_what_was_asked_for_passes_and_nothing_else(asked: dict[str, Any], passes: set[str]) -> None:
-    aborts = AskedAborts()
+    aborts = RequestedAborts()
     aborts.note(asked["rid"], KNOWN, abort_all=asked["abort_all"])
     for rid in KNOWN:
         if rid in passes:
@@ -50,7 +50,7 @@ def test_what_was_asked_for_passes_and_nothing_else(asked: dict[str, Any], passe
 
 
 def test_what_was_asked_for_counts_once_and_is_forgotten_with_its_request() -> None:
-    aborts = AskedAborts()
+    aborts = RequestedAborts()
     aborts.note("", KNOWN, abort_all=True)
     judge(aborts, "line", {"type": "length"})
     with pytest.raises(EngineAbortError):
@@ -61,8 +61,9 @@ def test_what_was_asked_for_counts_once_and_is_forgotten_with_its_request() -> N
 
 
 def test_a_stream_ends_with_the_status_of_an_error() -> None:
-    assert judge(AskedAborts(), "line", FINISH_ABORT("no room"), is_stream=True)["status_code"] == 500
-    assert judge(AskedAborts(), "line", FINISH_ABORT("x", 400, "invalid_grammar"), is_stream=True)["status_code"] == 400
+    assert judge(RequestedAborts(), "line", FINISH_ABORT("no room"), is_stream=True)["status_code"] == 500
+    invalid = FINISH_ABORT("x", 400, "invalid_grammar")
+    assert judge(RequestedAborts(), "line", invalid, is_stream=True)["status_code"] == 400
 
 
 @pytest.mark.parametrize(
@@ -75,13 +76,13 @@ def test_a_stream_ends_with_the_status_of_an_error() -> None:
 )
 def test_a_grammars_fault_is_the_requests_with_the_field(reason: Any) -> None:
     with pytest.raises(RefusalError) as refused:
-        judge(AskedAborts(), "line", reason)
+        judge(RequestedAborts(), "line", reason)
     assert (refused.value.code, refused.value.param) == ("invalid_grammar", "ebnf")
     assert str(refused.value) == reason.message
 
 
 def test_another_refusal_of_a_scheduler_passes_to_sglang() -> None:
-    assert judge(AskedAborts(), "line", FINISH_ABORT("too long", 400, "BadRequestError"))["message"] == "too long"
+    assert judge(RequestedAborts(), "line", FINISH_ABORT("too long", 400, "BadRequestError"))["message"] == "too long"
 
 
 class DeadEnd:

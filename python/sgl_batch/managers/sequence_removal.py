@@ -45,7 +45,7 @@ class JoinArrived(Protocol):
         """The decode batch then; with all on their way, if `wait`."""
 
 
-class Withdrawal:
+class SequenceRemoval:
     """Takes sequences out of `table`, `unbatched` and `kv` alike."""
 
     def __init__(

@@ -14,7 +14,7 @@ from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)
-class RankNow:
+class CurrentRankView:
     """A `RankView`. `running`: the decode batch; it is not looked at before the runners are asked for."""
 
     table: SequenceTable
