@@ -38,7 +38,7 @@ class LineFile:
                 self.num_lines = num_lines
 
     def append(self, lines: list[bytes]) -> None:
-        """Append records, each already ended by a newline."""
+        """Append result lines, each already ended by a newline."""
         if not lines:
             return
         file = self._file or self.create()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgl_batch.file_run.line_file import LineFile
-from sgl_batch.file_run.waiting_records import Finished, WaitingRecords
+from sgl_batch.file_run.waiting_results import Finished, WaitingResults
 
 
 class OrderedOutput:
@@ -13,7 +13,7 @@ class OrderedOutput:
     `write_rest` alone.
     """
 
-    def __init__(self, output: LineFile, errors: LineFile, waiting: WaitingRecords, *, next_index: int = 0) -> None:
+    def __init__(self, output: LineFile, errors: LineFile, waiting: WaitingResults, *, next_index: int = 0) -> None:
         self.next_index = next_index  # the lines before it are in the files
         self._output = output
         self._errors = errors
@@ -33,7 +33,7 @@ class OrderedOutput:
     @property
     def num_waiting(self) -> int:
         """Finished lines that are not written yet."""
-        return self._waiting.num_records + (self._next is not None)
+        return self._waiting.num_waiting + (self._next is not None)
 
     def add(self, finished: Finished) -> None:
         """Take a finished line. Raises StorageError when it has to wait and the disk cannot take it."""
@@ -94,5 +94,5 @@ class OrderedOutput:
         self._waiting.forget_before(index)
 
     def _write(self, batch: list[Finished]) -> None:
-        self._output.append([one.record for one in batch if not one.failed])
-        self._errors.append([one.record for one in batch if one.failed])
+        self._output.append([one.result_line for one in batch if not one.failed])
+        self._errors.append([one.result_line for one in batch if one.failed])

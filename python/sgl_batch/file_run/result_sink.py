@@ -1,4 +1,4 @@
-"""Turns refused lines and answers into records, counts them and hands them to the ordered output.
+"""Turns refused lines and answers into result lines, counts them and hands them to the ordered output.
 
 It does not decide what is refused or answered, nor what a broken disk means for the run.
 """
@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from sgl_batch.core.answers import LineResponse
 from sgl_batch.file_run.ordered_output import OrderedOutput
 from sgl_batch.file_run.run_result import Failures
-from sgl_batch.file_run.waiting_records import Finished
+from sgl_batch.file_run.waiting_results import Finished
 from sgl_batch.jobs.progress import ProgressTracker
 from sgl_batch.jobs.request_line import RefusedLine, RequestLine
 from sgl_batch.jobs.result_lines import (
+    answered_result_line,
     error_of,
     internal_error_response,
-    record_token,
-    refused_record,
-    response_record,
+    refused_result_line,
+    result_token,
 )
 from sgl_batch.jobs.scratch import StorageError
 
@@ -49,14 +49,14 @@ class ResultSink:
 
     def refuse(self, line: RefusedLine) -> None:
         """Take a line that the engine never saw."""
-        record = refused_record(self._token(line.index), line.custom_id, line.number, line.error)
+        result_line = refused_result_line(self._token(line.index), line.custom_id, line.number, line.error)
         self.failures.add(line.error.code, line.number, line.error.message)
         self._tracker.line_done(failed=True)
-        self._commit(Finished(index=line.index, record=record, failed=True))
+        self._commit(Finished(index=line.index, result_line=result_line, failed=True))
 
     def answer(self, line: RequestLine, response: LineResponse) -> None:
         """Take a line's response, good or bad."""
-        record = response_record(self._token(line.index), line.custom_id, line.number, response)
+        result_line = answered_result_line(self._token(line.index), line.custom_id, line.number, response)
         failed = response.status_code != 200
         if failed:
             error = error_of(response, line.number)
@@ -64,7 +64,7 @@ class ResultSink:
             self.failures.add(str(code), line.number, str(error["message"]))
         tokens_in, tokens_out = _usage(response.body)
         self._tracker.line_done(failed=failed, tokens_in=tokens_in, tokens_out=tokens_out)
-        self._commit(Finished(index=line.index, record=record, failed=failed))
+        self._commit(Finished(index=line.index, result_line=result_line, failed=failed))
 
     def crash(self, line: RequestLine, error: BaseException) -> None:
         """Take a line on which the engine raised what it should not have."""
@@ -116,7 +116,7 @@ class ResultSink:
             self._on_storage_error(error)
 
     def _token(self, index: int) -> str:
-        return record_token(self._run_id, index)
+        return result_token(self._run_id, index)
 
 
 def _usage(body: Mapping[str, object]) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Owns a run's output that is to be a table: the JSONL files it grows in, which `--resume` goes on with, and its end.
 
-A Parquet file cannot be read before it is whole, nor be added to. So records are written as lines beside it, and the
-table is made of them when every line has one. Whichever of the two is there, whole, holds all that is done.
+A Parquet file cannot be read before it is whole, and nothing can be appended to it. So result lines go to JSONL files
+beside it, and the table is made from them when every request line has one. Either of the two, where it is there and
+whole, holds all that is done.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_batch.jobs.scratch import storage_errors
-from sgl_batch.jobs.tables.results import merged, read_records, write_results
+from sgl_batch.jobs.tables.results import merged, read_result_lines, write_results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +23,12 @@ class TableOutput:
 
     @property
     def output(self) -> Path:
-        """Records of lines that have their answer."""
+        """The JSONL file of result lines with an answer."""
         return self.table.with_name(f"{self.table.name}.jsonl")
 
     @property
     def errors(self) -> Path:
-        """Records of lines that failed."""
+        """The JSONL file of result lines with an error."""
         return self.table.with_name(f"{self.table.name}.errors.jsonl")
 
     def restore(self, run_id: str) -> None:
@@ -37,8 +38,8 @@ class TableOutput:
         drafts = {path: path.with_name(f".{path.name}.draft") for path in (self.errors, self.output)}
         with storage_errors(f"writing the lines of {self.table}"):
             with drafts[self.output].open("wb") as good, drafts[self.errors].open("wb") as bad:
-                for _, failed, record in read_records(self.table, run_id):
-                    (bad if failed else good).write(record)
+                for _, failed, result_line in read_result_lines(self.table, run_id):
+                    (bad if failed else good).write(result_line)
                 for file in (good, bad):
                     file.flush()
                     os.fsync(file.fileno())

@@ -15,7 +15,7 @@ from sgl_batch.file_run.file_run import FileRun, RunSettings
 from sgl_batch.file_run.line_file import LineFile
 from sgl_batch.file_run.ordered_output import OrderedOutput
 from sgl_batch.file_run.run_result import RunResult
-from sgl_batch.file_run.waiting_records import WaitingRecords
+from sgl_batch.file_run.waiting_results import WaitingResults
 from sgl_batch.jobs.line_reader import read_lines, scan_input
 from sgl_batch.jobs.progress_display import PlainDisplay
 from sgl_batch.jobs.request_line import DEFAULT_MAX_LINE_BYTES, LineRules
@@ -38,7 +38,7 @@ async def run(path: Path) -> RunResult:
     output = OrderedOutput(
         LineFile(path.with_name("out.jsonl")),
         LineFile(path.with_name("out.errors.jsonl")),
-        WaitingRecords(path.with_name("out.jsonl")),
+        WaitingResults(path.with_name("out.jsonl")),
     )
     settings = RunSettings(run_id="run", total=total, rules=LineRules(served_model_names=("tiny",)))
     lines = read_lines(path, DEFAULT_MAX_LINE_BYTES)

@@ -20,7 +20,7 @@ from sgl_batch.file_run.file_run import FileRun, RunSettings
 from sgl_batch.file_run.line_file import LineFile
 from sgl_batch.file_run.ordered_output import OrderedOutput
 from sgl_batch.file_run.run_result import RunStatus
-from sgl_batch.file_run.waiting_records import WaitingRecords
+from sgl_batch.file_run.waiting_results import WaitingResults
 from sgl_batch.jobs.line_reader import read_lines, scan_input
 from sgl_batch.jobs.progress_display import PlainDisplay
 from sgl_batch.jobs.request_line import LineRules
@@ -58,7 +58,7 @@ class Job:
         output = OrderedOutput(
             LineFile(self.directory / "out.jsonl"),
             LineFile(self.directory / "out.errors.jsonl"),
-            WaitingRecords(self.directory / "out.jsonl", file_bytes=self.file_bytes),
+            WaitingResults(self.directory / "out.jsonl", file_bytes=self.file_bytes),
         )
         settings = RunSettings(
             run_id="run",
@@ -88,12 +88,12 @@ class Job:
         return self.read("out.errors.jsonl")
 
 
-def ids(records):
-    return [one["custom_id"] for one in records]
+def ids(result_lines):
+    return [one["custom_id"] for one in result_lines]
 
 
-def code_of(record):
-    return record["response"]["body"]["error"]["code"]
+def code_of(result_line):
+    return result_line["response"]["body"]["error"]["code"]
 
 
 def waits(turns):

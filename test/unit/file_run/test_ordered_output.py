@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sgl_batch.file_run.line_file import LineFile
 from sgl_batch.file_run.ordered_output import OrderedOutput
-from sgl_batch.file_run.waiting_records import Finished, WaitingRecords
+from sgl_batch.file_run.waiting_results import Finished, WaitingResults
 from sgl_batch.jobs.scratch import StorageError
 
 # No deadline: a busy machine is no fault of the code.
@@ -21,12 +21,12 @@ def make(directory, file_bytes=1 << 20):
     return OrderedOutput(
         LineFile(directory / "out.jsonl"),
         LineFile(directory / "out.errors.jsonl"),
-        WaitingRecords(directory / "out.jsonl", file_bytes=file_bytes),
+        WaitingResults(directory / "out.jsonl", file_bytes=file_bytes),
     )
 
 
 def finished(index):
-    return Finished(index=index, record=b"%d\n" % index, failed=index % 3 == 0)
+    return Finished(index=index, result_line=b"%d\n" % index, failed=index % 3 == 0)
 
 
 def written(directory, name):

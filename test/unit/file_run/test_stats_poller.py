@@ -21,7 +21,7 @@ class SlowStats:
         self.num_asked = 0
         self.num_cancelled = 0
 
-    async def respond(self, url, body, record=None):
+    async def respond(self, url, body, partial_output=None):
         raise AssertionError("not asked here")
 
     async def stats(self):

@@ -31,7 +31,7 @@ from sgl_batch.file_run.ordered_output import OrderedOutput
 from sgl_batch.file_run.resume import EarlierRun, RunFiles, read_earlier
 from sgl_batch.file_run.run_result import RunResult, RunStatus
 from sgl_batch.file_run.summary import format_summary
-from sgl_batch.file_run.waiting_records import WaitingRecords, forget_kept
+from sgl_batch.file_run.waiting_results import WaitingResults, forget_kept
 from sgl_batch.jobs.line_engine import LineEngine
 from sgl_batch.jobs.line_reader import InputScan, read_lines, scan_input
 from sgl_batch.jobs.progress_display import ProgressDisplay, choose_display
@@ -147,7 +147,7 @@ class _Run:
         self._earlier: EarlierRun | None = None
         self._was_completed = False
         self._resumed: tuple[object, ...] = ()
-        self._waiting = WaitingRecords(options.output)
+        self._waiting = WaitingResults(options.output)
         self._display: ProgressDisplay = choose_display(options.progress, sys.stderr)
 
     def run(self, prepare_engine: PrepareEngine) -> int:

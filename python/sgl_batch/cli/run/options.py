@@ -58,7 +58,7 @@ absent. A wrong row gets its own error, as a wrong line does.
 
 An OUTPUT that ends in .parquet has one row for each row (or line) of INPUT, in its order, failed ones too: row,
 custom_id, status_code, request_id, content, finish_reason, prompt_tokens, completion_tokens, error_code,
-error_message, and body, the whole answer as JSON. It is written when all are done; until then the records are lines of
+error_message, and body, the whole answer as JSON. It is written when all are done; until then the result lines are in
 OUTPUT.jsonl and OUTPUT.errors.jsonl. Tables need pyarrow (the extra `tables`).
 """
 _ENGINE_FLAGS = (

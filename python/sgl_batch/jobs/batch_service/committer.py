@@ -1,6 +1,6 @@
 """Group commit: appends finished lines to their segments, syncs, and commits them to the database in one transaction.
 
-It does not decide what a record says, nor what is done when the disk refuses (storage_guard).
+It does not decide what a result line says, nor what is done when the disk refuses (storage_guard).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 
 from sgl_batch.jobs.batch_service.active_job import ActiveJob
 from sgl_batch.jobs.batch_service.counters import ServiceCounters
-from sgl_batch.jobs.batch_service.finished_line import FinishedLine, Record
+from sgl_batch.jobs.batch_service.finished_line import FinishedLine, ResultLine
 from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
 from sgl_batch.jobs.failpoints import failpoint
 from sgl_batch.jobs.job_store.database import transaction
@@ -80,12 +80,12 @@ class Committer:
 
     async def _commit(self, batch: list[FinishedLine]) -> None:
         start_s = time.perf_counter()
-        records = await self._guard.persist(lambda: self._store.on_writer(partial(self._write, batch)))
+        result_lines = await self._guard.persist(lambda: self._store.on_writer(partial(self._write, batch)))
         self._counters.commits += 1
         self._counters.commit_s += time.perf_counter() - start_s
-        for line, record in zip(batch, records, strict=True):
-            self._count(record)
-            line.job.committed(line.index, record.totals)
+        for line, result_line in zip(batch, result_lines, strict=True):
+            self._count(result_line)
+            line.job.committed(line.index, result_line.totals)
             line.on_committed()
         self._num_committed += len(batch)
         while self._flushes and self._flushes[0][0] <= self._num_committed:
@@ -93,21 +93,21 @@ class Committer:
             if not reached.done():
                 reached.set_result(None)
 
-    def _write(self, batch: Sequence[FinishedLine], connection: sqlite3.Connection) -> list[Record]:
+    def _write(self, batch: Sequence[FinishedLine], connection: sqlite3.Connection) -> list[ResultLine]:
         """Runs in the thread that writes."""
-        records = [line.encode() for line in batch]
+        result_lines = [line.encode() for line in batch]
         try:
-            self._write_records(connection, _by_job(batch, records))
+            self._write_result_lines(connection, _by_job(batch, result_lines))
         except BaseException:
             # What a failed sync left in the page cache is not trusted: everything not committed is written again.
             self._segments.close_all()
             self._after_failure = True
             raise
         self._after_failure = False
-        return records
+        return result_lines
 
-    def _write_records(
-        self, connection: sqlite3.Connection, by_job: Sequence[tuple[ActiveJob, list[tuple[int, Record]]]]
+    def _write_result_lines(
+        self, connection: sqlite3.Connection, by_job: Sequence[tuple[ActiveJob, list[tuple[int, ResultLine]]]]
     ) -> None:
         added: list[tuple[int, list[ResultRow], Totals, int]] = []
         for job, lines in by_job:
@@ -125,31 +125,31 @@ class Committer:
         failpoint("committer.committed")
 
     def _append(
-        self, job: ActiveJob, committed_bytes: int, lines: Sequence[tuple[int, Record]]
+        self, job: ActiveJob, committed_bytes: int, lines: Sequence[tuple[int, ResultLine]]
     ) -> tuple[list[ResultRow], Totals, int]:
         """The rows, the totals and the new end of one job's segment."""
         path = self._store.directory.segment(job.id)
-        places = self._segments.write(path, committed_bytes, [record.data for _, record in lines])
+        places = self._segments.write(path, committed_bytes, [result_line.data for _, result_line in lines])
         rows = [
-            ResultRow(line_index=index, place=place, num_bytes=len(record.data), failed=record.failed)
-            for (index, record), place in zip(lines, places, strict=True)
+            ResultRow(line_index=index, place=place, num_bytes=len(result_line.data), failed=result_line.failed)
+            for (index, result_line), place in zip(lines, places, strict=True)
         ]
-        totals = sum((record.totals for _, record in lines), start=Totals())
+        totals = sum((result_line.totals for _, result_line in lines), start=Totals())
         return rows, totals, committed_bytes + sum(row.num_bytes for row in rows)
 
-    def _count(self, record: Record) -> None:
+    def _count(self, result_line: ResultLine) -> None:
         counters = self._counters
-        counters.committed_bytes += len(record.data)
-        counters.lines_completed += record.totals.completed
-        counters.lines_failed += record.totals.failed
-        counters.tokens_in += record.totals.input_tokens
-        counters.tokens_out += record.totals.output_tokens
+        counters.committed_bytes += len(result_line.data)
+        counters.lines_completed += result_line.totals.completed
+        counters.lines_failed += result_line.totals.failed
+        counters.tokens_in += result_line.totals.input_tokens
+        counters.tokens_out += result_line.totals.output_tokens
 
 
 def _by_job(
-    batch: Sequence[FinishedLine], records: Sequence[Record]
-) -> list[tuple[ActiveJob, list[tuple[int, Record]]]]:
-    found: dict[str, tuple[ActiveJob, list[tuple[int, Record]]]] = {}
-    for line, record in zip(batch, records, strict=True):
-        found.setdefault(line.job.id, (line.job, []))[1].append((line.index, record))
+    batch: Sequence[FinishedLine], result_lines: Sequence[ResultLine]
+) -> list[tuple[ActiveJob, list[tuple[int, ResultLine]]]]:
+    found: dict[str, tuple[ActiveJob, list[tuple[int, ResultLine]]]] = {}
+    for line, result_line in zip(batch, result_lines, strict=True):
+        found.setdefault(line.job.id, (line.job, []))[1].append((line.index, result_line))
     return list(found.values())

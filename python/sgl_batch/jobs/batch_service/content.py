@@ -23,12 +23,12 @@ async def whole_file(file: BinaryIO, num_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def segment_extents(segment: BinaryIO | None, extents: array[int]) -> AsyncIterator[bytes]:
-    """The records at (place, length) pairs of an open segment, in that order; it is closed at the end.
+    """The result lines at (place, length) pairs of an open segment, in that order; it is closed at the end.
 
     A job of which nothing is committed has no segment, and no extents.
     """
     if segment is None:
-        assert not extents, "records without a segment"
+        assert not extents, "result lines without a segment"
         return
     with segment:
         position = 0

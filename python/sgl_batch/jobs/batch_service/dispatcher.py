@@ -26,7 +26,7 @@ from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
 from sgl_batch.jobs.batch_service.suspect_queue import SuspectGroup, SuspectQueue
 from sgl_batch.jobs.line_engine import EngineSource
 from sgl_batch.jobs.request_line import RefusedLine, RequestLine
-from sgl_batch.jobs.result_lines import engine_crashed_response, record_token
+from sgl_batch.jobs.result_lines import engine_crashed_response, result_token
 
 REPLACED_WAIT_S = 0.02  # an engine that went away in peace: whoever keeps it may not have told all of us yet
 DEATHS_ALONE = 2  # of engines under one line; then it is failed
@@ -249,4 +249,4 @@ class Dispatcher:
         self.num_in_flight += 1
         self.in_flight_bytes += one.line.num_bytes
         one.job.num_in_flight += 1
-        self._answered(one, engine_crashed_response(record_token(one.job.id, one.line.index)))
+        self._answered(one, engine_crashed_response(result_token(one.job.id, one.line.index)))

@@ -14,7 +14,7 @@ from sgl_batch.errors import EngineError
 from sgl_batch.jobs.batch_service.active_job import ActiveJob
 from sgl_batch.jobs.line_engine import LineEngine
 from sgl_batch.jobs.request_line import RequestLine
-from sgl_batch.jobs.result_lines import internal_error_response, record_token
+from sgl_batch.jobs.result_lines import internal_error_response, result_token
 
 logger = logging.getLogger(__name__)
 
@@ -100,4 +100,4 @@ class EngineSession:
             self._on_answer(one, task.result())
 
     def _failed(self, one: LineInFlight, error: BaseException) -> LineResponse:
-        return internal_error_response(record_token(one.job.id, one.line.index), error)
+        return internal_error_response(result_token(one.job.id, one.line.index), error)

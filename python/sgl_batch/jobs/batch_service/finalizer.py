@@ -19,7 +19,7 @@ from sgl_batch.jobs.job_store.job_rows import JobRow
 from sgl_batch.jobs.job_store.result_rows import ResultRow, result_rows
 from sgl_batch.jobs.line_reader import RawLine, read_lines
 from sgl_batch.jobs.request_line import custom_id_of
-from sgl_batch.jobs.result_lines import record_token, unanswered_record
+from sgl_batch.jobs.result_lines import result_token, unanswered_result_line
 from sgl_batch.jobs.scratch import private_opener, storage_errors
 
 _BUFFER_BYTES = 1 << 20
@@ -76,34 +76,34 @@ class Finalizer:
             database = opened.enter_context(closing(connect(self._directory.database)))
             files = [opened.enter_context(_new_file(path)) for path in (output, errors)]
             segment = opened.enter_context(_opened_segment(self._directory.segment(self._job.id)))
-            for failed, record in self._records(database, segment, max_line_bytes):
+            for failed, result_line in self._result_lines(database, segment, max_line_bytes):
                 if self._stop.is_set():
                     raise StoppedError
-                files[failed].write(record)
+                files[failed].write(result_line)
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def _records(
+    def _result_lines(
         self, database: sqlite3.Connection, segment: BinaryIO, max_line_bytes: int
     ) -> Iterator[tuple[bool, bytes]]:
         rows = result_rows(database, self._job.seq)
         if self._unanswered is None:
             for position, row in enumerate(rows):
                 assert row.line_index == position, f"line {position} of {self._job.id} has no result"
-                yield row.failed, _read_record(segment, row)
+                yield row.failed, _read_result_line(segment, row)
             return
         row_or_none = next(rows, None)
         for raw in read_lines(self._directory.file(self._job.input_file_id), max_line_bytes):
             if row_or_none is not None and row_or_none.line_index == raw.index:
-                yield row_or_none.failed, _read_record(segment, row_or_none)
+                yield row_or_none.failed, _read_result_line(segment, row_or_none)
                 row_or_none = next(rows, None)
             else:
-                yield True, self._record_without_answer(self._unanswered, raw)
+                yield True, self._unanswered_line(self._unanswered, raw)
 
-    def _record_without_answer(self, unanswered: Unanswered, raw: RawLine) -> bytes:
-        token = record_token(self._job.id, raw.index)
-        return unanswered_record(token, custom_id_of(raw), unanswered.code, unanswered.message)
+    def _unanswered_line(self, unanswered: Unanswered, raw: RawLine) -> bytes:
+        token = result_token(self._job.id, raw.index)
+        return unanswered_result_line(token, custom_id_of(raw), unanswered.code, unanswered.message)
 
 
 def _new_file(path: Path) -> BinaryIO:
@@ -115,10 +115,10 @@ def _opened_segment(path: Path) -> BinaryIO:
     return (path if path.exists() else Path(os.devnull)).open("rb", buffering=_BUFFER_BYTES)
 
 
-def _read_record(segment: BinaryIO, row: ResultRow) -> bytes:
+def _read_result_line(segment: BinaryIO, row: ResultRow) -> bytes:
     if segment.tell() != row.place:
         segment.seek(row.place)
-    record = segment.read(row.num_bytes)
-    if len(record) != row.num_bytes:
-        raise OSError(f"the segment ends before the record of line {row.line_index}")
-    return record
+    result_line = segment.read(row.num_bytes)
+    if len(result_line) != row.num_bytes:
+        raise OSError(f"the segment ends before the result line of line {row.line_index}")
+    return result_line

@@ -1,4 +1,4 @@
-"""One finished line on its way to the segment: its record and what it adds to its job; decides nothing about when."""
+"""Owns what a finished line brings to the committer: how its result line is made, and what it adds to its job."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from sgl_batch.core.answers import LineResponse
 from sgl_batch.jobs.job_store.result_rows import Totals
 from sgl_batch.jobs.request_line import RefusedLine, RequestLine
-from sgl_batch.jobs.result_lines import internal_error_response, record_token, refused_record, response_record
+from sgl_batch.jobs.result_lines import answered_result_line, internal_error_response, refused_result_line, result_token
 
 if TYPE_CHECKING:
     from sgl_batch.jobs.batch_service.active_job import ActiveJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """The bytes of a line's record, with its newline, and what they add to the counts."""
+class ResultLine:
+    """The bytes of a result line, with its newline, and what it adds to the counts of its job."""
 
     data: bytes
     totals: Totals
@@ -31,29 +31,29 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedLine:
-    """A line that the committer is to commit, and what is to be called when it is on the disk.
+    """A line for the committer, which calls `on_committed` when the result line is on the disk.
 
-    `encode` is run by the thread that writes, not by the event loop; it may be run again, and gives the same.
+    The writing thread calls `encode`, not the event loop. It may call it again, and gets the same bytes.
     """
 
     job: ActiveJob
     index: int
-    encode: Callable[[], Record]
+    encode: Callable[[], ResultLine]
     on_committed: Callable[[], None]
 
 
-def answered(job_id: str, line: RequestLine, response: LineResponse) -> Callable[[], Record]:
-    """The record of a line that the engine answered."""
+def answered(job_id: str, line: RequestLine, response: LineResponse) -> Callable[[], ResultLine]:
+    """Return what makes the result line of a line that the engine answered."""
     return partial(_encode_answer, job_id, line.index, line.custom_id, line.number, response)
 
 
-def refused(job_id: str, line: RefusedLine) -> Callable[[], Record]:
-    """The record of a line that no engine need see."""
+def refused(job_id: str, line: RefusedLine) -> Callable[[], ResultLine]:
+    """Return what makes the result line of a line that was refused before the engine saw it."""
     return partial(_encode_refusal, job_id, line)
 
 
 def usage_totals(body: Mapping[str, object], *, failed: bool) -> Totals:
-    """What a response's usage adds to its job."""
+    """Return what a response's usage adds to its job."""
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     return Totals(
@@ -68,19 +68,19 @@ def usage_totals(body: Mapping[str, object], *, failed: bool) -> Totals:
     )
 
 
-def _encode_answer(job_id: str, index: int, custom_id: str, number: int, response: LineResponse) -> Record:
-    token = record_token(job_id, index)
+def _encode_answer(job_id: str, index: int, custom_id: str, number: int, response: LineResponse) -> ResultLine:
+    token = result_token(job_id, index)
     try:
-        data = response_record(token, custom_id, number, response)
-    except (RecursionError, TypeError) as error:  # nested too deeply for JSON, or none: no other line is to wait for it
+        data = answered_result_line(token, custom_id, number, response)
+    except (RecursionError, TypeError) as error:  # nested too deeply, or not JSON: the other lines go on
         response = internal_error_response(token, error)
-        data = response_record(token, custom_id, number, response)
-    return Record(data=data, totals=usage_totals(response.body, failed=response.status_code != 200))
+        data = answered_result_line(token, custom_id, number, response)
+    return ResultLine(data=data, totals=usage_totals(response.body, failed=response.status_code != 200))
 
 
-def _encode_refusal(job_id: str, line: RefusedLine) -> Record:
-    data = refused_record(record_token(job_id, line.index), line.custom_id, line.number, line.error)
-    return Record(data=data, totals=Totals(failed=1))
+def _encode_refusal(job_id: str, line: RefusedLine) -> ResultLine:
+    data = refused_result_line(result_token(job_id, line.index), line.custom_id, line.number, line.error)
+    return ResultLine(data=data, totals=Totals(failed=1))
 
 
 def _details(usage: Mapping[str, object], name: str) -> Mapping[str, object]:

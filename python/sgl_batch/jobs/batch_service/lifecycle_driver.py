@@ -26,7 +26,7 @@ from sgl_batch.jobs.batch_service.input_reader import InputReader
 from sgl_batch.jobs.batch_service.lifecycle import ENDED, JobStatus, TransitionError, check_transition, time_column
 from sgl_batch.jobs.batch_service.line_offsets import LineOffsets
 from sgl_batch.jobs.batch_service.line_states import LineStates
-from sgl_batch.jobs.batch_service.reuse_results import TakenLine, successes
+from sgl_batch.jobs.batch_service.reuse_results import ReusedLine, successes
 from sgl_batch.jobs.batch_service.settings import ServiceSettings
 from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
 from sgl_batch.jobs.batch_service.suspect_queue import SuspectQueue
@@ -49,7 +49,7 @@ from sgl_batch.jobs.scratch import storage_errors
 
 T = TypeVar("T")
 
-TAKE_OVER_LINES = 500
+REUSE_AT_ONCE = 500  # lines
 DELETE_ROWS_AT_ONCE = 10_000
 _UNANSWERED = {
     JobStatus.EXPIRED: Unanswered(
@@ -152,7 +152,7 @@ class LifecycleDriver:
         parts, job = self._parts, self._job
         offsets, suspects = await parts.guard.persist(self._load)
         if not job.row.taken_over:
-            await self._take_over()
+            await self._reuse_results()
         engine = await parts.engines.available()
         for _, (_, index) in suspects:
             job.lines.take(index)
@@ -178,10 +178,10 @@ class LifecycleDriver:
         offsets, job.lines, suspects = await self._parts.store.read(read)
         return offsets, suspects
 
-    async def _take_over(self) -> None:
-        """Copy the successes of the job that this one continues; those copied before a crash are left as they are."""
+    async def _reuse_results(self) -> None:
+        """Copy the answered lines of the job that this one continues, except those copied before a crash."""
         parts, job = self._parts, self._job
-        assert job.row.continue_from is not None, "only a job that continues another has lines to take over"
+        assert job.row.continue_from is not None, "only a job that continues another has results to reuse"
         earlier = await self._persist(partial(known_job, job_id=job.row.continue_from))
         if earlier.has_output:
             directory = parts.store.directory
@@ -190,19 +190,19 @@ class LifecycleDriver:
                 directory.file(job.row.input_file_id),
                 parts.settings.max_line_bytes,
             )
-            while some := await asyncio.to_thread(lambda: list(islice(lines, TAKE_OVER_LINES))):
+            while some := await asyncio.to_thread(lambda: list(islice(lines, REUSE_AT_ONCE))):
                 for one in some:
-                    self._take_line(one)
+                    self._reuse(one)
                 await parts.committer.flush()
-                failpoint("driver.some_taken_over")
+                failpoint("driver.some_reused")
         await self._persist(lambda db: update_job(db, job.id, {"taken_over": 1}))
         job.changed(taken_over=1)
 
-    def _take_line(self, taken: TakenLine) -> None:
-        if self._job.lines.is_to_do(taken.index):
-            self._job.lines.take(taken.index)
+    def _reuse(self, one: ReusedLine) -> None:
+        if self._job.lines.is_to_do(one.index):
+            self._job.lines.take(one.index)
             self._parts.committer.submit(
-                FinishedLine(job=self._job, index=taken.index, encode=lambda: taken.record, on_committed=lambda: None)
+                FinishedLine(job=self._job, index=one.index, encode=lambda: one.result_line, on_committed=lambda: None)
             )
 
     async def _finish(self) -> None:

@@ -79,7 +79,7 @@ class JobsDirectory:
         return self.path / "files" / file_id
 
     def segment(self, job_id: str) -> Path:
-        """Where the records of a running job lie, in the order in which they were committed."""
+        """Where the result lines of a running job lie, in the order in which they were committed."""
         assert is_batch_id(job_id), f"{job_id!r} is no id of a job"
         return self.path / "segments" / job_id
 

@@ -1,4 +1,4 @@
-"""Rows of finished lines and of suspects, in SQL; decides nothing about what a line's record says."""
+"""Owns the SQL of finished lines and of suspects. The bytes of result lines are in the segment (segment.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """Where in the segment the record of one line lies."""
+    """Where in the segment the result line of one line lies."""
 
     line_index: int
     place: int
@@ -87,7 +87,7 @@ def result_rows(connection: sqlite3.Connection, job_seq: int) -> Iterator[Result
 
 
 def extents(connection: sqlite3.Connection, job_seq: int, end: int, *, failed: bool) -> array[int]:
-    """Place and length, flat, of the records of lines before `end`, in input order; 16 bytes for each line."""
+    """Place and length, flat, of the result lines of lines before `end`, in input order; 16 bytes for each line."""
     cursor = connection.execute(
         "SELECT place, num_bytes FROM results WHERE job = ? AND line_index < ? AND failed = ? ORDER BY line_index",
         (job_seq, end, failed),

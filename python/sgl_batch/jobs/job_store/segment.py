@@ -1,4 +1,4 @@
-"""A job's segment: records in the order in which they were committed; decides nothing about what is committed."""
+"""A job's segment: result lines in the order in which they were committed; decides nothing about what is committed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Segments:
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
 
-    def write(self, path: Path, committed_bytes: int, records: Sequence[bytes]) -> list[int]:
-        """Put records behind the committed bytes and sync; returns their places. Raises OSError."""
+    def write(self, path: Path, committed_bytes: int, result_lines: Sequence[bytes]) -> list[int]:
+        """Put result lines behind the committed bytes and sync; returns their places. Raises OSError."""
         descriptor = self._descriptor(path)
-        data = memoryview(b"".join(records))
+        data = memoryview(b"".join(result_lines))
         written = 0
         while written < len(data):
             written += os.pwrite(descriptor, data[written : written + _WRITE_BYTES], committed_bytes + written)
@@ -32,9 +32,9 @@ class Segments:
         os.fsync(descriptor)
         failpoint("committer.segment_synced")
         places, place = [], committed_bytes
-        for record in records:
+        for result_line in result_lines:
             places.append(place)
-            place += len(record)
+            place += len(result_line)
         return places
 
     def close(self, path: Path) -> None:

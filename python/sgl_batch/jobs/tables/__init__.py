@@ -1,1 +1,1 @@
-"""Tables in place of JSONL: rows to request lines, records to rows. What a line means is decided elsewhere."""
+"""Tables in place of JSONL: input rows become request lines, and result lines become rows."""

@@ -1,6 +1,6 @@
-"""Writes the records of a job as one Parquet table, a row for each line of the input; and reads them back.
+"""Writes the result lines of a job as one Parquet table, a row for each line of the input, and reads them back.
 
-It does not decide what a record says. The schema is always this one, whatever the answers hold.
+The schema is always this one, whatever the answers hold.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.job_store.directory import sync_directory
-from sgl_batch.jobs.result_lines import encode_record, record_token
+from sgl_batch.jobs.result_lines import encode_result_line, result_token
 from sgl_batch.jobs.scratch import StorageError, storage_errors
 from sgl_batch.jobs.tables.sources import Table, need_pyarrow
 
@@ -33,62 +33,70 @@ COLUMNS = (
     ("error_message", "string", "likewise"),
     ("body", "string", "the whole answer as JSON"),
 )
-# Of a row group, which is in memory until it is written. Rows are of Python for a batch only.
+# Limits of a row group, which is in memory until it is written; and how many rows are Python objects at a time.
 _GROUP_ROWS, _GROUP_BYTES, _BATCH_ROWS = 20_000, 32 << 20, 256
-_REPEATED = ["status_code", "finish_reason", "error_code"]  # no two bodies are the same: no dictionary of them
+_REPEATED = [
+    "status_code",
+    "finish_reason",
+    "error_code",
+]  # columns with few values; no two bodies are the same, so a dictionary of them saves nothing
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
-Record = Mapping[str, Any]
+ResultLine = Mapping[str, Any]
 
 
 def is_table_name(path: Path) -> bool:
-    """Whether what is written there is to be a table."""
+    """Return whether an output of this name is a table."""
     return path.suffix == ".parquet"
 
 
-def merged(output: Path, errors: Path, run_ids: Sequence[str], total: int) -> Iterator[tuple[int | None, Record]]:
-    """All records of two files with their rows, in the order of the input.
+def merged(output: Path, errors: Path, run_ids: Sequence[str], total: int) -> Iterator[tuple[int | None, ResultLine]]:
+    """Yield all result lines of two files, each with its row, in the order of the input.
 
-    A record says its row by its id, where a run (or job) with one of these ids wrote it; others come last, without.
+    The id of a result line names its row where a run (or job) with one of `run_ids` wrote it. The others come last,
+    with None as their row.
     """
     with storage_errors(f"reading {output} and {errors}"), ExitStack() as opened:
         heads = [_Head(opened.enter_context(path.open("rb"))) for path in (output, errors) if path.exists()]
         for row in range(total):
-            tokens = {f"batch_req_{record_token(run_id, row)}" for run_id in run_ids}
+            tokens = {f"batch_req_{result_token(run_id, row)}" for run_id in run_ids}
             for head in heads:
-                if head.record is not None and head.record.get("id") in tokens:
-                    yield row, head.record
+                if head.result_line is not None and head.result_line.get("id") in tokens:
+                    yield row, head.result_line
                     head.step()
                     break
         for head in heads:
-            while head.record is not None:
-                yield None, head.record
+            while head.result_line is not None:
+                yield None, head.result_line
                 head.step()
 
 
 class _Head:
-    """The next record of a file; None at the end, for which a torn last line counts."""
+    """The next result line of a file; None at the end. A torn last line counts as the end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.record: Record | None = None
+        self.result_line: ResultLine | None = None
         self.step()
 
     def step(self) -> None:
         line = self._file.readline()
         try:
-            self.record = json.loads(line) if line.endswith(b"\n") else None
+            self.result_line = json.loads(line) if line.endswith(b"\n") else None
         except ValueError as error:
-            raise StorageError(f"a record that was written is no JSON any more: {error}") from error
+            raise StorageError(f"a result line that was written is not JSON any more: {error}") from error
 
 
-def write_results(records: Iterable[tuple[int | None, Record]], target: Path) -> int:
-    """Write the table under its name once it is whole and on the disk; returns its rows. Raises StorageError."""
+def write_results(result_lines: Iterable[tuple[int | None, ResultLine]], target: Path) -> int:
+    """Write the table, and give it its name when it is whole and on the disk. Return how many rows it has.
+
+    Raises StorageError.
+    """
     need_pyarrow(f"writing the table {target}")
     draft = target.with_name(f".{target.name}.draft")
     try:
         with storage_errors(f"writing the table {target}"):
-            num_rows = _write(records, draft)
+            num_rows = _write(result_lines, draft)
             draft.replace(target)
             sync_directory(target.parent)
     finally:
@@ -96,7 +104,7 @@ def write_results(records: Iterable[tuple[int | None, Record]], target: Path) ->
     return num_rows
 
 
-def _write(records: Iterable[tuple[int | None, Record]], draft: Path) -> int:
+def _write(result_lines: Iterable[tuple[int | None, ResultLine]], draft: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -104,7 +112,7 @@ def _write(records: Iterable[tuple[int | None, Record]], draft: Path) -> int:
     num_rows, group, group_bytes = 0, [], 0
     with draft.open("wb") as file:
         with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=_REPEATED) as writer:
-            rows = (as_row(row, record) for row, record in records)
+            rows = (as_row(row, result_line) for row, result_line in result_lines)
             while batch := list(islice(rows, _BATCH_ROWS)):
                 group.append(pa.RecordBatch.from_pylist(batch, schema=schema))
                 num_rows, group_bytes = num_rows + len(batch), group_bytes + group[-1].nbytes
@@ -118,11 +126,11 @@ def _write(records: Iterable[tuple[int | None, Record]], draft: Path) -> int:
     return num_rows
 
 
-def as_row(row: int | None, record: Record) -> dict[str, Any]:
-    """A record in the columns of the table."""
-    response = _object(record.get("response"))
+def as_row(row: int | None, result_line: ResultLine) -> dict[str, Any]:
+    """Return a result line as a row of the table."""
+    response = _object(result_line.get("response"))
     body = _object(response.get("body"))
-    error = _object(body.get("error")) or _object(record.get("error"))
+    error = _object(body.get("error")) or _object(result_line.get("error"))
     usage = _object(body.get("usage"))
     choices = body.get("choices")
     first = _object(choices[0]) if isinstance(choices, list) and choices else {}
@@ -130,7 +138,7 @@ def as_row(row: int | None, record: Record) -> dict[str, Any]:
     code = error.get("code")
     return {
         "row": row,
-        "custom_id": _text(record.get("custom_id")),
+        "custom_id": _text(result_line.get("custom_id")),
         "status_code": response.get("status_code"),
         "request_id": _text(response.get("request_id")),
         "content": _text(content),
@@ -143,18 +151,18 @@ def as_row(row: int | None, record: Record) -> dict[str, Any]:
     }
 
 
-def read_records(path: Path, run_id: str) -> Iterator[tuple[int, bool, bytes]]:
-    """Row, whether it failed, and record of each row of a whole table that the run with this id wrote.
+def read_result_lines(path: Path, run_id: str) -> Iterator[tuple[int, bool, bytes]]:
+    """Yield row, whether it failed, and result line of each row of a whole table that the run with this id wrote.
 
-    Raises ConfigError for a table that is none of ours.
+    Raises ConfigError for a table without the columns of ours.
     """
     table = Table(path)
     wanted = [name for name, _, _ in COLUMNS]
     if not set(wanted) <= set(table.columns):
-        raise ConfigError(f"{path} is no table of results: it has the columns {', '.join(table.columns)}")
+        raise ConfigError(f"{path} is not a table of results: it has the columns {', '.join(table.columns)}")
     for row in table.rows(["row", "custom_id", "status_code", "request_id", "body"]):
-        record = {
-            "id": f"batch_req_{record_token(run_id, row['row'])}",
+        result_line = {
+            "id": f"batch_req_{result_token(run_id, row['row'])}",
             "custom_id": row["custom_id"],
             "response": {
                 "status_code": row["status_code"],
@@ -163,7 +171,7 @@ def read_records(path: Path, run_id: str) -> Iterator[tuple[int, bool, bytes]]:
             },
             "error": None,
         }
-        yield row["row"], row["status_code"] != 200, encode_record(record)
+        yield row["row"], row["status_code"] != 200, encode_result_line(result_line)
 
 
 def _object(value: Any) -> Mapping[str, Any]:
@@ -175,5 +183,5 @@ def _count(value: Any) -> int | None:
 
 
 def _text(value: Any) -> str | None:
-    """Half of a surrogate pair, which JSON can hold and Arrow cannot, is shown as it is escaped."""
+    """Return a text for Arrow. JSON can hold half of a surrogate pair and Arrow cannot: it is escaped."""
     return None if value is None else str(value).encode("utf-8", "backslashreplace").decode("utf-8")

@@ -63,10 +63,10 @@ def check_counts(directory: Path) -> None:
 
 
 def check_jobs(directory: Path, *, scale: int = 1) -> None:
-    """After `done`: every line of every job has exactly one record, with the very body of a run without a crash."""
+    """Check after `done` that each line of each job has exactly one result line, the same as without a crash."""
     statuses = _rows(directory, "SELECT id, status FROM jobs ORDER BY seq")
     assert [status for _, status in statuses] == ["completed", "cancelled", "completed"]
-    first, second, third = (_records(directory, job) for job, _ in statuses)
+    first, second, third = (_result_lines(directory, job) for job, _ in statuses)
     _check_first(directory, statuses[0][0], first_lines(scale), *first)
     given = second_lines(scale)
     good, errors = second
@@ -106,13 +106,13 @@ def _check_answers(directory: Path, job: str, lines: list[dict[str, Any]], good:
         assert one["response"]["body"] == expected[one["custom_id"]]
 
 
-def _records(directory: Path, job: str) -> tuple[list[Any], list[Any]]:
+def _result_lines(directory: Path, job: str) -> tuple[list[Any], list[Any]]:
     both = [(directory / "client" / f"{job}.{kind}").read_text().splitlines() for kind in ("output", "errors")]
     return [json.loads(one) for one in both[0]], [json.loads(one) for one in both[1]]
 
 
-def _ids(records: Iterable[Any]) -> list[str]:
-    return [one["custom_id"] for one in records]
+def _ids(result_lines: Iterable[Any]) -> list[str]:
+    return [one["custom_id"] for one in result_lines]
 
 
 def _rows(directory: Path, sql: str) -> list[Any]:

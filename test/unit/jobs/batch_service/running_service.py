@@ -102,6 +102,6 @@ async def content(service: BatchService, file_id: str | None) -> bytes:
     return data
 
 
-async def records(service: BatchService, file_id: str | None) -> list[dict[str, Any]]:
-    """The records of an output or error file."""
+async def result_lines(service: BatchService, file_id: str | None) -> list[dict[str, Any]]:
+    """The result lines of an output or error file."""
     return [json.loads(one) for one in (await content(service, file_id)).splitlines()]

@@ -14,14 +14,14 @@ from typing import Any
 from bad_lines import URL, good_line, make_line, make_request
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from running_service import content, create, records, service_in, until
+from running_service import content, create, result_lines, service_in, until
 from scripted_engines import ScriptedSource
 
 from sgl_batch.engine.line_frames import pack_body, unpack_body
 from sgl_batch.jobs.batch_service.validation import MAX_ERRORS, ValidationRules, validate_input
 from sgl_batch.jobs.line_reader import RawLine
 from sgl_batch.jobs.request_line import LineRules, RefusedLine, parse_request_line
-from sgl_batch.jobs.result_lines import refused_record
+from sgl_batch.jobs.result_lines import refused_result_line
 
 EXAMPLES, LINES_EACH = 100, 100  # ten thousand lines
 MAX_LINE_BYTES = 10_000
@@ -58,9 +58,9 @@ def test_every_line_is_a_request_or_has_one_error_that_can_be_written(seed: int,
         if isinstance(parsed, RefusedLine):
             assert parsed.error.code in CODES, data
             assert parsed.error.status_code == 400, data
-            record = refused_record("token", parsed.custom_id, index + 1, parsed.error)
-            assert record.count(b"\n") == 1, data
-            assert json.loads(record)["response"]["body"]["error"]["line"] == index + 1, data
+            result_line = refused_result_line("token", parsed.custom_id, index + 1, parsed.error)
+            assert result_line.count(b"\n") == 1, data
+            assert json.loads(result_line)["response"]["body"]["error"]["line"] == index + 1, data
         else:
             sent = json.loads(data)
             assert (parsed.custom_id, parsed.url) == (sent["custom_id"], sent["url"]), data
@@ -109,7 +109,7 @@ def test_of_lines_that_only_the_endpoint_can_judge_each_has_one_record(tmp_path:
         async with service_in(tmp_path) as service:
             job = await until(service, (await create(service, lines)).id, "completed")
             assert job.status == "completed", job.errors
-            good, bad = await records(service, job.output_file_id), await records(service, job.error_file_id)
+            good, bad = await result_lines(service, job.output_file_id), await result_lines(service, job.error_file_id)
             assert Counter(one["custom_id"] for one in good + bad) == Counter(line["custom_id"] for line in lines)
             assert {one["response"]["body"]["error"]["code"] for one in bad} <= CODES
             assert {one["response"]["status_code"] for one in good} == {200}
@@ -137,13 +137,13 @@ def test_a_job_of_json_that_is_none_to_a_strict_parser_can_be_cancelled_and_cont
                 await asyncio.sleep(0.001)
             await service.cancel_batch(job.id)
             cancelled = await until(service, job.id)
-            errors = await records(service, cancelled.error_file_id)
+            errors = await result_lines(service, cancelled.error_file_id)
             assert [one["custom_id"] for one in errors] == ["held", "digits", "nan", None, "last"]
         async with service_in(tmp_path) as service:
             job = await service.create_batch({"continue_from": cancelled.id})
             done = await until(service, job.id)
             assert done.request_counts == {"total": 6, "completed": 3, "failed": 3}
-            errors = await records(service, done.error_file_id)
+            errors = await result_lines(service, done.error_file_id)
             assert [(one["custom_id"], one["response"]["body"]["error"]["code"]) for one in errors] == [
                 *(("digits", "invalid_number"), ("nan", "invalid_number"), (None, "invalid_unicode")),
             ]

@@ -1,4 +1,4 @@
-"""A service that is killed, anywhere, goes on where it was: one record for each line, the same as without a crash."""
+"""A service killed at any step resumes: each line has exactly one result line, the same as without a crash."""
 
 from __future__ import annotations
 

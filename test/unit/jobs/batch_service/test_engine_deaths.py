@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from running_service import create, line, lines, records, service_in, until
+from running_service import create, line, lines, result_lines, service_in, until
 from scripted_engines import ScriptedSource
 
 from sgl_batch.jobs.batch_service.partial_outputs import PartialOutputs
@@ -39,8 +39,8 @@ def test_a_line_that_kills_engines_gets_an_error_and_its_neighbours_complete(tmp
             done = await until(service, (await create(service, given)).id)
             assert done.status == "completed"
             assert done.request_counts == {"total": number, "completed": number - 1, "failed": 1}
-            assert len(await records(service, done.output_file_id)) == number - 1
-            (error,) = await records(service, done.error_file_id)
+            assert len(await result_lines(service, done.output_file_id)) == number - 1
+            (error,) = await result_lines(service, done.error_file_id)
             assert (error["custom_id"], error["response"]["status_code"]) == ("poison", 500)
             assert error["response"]["body"]["error"]["code"] == "engine_crashed"
             assert service.snapshot().counters["engine_deaths"] == len(source.engines) - 1
@@ -86,7 +86,7 @@ def test_several_lines_that_kill_engines_are_all_found(tmp_path):
         source = ScriptedSource(killed_by(*bad))
         async with service_in(tmp_path, source) as service:
             done = await until(service, (await create(service, lines(100))).id)
-            assert [one["custom_id"] for one in await records(service, done.error_file_id)] == bad
+            assert [one["custom_id"] for one in await result_lines(service, done.error_file_id)] == bad
             assert done.request_counts["completed"] == 88
 
     asyncio.run(scenario())
@@ -213,7 +213,7 @@ def test_a_job_can_be_cancelled_while_its_suspects_run(tmp_path):
                 await asyncio.sleep(0.001)
             await service.cancel_batch(first.id)
             done = await until(service, first.id)
-            assert (done.status, len(await records(service, done.error_file_id))) == ("cancelled", 20)
+            assert (done.status, len(await result_lines(service, done.error_file_id))) == ("cancelled", 20)
             assert await service._store.read(lambda db: suspects_of_job(db, 1)) == []
             assert len(service._runner.records) == 0
             source._script = killed_by()

@@ -12,8 +12,8 @@ from running_service import (
     create,
     line,
     lines,
-    records,
     request,
+    result_lines,
     service_in,
     until,
     upload,
@@ -44,7 +44,7 @@ def test_a_job_ends_with_one_record_for_each_line_in_input_order(tmp_path):
             assert done.status == "completed"
             assert done.request_counts == {"total": 3000, "completed": 3000, "failed": 0}
             assert (done.model, done.error_file_id) == ("tiny", None)
-            found = await records(service, done.output_file_id)
+            found = await result_lines(service, done.output_file_id)
             assert [one["custom_id"] for one in found] == [f"r{index}" for index in range(3000)]
             seed = done.x_sgl_batch["seed"]
             for index in (0, 1, 2999):
@@ -76,8 +76,11 @@ def test_what_the_endpoint_refuses_is_that_lines_own_error(tmp_path):
             done = await until(service, (await create(service, given)).id)
             assert done.status == "completed"
             assert done.request_counts == {"total": 6, "completed": 2, "failed": 4}
-            assert [one["custom_id"] for one in await records(service, done.output_file_id)] == ["good", "good too"]
-            errors = await records(service, done.error_file_id)
+            assert [one["custom_id"] for one in await result_lines(service, done.output_file_id)] == [
+                "good",
+                "good too",
+            ]
+            errors = await result_lines(service, done.error_file_id)
             assert [(one["custom_id"], one["response"]["body"]["error"]["code"]) for one in errors] == [
                 ("refused by the engine", "context_length_exceeded"),
                 ("refused before it", "invalid_max_tokens"),
@@ -131,7 +134,7 @@ def test_an_answer_that_is_no_json_is_its_own_lines_error(tmp_path):
         async with service_in(tmp_path, ScriptedSource(deep)) as service:
             done = await until(service, (await create(service, [line("a"), line("b", "deep"), line("c")])).id)
             assert done.request_counts == {"total": 3, "completed": 2, "failed": 1}
-            (error,) = await records(service, done.error_file_id)
+            (error,) = await result_lines(service, done.error_file_id)
             assert error["response"]["body"]["error"]["code"] == "internal_error"
 
     asyncio.run(scenario())
@@ -150,8 +153,8 @@ def test_a_cancelled_job_keeps_its_finished_lines_and_says_so_for_the_others(tmp
             done = await until(service, batch.id)
             assert done.status == "cancelled"
             assert done.request_counts == {"total": 4, "completed": 2, "failed": 1}
-            assert [one["custom_id"] for one in await records(service, done.output_file_id)] == ["a", "c"]
-            unanswered, refused = await records(service, done.error_file_id)
+            assert [one["custom_id"] for one in await result_lines(service, done.output_file_id)] == ["a", "c"]
+            unanswered, refused = await result_lines(service, done.error_file_id)
             assert (unanswered["custom_id"], unanswered["response"]) == ("b", None)
             assert unanswered["error"]["code"] == "batch_cancelled"
             assert (refused["custom_id"], refused["error"]) == ("d", None)
@@ -217,8 +220,8 @@ def test_an_expired_job_keeps_its_finished_lines_and_says_so_for_the_others(tmp_
             clock.now += 1
             done = await until(service, batch.id)
             assert (done.status, done.expired_at) == ("expired", done.expires_at)
-            assert [one["custom_id"] for one in await records(service, done.output_file_id)] == ["a", "c"]
-            (unanswered,) = await records(service, done.error_file_id)
+            assert [one["custom_id"] for one in await result_lines(service, done.output_file_id)] == ["a", "c"]
+            (unanswered,) = await result_lines(service, done.error_file_id)
             assert (unanswered["custom_id"], unanswered["error"]["code"]) == ("b", "batch_expired")
 
     asyncio.run(scenario())
@@ -246,7 +249,7 @@ def test_while_a_job_runs_its_content_is_the_lines_before_the_first_that_is_not_
             assert running["contiguous_lines"] == 3
             prefix = await content(service, running["output_file_id"])
             assert [json.loads(one)["custom_id"] for one in prefix.splitlines()] == ["a", "c"]
-            assert [one["custom_id"] for one in await records(service, running["error_file_id"])] == ["b"]
+            assert [one["custom_id"] for one in await result_lines(service, running["error_file_id"])] == ["b"]
             shown = await service.get_file(running["output_file_id"])
             assert (shown.bytes, shown.status, shown.purpose) == (len(prefix), "uploaded", "batch_output")
             with pytest.raises(RequestError, match="needed by job") as error:
@@ -276,7 +279,7 @@ def test_a_running_job_names_its_files_from_the_first_line_on_that_is_committed_
             assert {one.status for one in shown} == {"in_progress"}
             named = [(one.output_file_id is not None, one.error_file_id is not None) for one in shown]
             assert named == [(False, False), (True, False), (False, True)]
-            assert [one["custom_id"] for one in await records(service, shown[1].output_file_id)] == ["a"]
+            assert [one["custom_id"] for one in await result_lines(service, shown[1].output_file_id)] == ["a"]
             assert (await service.get_file(shown[2].error_file_id)).bytes > 0
             for one in shown:
                 await service.cancel_batch(one.id)
@@ -298,7 +301,7 @@ def test_a_service_that_is_stopped_goes_on_where_it_was(tmp_path):
             done = await until(service, batch.id)
             assert (done.status, done.request_counts["completed"]) == ("completed", 2500)
             assert 2500 / 3 < len(source.current().prompts) <= 1900
-            ids = [one["custom_id"] for one in await records(service, done.output_file_id)]
+            ids = [one["custom_id"] for one in await result_lines(service, done.output_file_id)]
             assert ids == [one["custom_id"] for one in given]
 
     asyncio.run(scenario())
@@ -338,9 +341,9 @@ def test_a_job_that_continues_another_runs_only_what_has_no_success_yet(tmp_path
             assert (done.status, done.request_counts) == ("completed", {"total": 1503, "completed": 1503, "failed": 0})
             assert (done.endpoint, done.input_file_id) == (first.endpoint, first.input_file_id)
             assert source.current().prompts == ["hold", "refuse"]
-            found = await records(service, done.output_file_id)
+            found = await result_lines(service, done.output_file_id)
             assert [one["custom_id"] for one in found] == [one["custom_id"] for one in given]
-            taken = {one["custom_id"]: one for one in await records(service, first.output_file_id)}
+            taken = {one["custom_id"]: one for one in await result_lines(service, first.output_file_id)}
             assert taken == {one["custom_id"]: one for one in found if one["custom_id"] in taken}
             assert done.usage["input_tokens"] == 7 * 1503
             await service.delete_file(first.output_file_id)

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 
 import pytest
-from running_service import content, create, line, lines, records, request, service_in, until, upload
+from running_service import content, create, line, lines, request, result_lines, service_in, until, upload
 from scripted_engines import LineResponse, ScriptedSource
 
 from sgl_batch.errors import RequestError
@@ -37,7 +37,7 @@ def test_a_write_that_fails_once_is_tried_again_and_loses_nothing(tmp_path, arm,
             arm(f"{name}={fault}:{count}")
             done = await until(service, batch.id)
             assert (done.status, done.request_counts) == ("completed", {"total": 61, "completed": 60, "failed": 1})
-            ids = [one["custom_id"] for one in await records(service, done.output_file_id)]
+            ids = [one["custom_id"] for one in await result_lines(service, done.output_file_id)]
             assert ids == [f"r{index}" for index in range(60)]
             assert service.snapshot().counters["storage_failures"] == (count == 1 or not name.startswith("finalizer"))
             assert service.storage.ok
@@ -76,7 +76,7 @@ def test_a_full_disk_stops_admission_keeps_what_is_committed_and_goes_on_with_ro
             ballast.unlink()
             done = await until(service, batch.id)
             assert (done.status, done.request_counts["completed"]) == ("completed", 150)
-            assert len(await records(service, done.output_file_id)) == 150
+            assert len(await result_lines(service, done.output_file_id)) == 150
             assert service.storage.ok
             assert len(source.current().prompts) == 150
 

@@ -1,9 +1,9 @@
-"""Finished records that wait on disk for an earlier line, so that no kill loses them; decides no order.
+"""Owns result lines that wait on disk until the results of all earlier lines are written, so that no kill loses them.
 
 They lie beside the output, in files `.NAME.kept-0`, `.NAME.kept-1`, ... that only grow. A line of such a file is
-`INDEX FAILED RECORD`: the index of the request line, 0 or 1, and the record as the output is to have it. A later line
-replaces an earlier one of the same index. In memory is only where each record lies: 8 bytes for each line from the
-first that is not written to the last that is finished.
+`INDEX FAILED RESULT`: the index of the request line, 0 or 1, and the result line as the output is to have it. A later
+line replaces an earlier one of the same index. Memory holds only where each result line lies: 8 bytes for each line
+from the first that is not written to the last that is finished.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FORGET_AT_ONCE = 4096  # places
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The record of a finished line and whether it belongs in the error file."""
+    """The result line of one request line, and whether it belongs in the error file."""
 
     index: int
-    record: bytes
+    result_line: bytes
     failed: bool
 
 
@@ -55,17 +55,17 @@ class _KeptFile:
         (self.writer or LineFile(self.path)).discard()
 
 
-class WaitingRecords:
-    """The waiting records of one output, by index. `sync` may be called from another thread."""
+class WaitingResults:
+    """The result lines that wait for one output, by index. `sync` may be called from another thread."""
 
     def __init__(self, output: Path, *, file_bytes: int = FILE_BYTES) -> None:
-        self.num_records = 0
+        self.num_waiting = 0
         self._output = output
         self._file_bytes = file_bytes
         self._files: dict[int, _KeptFile] = {}
         self._current: _KeptFile | None = None
         self._next_number = 0
-        self._done: list[int] = []  # files whose records are all in the output
+        self._done: list[int] = []  # files whose result lines are all in the output
         self._first = 0  # the index of the first place
         self._places = array("q")  # of each index from there: number of the file and offset in it, or _NONE
         self._new_name = False
@@ -89,12 +89,12 @@ class WaitingRecords:
                     kept.num_bytes += len(line)
 
     def put(self, finished: Finished) -> None:
-        """Keep one record. Raises StorageError, and has not kept it then."""
+        """Keep one result line. Raises StorageError; then it is not kept."""
         kept = self._current
         if kept is None or kept.num_bytes >= self._file_bytes:
             kept = self._begin_file()
         assert kept.writer is not None, "this run writes it"
-        line = b"%d %d %s" % (finished.index, finished.failed, finished.record)
+        line = b"%d %d %s" % (finished.index, finished.failed, finished.result_line)
         kept.writer.append([line])
         self._set(finished.index, self._next_number - 1, kept.num_bytes)
         kept.num_bytes += len(line)
@@ -103,7 +103,7 @@ class WaitingRecords:
         return self._place(index) != _NONE
 
     def get(self, index: int) -> Finished | None:
-        """The record at `index`, if it waits here."""
+        """Return the result line at `index`, or None where it does not wait here."""
         place = self._place(index)
         if place == _NONE:
             return None
@@ -111,16 +111,16 @@ class WaitingRecords:
         with storage_errors(f"reading {kept.path}"):
             kept.reader.seek(place & ((1 << _OFFSET_BITS) - 1))
             line = kept.reader.readline()
-        found, failed, record = _parse(line, kept.path, None)
+        found, failed, result_line = _parse(line, kept.path, None)
         assert found == index, f"{kept.path} has line {found} where line {index} was written"
-        return Finished(index=index, record=record, failed=bool(failed))
+        return Finished(index=index, result_line=result_line, failed=bool(failed))
 
     def path_of(self, index: int) -> Path:
-        """The file in which the record at `index` waits."""
+        """Return the file in which the result line at `index` waits."""
         return self._files[self._place(index) >> _OFFSET_BITS].path
 
     def release(self, index: int) -> None:
-        """The record at `index` does not wait any more. It stays on the disk at least until the next `sync`."""
+        """Take the result line at `index` off the waiting ones. It stays on the disk at least until the next `sync`."""
         place = self._place(index)
         assert place != _NONE, f"line {index} does not wait"
         self._places[index - self._first] = _NONE
@@ -197,10 +197,10 @@ class WaitingRecords:
             self._leave(before)
         self._places[at] = number << _OFFSET_BITS | offset
         self._files[number].num_waiting += 1
-        self.num_records += 1
+        self.num_waiting += 1
 
     def _leave(self, place: int) -> None:
-        self.num_records -= 1
+        self.num_waiting -= 1
         number = place >> _OFFSET_BITS
         kept = self._files[number]
         kept.num_waiting -= 1
@@ -220,7 +220,7 @@ class WaitingRecords:
 
 
 def kept_files(output: Path) -> list[tuple[int, Path]]:
-    """Number and path of each file in which records of `output` wait."""
+    """Return number and path of each file in which result lines of `output` wait."""
     pattern = re.compile(re.escape(_prefix(output)) + r"(\d+)")
     with storage_errors(f"looking for kept lines beside {output}"):
         found = [(pattern.fullmatch(path.name), path) for path in output.parent.iterdir()]
@@ -239,10 +239,10 @@ def _prefix(output: Path) -> str:
 
 def _parse(line: bytes, path: Path, number: int | None) -> tuple[int, int, bytes]:
     index, _, rest = line.partition(b" ")
-    failed, _, record = rest.partition(b" ")
+    failed, _, result_line = rest.partition(b" ")
     if not index.isdigit() or not failed.isdigit():
         raise _foreign(path, number)
-    return int(index), int(failed), record
+    return int(index), int(failed), result_line
 
 
 def _foreign(path: Path, number: int | None) -> ConfigError:
