@@ -61,7 +61,7 @@ def _log_requests_in(server_args: Any, directory: str) -> None:
 
 def _complain(link: ParentLink, message: str, exit_code: int, code: str | None) -> int:
     sys.stderr.write(f"launch_server: error: {message}\n")
-    link.tell_failure(message, code)
+    link.report_failure(message, code)
     return exit_code
 
 

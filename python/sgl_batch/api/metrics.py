@@ -66,7 +66,7 @@ def _service_metrics(snapshot: ServiceSnapshot) -> Iterable[Metric]:
     yield jobs
     yield _gauge("num_lines_in_flight", "Request lines of jobs that the engine has", snapshot.in_flight)
     yield _gauge("in_flight_bytes", "Bytes of the request lines that the engine has", snapshot.in_flight_bytes)
-    yield _gauge("recorded_tokens", "Tokens known of unfinished request lines", snapshot.recorded_tokens)
+    yield _gauge("recorded_tokens", "Tokens known of unfinished request lines", snapshot.partial_output_tokens)
     yield _gauge("storage_ok", "Whether the jobs directory can be written", int(snapshot.storage.ok))
     for name, (ours, text) in _COUNTERS.items():
         yield _counter(ours, text, snapshot.counters.get(name, 0))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_batch.engine.line_channel import LineClient
-from sgl_batch.engine.line_frames import Failed, FrameError, Frames, FromHost, Ready
+from sgl_batch.engine.line_frames import Failed, FrameError, Frames, FromEngine, Ready
 from sgl_batch.engine.parent_link import ParentLink
 from sgl_batch.engine.process_groups import group_ended
 from sgl_batch.errors import EngineError
@@ -55,7 +55,7 @@ class EngineProcess:
         self._socket = str(self._directory / "lines.sock")
         self._port = free_port()
         self._process: asyncio.subprocess.Process | None = None
-        self._frames: asyncio.Future[Frames[FromHost]] = asyncio.get_running_loop().create_future()
+        self._frames: asyncio.Future[Frames[FromEngine]] = asyncio.get_running_loop().create_future()
         self.http = EngineHttp(base_url=f"http://127.0.0.1:{self._port}", api_key=secrets.token_urlsafe(32))
         self.client: LineClient | None = None
 
@@ -86,7 +86,7 @@ class EngineProcess:
         if self._frames.done():
             writer.close()
         else:
-            self._frames.set_result(Frames(reader, writer, FromHost))
+            self._frames.set_result(Frames(reader, writer, FromEngine))
 
     async def _start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
@@ -99,7 +99,7 @@ class EngineProcess:
             socket=self._socket,
             directory=str(self._front_directory),
             api_key=self.http.api_key,
-            front_pid=os.getpid(),
+            parent_pid=os.getpid(),
             request_logs=str(self._request_logs),
         )
         assert self._process.stdin is not None, "standard input is a pipe"

@@ -44,15 +44,17 @@ class LineAnswers:
     def served_model_names(self) -> tuple[str, ...]:
         return (self._manager.served_model_name,)
 
-    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput | None = None) -> LineResponse:
-        """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request.
+    async def respond(
+        self, url: str, body: Mapping[str, object], partial_output: PartialOutput | None = None
+    ) -> LineResponse:
+        """Answer one request. Raises EngineError when the engine is dead. Cancelling the call aborts the request.
 
-        The answer goes on from `record`, which `note_tokens` brings up to date, where it can do so exactly.
+        The answer continues `partial_output` where it can do so exactly. `update_partial_outputs` brings it up to date.
         """
         try:
-            status, content = await self._unless_dead(lambda: self._answer(url, body, record))
+            status, content = await self._unless_dead(lambda: self._answer(url, body, partial_output))
         except EngineError as error:
-            self.note_tokens()  # as long as this request is known
+            self.update_partial_outputs()  # while the manager still knows this request
             if error.code is None:
                 raise
             status, content = 503, _error_body(str(error), error.code)
@@ -60,7 +62,7 @@ class LineAnswers:
         return LineResponse(status_code=status, request_id=request_id, body=content)
 
     async def _answer(
-        self, url: str, body: Mapping[str, object], record: PartialOutput | None
+        self, url: str, body: Mapping[str, object], partial_output: PartialOutput | None
     ) -> tuple[int, dict[str, Any]]:
         """The endpoint's answer to a request that was not aborted: one that was is asked again.
 
@@ -71,16 +73,16 @@ class LineAnswers:
         tries = 0
         while True:
             rid = uuid.uuid4().hex
-            with self._manager.partial_outputs.of(rid, record):
+            with self._manager.partial_outputs.of(rid, partial_output):
                 status, content = await self._endpoints.post(url, body, rid)
             tries += _is_engines_own_abort(content)
             if not _is_aborted(content) and not (_is_engines_own_abort(content) and tries < _MAX_TRIES):
                 return status, content
-            if record is not None:
-                record.cut(0)
+            if partial_output is not None:
+                partial_output.cut(0)
 
-    def note_tokens(self) -> None:
-        """Bring the records of lines up to date."""
+    def update_partial_outputs(self) -> None:
+        """Bring the partial outputs of lines up to date."""
         self._manager.partial_outputs.bring_up_to_date(self._manager.rid_to_state)
 
     async def stats(self) -> EngineStats:

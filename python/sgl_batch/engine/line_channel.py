@@ -22,11 +22,11 @@ from sgl_batch.engine.line_frames import (
     Failed,
     FrameError,
     Frames,
+    FromEngine,
     FromFront,
-    FromHost,
-    NewTokens,
+    PartialOutputUpdate,
+    PartialOutputUpdates,
     Ready,
-    Recorded,
     Respond,
     pack_body,
     unpack_body,
@@ -35,23 +35,23 @@ from sgl_batch.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-# How often what lines have generated is told, so that it outlives the engine, and how much of it in one message.
-_TELL_EVERY_S = 2.0
-_TELL_BYTES = 1 << 18
+# Tokens of unanswered lines are reported this often, so that they outlive the engine, in messages of about this size.
+_REPORT_EVERY_S = 2.0
+_REPORT_BYTES = 1 << 18
 
 
 class Answering(Protocol):
     """What answers lines where the engine is."""
 
-    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput) -> LineResponse:
-        """Answer one request, whose first tokens are those of `record`.
+    async def respond(self, url: str, body: Mapping[str, object], partial_output: PartialOutput) -> LineResponse:
+        """Answer one request, whose first tokens are those of `partial_output`.
 
-        Raises EngineError when the engine is dead; cancelling aborts the request.
+        Raises EngineError when the engine is dead. Cancelling the call aborts the request.
         """
         ...
 
-    def note_tokens(self) -> None:
-        """Put into the records of requests what these have generated."""
+    def update_partial_outputs(self) -> None:
+        """Put the tokens that requests have generated into their partial outputs."""
         ...
 
     async def stats(self) -> EngineStats:
@@ -66,7 +66,7 @@ class LineClient:
     `forward`: which forward pass computes the model, in words.
     """
 
-    def __init__(self, frames: Frames[FromHost], served_model_names: tuple[str, ...], forward: str = "") -> None:
+    def __init__(self, frames: Frames[FromEngine], served_model_names: tuple[str, ...], forward: str = "") -> None:
         self._frames = frames
         self._served_model_names = served_model_names
         self.forward = forward
@@ -87,15 +87,17 @@ class LineClient:
         """Lines that wait for their answers."""
         return len(self._lines)
 
-    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput | None = None) -> LineResponse:
-        """Answer one request. Raises EngineError when the engine is dead; cancelling aborts the request.
+    async def respond(
+        self, url: str, body: Mapping[str, object], partial_output: PartialOutput | None = None
+    ) -> LineResponse:
+        """Answer one request. Raises EngineError when the engine is dead. Cancelling the call aborts the request.
 
-        The answer goes on from `record`, which grows while it is made.
+        The answer continues `partial_output`, which grows while the engine generates.
         """
         number = self._number()
-        self._lines[number] = record = PartialOutput() if record is None else record
+        self._lines[number] = partial_output = PartialOutput() if partial_output is None else partial_output
         try:
-            message = Respond(number=number, url=url, body=pack_body(body), recorded=record.pack())
+            message = Respond(number=number, url=url, body=pack_body(body), partial_output=partial_output.pack())
             answer = await self._ask(number, message)
         except asyncio.CancelledError:
             self._frames.write(Cancel(number=number))
@@ -135,18 +137,18 @@ class LineClient:
                 return message
             if isinstance(message, Ready):
                 raise FrameError("the engine says twice that it is ready")
-            if isinstance(message, Recorded):
-                self._record(message)
+            if isinstance(message, PartialOutputUpdates):
+                self._update_partial_outputs(message)
                 continue
             waiter = self._waiting.get(message.number)
             if waiter is not None and not waiter.done():
                 waiter.set_result(message)
         return None
 
-    def _record(self, message: Recorded) -> None:
-        for new in message.news:
-            if new.number in self._lines:
-                self._lines[new.number].put(new.start, unpack(new.tokens))
+    def _update_partial_outputs(self, message: PartialOutputUpdates) -> None:
+        for update in message.updates:
+            if update.number in self._lines:
+                self._lines[update.number].put(update.start, unpack(update.tokens))
 
     def fail(self, death: EngineError) -> None:
         """The engine is dead: whoever waits, or asks from now on, gets `death`."""
@@ -159,16 +161,15 @@ class LineClient:
 
 
 async def serve_lines(frames: Frames[FromFront], engine: Answering) -> EngineError | None:
-    """Answer what comes over the connection until it ends (None) or the engine is dead (why).
+    """Answer the requests that come over the connection. Return None when it ends, the error when the engine dies.
 
-    Requests that are not answered by then are aborted, when what they have generated has been told; so they are when
-    this is cancelled.
+    At the end, and when the call is cancelled, the tokens of unanswered requests are reported, then these are aborted.
     """
     server = _LineServer(frames, engine)
     try:
         return await server.run()
     finally:
-        await server.tell_tokens()
+        await server.report_tokens()
         await server.abort_all()
 
 
@@ -176,46 +177,46 @@ class _LineServer:
     def __init__(self, frames: Frames[FromFront], engine: Answering) -> None:
         self._frames, self._engine = frames, engine
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._records: dict[int, PartialOutput] = {}
+        self._partial_outputs: dict[int, PartialOutput] = {}
         self._death: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> EngineError | None:
-        reading, telling = asyncio.create_task(self._read()), asyncio.create_task(self._keep_telling())
-        waits: set[asyncio.Future[Any]] = {reading, telling, self._death}
+        reading, reporting = asyncio.create_task(self._read()), asyncio.create_task(self._report_repeatedly())
+        waits: set[asyncio.Future[Any]] = {reading, reporting, self._death}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if self._death.done():
                 return self._death.result()
-            if telling.done():
-                telling.result()
+            if reporting.done():
+                reporting.result()
             reading.result()
             return None
         finally:
             reading.cancel()
-            telling.cancel()
+            reporting.cancel()
 
-    async def _keep_telling(self) -> NoReturn:
+    async def _report_repeatedly(self) -> NoReturn:
         while True:
-            await asyncio.sleep(_TELL_EVERY_S)
-            await self.tell_tokens()
+            await asyncio.sleep(_REPORT_EVERY_S)
+            await self.report_tokens()
 
-    async def tell_tokens(self) -> None:
-        """Say what the requests that are not answered have generated since this was last said."""
-        self._engine.note_tokens()
-        news: list[NewTokens] = []
+    async def report_tokens(self) -> None:
+        """Report the tokens that unanswered requests have generated since the last report."""
+        self._engine.update_partial_outputs()
+        updates: list[PartialOutputUpdate] = []
         num_bytes = 0
-        for number, record in list(self._records.items()):
-            found = record.take_update()
+        for number, partial_output in list(self._partial_outputs.items()):
+            found = partial_output.take_update()
             if found is None:
                 continue
             start, tokens = found
-            news.append(NewTokens(number=number, start=start, tokens=tokens))
+            updates.append(PartialOutputUpdate(number=number, start=start, tokens=tokens))
             num_bytes += len(tokens)
-            if num_bytes >= _TELL_BYTES:
-                await self._frames.send(Recorded(news=tuple(news)))
-                news, num_bytes = [], 0
-        if news:
-            await self._frames.send(Recorded(news=tuple(news)))
+            if num_bytes >= _REPORT_BYTES:
+                await self._frames.send(PartialOutputUpdates(updates=tuple(updates)))
+                updates, num_bytes = [], 0
+        if updates:
+            await self._frames.send(PartialOutputUpdates(updates=tuple(updates)))
 
     async def _read(self) -> None:
         while (message := await self._frames.read()) is not None:
@@ -225,8 +226,8 @@ class _LineServer:
                     task.cancel()
                 continue
             if isinstance(message, Respond):
-                record = self._records[message.number] = PartialOutput(message.recorded)
-                work = self._respond(message, record)
+                partial_output = self._partial_outputs[message.number] = PartialOutput(message.partial_output)
+                work = self._respond(message, partial_output)
             else:
                 work = self._count(message)
             task = self._tasks[message.number] = asyncio.create_task(work)
@@ -234,12 +235,12 @@ class _LineServer:
 
     def _forget(self, number: int, _: asyncio.Task[None]) -> None:
         del self._tasks[number]
-        if not self._death.done():  # else what it has is still to be told
-            self._records.pop(number, None)
+        if not self._death.done():  # after its death the tokens are still to be reported
+            self._partial_outputs.pop(number, None)
 
-    async def _respond(self, message: Respond, record: PartialOutput) -> None:
+    async def _respond(self, message: Respond, partial_output: PartialOutput) -> None:
         try:
-            response = await self._engine.respond(message.url, unpack_body(message.body), record)
+            response = await self._engine.respond(message.url, unpack_body(message.body), partial_output)
         except EngineError as error:
             self._dies(error)
             return

@@ -56,31 +56,31 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: EngineStats
 
 
-class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What the record of the answer `number` takes: `tokens`, packed, from position `start` on."""
+class PartialOutputUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of the partial output of request `number`: `tokens`, packed, from position `start` on."""
 
     number: int
     start: int
     tokens: bytes
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What answers that are not whole yet have so far, after what was said of them before."""
+class PartialOutputUpdates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What unanswered requests have generated since the last message of this type."""
 
-    news: tuple[NewTokens, ...]
+    updates: tuple[PartialOutputUpdate, ...]
 
 
 class Respond(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer this request; its first tokens are those `recorded` (packed), from an engine before this one."""
+    """Answer this request. Its answer continues `partial_output` (packed), which an earlier engine has generated."""
 
     number: int
     url: str
     body: bytes
-    recorded: bytes
+    partial_output: bytes
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody waits for the answer `number` any more."""
+    """The answer `number` is no longer wanted."""
 
     number: int
 
@@ -91,7 +91,7 @@ class Count(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-FromHost = Ready | Failed | Answer | Counted | Recorded
+FromEngine = Ready | Failed | Answer | Counted | PartialOutputUpdates
 FromFront = Respond | Cancel | Count
 M = TypeVar("M")
 

@@ -27,21 +27,21 @@ class ParentLink(msgspec.Struct, frozen=True, kw_only=True):
     """One line of JSON on the standard input of the engine's process, which stays open as long as the front lives.
 
     `socket`: where the front listens for this engine, in `directory`, which is the front's own. `api_key` opens
-    SGLang's HTTP endpoints. `front_pid`: the process to die with. `request_logs`: where requests are logged, where the
+    SGLang's HTTP endpoints. `parent_pid`: the process to die with. `request_logs`: where requests are logged, where the
     command line names no place.
     """
 
     socket: str
     directory: str
     api_key: str
-    front_pid: int
+    parent_pid: int
     request_logs: str
 
     def encode(self) -> bytes:
         """As it goes to standard input."""
         return msgspec.json.encode(self) + b"\n"
 
-    def tell_failure(self, message: str, code: str | None) -> None:
+    def report_failure(self, message: str, code: str | None) -> None:
         """Tell the front why there is no engine, before there is a conversation."""
         with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.socket)
@@ -63,7 +63,7 @@ def read_link() -> ParentLink:
     signal.signal(signal.SIGHUP, partial(_end_after_front, link))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
-    if os.getppid() != link.front_pid:
+    if os.getppid() != link.parent_pid:
         _end_after_front(link)
     return link
 

@@ -1,4 +1,4 @@
-"""What jobs need from an engine and from who keeps it alive, as Protocols; decides not how lines are computed."""
+"""Owns what jobs need from an engine, and from the supervisor that keeps one running, as Protocols."""
 
 from __future__ import annotations
 
@@ -10,39 +10,62 @@ from sgl_batch.core.partial_output import PartialOutput
 
 
 class LineEngine(Protocol):
-    """An engine that answers request lines. One object stands for one life of an engine: a restarted one is another."""
+    """An engine that answers request lines.
+
+    One object stands for one engine from its start to its death. After a restart the source gives a new object; the old
+    one stays dead. All methods are called on one event loop, and any number of `respond` calls may run at once.
+    """
 
     @property
     def served_model_names(self) -> tuple[str, ...]:
-        """The names accepted in a line's body["model"]."""
+        """The names accepted in a line's body["model"]. They do not change as long as the engine runs."""
         ...
 
-    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput | None = None) -> LineResponse:
-        """Answer one request; a bad one gets a 4xx with {"error": {...}} as its body.
+    async def respond(
+        self, url: str, body: Mapping[str, object], partial_output: PartialOutput | None = None
+    ) -> LineResponse:
+        """Answer one request.
 
-        `record` has its first tokens from an engine that died, if any, and the answer goes on from there; what is
-        known of it before it is whole is put there.
+        Cancelling the call aborts the request in the engine.
 
-        Raises EngineError only when the engine itself is dead: then the lines that were in flight are suspected of
-        having killed it. Cancelling the call aborts the request.
+        Args:
+            url: The endpoint, one of `request_line.SUPPORTED_URLS`.
+            body: The request. The engine does not change it.
+            partial_output: The first tokens of the answer, from an engine that died; empty or None to start from the
+                beginning. The answer continues these tokens where the engine can do so exactly. The engine appends the
+                tokens that it generates, some seconds late, until the call returns. The caller keeps the object: when
+                the engine dies, it gives the same object to the next one.
+
+        Returns:
+            The whole answer. A bad request is answered too: with status 4xx, and {"error": {...}} as its body.
+
+        Raises:
+            EngineError: The engine is dead. Every line in flight may have killed it, unless `code` is set: then the
+                reason is known (a full disk, say) and no line is to blame.
         """
         ...
 
     async def stats(self) -> EngineStats:
-        """Counters since the engine started. Raises EngineError when the engine is dead."""
+        """Return the counters since the engine started. Raises EngineError when the engine is dead."""
         ...
 
 
 class EngineSource(Protocol):
-    """Who keeps an engine alive: it may be absent (starting, crashed) and come back as a new object."""
+    """Gives the engine that runs now. It may be absent (starting, crashed), and come back as a new object."""
 
     def current(self) -> LineEngine | None:
-        """The engine that is ready now; None while there is none."""
+        """Return the engine that is ready now, or None while there is none.
+
+        It may be dead already: its death shows in the next call of `respond`.
+        """
         ...
 
     async def available(self, other_than: LineEngine | None = None) -> LineEngine:
-        """Wait, as long as it takes, for a ready engine that is not `other_than` (one that was found dead).
+        """Wait, as long as it takes, until an engine is ready, and return it.
 
-        It never raises on its own; who waits cancels the call.
+        It raises nothing of its own. The caller cancels the call when it no longer needs an engine.
+
+        Args:
+            other_than: An engine that the caller has found dead, and that is not to be returned again.
         """
         ...

@@ -30,7 +30,7 @@ class ScriptedEngine:
         self.num_answered = 0
         self.paused = False
 
-    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], partial_output: PartialOutput) -> LineResponse:
         if "exit" in body:
             os._exit(int(str(body["exit"])))
         if "die" in body:
@@ -42,7 +42,7 @@ class ScriptedEngine:
         self.num_answered += 1
         return LineResponse(status_code=200, request_id="id", body={**body, "pid": os.getpid(), "child": child})
 
-    def note_tokens(self) -> None:
+    def update_partial_outputs(self) -> None:
         """It generates none."""
 
     async def stats(self) -> EngineStats:
@@ -77,10 +77,10 @@ def main() -> int:
     if args.exit is not None:
         return int(args.exit)
     if args.refuse is not None:
-        link.tell_failure(args.refuse, BAD_USAGE)
+        link.report_failure(args.refuse, BAD_USAGE)
         return 1
     if args.fail is not None:
-        link.tell_failure(args.fail, None)
+        link.report_failure(args.fail, None)
         return 3
     return asyncio.run(serve(link))
 

@@ -19,7 +19,7 @@ def service(storage: StorageState | None = None, fault: str | None = None) -> Se
         jobs_by_status={},
         in_flight=0,
         in_flight_bytes=0,
-        recorded_tokens=0,
+        partial_output_tokens=0,
         engine_ready=True,
         storage=storage or StorageState(),
         finished_s_ago=None,

@@ -55,7 +55,10 @@ GOOD = (200, {"id": "b", "choices": [{"finish_reason": "stop"}]})
 
 
 def answer_after(monkeypatch, *answers):
-    """What a line gets whose endpoint answers with these in turn, and how many of them were taken; it has a record."""
+    """Answer a line with a partial output, where the endpoint gives `answers` in turn.
+
+    Return its answer, how many were taken, and how many tokens the partial output has.
+    """
     left = list(answers)
 
     class Scripted:
@@ -66,22 +69,22 @@ def answer_after(monkeypatch, *answers):
             return left.pop(0)
 
     monkeypatch.setattr("sgl_batch.engine.line_answers.OpenAIEndpoints", Scripted)
-    manager = SimpleNamespace(partial_outputs=PartialOutputs(), check_openai=None)
-    record = PartialOutput()
-    record.put(0, [1, 2])
-    answer = asyncio.run(LineAnswers(manager, None, lambda: None).respond("/v1/completions", {}, record))
-    return answer, len(answers) - len(left), len(record)
+    manager = SimpleNamespace(recordings=PartialOutputs(), check_openai=None)
+    partial_output = PartialOutput()
+    partial_output.put(0, [1, 2])
+    answer = asyncio.run(LineAnswers(manager, None, lambda: None).respond("/v1/completions", {}, partial_output))
+    return answer, len(answers) - len(left), len(partial_output)
 
 
 def test_a_line_that_somebody_aborted_is_asked_again_as_often_as_that_happens(monkeypatch):
-    answer, taken, recorded = answer_after(monkeypatch, ASKED, ASKED, ASKED, GOOD, GOOD)
+    answer, taken, num_tokens = answer_after(monkeypatch, ASKED, ASKED, ASKED, GOOD, GOOD)
     assert (answer.request_id, answer.body["choices"]) == ("b", [{"finish_reason": "stop"}])
-    assert (taken, recorded) == (4, 0), "from the beginning"
+    assert (taken, num_tokens) == (4, 0), "from the beginning"
 
 
 def test_a_line_that_the_engine_itself_aborts_is_tried_twice(monkeypatch):
-    answer, taken, recorded = answer_after(monkeypatch, UNASKED, GOOD, GOOD)
-    assert (answer.status_code, taken, recorded) == (200, 2, 0)
+    answer, taken, num_tokens = answer_after(monkeypatch, UNASKED, GOOD, GOOD)
+    assert (answer.status_code, taken, num_tokens) == (200, 2, 0)
     answer, taken, _ = answer_after(monkeypatch, UNASKED, ASKED, UNASKED, GOOD)
     assert (answer.status_code, taken) == (500, 3)
     assert answer.body["error"]["code"] == "engine_abort"
@@ -114,9 +117,9 @@ def test_what_a_line_has_is_recorded_when_it_finds_the_engine_dead(monkeypatch):
         )
         death = EngineError("rank 1 died")
         answers = LineAnswers(manager, None, lambda: death if manager.sent.is_set() else None)
-        record = PartialOutput()
+        partial_output = PartialOutput()
         with pytest.raises(EngineError, match="rank 1 died"):
-            await answers.respond("/v1/completions", {}, record)
-        assert list(record.tokens) == [1, 2, 3]
+            await answers.respond("/v1/completions", {}, partial_output)
+        assert list(partial_output.tokens) == [1, 2, 3]
 
     asyncio.run(scenario())

@@ -18,8 +18,8 @@ from sgl_batch.engine.line_frames import (
     Failed,
     FrameError,
     Frames,
+    FromEngine,
     FromFront,
-    FromHost,
     Ready,
     pack_body,
     unpack_body,
@@ -40,7 +40,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.begun: list[str] = []
-        self.records: dict[str, PartialOutput] = {}
+        self.partial_outputs: dict[str, PartialOutput] = {}
         self.generated: list[int] = []
         self.cancelled: list[str] = []
         self.may_answer = asyncio.Event()
@@ -49,9 +49,9 @@ class Engine:
         self.fault: Exception | None = None
         self.death: EngineError | None = None
 
-    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput) -> LineResponse:
+    async def respond(self, url: str, body: Mapping[str, object], partial_output: PartialOutput) -> LineResponse:
         name = str(body.get("name"))
-        self.records[name] = record
+        self.partial_outputs[name] = partial_output
         self.begun.append(name)
         self.changed.set()
         try:
@@ -61,40 +61,40 @@ class Engine:
             self.changed.set()
             raise
         if self.death is not None:
-            self.note_tokens()
+            self.update_partial_outputs()
             raise self.death
         if self.fault is not None:
             raise self.fault
         return LineResponse(status_code=200, request_id=f"id-{name}", body={"url": url, **body})
 
-    def note_tokens(self) -> None:
-        for record in self.records.values():
-            if len(self.generated) > len(record):
-                record.put(len(record), self.generated[len(record) :])
+    def update_partial_outputs(self) -> None:
+        for partial_output in self.partial_outputs.values():
+            if len(self.generated) > len(partial_output):
+                partial_output.put(len(partial_output), self.generated[len(partial_output) :])
 
     async def stats(self) -> EngineStats:
         return STATS
 
 
-async def connect() -> tuple[Frames[FromHost], Frames[FromFront]]:
+async def connect() -> tuple[Frames[FromEngine], Frames[FromFront]]:
     ours, theirs = socket.socketpair()
-    front = Frames[FromHost](*await asyncio.open_unix_connection(sock=ours), FromHost)
-    host = Frames[FromFront](*await asyncio.open_unix_connection(sock=theirs), FromFront)
-    return front, host
+    front = Frames[FromEngine](*await asyncio.open_unix_connection(sock=ours), FromEngine)
+    worker = Frames[FromFront](*await asyncio.open_unix_connection(sock=theirs), FromFront)
+    return front, worker
 
 
 @asynccontextmanager
 async def conversation(engine: Engine) -> AsyncIterator[tuple[LineClient, asyncio.Task[object], asyncio.Task[object]]]:
     """A client, its reading, and the serving at the other side."""
-    front, host = await connect()
+    front, worker = await connect()
     client = LineClient(front, ("tiny",))
     reading = asyncio.ensure_future(client.read_answers())
-    serving = asyncio.ensure_future(serve_lines(host, engine))
+    serving = asyncio.ensure_future(serve_lines(worker, engine))
     try:
         yield client, reading, serving
     finally:
         front.close()
-        host.close()
+        worker.close()
         await asyncio.wait({reading, serving}, timeout=5)
 
 
@@ -182,68 +182,68 @@ def test_a_dead_engine_ends_the_conversation_with_its_words():
 
 
 @pytest.fixture
-def told_often(monkeypatch):
+def frequent_reports(monkeypatch):
     """A test need not wait for two seconds."""
-    monkeypatch.setattr(line_channel, "_TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(line_channel, "_REPORT_EVERY_S", 0.01)
 
 
-async def grown(record: PartialOutput, num_tokens: int) -> None:
+async def grown(partial_output: PartialOutput, num_tokens: int) -> None:
     deadline = asyncio.get_running_loop().time() + 5
-    while len(record) < num_tokens:
-        assert asyncio.get_running_loop().time() < deadline, "nobody told of the tokens"
+    while len(partial_output) < num_tokens:
+        assert asyncio.get_running_loop().time() < deadline, "the tokens were not reported"
         await asyncio.sleep(0.005)
 
 
-def test_tokens_of_lines_in_flight_are_told_while_they_are_made(told_often):
+def test_tokens_of_lines_in_flight_are_reported_while_they_are_generated(frequent_reports):
     async def run() -> None:
-        engine, records = Engine(), [PartialOutput() for _ in range(3)]
+        engine, partial_outputs = Engine(), [PartialOutput() for _ in range(3)]
         engine.may_answer.clear()
         async with conversation(engine) as (client, _, _):
-            asked = [client.respond("/v1/completions", {"name": str(i)}, record) for i, record in enumerate(records)]
+            asked = [client.respond("/v1/completions", {"name": str(i)}, one) for i, one in enumerate(partial_outputs)]
             answers = asyncio.gather(*asked)
             await seen(engine, ["0", "1", "2"])
             for num_tokens in (50, 100):
                 engine.generated = list(range(num_tokens))
-                for record in records:
-                    await grown(record, num_tokens)
-                    assert list(record.tokens) == engine.generated
+                for partial_output in partial_outputs:
+                    await grown(partial_output, num_tokens)
+                    assert list(partial_output.tokens) == engine.generated
             engine.may_answer.set()
             await answers
 
     asyncio.run(run())
 
 
-def test_a_line_takes_its_tokens_to_the_next_engine_and_goes_on_there(told_often):
+def test_a_line_continues_its_partial_output_on_the_next_engine(frequent_reports):
     async def run() -> None:
-        engine, record = Engine(), PartialOutput()
+        engine, partial_output = Engine(), PartialOutput()
         engine.may_answer.clear()
-        record.put(0, [0, 1, 2])
+        partial_output.put(0, [0, 1, 2])
         async with conversation(engine) as (client, _, _):
-            asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "a"}, record))
+            asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "a"}, partial_output))
             await seen(engine, ["a"])
-            assert list(engine.records["a"].tokens) == [0, 1, 2]
+            assert list(engine.partial_outputs["a"].tokens) == [0, 1, 2]
             engine.generated = [0, 1, 2, 3]
-            await grown(record, 4)
+            await grown(partial_output, 4)
             engine.may_answer.set()
             await asked
-        assert list(record.tokens) == [0, 1, 2, 3]
+        assert list(partial_output.tokens) == [0, 1, 2, 3]
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("most_bytes", [1, 1 << 18], ids=["in many messages", "in one"])
-@pytest.mark.parametrize("by_lines", [False, True], ids=["the host sees it", "all lines see it"])
-def test_what_lines_have_when_the_engine_dies_is_told_before_its_last_words(monkeypatch, most_bytes, by_lines):
-    monkeypatch.setattr(line_channel, "_TELL_BYTES", most_bytes)
+@pytest.mark.parametrize("by_lines", [False, True], ids=["the worker sees it", "all lines see it"])
+def test_tokens_of_lines_are_reported_before_the_engine_reports_its_death(monkeypatch, most_bytes, by_lines):
+    monkeypatch.setattr(line_channel, "_REPORT_BYTES", most_bytes)
 
     async def run() -> None:
-        engine, records = Engine(), [PartialOutput() for _ in range(5)]
+        engine, partial_outputs = Engine(), [PartialOutput() for _ in range(5)]
         engine.may_answer.clear()
-        front, host = await connect()
+        front, worker = await connect()
         client = LineClient(front, ("tiny",))
         reading = asyncio.ensure_future(client.read_answers())
-        serving = asyncio.ensure_future(serve_lines(host, engine))
-        asked = [client.respond("/v1/completions", {"name": str(i)}, record) for i, record in enumerate(records)]
+        serving = asyncio.ensure_future(serve_lines(worker, engine))
+        asked = [client.respond("/v1/completions", {"name": str(i)}, one) for i, one in enumerate(partial_outputs)]
         answers = asyncio.gather(*asked, return_exceptions=True)
         await seen(engine, [str(i) for i in range(5)])
         engine.generated = [7] * 60
@@ -253,27 +253,27 @@ def test_what_lines_have_when_the_engine_dies_is_told_before_its_last_words(monk
         else:
             serving.cancel()
         await asyncio.wait({serving}, timeout=5)
-        await host.send(Failed(message="rank 1 died", code=None))
+        await worker.send(Failed(message="rank 1 died", code=None))
         assert await asyncio.wait_for(reading, 5) == Failed(message="rank 1 died", code=None)
-        assert [list(record.tokens) for record in records] == [[7] * 60] * 5
+        assert [list(one.tokens) for one in partial_outputs] == [[7] * 60] * 5
         client.fail(EngineError("rank 1 died"))
         assert all(isinstance(answer, EngineError) for answer in await answers)
-        host.close()
+        worker.close()
 
     asyncio.run(run())
 
 
-def test_nothing_is_told_of_lines_that_are_answered(told_often):
+def test_no_tokens_of_answered_lines_are_reported(frequent_reports):
     async def run() -> None:
-        engine, record = Engine(), PartialOutput()
+        engine, partial_output = Engine(), PartialOutput()
         async with conversation(engine) as (client, _, _):
-            await client.respond("/v1/completions", {"name": "a"}, record)
+            await client.respond("/v1/completions", {"name": "a"}, partial_output)
             engine.generated = [1, 2, 3]
             engine.may_answer.clear()
             later = PartialOutput()
             asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "b"}, later))
             await grown(later, 3)
-            assert len(record) == 0
+            assert len(partial_output) == 0
             engine.may_answer.set()
             await asked
 
@@ -282,11 +282,11 @@ def test_nothing_is_told_of_lines_that_are_answered(told_often):
 
 def test_last_words_reach_whoever_reads_answers():
     async def run() -> None:
-        front, host = await connect()
+        front, worker = await connect()
         client = LineClient(front, ("tiny",))
-        await host.send(Failed(message="no memory", code=None))
+        await worker.send(Failed(message="no memory", code=None))
         assert await client.read_answers() == Failed(message="no memory", code=None)
-        host.close()
+        worker.close()
 
     asyncio.run(run())
 
@@ -327,7 +327,7 @@ def test_a_line_that_meets_a_fault_of_the_program_gets_500_and_the_others_go_on(
 def test_what_is_no_message_ends_the_conversation(data, words):
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        frames = Frames[FromHost](*await asyncio.open_unix_connection(sock=ours), FromHost)
+        frames = Frames[FromEngine](*await asyncio.open_unix_connection(sock=ours), FromEngine)
         theirs.sendall(data)
         theirs.close()
         with pytest.raises(FrameError, match=words):
@@ -340,7 +340,7 @@ def test_what_is_no_message_ends_the_conversation(data, words):
 def test_a_connection_that_ends_within_a_message_has_ended():
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        frames = Frames[FromHost](*await asyncio.open_unix_connection(sock=ours), FromHost)
+        frames = Frames[FromEngine](*await asyncio.open_unix_connection(sock=ours), FromEngine)
         theirs.sendall(b"\0\0\1\0abc")
         theirs.close()
         assert await frames.read() is None
@@ -351,11 +351,11 @@ def test_a_connection_that_ends_within_a_message_has_ended():
 
 def test_an_engine_says_once_that_it_is_ready():
     async def run() -> None:
-        front, host = await connect()
-        await host.send(Ready(served_model_names=("tiny",)))
+        front, worker = await connect()
+        await worker.send(Ready(served_model_names=("tiny",)))
         with pytest.raises(FrameError, match="twice"):
             await LineClient(front, ("tiny",)).read_answers()
-        host.close()
+        worker.close()
         front.close()
 
     asyncio.run(run())

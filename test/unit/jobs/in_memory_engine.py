@@ -36,7 +36,9 @@ class InMemoryEngine:
         self.num_answered = 0
         self._before = before
 
-    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput | None = None) -> LineResponse:
+    async def respond(
+        self, url: str, body: Mapping[str, object], partial_output: PartialOutput | None = None
+    ) -> LineResponse:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:

@@ -33,7 +33,7 @@ DEATHS_ALONE = 2  # of engines under one line; then it is failed
 
 
 class Dispatcher:
-    """A line is in flight from when it is started until its record is committed or it is given up."""
+    """A line is in flight from when it is started until its result line is committed or it is given up."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Dispatcher:
     ) -> None:
         self.num_in_flight = 0
         self.in_flight_bytes = 0
-        self.records = PartialOutputs()
+        self.partial_outputs = PartialOutputs()
         self._settings = settings
         self._engines = engines
         self._committer = committer
@@ -77,7 +77,7 @@ class Dispatcher:
             self._fills[job].cancel()
         if self._life is not None:
             await self._life.drop(job)
-        self.records.forget_job(job.row.seq)
+        self.partial_outputs.forget_job(job.row.seq)
         await self._committer.flush()
 
     async def run(self) -> None:
@@ -180,12 +180,12 @@ class Dispatcher:
         life.start(self._in_flight(job, line))
 
     def _in_flight(self, job: ActiveJob, line: RequestLine) -> LineInFlight:
-        return LineInFlight(job=job, line=line, record=self.records.of((job.row.seq, line.index)))
+        return LineInFlight(job=job, line=line, partial_output=self.partial_outputs.of((job.row.seq, line.index)))
 
     def _answered(self, one: LineInFlight, response: LineResponse) -> None:
         self._pace.line_answered()
         release = partial(self._release, one.job, one.line.num_bytes)
-        self.records.forget((one.job.row.seq, one.line.index))
+        self.partial_outputs.forget((one.job.row.seq, one.line.index))
         encode = answered(one.job.id, one.line, response)
         self._committer.submit(FinishedLine(job=one.job, index=one.line.index, encode=encode, on_committed=release))
         self._wake.set()
@@ -203,11 +203,12 @@ class Dispatcher:
     async def _run_group(self, life: EngineSession, group: SuspectGroup) -> None:
         """Run suspects with nothing beside them; returns when all are committed, or the engine is dead."""
         if self._deaths_alone[group.number]:
-            self.records.forget(group.lines[0])  # an engine that dies again does not die of what was recorded
+            # If the partial output killed the engine, the line survives without it.
+            self.partial_outputs.forget(group.lines[0])
         for one in await self._lines_of(group):
             self._counters.lines_rerun += 1
-            self._counters.lines_resumed += len(one.record) > 0
-            self._counters.tokens_resumed += len(one.record)
+            self._counters.lines_resumed += len(one.partial_output) > 0
+            self._counters.tokens_resumed += len(one.partial_output)
             self._start(life, one.job, one.line)
         while life.num_in_flight and life.death is None:
             await self._next_change()

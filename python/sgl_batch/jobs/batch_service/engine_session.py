@@ -27,7 +27,7 @@ class LineInFlight:
 
     job: ActiveJob
     line: RequestLine
-    record: PartialOutput
+    partial_output: PartialOutput
 
 
 class EngineSession:
@@ -53,7 +53,7 @@ class EngineSession:
 
     def start(self, one: LineInFlight) -> None:
         """Give a line to the engine."""
-        task = asyncio.ensure_future(self.engine.respond(one.line.url, one.line.body, one.record))
+        task = asyncio.ensure_future(self.engine.respond(one.line.url, one.line.body, one.partial_output))
         self._tasks[task] = one
         task.add_done_callback(partial(self._ended, one))
 

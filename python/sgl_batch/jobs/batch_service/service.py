@@ -202,7 +202,7 @@ class BatchService:
             jobs_by_status=dict(by_status),
             in_flight=self._runner.num_in_flight,
             in_flight_bytes=self._runner.in_flight_bytes,
-            recorded_tokens=self._runner.records.num_tokens,
+            partial_output_tokens=self._runner.partial_outputs.num_tokens,
             engine_ready=self._engines.current() is not None,
             storage=self.storage,
             finished_s_ago=idle_s,

@@ -36,11 +36,13 @@ class ScriptedEngine:
         self._code: str | None = None
         self._script = script
 
-    async def respond(self, url: str, body: Mapping[str, object], record: PartialOutput | None = None) -> LineResponse:
+    async def respond(
+        self, url: str, body: Mapping[str, object], partial_output: PartialOutput | None = None
+    ) -> LineResponse:
         prompt = str(body.get("prompt"))
-        if record is not None:
-            self.resumed[prompt] = list(record.tokens)
-            record.put(len(record), range(len(record), len(record) + self.generates))
+        if partial_output is not None:
+            self.resumed[prompt] = list(partial_output.tokens)
+            partial_output.put(len(partial_output), range(len(partial_output), len(partial_output) + self.generates))
         self.prompts.append(prompt)
         self.in_flight.append(prompt)
         self.beside.append(frozenset(self.in_flight))
