@@ -18,7 +18,7 @@ _FRUITLESS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifeEnd:
+class SessionEnd:
     """How one engine's life ended. `lived_s`: since it was ready (0: it never was); `busy`: it had lines to answer."""
 
     words: str
@@ -38,7 +38,7 @@ class RestartPolicy:
         self._delay_s = _FIRST_DELAY_S
         self._same = self._fruitless = 0
 
-    def delay_after(self, end: LifeEnd) -> float | None:
+    def delay_after(self, end: SessionEnd) -> float | None:
         """How long to wait before the next start; None: it would be no use.
 
         An engine that fails by itself with the same words (but for numbers) three times is not started again, nor one

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sgl_batch.api.engine_view import EngineView
 from sgl_batch.api.progress_watch import ProgressWatch
-from sgl_batch.api.restart_policy import LifeEnd, RestartPolicy
+from sgl_batch.api.restart_policy import RestartPolicy, SessionEnd
 from sgl_batch.engine.engine_process import EngineHttp, EngineProcess
 from sgl_batch.engine.line_channel import LineClient
 from sgl_batch.errors import BAD_USAGE, EngineError
@@ -58,7 +58,7 @@ class EngineSupervisor:
         self._command, self._directory = command, directory
         self._request_logs = request_logs or directory / "request_logs"
         self._stall_s, self._restart_stalled = stall_s, restart_stalled
-        self._host: EngineProcess | None = None
+        self._process: EngineProcess | None = None
         self._ready: LineClient | None = None
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -90,7 +90,7 @@ class EngineSupervisor:
     @property
     def http(self) -> EngineHttp | None:
         """Where the ready engine's endpoints are."""
-        return self._host.http if self._ready is not None and self._host is not None else None
+        return self._process.http if self._ready is not None and self._process is not None else None
 
     # What the server does.
 
@@ -102,8 +102,8 @@ class EngineSupervisor:
     async def stop(self) -> None:
         """End the engine, in order if it can."""
         self._set_phase("stopped", None)
-        if self._host is not None:
-            await self._host.stop(_STOP_WITHIN_S)
+        if self._process is not None:
+            await self._process.stop(_STOP_WITHIN_S)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -111,7 +111,7 @@ class EngineSupervisor:
     async def _keep_alive(self) -> None:
         policy = RestartPolicy()
         while True:
-            words, end = await self._one_life()
+            words, end = await self._one_session()
             if self._state.phase == "stopped":
                 return
             if words.code == BAD_USAGE:
@@ -127,9 +127,11 @@ class EngineSupervisor:
             self._set_phase("restarting", str(words), restarts=self._state.restarts + 1)
             await asyncio.sleep(delay_s)
 
-    async def _one_life(self) -> tuple[EngineError, LifeEnd]:
+    async def _one_session(self) -> tuple[EngineError, SessionEnd]:
         """One engine, from its start to its end."""
-        self._host = host = EngineProcess(self._command, self._directory, self._state.restarts, self._request_logs)
+        self._process = process = EngineProcess(
+            self._command, self._directory, self._state.restarts, self._request_logs
+        )
         ready_at: list[float] = []
         arrived = asyncio.Event()
 
@@ -137,40 +139,40 @@ class EngineSupervisor:
             ready_at.append(time.monotonic())
             arrived.set()
 
-        watching = asyncio.create_task(self._watch(host, arrived))
+        watching = asyncio.create_task(self._watch(process, arrived))
         try:
-            words = await host.live(on_ready)
+            words = await process.run(on_ready)
         finally:
             self._ready = None
             watching.cancel()
             await asyncio.wait({watching})
         if not watching.cancelled():
             watching.result()
-        client = host.client
-        return EngineError(words.message, code=words.code), LifeEnd(
+        client = process.client
+        return EngineError(words.message, code=words.code), SessionEnd(
             words=words.message,
             lived_s=time.monotonic() - ready_at[0] if ready_at else 0.0,
             busy=client is not None and client.was_busy,
             num_answered=client.num_answered if client is not None else 0,
         )
 
-    async def _watch(self, host: EngineProcess, arrived: asyncio.Event) -> None:
+    async def _watch(self, process: EngineProcess, arrived: asyncio.Event) -> None:
         """Announce the engine when it is ready; then ask it for its statistics as long as it lives."""
         await arrived.wait()
-        assert host.client is not None, "it is ready"
+        assert process.client is not None, "it is ready"
         async with self._changed:
-            self._ready = client = host.client
+            self._ready = client = process.client
             self._forward = client.forward
             self._set_phase("ready", None)
             self._changed.notify_all()
         logger.info("the engine is ready")
         self.view.begin()
         try:
-            await self._look_after(host, client)
+            await self._look_after(process, client)
         except EngineError:
             return  # whoever reads its answers says what that means
 
-    async def _look_after(self, host: EngineProcess, client: LineClient) -> None:
+    async def _look_after(self, process: EngineProcess, client: LineClient) -> None:
         watch = ProgressWatch(self._stall_s, time.monotonic)
         # One question at a time, and none is given up: the engine's process answers them in turn, between two steps.
         asking = asyncio.ensure_future(client.stats())
@@ -187,17 +189,17 @@ class EngineSupervisor:
                 # One that does not even say how it is has work of which nobody here knows; a paused one does none.
                 has_work = client.num_in_flight > 0 or self.view.has_sequences or counters is None
                 watch.see(counters, has_work=has_work and not self.view.is_paused)
-                self._judge(host, watch)
+                self._judge(process, watch)
         finally:
             asking.cancel()
 
-    def _judge(self, host: EngineProcess, watch: ProgressWatch) -> None:
+    def _judge(self, process: EngineProcess, watch: ProgressWatch) -> None:
         if watch.is_stalled and self._state.phase == "ready":
             message = f"the engine has work and has counted nothing for {watch.still_s:.0f} s"
             logger.error("%s%s", message, "; it is ended" if self._restart_stalled else "")
             self._set_phase("stalled", message)
             if self._restart_stalled:
-                host.kill()
+                process.kill()
         elif not watch.is_stalled and self._state.phase == "stalled":
             logger.info("the engine goes on")
             self._set_phase("ready", None)

@@ -59,7 +59,7 @@ class EngineProcess:
         self.http = EngineHttp(base_url=f"http://127.0.0.1:{self._port}", api_key=secrets.token_urlsafe(32))
         self.client: LineClient | None = None
 
-    async def live(self, on_ready: Callable[[], None]) -> Failed:
+    async def run(self, on_ready: Callable[[], None]) -> Failed:
         """Start the process, call `on_ready` when it answers, and return why it ended; nothing of it is left then."""
         server = None
         try:

@@ -23,7 +23,7 @@ from sgl_batch.jobs.scratch import storage_errors
 FILE_BYTES = 32 << 20  # a file that has so many is followed by another
 _NONE = -1
 _OFFSET_BITS = 40
-_FORGET_AT_ONCE = 4096  # places
+_FORGET_AT_ONCE = 4096  # locations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ class WaitingResults:
         self._current: _KeptFile | None = None
         self._next_number = 0
         self._done: list[int] = []  # files whose result lines are all in the output
-        self._first = 0  # the index of the first place
-        self._places = array("q")  # of each index from there: number of the file and offset in it, or _NONE
+        self._first = 0  # the index of the first location
+        self._locations = array("q")  # of each index from there: number of the file and offset in it, or _NONE
         self._new_name = False
 
     def read_kept(self, total: int) -> None:
@@ -100,16 +100,16 @@ class WaitingResults:
         kept.num_bytes += len(line)
 
     def __contains__(self, index: int) -> bool:
-        return self._place(index) != _NONE
+        return self._location(index) != _NONE
 
     def get(self, index: int) -> Finished | None:
         """Return the result line at `index`, or None where it does not wait here."""
-        place = self._place(index)
-        if place == _NONE:
+        location = self._location(index)
+        if location == _NONE:
             return None
-        kept = self._files[place >> _OFFSET_BITS]
+        kept = self._files[location >> _OFFSET_BITS]
         with storage_errors(f"reading {kept.path}"):
-            kept.reader.seek(place & ((1 << _OFFSET_BITS) - 1))
+            kept.reader.seek(location & ((1 << _OFFSET_BITS) - 1))
             line = kept.reader.readline()
         found, failed, result_line = _parse(line, kept.path, None)
         assert found == index, f"{kept.path} has line {found} where line {index} was written"
@@ -117,27 +117,27 @@ class WaitingResults:
 
     def path_of(self, index: int) -> Path:
         """Return the file in which the result line at `index` waits."""
-        return self._files[self._place(index) >> _OFFSET_BITS].path
+        return self._files[self._location(index) >> _OFFSET_BITS].path
 
     def release(self, index: int) -> None:
         """Take the result line at `index` off the waiting ones. It stays on the disk at least until the next `sync`."""
-        place = self._place(index)
-        assert place != _NONE, f"line {index} does not wait"
-        self._places[index - self._first] = _NONE
-        self._leave(place)
+        location = self._location(index)
+        assert location != _NONE, f"line {index} does not wait"
+        self._locations[index - self._first] = _NONE
+        self._leave(location)
 
     def first_from(self, index: int) -> int:
         """The lowest index that waits; there is one, and none before `index`."""
-        return next(at for at in range(index, self._first + len(self._places)) if at in self)
+        return next(at for at in range(index, self._first + len(self._locations)) if at in self)
 
     def forget_before(self, index: int) -> None:
         """No line before `index` will wait any more."""
         num = index - self._first
-        if num >= len(self._places):
-            self._places = array("q")
+        if num >= len(self._locations):
+            self._locations = array("q")
             self._first = index
-        elif num >= max(_FORGET_AT_ONCE, len(self._places) // 2):
-            del self._places[:num]
+        elif num >= max(_FORGET_AT_ONCE, len(self._locations) // 2):
+            del self._locations[:num]
             self._first = index
 
     def written_out(self) -> list[int]:
@@ -191,25 +191,25 @@ class WaitingResults:
     def _set(self, index: int, number: int, offset: int) -> None:
         at = index - self._first
         assert at >= 0, f"line {index} is written"
-        if at >= len(self._places):
-            self._places.extend(repeat(_NONE, at + 1 - len(self._places)))
-        if (before := self._places[at]) != _NONE:
+        if at >= len(self._locations):
+            self._locations.extend(repeat(_NONE, at + 1 - len(self._locations)))
+        if (before := self._locations[at]) != _NONE:
             self._leave(before)
-        self._places[at] = number << _OFFSET_BITS | offset
+        self._locations[at] = number << _OFFSET_BITS | offset
         self._files[number].num_waiting += 1
         self.num_waiting += 1
 
-    def _leave(self, place: int) -> None:
+    def _leave(self, location: int) -> None:
         self.num_waiting -= 1
-        number = place >> _OFFSET_BITS
+        number = location >> _OFFSET_BITS
         kept = self._files[number]
         kept.num_waiting -= 1
         if kept.num_waiting == 0 and kept is not self._current:
             self._done.append(number)
 
-    def _place(self, index: int) -> int:
+    def _location(self, index: int) -> int:
         at = index - self._first
-        return self._places[at] if 0 <= at < len(self._places) else _NONE
+        return self._locations[at] if 0 <= at < len(self._locations) else _NONE
 
     def _remove(self, number: int) -> None:
         self._files.pop(number).discard()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sgl_batch.api.restart_policy import LifeEnd, RestartPolicy
+from sgl_batch.api.restart_policy import RestartPolicy, SessionEnd
 
 
-def end(words: str = "no memory", *, lived_s: float = 0.0, busy: bool = False, num_answered: int = 0) -> LifeEnd:
-    return LifeEnd(words=words, lived_s=lived_s, busy=busy, num_answered=num_answered)
+def end(words: str = "no memory", *, lived_s: float = 0.0, busy: bool = False, num_answered: int = 0) -> SessionEnd:
+    return SessionEnd(words=words, lived_s=lived_s, busy=busy, num_answered=num_answered)
 
 
 def test_the_same_failure_three_times_in_the_first_minute_is_the_last():

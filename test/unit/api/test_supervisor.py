@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scripted_host import COMMAND
+from scripted_worker import COMMAND
 
 from sgl_batch.api import supervisor as supervisor_module
 from sgl_batch.api.supervisor import EngineSupervisor
-from sgl_batch.engine import engine_process as host_module
+from sgl_batch.engine import engine_process as process_module
 from sgl_batch.errors import EngineError
 
 WITHIN_S = 20
@@ -37,7 +37,7 @@ def supervise(
     stall_s: float = 0.0,
     restart_stalled: bool = False,
 ) -> None:
-    """Run a scenario over a supervisor of scripted hosts, and check that it leaves nothing behind."""
+    """Run a scenario over a supervisor of scripted processes, and check that it leaves nothing behind."""
 
     async def run() -> None:
         supervisor = EngineSupervisor((*COMMAND, *flags), directory, stall_s=stall_s, restart_stalled=restart_stalled)
@@ -114,14 +114,14 @@ def test_a_stop_while_a_dead_engine_is_cleared_away_waits_for_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clearing, may_end = asyncio.Event(), asyncio.Event()
-    whole = host_module.group_ended
+    whole = process_module.group_ended
 
     async def slowly(group: int, within_s: float) -> list[int]:
         clearing.set()
         await may_end.wait()
         return await whole(group, within_s)
 
-    monkeypatch.setattr(host_module, "group_ended", slowly)
+    monkeypatch.setattr(process_module, "group_ended", slowly)
 
     async def scenario(supervisor: EngineSupervisor) -> None:
         engine = await supervisor.available()
@@ -225,7 +225,7 @@ def test_a_hung_engine_is_replaced_where_that_is_asked_for(tmp_path: Path) -> No
 FRONT = """
 import asyncio, pathlib, sys
 sys.path.insert(0, sys.argv[1])
-from scripted_host import COMMAND
+from scripted_worker import COMMAND
 from sgl_batch.api.supervisor import EngineSupervisor
 async def main():
     supervisor = EngineSupervisor(COMMAND, pathlib.Path(sys.argv[2]), stall_s=0, restart_stalled=False)

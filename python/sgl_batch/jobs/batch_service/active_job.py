@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from sgl_batch.jobs.batch_service.fair_share import FeedShare, weight_of
+from sgl_batch.jobs.batch_service.fair_share import JobShare, weight_of
 from sgl_batch.jobs.batch_service.input_reader import InputReader
 from sgl_batch.jobs.batch_service.lifecycle import JobStatus
 from sgl_batch.jobs.batch_service.line_states import LineStates
@@ -30,8 +30,8 @@ class ActiveJob:
             reasoning_tokens=row.reasoning_tokens,
         )
         self.lines = LineStates(0)
-        self._feed: InputReader | None = None
-        self.share = FeedShare(
+        self._input_reader: InputReader | None = None
+        self.share = JobShare(
             order=row.seq,
             weight=weight_of(json.loads(row.metadata) if row.metadata else None),
             deadline=row.expires_at,
@@ -60,21 +60,21 @@ class ActiveJob:
     @property
     def runs(self) -> bool:
         """Whether its lines are being run."""
-        return self._feed is not None
+        return self._input_reader is not None
 
     @property
-    def feed(self) -> InputReader:
+    def input_reader(self) -> InputReader:
         """Where its lines come from, once it runs."""
-        assert self._feed is not None, f"job {self.id} does not run yet"
-        return self._feed
+        assert self._input_reader is not None, f"job {self.id} does not run yet"
+        return self._input_reader
 
     def changed(self, **changes: object) -> None:
         """What was just written to the job's row."""
         self.row = replace(self.row, **changes)  # type: ignore[arg-type]
 
-    def begin(self, feed: InputReader) -> None:
+    def begin(self, input_reader: InputReader) -> None:
         """Its lines can be run from now on; rates and the time left count from here."""
-        self._feed = feed
+        self._input_reader = input_reader
         self.tracker = ProgressTracker(self.lines.total - self.lines.num_done, self._clock)
         self.end_if_done()
 

@@ -129,10 +129,10 @@ class Committer:
     ) -> tuple[list[ResultRow], Totals, int]:
         """The rows, the totals and the new end of one job's segment."""
         path = self._store.directory.segment(job.id)
-        places = self._segments.write(path, committed_bytes, [result_line.data for _, result_line in lines])
+        offsets = self._segments.write(path, committed_bytes, [result_line.data for _, result_line in lines])
         rows = [
-            ResultRow(line_index=index, place=place, num_bytes=len(result_line.data), failed=result_line.failed)
-            for (index, result_line), place in zip(lines, places, strict=True)
+            ResultRow(line_index=index, offset=offset, num_bytes=len(result_line.data), failed=result_line.failed)
+            for (index, result_line), offset in zip(lines, offsets, strict=True)
         ]
         totals = sum((result_line.totals for _, result_line in lines), start=Totals())
         return rows, totals, committed_bytes + sum(row.num_bytes for row in rows)

@@ -23,7 +23,7 @@ async def whole_file(file: BinaryIO, num_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def segment_extents(segment: BinaryIO | None, extents: array[int]) -> AsyncIterator[bytes]:
-    """The result lines at (place, length) pairs of an open segment, in that order; it is closed at the end.
+    """Yield the result lines at (offset, length) pairs of an open segment, in that order, and close it at the end.
 
     A job of which nothing is committed has no segment, and no extents.
     """
@@ -50,9 +50,9 @@ def _read_extents(segment: BinaryIO, extents: array[int], position: int) -> tupl
     num_bytes = 0
     with storage_errors("reading the output of a running job"):
         while position < len(extents) and num_bytes < CHUNK_BYTES:
-            place, length = extents[position], extents[position + 1]
-            if segment.tell() != place:
-                segment.seek(place)
+            offset, length = extents[position], extents[position + 1]
+            if segment.tell() != offset:
+                segment.seek(offset)
             parts.append(segment.read(length))
             num_bytes += length
             position += 2

@@ -57,7 +57,7 @@ class Dispatcher:
         self._clock = clock
         self._pace = ServicePace(clock())
         self._jobs: dict[int, ActiveJob] = {}
-        self._life: EngineSession | None = None
+        self._session: EngineSession | None = None
         self._fills: dict[ActiveJob, asyncio.Task[None]] = {}
         self._deaths_alone: Counter[int] = Counter()  # by group
         self._wake = asyncio.Event()
@@ -75,84 +75,84 @@ class Dispatcher:
         self._jobs.pop(job.row.seq, None)
         if job in self._fills:
             self._fills[job].cancel()
-        if self._life is not None:
-            await self._life.drop(job)
+        if self._session is not None:
+            await self._session.drop(job)
         self.partial_outputs.forget_job(job.row.seq)
         await self._committer.flush()
 
     async def run(self) -> None:
         """Run until cancelled; then everything in flight is given up."""
-        life: EngineSession | None = None
+        session: EngineSession | None = None
         try:
             while True:
-                found_dead = life.engine if life is not None and life.death is not None else None
+                found_dead = session.engine if session is not None and session.death is not None else None
                 engine = await self._engines.available(other_than=found_dead)
-                self._life = life = EngineSession(engine, self._answered, self._dropped)
-                await self._serve(life)
-                await asyncio.sleep(REPLACED_WAIT_S if life.death is None else 0)
+                self._session = session = EngineSession(engine, self._answered, self._dropped)
+                await self._serve(session)
+                await asyncio.sleep(REPLACED_WAIT_S if session.death is None else 0)
         finally:
             for job in self._jobs.values():
                 job.accepts_results = False
             for fill in self._fills.values():
                 fill.cancel()
-            if life is not None:
-                await life.close()
+            if session is not None:
+                await session.close()
 
-    async def _serve(self, life: EngineSession) -> None:
+    async def _serve(self, session: EngineSession) -> None:
         """Use one engine until it dies, or is replaced while it has nothing to do."""
         group: SuspectGroup | None = None
-        while life.death is None:
-            if self._engines.current() is not life.engine and not life.num_in_flight:
+        while session.death is None:
+            if self._engines.current() is not session.engine and not session.num_in_flight:
                 return
             group = self._suspects.first()
             if group is None:
-                await self._feed(life)
-            elif life.num_in_flight:
+                await self._start_lines(session)
+            elif session.num_in_flight:
                 group = None
                 await self._next_change()
             else:
-                await self._run_group(life, group)
+                await self._run_group(session, group)
         self._counters.engine_deaths += 1
-        await self._after_death(life.death, group, await life.take_suspects())
+        await self._after_death(session.death, group, await session.take_suspects())
 
-    async def _feed(self, life: EngineSession) -> None:
+    async def _start_lines(self, session: EngineSession) -> None:
         """Start some lines of the job whose turn it is, or wait until something changes."""
         self._wake.clear()
         self._read_ahead()
-        turn = self._next_turn() if self._may_start(life) else None
+        turn = self._next_turn() if self._may_start(session) else None
         if turn is None:
             await self._wake.wait()
             return
         job, num_started = self._jobs[turn.share.order], 0
-        while num_started < turn.most_lines and job.feed.num_ready and self._may_start(life):
-            self._start(life, job, job.feed.take())
+        while num_started < turn.most_lines and job.input_reader.num_ready and self._may_start(session):
+            self._start(session, job, job.input_reader.take())
             num_started += 1
         charge(turn, num_started, self._clock())
         await asyncio.sleep(0)
 
-    def _may_start(self, life: EngineSession) -> bool:
+    def _may_start(self, session: EngineSession) -> bool:
         return (
             self.num_in_flight < self._settings.max_in_flight
             and self.in_flight_bytes < self._settings.max_in_flight_bytes
             and self._guard.state.ok
-            and life.death is None
-            and self._engines.current() is life.engine
+            and session.death is None
+            and self._engines.current() is session.engine
         )
 
     def _next_turn(self) -> Turn | None:
-        ready = [job for job in self._jobs.values() if job.feed.num_ready]
+        ready = [job for job in self._jobs.values() if job.input_reader.num_ready]
         for job in ready:
             job.share.num_left = job.num_to_start
-        self._see_time()
+        self._note_time()
         return next_turn((job.share for job in ready), self._clock(), self._pace.pace(self.num_in_flight))
 
-    def _see_time(self) -> None:
-        self._pace.see(self._clock(), was_busy=self.num_in_flight > 0)
+    def _note_time(self) -> None:
+        self._pace.note_time(self._clock(), was_busy=self.num_in_flight > 0)
 
     def _read_ahead(self) -> None:
         for job in self._jobs.values():
-            if job not in self._fills and job.feed.wants_filling(len(self._jobs)):
-                fill = partial(job.feed.fill, len(self._jobs))
+            if job not in self._fills and job.input_reader.wants_filling(len(self._jobs)):
+                fill = partial(job.input_reader.fill, len(self._jobs))
                 self._fills[job] = asyncio.ensure_future(self._guard.persist(fill))
                 self._fills[job].add_done_callback(partial(self._filled, job))
 
@@ -166,8 +166,8 @@ class Dispatcher:
         self._wake.clear()
         await self._wake.wait()
 
-    def _start(self, life: EngineSession, job: ActiveJob, line: Line) -> None:
-        self._see_time()
+    def _start(self, session: EngineSession, job: ActiveJob, line: Line) -> None:
+        self._note_time()
         self.num_in_flight += 1
         job.num_in_flight += 1
         if isinstance(line, RefusedLine):
@@ -177,7 +177,7 @@ class Dispatcher:
             )
             return
         self.in_flight_bytes += line.num_bytes
-        life.start(self._in_flight(job, line))
+        session.start(self._in_flight(job, line))
 
     def _in_flight(self, job: ActiveJob, line: RequestLine) -> LineInFlight:
         return LineInFlight(job=job, line=line, partial_output=self.partial_outputs.of((job.row.seq, line.index)))
@@ -194,13 +194,13 @@ class Dispatcher:
         self._release(one.job, one.line.num_bytes)
 
     def _release(self, job: ActiveJob, num_bytes: int) -> None:
-        self._see_time()
+        self._note_time()
         self.num_in_flight -= 1
         self.in_flight_bytes -= num_bytes
         job.num_in_flight -= 1
         self._wake.set()
 
-    async def _run_group(self, life: EngineSession, group: SuspectGroup) -> None:
+    async def _run_group(self, session: EngineSession, group: SuspectGroup) -> None:
         """Run suspects with nothing beside them; returns when all are committed, or the engine is dead."""
         if self._deaths_alone[group.number]:
             # If the partial output killed the engine, the line survives without it.
@@ -209,10 +209,10 @@ class Dispatcher:
             self._counters.lines_rerun += 1
             self._counters.lines_resumed += len(one.partial_output) > 0
             self._counters.tokens_resumed += len(one.partial_output)
-            self._start(life, one.job, one.line)
-        while life.num_in_flight and life.death is None:
+            self._start(session, one.job, one.line)
+        while session.num_in_flight and session.death is None:
             await self._next_change()
-        if life.death is None:
+        if session.death is None:
             await self._committer.flush()
             self._suspects.remove(group)
 
@@ -221,7 +221,7 @@ class Dispatcher:
         for seq in sorted({seq for seq, _ in group.lines} & set(self._jobs)):
             job = self._jobs[seq]
             indexes = [index for key, index in group.lines if key == seq and not job.lines.is_done(index)]
-            lines = await self._guard.persist(partial(job.feed.read, indexes))
+            lines = await self._guard.persist(partial(job.input_reader.read, indexes))
             if job.accepts_results:
                 found += [self._in_flight(job, line) for line in lines if not isinstance(line, RefusedLine)]
         return [one for one in found if one.job.accepts_results]

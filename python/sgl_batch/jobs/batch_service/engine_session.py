@@ -1,4 +1,4 @@
-"""The lines in flight on one life of an engine, until it dies; decides nothing about which lines run."""
+"""Owns the lines in flight on one engine, from its start to its death. The dispatcher decides which lines run."""
 
 from __future__ import annotations
 

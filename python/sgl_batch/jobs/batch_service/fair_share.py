@@ -39,7 +39,7 @@ _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(slots=True, kw_only=True)
-class FeedShare:
+class JobShare:
     """What the feeder knows of one job.
 
     `num_left`: lines that are not handed out yet. `fed_at`: when it had its last line, or began to run (as `deadline`,
@@ -66,12 +66,12 @@ class Pace:
 class Turn:
     """The job whose lines are next, and the part of the service that each job has at this moment (their sum is 1)."""
 
-    share: FeedShare
+    share: JobShare
     most_lines: int
-    parts: Sequence[tuple[FeedShare, float]]
+    parts: Sequence[tuple[JobShare, float]]
 
 
-def next_turn(shares: Iterable[FeedShare], now: float, pace: Pace) -> Turn | None:
+def next_turn(shares: Iterable[JobShare], now: float, pace: Pace) -> Turn | None:
     """The turn of one of `shares`, which have a line ready each; those past their window get nothing."""
     running = [one for one in shares if one.deadline > now]
     if not running:
@@ -92,7 +92,7 @@ def charge(turn: Turn, num_lines: int, now: float) -> None:
     turn.share.fed_at = now
 
 
-def join(share: FeedShare, others: Iterable[FeedShare], now: float) -> None:
+def join(share: JobShare, others: Iterable[JobShare], now: float) -> None:
     """A job begins to run: it does not get what the others had before it."""
     credits = [one.credit for one in others]
     share.credit = sum(credits) / len(credits) if credits else 0.0
@@ -105,7 +105,7 @@ def _starves_after_s(num_jobs: int, pace: Pace) -> float:
     return max(STARVES_AFTER_S, num_jobs / (MOST_FOR_STARVING * pace.lines_per_s))
 
 
-def _parts(shares: Sequence[FeedShare], now: float, pace: Pace) -> list[float]:
+def _parts(shares: Sequence[JobShare], now: float, pace: Pace) -> list[float]:
     """The part of each job: the larger of its need and of a common level times its weight; their sum is 1."""
     needs = _needs(shares, now, pace)
     weights = [one.weight for one in shares]
@@ -118,7 +118,7 @@ def _parts(shares: Sequence[FeedShare], now: float, pace: Pace) -> list[float]:
     return [max(need, level * weight) for need, weight in zip(needs, weights, strict=True)]
 
 
-def _needs(shares: Sequence[FeedShare], now: float, pace: Pace) -> list[float]:
+def _needs(shares: Sequence[JobShare], now: float, pace: Pace) -> list[float]:
     """The part of the service that each job is granted for its window's sake."""
     needs = [0.0] * len(shares)
     if not pace.lines_per_s:
@@ -131,20 +131,20 @@ def _needs(shares: Sequence[FeedShare], now: float, pace: Pace) -> list[float]:
     return needs
 
 
-def _meetable(shares: Sequence[FeedShare], start: float, lines_per_s: float) -> list[int]:
+def _meetable(shares: Sequence[JobShare], start: float, lines_per_s: float) -> list[int]:
     """Jobs whose windows can all be met at this pace, by the ends of their windows (after Moore and Hodgson)."""
     order = sorted(range(len(shares)), key=lambda index: (shares[index].deadline, shares[index].order))
     num_lines, accepted = 0, list[tuple[int, int]]()  # a heap by weight; of equals the latest comes first
-    for place, index in enumerate(order):
+    for position, index in enumerate(order):
         most_lines = lines_per_s * (shares[index].deadline - start)
         if not 0 < shares[index].num_left <= most_lines:
             continue
-        heappush(accepted, (shares[index].weight, -place))
+        heappush(accepted, (shares[index].weight, -position))
         num_lines += shares[index].num_left
         while num_lines > most_lines:
             _, dropped = heappop(accepted)
             num_lines -= shares[order[-dropped]].num_left
-    return [order[place] for place in sorted(-negative for _, negative in accepted)]
+    return [order[position] for position in sorted(-negative for _, negative in accepted)]
 
 
 def window_s(window: str) -> int:

@@ -116,8 +116,8 @@ def _opened_segment(path: Path) -> BinaryIO:
 
 
 def _read_result_line(segment: BinaryIO, row: ResultRow) -> bytes:
-    if segment.tell() != row.place:
-        segment.seek(row.place)
+    if segment.tell() != row.offset:
+        segment.seek(row.offset)
     result_line = segment.read(row.num_bytes)
     if len(result_line) != row.num_bytes:
         raise OSError(f"the segment ends before the result line of line {row.line_index}")

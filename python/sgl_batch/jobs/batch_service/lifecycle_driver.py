@@ -71,7 +71,7 @@ class DriverParts:
     engines: EngineSource
     committer: Committer
     suspects: SuspectQueue
-    runner: Dispatcher
+    dispatcher: Dispatcher
     clock: Callable[[], float]
     long_reads: asyncio.Semaphore  # whole files read or written in threads, of which there are few
 
@@ -164,7 +164,7 @@ class LifecycleDriver:
         path = parts.store.directory.file(job.row.input_file_id)
         job.begin(InputReader(path, offsets, rules, job.lines))
         parts.suspects.restore(suspects)
-        parts.runner.add(job)
+        parts.dispatcher.add(job)
 
     async def _load(self) -> tuple[LineOffsets, list[tuple[int, LineKey]]]:
         job, path = self._job, self._parts.store.directory.segment(self._job.id)
@@ -207,7 +207,7 @@ class LifecycleDriver:
 
     async def _finish(self) -> None:
         parts, job = self._parts, self._job
-        await parts.runner.withdraw(job)
+        await parts.dispatcher.withdraw(job)
         # A step that was given up may have been written all the same.
         job.row = await self._persist(partial(known_job, job_id=job.id))
         ending = await self._settle_ending()

@@ -122,8 +122,9 @@ class ServiceSnapshot:
     `jobs` are those not ended. `counters` only grow, from the service's start: lines_completed, lines_failed,
     lines_rerun, lines_resumed, tokens_resumed, tokens_in, tokens_out, commits, commit_s, committed_bytes,
     engine_deaths, storage_failures, jobs_created and jobs_ended. `partial_output_tokens` are those known of lines
-    without an answer, which are kept when the engine dies. `finished_s_ago` is the time since a line was finished (None:
-    no job runs). `fault` is a fault of the program itself that has stopped a part of the service: it is not healthy.
+    without an answer, which are kept when the engine dies. `finished_s_ago` is the time since a line was finished
+    (None: no job runs). `fault` is a fault of the program itself that has stopped a part of the service; a service with
+    a fault is not healthy.
     """
 
     jobs: tuple[BatchObject, ...]

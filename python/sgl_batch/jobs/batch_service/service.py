@@ -77,7 +77,7 @@ class BatchService:
         self._counters = ServiceCounters()
         self._committer = Committer(self._store, self._guard, self._counters)
         suspects = SuspectQueue(self._store, self._guard)
-        self._runner = Dispatcher(settings, engines, self._committer, suspects, self._guard, self._counters, clock)
+        self._dispatcher = Dispatcher(settings, engines, self._committer, suspects, self._guard, self._counters, clock)
         self._parts = DriverParts(
             settings=settings,
             store=self._store,
@@ -85,7 +85,7 @@ class BatchService:
             engines=engines,
             committer=self._committer,
             suspects=suspects,
-            runner=self._runner,
+            dispatcher=self._dispatcher,
             clock=clock,
             long_reads=asyncio.Semaphore(LONG_READS_AT_ONCE),
         )
@@ -112,7 +112,7 @@ class BatchService:
             raise
         self._ended.update({status: number for status, number in counts.items() if status in ENDED})
         self._loops = [
-            self._watched(work) for work in (self._committer.run(), self._runner.run(), self._look_at_the_clock())
+            self._watched(work) for work in (self._committer.run(), self._dispatcher.run(), self._look_at_the_clock())
         ]
         for row in running:
             self._begin(ActiveJob(row, self._clock))
@@ -200,9 +200,9 @@ class BatchService:
         return ServiceSnapshot(
             jobs=tuple(self._shown(job.row) for job in self._jobs.values()),
             jobs_by_status=dict(by_status),
-            in_flight=self._runner.num_in_flight,
-            in_flight_bytes=self._runner.in_flight_bytes,
-            partial_output_tokens=self._runner.partial_outputs.num_tokens,
+            in_flight=self._dispatcher.num_in_flight,
+            in_flight_bytes=self._dispatcher.in_flight_bytes,
+            partial_output_tokens=self._dispatcher.partial_outputs.num_tokens,
             engine_ready=self._engines.current() is not None,
             storage=self.storage,
             finished_s_ago=idle_s,

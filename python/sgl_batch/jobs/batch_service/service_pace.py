@@ -19,7 +19,7 @@ class ServicePace:
         self._num_answered = 0
         self._samples: deque[tuple[float, int]] = deque([(0.0, 0)])
 
-    def see(self, now: float, *, was_busy: bool) -> None:
+    def note_time(self, now: float, *, was_busy: bool) -> None:
         """Time has gone by, in which lines were in flight or not. Call it before their number changes from or to 0."""
         if was_busy:
             self._busy_s += max(now - self._seen_at, 0.0)

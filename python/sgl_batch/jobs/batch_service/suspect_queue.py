@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sgl_batch.jobs.batch_service.bisect_suspects import split_suspects
 from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
 from sgl_batch.jobs.failpoints import failpoint
-from sgl_batch.jobs.job_store.result_rows import LineKey, replace_lot
+from sgl_batch.jobs.job_store.result_rows import LineKey, replace_group
 from sgl_batch.jobs.job_store.store import JobStore
 
 
@@ -56,7 +56,7 @@ class SuspectQueue:
         self._next_number += len(groups)
         old = None if group is None else group.number
         rows = [(one.number, one.lines) for one in groups]
-        await self._guard.persist(lambda: self._store.write(lambda db: replace_lot(db, old, suspects, rows)))
+        await self._guard.persist(lambda: self._store.write(lambda db: replace_group(db, old, suspects, rows)))
         failpoint("suspects.lots_written")
         if group is not None:
             self.remove(group)

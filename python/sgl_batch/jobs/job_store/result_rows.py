@@ -35,10 +35,10 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """Where in the segment the result line of one line lies."""
+    """Where the result line of a request line lies in the segment, in bytes; the column of `offset` is `place`."""
 
     line_index: int
-    place: int
+    offset: int
     num_bytes: int
     failed: bool
 
@@ -52,7 +52,7 @@ def add_results(
     connection: sqlite3.Connection, job_seq: int, rows: Sequence[ResultRow], totals: Totals, segment_bytes: int
 ) -> None:
     """Commit lines of one job: their places, and what they add to the counts of the job."""
-    values = [(job_seq, one.line_index, one.place, one.num_bytes, one.failed) for one in rows]
+    values = [(job_seq, one.line_index, one.offset, one.num_bytes, one.failed) for one in rows]
     connection.executemany("INSERT INTO results VALUES (?, ?, ?, ?, ?)", values)
     connection.execute(
         """UPDATE jobs SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?,
@@ -82,12 +82,12 @@ def result_rows(connection: sqlite3.Connection, job_seq: int) -> Iterator[Result
     cursor = connection.execute(
         "SELECT line_index, place, num_bytes, failed FROM results WHERE job = ? ORDER BY line_index", (job_seq,)
     )
-    for index, place, num_bytes, failed in cursor:
-        yield ResultRow(line_index=index, place=place, num_bytes=num_bytes, failed=bool(failed))
+    for index, offset, num_bytes, failed in cursor:
+        yield ResultRow(line_index=index, offset=offset, num_bytes=num_bytes, failed=bool(failed))
 
 
 def extents(connection: sqlite3.Connection, job_seq: int, end: int, *, failed: bool) -> array[int]:
-    """Place and length, flat, of the result lines of lines before `end`, in input order; 16 bytes for each line."""
+    """Return offset and length, flat, of the result lines of lines before `end`, in input order: 16 bytes for each."""
     cursor = connection.execute(
         "SELECT place, num_bytes FROM results WHERE job = ? AND line_index < ? AND failed = ? ORDER BY line_index",
         (job_seq, end, failed),
@@ -109,24 +109,24 @@ def delete_some_results(connection: sqlite3.Connection, job_seq: int, limit: int
 
 
 def suspects_of_job(connection: sqlite3.Connection, job_seq: int) -> list[tuple[int, LineKey]]:
-    """The suspected lines of a job, each with the number of its lot."""
+    """Return the suspected lines of a job, each with the number of its group (the column `lot`)."""
     cursor = connection.execute(
         "SELECT lot, job, line_index FROM suspects WHERE job = ? ORDER BY lot, line_index", (job_seq,)
     )
-    return [(int(lot), (int(job), int(index))) for lot, job, index in cursor]
+    return [(int(group), (int(job), int(index))) for group, job, index in cursor]
 
 
-def replace_lot(
+def replace_group(
     connection: sqlite3.Connection,
     old: int | None,
     suspects: Iterable[LineKey],
-    lots: Iterable[tuple[int, Sequence[LineKey]]],
+    groups: Iterable[tuple[int, Sequence[LineKey]]],
 ) -> None:
-    """Put `suspects`, in `lots` with their numbers, in the place of the lot `old`."""
+    """Replace the group `old` by `groups`, each with its number; together they hold `suspects`."""
     if old is not None:
         connection.execute("DELETE FROM suspects WHERE lot = ?", (old,))
     clear_suspects(connection, suspects)
-    rows = [(job, index, lot) for lot, lines in lots for job, index in lines]
+    rows = [(job, index, group) for group, lines in groups for job, index in lines]
     connection.executemany("INSERT INTO suspects (job, line_index, lot) VALUES (?, ?, ?)", rows)
 
 

@@ -22,7 +22,7 @@ class Segments:
         self._open: OrderedDict[Path, int] = OrderedDict()
 
     def write(self, path: Path, committed_bytes: int, result_lines: Sequence[bytes]) -> list[int]:
-        """Put result lines behind the committed bytes and sync; returns their places. Raises OSError."""
+        """Write result lines behind the committed bytes and sync. Return the offset of each. Raises OSError."""
         descriptor = self._descriptor(path)
         data = memoryview(b"".join(result_lines))
         written = 0
@@ -31,11 +31,11 @@ class Segments:
         failpoint("committer.segment_written")
         os.fsync(descriptor)
         failpoint("committer.segment_synced")
-        places, place = [], committed_bytes
+        offsets, offset = [], committed_bytes
         for result_line in result_lines:
-            places.append(place)
-            place += len(result_line)
-        return places
+            offsets.append(offset)
+            offset += len(result_line)
+        return offsets
 
     def close(self, path: Path) -> None:
         """Close one segment, if it is open."""

@@ -125,7 +125,7 @@ def test_lines_go_on_from_the_tokens_that_are_known_of_them(tmp_path):
             done = await until(service, (await create(service, lines(60))).id)
             assert done.request_counts["completed"] == 60
             counters = service.snapshot().counters
-            assert len(service._runner.partial_outputs) == 0, "of answered lines nothing is kept"
+            assert len(service._dispatcher.partial_outputs) == 0, "of answered lines nothing is kept"
             assert service.snapshot().partial_output_tokens == 0
         first, second, third = (engine.resumed for engine in source.engines)
         assert first == {f"r{index}": [] for index in range(40)}
@@ -147,14 +147,14 @@ def test_a_line_that_kills_engines_goes_on_once_and_begins_once_alone_before_it_
         async with service_in(tmp_path, source) as service:
             done = await until(service, (await create(service, [line("poison"), *lines(2)])).id)
             assert done.request_counts == {"total": 3, "completed": 2, "failed": 1}
-            assert len(service._runner.partial_outputs) == 0
+            assert len(service._dispatcher.partial_outputs) == 0
         met = [engine.resumed["poison"] for engine in source.engines if "poison" in engine.prompts]
         assert met == [[], list(range(50)), []], "no innocent line is failed for its partial output"
 
     asyncio.run(scenario())
 
 
-def test_records_of_lines_take_bounded_memory():
+def test_partial_outputs_take_bounded_memory():
     partial_outputs = PartialOutputs(max_tokens=100)
     for index in range(3):
         partial_outputs.of((1, index)).put(0, range(40))
@@ -215,7 +215,7 @@ def test_a_job_can_be_cancelled_while_its_suspects_run(tmp_path):
             done = await until(service, first.id)
             assert (done.status, len(await result_lines(service, done.error_file_id))) == ("cancelled", 20)
             assert await service._store.read(lambda db: suspects_of_job(db, 1)) == []
-            assert len(service._runner.partial_outputs) == 0
+            assert len(service._dispatcher.partial_outputs) == 0
             source._script = killed_by()
             source.engines[-1]._script = killed_by()
             assert (await until(service, (await create(service, lines(2))).id)).status == "completed"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sgl_batch.jobs.batch_service.fair_share import STARVES_AFTER_S, FeedShare, Pace, charge, join, next_turn
+from sgl_batch.jobs.batch_service.fair_share import STARVES_AFTER_S, JobShare, Pace, charge, join, next_turn
 from sgl_batch.jobs.batch_service.service_pace import ServicePace
 
 DAY_S = 86_400.0
@@ -21,7 +21,7 @@ class Simulation:
     rate: float = 10.0
     depth: int = 40
     now: float = 1000.0
-    jobs: dict[int, FeedShare] = field(default_factory=dict)
+    jobs: dict[int, JobShare] = field(default_factory=dict)
     answered: Counter[int] = field(default_factory=Counter)
     done_at: dict[int, float] = field(default_factory=dict)
     longest_wait_s: Counter[int] = field(default_factory=Counter)
@@ -32,7 +32,7 @@ class Simulation:
         self._last: dict[int, float] = {}
 
     def add(self, order: int, num_lines: int, *, window_s: float = LONG_S, priority: int = 1) -> None:
-        share = FeedShare(order=order, weight=priority, deadline=self.now + window_s, num_left=num_lines)
+        share = JobShare(order=order, weight=priority, deadline=self.now + window_s, num_left=num_lines)
         join(share, self.jobs.values(), self.now)
         self.jobs[order] = share
         self._last[order] = self.now
@@ -41,14 +41,14 @@ class Simulation:
         """Lines answered of each job in this time."""
         before, end = Counter(self.answered), self.now + seconds
         while self.now < end:
-            self._feed()
+            self._start_lines()
             if self._engine:
                 self._answer(self._engine.popleft())
-            self._meter.see(self.now + 1 / self.rate, was_busy=bool(self._engine))
+            self._meter.note_time(self.now + 1 / self.rate, was_busy=bool(self._engine))
             self.now += 1 / self.rate
         return self.answered - before
 
-    def _feed(self) -> None:
+    def _start_lines(self) -> None:
         while len(self._engine) < self.depth:
             ready = [one for one in self.jobs.values() if one.num_left]
             turn = next_turn(ready, self.now, self._meter.pace(len(self._engine)))
@@ -74,7 +74,7 @@ def shares(found: Counter[int]) -> dict[int, float]:
 
 def test_without_a_job_that_runs_nobody_is_next() -> None:
     assert next_turn([], 0.0, Pace()) is None
-    assert next_turn([FeedShare(order=1, weight=1, deadline=5.0, num_left=9)], 5.0, Pace()) is None
+    assert next_turn([JobShare(order=1, weight=1, deadline=5.0, num_left=9)], 5.0, Pace()) is None
 
 
 def test_priorities_are_shares_and_equal_jobs_share_equally() -> None:
@@ -187,10 +187,10 @@ def test_the_pace_is_that_of_busy_time_and_is_not_known_before_there_is_any() ->
     for second in range(1, 41):
         for _ in range(3):
             meter.line_answered()
-        meter.see(float(second), was_busy=True)
-    meter.see(5000.0, was_busy=False)
+        meter.note_time(float(second), was_busy=True)
+    meter.note_time(5000.0, was_busy=False)
     assert meter.pace(60) == Pace(lines_per_s=3.0, delay_s=20.0)
     for second in range(1, 41):
         meter.line_answered()
-        meter.see(5000.0 + second, was_busy=True)
+        meter.note_time(5000.0 + second, was_busy=True)
     assert meter.pace(0) == Pace(lines_per_s=1.0, delay_s=0.0)

@@ -2,7 +2,7 @@
 
 A line's body may say {"exit": code}, {"hang": true}, {"pause": true}, {"die": "words"} or {"child": bytes}, for a child
 that holds so much memory; else it is answered with itself. As a program:
-`python scripted_host.py [--refuse WORDS | --fail WORDS | --exit CODE] --host H --port P`.
+`python scripted_worker.py [--refuse WORDS | --fail WORDS | --exit CODE] --host H --port P`.
 """
 
 from __future__ import annotations
