@@ -117,7 +117,7 @@ def test_result_lines_are_read_back_byte_by_byte(tmp_path: Path) -> None:
 
 def test_another_table_is_not_read_as_one_of_results(tmp_path: Path) -> None:
     pq.write_table(pq.read_table(_results(tmp_path)).select(["row", "body"]), tmp_path / "other.parquet")
-    with pytest.raises(ConfigError, match="no table of results"):
+    with pytest.raises(ConfigError, match="not a table of results"):
         list(read_result_lines(tmp_path / "other.parquet", "run"))
 
 
@@ -129,7 +129,7 @@ def _results(directory: Path) -> Path:
 def test_what_cannot_be_written_leaves_the_old_table_and_no_draft(tmp_path: Path) -> None:
     before = _results(tmp_path).read_bytes()
     output = write(tmp_path / "o", result_line("run", 0, CHAT), b"{torn}\n")
-    with pytest.raises(StorageError, match="no JSON any more"):
+    with pytest.raises(StorageError, match="not JSON any more"):
         write_results(merged(output, tmp_path / "e", ["run"], 2), tmp_path / "out.parquet")
     assert (tmp_path / "out.parquet").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["o", "out.parquet"]
