@@ -161,10 +161,7 @@ class PackedWeights:
         f32_output: bool = False,
         clamped: ClampedExperts | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run every token through its experts; returns the output [T, M] and rows per expert [E].
-
-        A choice with a negative id counts as nothing. The output has x's number type, or float32.
-        """
+        """Compute experts from their packed weights: an `ExpertRunner`. Those that are not packed, torch computes."""
         if self._kernels is None or w13 not in self:
             return cpu_experts.combined_experts(
                 x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output=f32_output, clamped=clamped

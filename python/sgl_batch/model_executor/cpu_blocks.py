@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers import latent_attention
+from sgl_batch.layers.moe.expert_runner import ExpertCall
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.model_executor.expert_exchange import ExpertSums, add_shared
+from sgl_batch.model_executor.expert_exchange import add_shared
 from sgl_batch.model_executor.families import CommunicatingFamily
 from sgl_batch.sglang_adapter.layers import put_forward_under, put_forwards_under
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
@@ -37,10 +38,10 @@ class CpuBlocks:
     """Puts its methods under the blocks of a loaded model of the family."""
 
     def __init__(
-        self, family: CommunicatingFamily, weights: PackedWeights, expert_sums: ExpertSums, counters: Counters
+        self, family: CommunicatingFamily, weights: PackedWeights, expert_call: ExpertCall, counters: Counters
     ) -> None:
         self._family, self._weights = family, weights
-        self._expert_sums, self._counters = expert_sums, counters
+        self._expert_call, self._counters = expert_call, counters
 
     def adopt(self, model: torch.nn.Module) -> None:
         """Pack the blocks' weights and let them compute here. Before the model's other linear layers are packed.
@@ -85,7 +86,8 @@ class CpuBlocks:
             return hidden
         block = self._family.block_of(module)
         weights_TK, ids_TK = block.route(hidden)
-        return add_shared(block, self._expert_sums(block.experts, hidden, weights_TK, ids_TK), hidden)
+        sums_TM = self._expert_call(block.experts, hidden, weights_TK, ids_TK, f32_output=True)
+        return add_shared(block, sums_TM, hidden)
 
     def _mlp(self, module: DenseMlp, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """A dense layer, or the shared experts of one, as a lone expert that every row goes to."""

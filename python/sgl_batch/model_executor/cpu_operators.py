@@ -34,8 +34,6 @@ from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 from sgl_batch.sglang_adapter.types.models import (
     ExpertLayer,
     ExpertMethod,
-    ExpertOptions,
-    ExpertOutput,
     RoutedRows,
     Router,
 )
@@ -76,7 +74,9 @@ class CpuOperators:
         def experts_forward(
             method: ExpertMethod, layer: ExpertLayer, dispatch_output: RoutedRows
         ) -> StandardCombineInput:
-            return self._experts(method.moe_runner_config, layer, dispatch_output)
+            weights, ids, _ = dispatch_output.topk_output
+            out = self.call_experts(layer, dispatch_output.hidden_states, weights, ids)
+            return StandardCombineInput(hidden_states=out)
 
         register_attention_backend(CPU_ATTENTION)(CpuPagedAttention)
         register_forward(UnquantizedFusedMoEMethod, experts_forward, CPU_DISPATCH_KEY)
@@ -119,7 +119,7 @@ class CpuOperators:
         """
         family = family_of(model)
         if isinstance(family, CommunicatingFamily):
-            CpuBlocks(family, self._weights, self.expert_sums, self._counters).adopt(model)
+            CpuBlocks(family, self._weights, self.call_experts, self._counters).adopt(model)
         if self._kernels is not None:
             CpuMlps(self._weights).adopt(model)
             cpu_row_operators.adopt(self._kernels, model)
@@ -138,32 +138,22 @@ class CpuOperators:
         """For whoever reads or writes weights: inside, they lie in their plain order."""
         return self._weights.plain()
 
-    def expert_sums(
-        self, experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+    def call_experts(
+        self,
+        layer: ExpertLayer,
+        x_RM: torch.Tensor,
+        topk_weights_RK: torch.Tensor,
+        topk_ids_RK: torch.Tensor,
+        *,
+        f32_output: bool = False,
     ) -> torch.Tensor:
-        """What the experts of a layer on this rank add to each row, in float32 [R, M]; ids are local, -1 is none."""
-        check_experts(experts.quant_method.moe_runner_config)
-        given = x_RM, experts.w13_weight, experts.w2_weight, topk_weights_RK, topk_ids_RK
+        """Compute a layer's experts, and count the call: an `ExpertCall`."""
+        check_experts(layer.quant_method.moe_runner_config)
+        given = x_RM, layer.w13_weight, layer.w2_weight, topk_weights_RK, topk_ids_RK
         with self._counters.clock.part("experts"):
-            out_RM, rows_per_expert = self._run(*given, f32_output=True, clamped=clamped_experts_of(experts))
+            out_RM, rows_per_expert = self._run(*given, f32_output=f32_output, clamped=clamped_experts_of(layer))
         self._counters.add_expert_call(rows_per_expert)
         return out_RM
-
-    def _experts(self, config: ExpertOptions, layer: ExpertLayer, dispatch_output: RoutedRows) -> ExpertOutput:
-        check_experts(config)
-        weights, ids, _ = dispatch_output.topk_output
-        with self._counters.clock.part("experts"):
-            out, rows_per_expert = self._run(
-                dispatch_output.hidden_states,
-                layer.w13_weight,
-                layer.w2_weight,
-                weights,
-                ids,
-                clamped=clamped_experts_of(layer),
-            )
-        self._counters.add_expert_call(rows_per_expert)
-        output: ExpertOutput = StandardCombineInput(hidden_states=out)
-        return output
 
 
 def _routers(model: torch.nn.Module, family: Family | None) -> list[Router]:

@@ -5,30 +5,20 @@ Every rank takes part in every exchange, with zero rows where it has none. Whoev
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
+from sgl_batch.layers.moe.expert_runner import ExpertCall
 from sgl_batch.layers.moe.token_dispatcher import TokenDispatcher
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.families import ExpertBlock, Family
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
-from sgl_batch.sglang_adapter.types.models import ExpertLayer
-
-
-class ExpertSums(Protocol):
-    """Computes what this rank's experts add to each row, in float32; ids are local, -1 is none."""
-
-    def __call__(
-        self, experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
-    ) -> torch.Tensor: ...
 
 
 class ExpertExchange:
     """One dispatch, one combined expert call and one combine for the rows of all ranks."""
 
-    def __init__(self, dispatcher: TokenDispatcher, expert_sums: ExpertSums, counters: Counters) -> None:
-        self._dispatcher, self._expert_sums, self._counters = dispatcher, expert_sums, counters
+    def __init__(self, dispatcher: TokenDispatcher, expert_call: ExpertCall, counters: Counters) -> None:
+        self._dispatcher, self._expert_call, self._counters = dispatcher, expert_call, counters
 
     def run(
         self, family: Family, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None
@@ -44,7 +34,7 @@ class ExpertExchange:
         clock = self._counters.clock
         with clock.part("exchange"):
             received = self._dispatcher.dispatch(hidden, ids_TK, weights_TK)
-        sums_RM = self._expert_sums(block.experts, received.x_RM, received.weights_RK, received.ids_RK)
+        sums_RM = self._expert_call(block.experts, received.x_RM, received.weights_RK, received.ids_RK, f32_output=True)
         with clock.part("exchange"):
             out_TM = self._dispatcher.combine(sums_RM, received)
         clock.shift(self._dispatcher.take_waited_s(), source="exchange", target="stall")

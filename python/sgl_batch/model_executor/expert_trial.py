@@ -12,10 +12,8 @@ import torch
 
 from sgl_batch.core.decode_choice import TimeUp
 from sgl_batch.core.expert_runner_choice import RunnerMeasured
+from sgl_batch.layers.moe.expert_runner import ExpertCall
 from sgl_batch.sglang_adapter.types.models import ExpertLayer
-
-# A call of one layer with rows [T, M], weights of choices [T, K] and ids of experts [T, K]; its output [T, M].
-LayerCall = Callable[[ExpertLayer, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Calls go through several layers in turn: one layer's weights might lie in a cache that a model's do not fit.
 _MOST_LAYERS = 8
@@ -34,7 +32,7 @@ class ExpertTrial:
     """
 
     def __init__(
-        self, layers: Sequence[ExpertLayer], num_tokens: Sequence[int], call_of: Callable[[str], LayerCall]
+        self, layers: Sequence[ExpertLayer], num_tokens: Sequence[int], call_of: Callable[[str], ExpertCall]
     ) -> None:
         self._layers, self._num_tokens, self._call_of = layers[:_MOST_LAYERS], tuple(num_tokens), call_of
         self._weight = layers[0].w13_weight
@@ -64,7 +62,7 @@ class ExpertTrial:
         return RunnerMeasured(seconds=tuple(seconds), errors=errors)
 
     def _calls(
-        self, call: LayerCall, given: Sequence[torch.Tensor], calls: int, time_is_up: Callable[[], bool]
+        self, call: ExpertCall, given: Sequence[torch.Tensor], calls: int, time_is_up: Callable[[], bool]
     ) -> torch.Tensor:
         """Make calls; the first one's output."""
         x_TM, weights_TK, ids_TK = given
@@ -77,7 +75,7 @@ class ExpertTrial:
             first = output if number == 0 else first
         return first
 
-    def _device_s(self, call: LayerCall, given: Sequence[torch.Tensor], time_is_up: Callable[[], bool]) -> float:
+    def _device_s(self, call: ExpertCall, given: Sequence[torch.Tensor], time_is_up: Callable[[], bool]) -> float:
         """Seconds of a call on the device, which idles at first so that the host is ahead of it, as a graph is."""
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_AHEAD_CYCLES)

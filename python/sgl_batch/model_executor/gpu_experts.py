@@ -16,10 +16,15 @@ from sgl_batch.core.expert_runner_choice import RunnerTable
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
-from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner, installed_on_gpu
+from sgl_batch.layers.moe.expert_runner import (
+    ExpertCall,
+    ExpertRunner,
+    check_experts,
+    create_expert_runner,
+    installed_on_gpu,
+)
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.model_executor.expert_trial import LayerCall
-from sgl_batch.sglang_adapter.layers import expert_layers, put_experts_under, sglang_expert_sums, sglang_experts_of
+from sgl_batch.sglang_adapter.layers import expert_layers, put_experts_under, sglang_experts_of
 from sgl_batch.sglang_adapter.types.models import ExpertLayer
 from sgl_batch.weights.device_expert_slots import CudaPrefetchStream, DeviceExpertSlots, PrefetchStream
 from sgl_batch.weights.streamed_weights import stream_experts_to_device
@@ -30,7 +35,7 @@ logger = logging.getLogger(__name__)
 OWN, AUTO = "sglang", "auto"
 
 # What settles `auto` for layers, by runners' names, SGLang's own first, and how each calls a layer: a table, as text.
-SettleExperts = Callable[[Sequence[ExpertLayer], Sequence[str], Callable[[str], LayerCall]], Choice]
+SettleExperts = Callable[[Sequence[ExpertLayer], Sequence[str], Callable[[str], ExpertCall]], Choice]
 
 
 class GpuExperts:
@@ -92,7 +97,7 @@ class GpuExperts:
         """Compute the experts of a loaded model with the chosen runner. Raises ConfigError where that cannot be."""
         layers = expert_layers(model)
         if self._streamer is not None:
-            put_experts_under(layers, self._experts)
+            put_experts_under(layers, self._call_unless_own)
             return
         if self._name == OWN:
             return
@@ -110,7 +115,7 @@ class GpuExperts:
         if self._name == AUTO:
             self._choose(self._settled(layers))
         if self._table.names != {OWN}:
-            put_experts_under(layers, self._experts)
+            put_experts_under(layers, self._call_unless_own)
 
     def _choose(self, choice: Choice) -> None:
         self.choice = choice
@@ -126,7 +131,7 @@ class GpuExperts:
             torch.cuda.empty_cache()
         return choice
 
-    def _call_of(self, name: str) -> LayerCall:
+    def _call_of(self, name: str) -> ExpertCall:
         return sglang_experts_of if name == OWN else partial(_call, self._runner(name))
 
     def _refuse(self, reason: str) -> None:
@@ -135,44 +140,42 @@ class GpuExperts:
         logger.warning("SGLang's own expert runner computes: %s", reason)
         self._choose(Choice(mode=OWN, why=f"{OWN}: {reason}"))
 
-    def _experts(
-        self, layer: ExpertLayer, x_TM: torch.Tensor, topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
-    ) -> torch.Tensor | None:
-        """The output of a layer's experts; None where SGLang's own are to compute it."""
-        if self._streamer is not None:
-            given = x_TM, layer.w13_weight, layer.w2_weight, topk_weights_TK, topk_ids_TK
-            return self._streamer.experts(*given)[0]
-        runner = self._chosen(len(x_TM))
-        return None if runner is None else _call(runner, layer, x_TM, topk_weights_TK, topk_ids_TK)
-
-    def _chosen(self, num_tokens: int) -> ExpertRunner | None:
-        name = self._table.runner_for(num_tokens)
-        return None if name == OWN else self._runner(name)
-
-    def expert_sums(
-        self, experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+    def call_experts(
+        self,
+        layer: ExpertLayer,
+        x_RM: torch.Tensor,
+        topk_weights_RK: torch.Tensor,
+        topk_ids_RK: torch.Tensor,
+        *,
+        f32_output: bool = False,
     ) -> torch.Tensor:
-        """What the experts of a layer on this rank add to each row, in float32 [R, M]; ids are local, -1 is none."""
+        """Compute a layer's experts with the runner that is chosen for so many rows: an `ExpertCall`."""
+        given = x_RM, topk_weights_RK, topk_ids_RK
         if self._streamer is not None:
-            given = x_RM, experts.w13_weight, experts.w2_weight, topk_weights_RK, topk_ids_RK
-            return self._streamer.experts(*given, f32_output=True)[0]
-        runner = self._chosen(len(x_RM))
-        if runner is None:
-            return sglang_expert_sums(experts, x_RM, topk_weights_RK, topk_ids_RK)
-        weights = experts.w13_weight, experts.w2_weight
-        clamped = clamped_experts_of(experts)
-        return runner(x_RM, *weights, topk_weights_RK, topk_ids_RK, f32_output=True, clamped=clamped)[0]
+            return _call(self._streamer.experts, layer, *given, f32_output=f32_output)
+        call = self._call_of(self._table.runner_for(len(x_RM)))
+        return call(layer, *given, f32_output=f32_output)
+
+    def _call_unless_own(self, layer: ExpertLayer, *given: torch.Tensor) -> torch.Tensor | None:
+        """As `call_experts`, inside SGLang's layer; None where SGLang's own runner is chosen for so many rows."""
+        x_RM, topk_weights_RK, topk_ids_RK = given
+        if self._streamer is None and self._table.runner_for(len(x_RM)) == OWN:
+            return None
+        return self.call_experts(layer, x_RM, topk_weights_RK, topk_ids_RK)
 
 
 def _call(
     runner: ExpertRunner,
     layer: ExpertLayer,
-    x_TM: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    topk_ids_TK: torch.Tensor,
+    x_RM: torch.Tensor,
+    topk_weights_RK: torch.Tensor,
+    topk_ids_RK: torch.Tensor,
+    *,
+    f32_output: bool = False,
 ) -> torch.Tensor:
-    weights = layer.w13_weight, layer.w2_weight
-    return runner(x_TM, *weights, topk_weights_TK, topk_ids_TK, clamped=clamped_experts_of(layer))[0]
+    """An `ExpertCall`, but for the runner that computes it."""
+    given = x_RM, layer.w13_weight, layer.w2_weight, topk_weights_RK, topk_ids_RK
+    return runner(*given, f32_output=f32_output, clamped=clamped_experts_of(layer))[0]
 
 
 def _check_layer(layer: ExpertLayer) -> None:

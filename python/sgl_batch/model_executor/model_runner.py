@@ -346,8 +346,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             device=torch.device(self.device),
         )
         assert dispatcher.shard == rank_context.expert_shard, "the group's ranks are the expert shards, in order"
-        sums = self._operators.expert_sums
-        return ExpertExchange(dispatcher, sums, self._counters)
+        return ExpertExchange(dispatcher, self._operators.call_experts, self._counters)
 
     def _token_dispatcher(self, rank_context: RankContext) -> str:
         wanted = self.context.config.ranks.token_dispatcher

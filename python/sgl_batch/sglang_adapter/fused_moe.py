@@ -47,7 +47,10 @@ def sglang_experts(
     f32_output: bool = False,
     clamped: Clamped | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An `ExpertRunner`. It sums in x's number type, whatever that of its output."""
+    """Compute experts with SGLang's fused kernels: an `ExpertRunner` (layers/moe/expert_runner).
+
+    It sums in x's number type, whatever that of its output.
+    """
     import torch
 
     # Other numbers of experts in all and of local ones make SGLang look for negative ids.

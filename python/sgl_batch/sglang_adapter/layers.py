@@ -68,7 +68,6 @@ __all__ = [
     "register_forward",
     "register_grammar_backend",
     "register_sampler_backend",
-    "sglang_expert_sums",
     "sglang_experts_of",
 ]
 
@@ -239,23 +238,22 @@ def _apply_with(experts: Callable[..., Any], own: Callable[..., Any]) -> Callabl
     return apply
 
 
-def sglang_expert_sums(
-    experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
-) -> torch.Tensor:
-    """What the experts of a layer on this rank add to each row by SGLang's own expert runner, in float32 [R, M].
-
-    Ids are local, -1 is none. For GPUs; not yet run.
-    """
-    return sglang_experts_of(experts, x_RM, topk_weights_RK, topk_ids_RK).float()
-
-
 def sglang_experts_of(
-    experts: ExpertLayer, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+    layer: ExpertLayer,
+    x_RM: torch.Tensor,
+    topk_weights_RK: torch.Tensor,
+    topk_ids_RK: torch.Tensor,
+    *,
+    f32_output: bool = False,
 ) -> torch.Tensor:
-    """The output [R, M] of a layer's experts on this rank, by its own method; may lie where `x_RM` did."""
+    """Compute a layer's experts with SGLang's own runner: an `ExpertCall` (layers/moe/expert_runner).
+
+    The output may lie where `x_RM` did. It is summed in x's number type, whatever that of the output.
+    """
     topk = StandardTopKOutput(topk_weights=topk_weights_RK, topk_ids=topk_ids_RK, router_logits=None)
     given = StandardDispatchOutput(hidden_states=x_RM.contiguous(), hidden_states_scale=None, topk_output=topk)
-    return experts.run_moe_core(given).hidden_states
+    out_RM = layer.run_moe_core(given).hidden_states
+    return out_RM.float() if f32_output else out_RM
 
 
 def register_forward(op_class: Any, forward: Callable[..., Any], dispatch_key: str) -> None:

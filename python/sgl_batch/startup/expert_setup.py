@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from sgl_batch.core.expert_runner_choice import RunnerMeasured, RunnerTable, choose_runners
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.start_choices import Choice, earlier_choices, taken_over
+from sgl_batch.layers.moe.expert_runner import ExpertCall
 from sgl_batch.layers.moe.expert_shape import shape_of
-from sgl_batch.model_executor.expert_trial import ExpertTrial, LayerCall
+from sgl_batch.model_executor.expert_trial import ExpertTrial
 from sgl_batch.model_executor.time_budget import TimeBudget
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.sglang_adapter.types.models import ExpertLayer
@@ -37,7 +38,7 @@ class ExpertSetup:
     num_ranks: int
 
     def __call__(
-        self, layers: Sequence[ExpertLayer], names: Sequence[str], call_of: Callable[[str], LayerCall]
+        self, layers: Sequence[ExpertLayer], names: Sequence[str], call_of: Callable[[str], ExpertCall]
     ) -> Choice:
         """A table of runners, as text. `names`: first the one without a measurement, which computes until now."""
         first = names[0]

@@ -56,7 +56,7 @@ S_co = TypeVar("S_co", bound=Slots, covariant=True)
 
 
 class Compute(Protocol):
-    """Computes a layer's experts where its slots are; as an ExpertRunner."""
+    """An `ExpertRunner` whose matrices are those of a layer's expert slots: it gets the layer's number for them."""
 
     def __call__(
         self, layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
@@ -192,7 +192,7 @@ class WeightStreamer(Generic[S_co]):
         f32_output: bool = False,
         clamped: ClampedExperts | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As PackedWeights.experts; `w13` is a layer's key, `w2` is not looked at."""
+        """Compute a layer's experts: an `ExpertRunner`. `w13` is the layer's key, and `w2` is not read."""
         assert clamped is None, "experts with biases are refused where weights are streamed"
         layer = self._keys[id(w13)]
         routed = self._routed(topk_ids_TK)

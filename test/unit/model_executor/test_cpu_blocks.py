@@ -129,12 +129,12 @@ class Blocks:
         self.counters = Counters()
         model = nn.Module()
         model.layers, model.config = nn.ModuleList([self.moe]), SimpleNamespace(**config)
-        CpuBlocks(self.family, self.weights, self.sums, self.counters).adopt(model)
+        CpuBlocks(self.family, self.weights, self.call_experts, self.counters).adopt(model)
 
-    def sums(
-        self, experts: Experts, x_RM: torch.Tensor, topk_weights_RK: torch.Tensor, topk_ids_RK: torch.Tensor
+    def call_experts(
+        self, experts: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, f32_output: bool = False
     ) -> torch.Tensor:
-        return self.weights.experts(x_RM, experts.w13, experts.w2, topk_weights_RK, topk_ids_RK, f32_output=True)[0]
+        return self.weights.experts(x, experts.w13, experts.w2, weights, ids, f32_output=f32_output)[0]
 
     def expected(self) -> torch.Tensor:
         """In float64: every chosen expert by its score, scaled; and the shared experts, weighted."""
@@ -175,7 +175,7 @@ def test_routed_experts_are_scaled_and_shared_ones_added(family, operators, dtyp
 def test_the_exchange_gives_the_bits_of_the_block_itself(family, operators, dtype, tolerance):
     blocks = Blocks(family, operators, dtype)
     dispatcher = LocalDispatcher(num_experts=EXPERTS, hidden_size=HIDDEN)
-    exchange = ExpertExchange(dispatcher, blocks.sums, blocks.counters)
+    exchange = ExpertExchange(dispatcher, blocks.call_experts, blocks.counters)
     layer = SimpleNamespace(mlp=blocks.moe)
     through = exchange.run(blocks.family, layer, blocks.hidden, "batch")
     assert torch.equal(through, blocks.moe(blocks.hidden, "batch"))

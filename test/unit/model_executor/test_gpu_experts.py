@@ -69,7 +69,7 @@ def test_on_several_ranks_its_sums_are_in_float32():
     experts = GpuExperts("torch", Counters(), unmeasured)
     experts.adopt(model_of(layer))
     weights, ids, _ = given.topk_output
-    sums = experts.expert_sums(layer, given.hidden_states, weights, ids)
+    sums = experts.call_experts(layer, given.hidden_states, weights, ids, f32_output=True)
     assert sums.dtype == torch.float32
     assert torch.equal(sums, expected(layer, given))
 

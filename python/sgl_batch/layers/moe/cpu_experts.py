@@ -36,12 +36,10 @@ def combined_experts(
     f32_output: bool = False,
     clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run every token through its experts; returns the output [T, M] and rows per expert [E].
+    """Compute experts with torch operators: an `ExpertRunner`.
 
-    `w13`: [E, 2I, M], gate above up unless `clamped`; `w2`: [E, M, I]. A choice with a negative id counts as nothing.
-    Rows are sorted by expert, so each expert sees all its rows of the combined batch at once, and are added up per
-    token in order of K in float32: the result does not depend on the order in which experts run. It has x's number
-    type, or float32.
+    Rows are sorted by expert, so that each expert sees all its rows of the combined batch at once. A token's rows are
+    added up in order of K in float32: the result does not depend on the order in which experts run.
     """
     num_tokens, top_k = topk_ids_TK.shape
     ids_R = topk_ids_TK.reshape(-1).to(torch.int64)

@@ -35,7 +35,10 @@ def deepgemm_experts(
     f32_output: bool = False,
     clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An `ExpertRunner` for bfloat16 without biases. Raises ConfigError for another number type, or for biases."""
+    """Compute experts with DeepGEMM: an `ExpertRunner` for bfloat16 without biases.
+
+    Raises ConfigError for another number type, or for biases.
+    """
     if clamped is not None:
         raise ConfigError(
             "the expert runner deepgemm has no biases and no clamped activation, which this model's experts have: "

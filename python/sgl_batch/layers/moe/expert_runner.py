@@ -1,4 +1,8 @@
-"""Owns what an expert runner is, which there are and what each needs; does not decide which one to use."""
+"""Owns the contracts of an expert call and of an expert runner, which runners there are and what each needs.
+
+It does not decide which runner computes. A *runner* gets a layer's matrices; a *call* gets the layer, and finds its
+matrices and its runner. Shape suffixes: T or R rows, K experts per row, E experts, M hidden, I intermediate.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts
-from sgl_batch.sglang_adapter.types.models import ExpertOptions
+from sgl_batch.sglang_adapter.types.models import ExpertLayer, ExpertOptions
 
 # Runners for weights as they are loaded, by where they run. `native` (on a CPU) packs weights first: `PackedWeights`.
 ON_CPU = ("native", "torch", "triton")
@@ -35,10 +39,24 @@ def _is_there(package: str) -> bool:
 
 
 class ExpertRunner(Protocol):
-    """Runs every token through its experts; gives the output [T, M] and the number of rows of each expert [E].
+    """Computes one layer's experts for a combined batch, from the layer's matrices.
 
-    `w13`: [E, 2I, M], gate above up; `w2`: [E, M, I]. A choice with a negative id counts as nothing. The output has x's
-    number type, or float32. `clamped`: experts with biases, whose rows of w13 alternate.
+    An expert computes down(SiLU(gate(x)) * up(x)), or what `clamped` describes. The outputs of a row's experts are
+    multiplied by their weights and added up; a row's result depends neither on the other rows nor on their number.
+
+    Args:
+        x_TM: Rows, in float32, bfloat16 or float16, on the weights' device. They are only read.
+        w13: [E, 2I, M], the rows of gate above those of up. With `clamped` they alternate. A runner of packed or
+            streamed weights knows the layer by this tensor and does not read its data as they lie.
+        w2: [E, M, I].
+        topk_weights_TK: float32, the factor of each choice.
+        topk_ids_TK: int32 or int64, ids of these E experts. A negative id is no choice and adds nothing.
+        f32_output: Whether the output is float32 and not x's number type.
+        clamped: Biases and activation of experts that have them. A runner that cannot compute them raises ConfigError.
+
+    Returns:
+        The output [T, M], 0 in a row without a choice, and the number of rows of each expert [E], int64. Both are new
+        tensors and the caller's.
     """
 
     def __call__(
@@ -52,6 +70,32 @@ class ExpertRunner(Protocol):
         f32_output: bool = False,
         clamped: ClampedExperts | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class ExpertCall(Protocol):
+    """Computes the experts that this rank holds of one layer, for rows that are routed already.
+
+    Args:
+        layer: SGLang's layer of experts. Its weights must be loaded, and of a form that `check_experts` accepts.
+        x_RM: Rows in the model's number type, each contiguous. The output may be written over them: the caller passes
+            a copy if it reads them afterwards.
+        topk_weights_RK: float32, the factor of each choice.
+        topk_ids_RK: int32, ids of this rank's experts, from 0. -1 is a choice of another rank's expert, or of none.
+        f32_output: Whether the output is float32, as the sum over ranks needs it, and not x's number type.
+
+    Returns:
+        What these experts add to each row [R, M], 0 in a row without a choice of this rank's. It is the caller's.
+    """
+
+    def __call__(
+        self,
+        layer: ExpertLayer,
+        x_RM: torch.Tensor,
+        topk_weights_RK: torch.Tensor,
+        topk_ids_RK: torch.Tensor,
+        *,
+        f32_output: bool = False,
+    ) -> torch.Tensor: ...
 
 
 def check_runner(name: str, *, on_cpu: bool) -> None:

@@ -19,7 +19,10 @@ def triton_experts(
     f32_output: bool = False,
     clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An `ExpertRunner`: two grouped GEMMs, gather and scatter in them, then the tree sum. Never waits for the GPU."""
+    """Compute experts with our Triton kernels: an `ExpertRunner`. It never waits for the GPU.
+
+    Two grouped GEMMs, which gather and scatter the rows, and then the tree sum.
+    """
     if not len(x_TM):
         return x_TM.to(torch.float32 if f32_output else x_TM.dtype), torch.zeros(
             len(w13), dtype=torch.int64, device=w13.device
