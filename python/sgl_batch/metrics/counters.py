@@ -53,7 +53,7 @@ class PartClock:
         self._since = now
 
     @property
-    def tells_parts(self) -> bool:
+    def measures_parts(self) -> bool:
         """Whether the pass under way is measured by part on the device: as the replay of a graph it would show none."""
         return self._device is not None and self._device.by_part
 

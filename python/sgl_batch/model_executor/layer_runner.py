@@ -110,7 +110,7 @@ class LayerRunner:
         if self.graphed is None or not batches[0].forward_mode.is_decode():
             return None
         hidden = None
-        as_others = self.order is static_order and not self.counters.clock.tells_parts
+        as_others = self.order is static_order and not self.counters.clock.measures_parts
         if len(batches) == 1 and self.decode_source is None and as_others:
             hidden = self.graphed.run(batches[0], self.plan.decode, lambda batch: self._pass([batch]))
         self.counters.add("eager_steps", int(hidden is None))

@@ -451,7 +451,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return bool(
             self.device != "cpu"
             and self._rank_context is None
-            and not self._counters.clock.tells_parts
+            and not self._counters.clock.measures_parts
             and (self.layer_runner is None or self.layer_runner.on_yield is None)
             and forward_batch.forward_mode.is_cuda_graph()
             and graphs is not None

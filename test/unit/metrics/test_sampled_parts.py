@@ -62,7 +62,7 @@ def clock(device: FakeDevice, wall: list[float]) -> PartClock:
 def run_pass(clock: PartClock, device: FakeDevice, kind: str = DECODE, *, slower: float = 2.0) -> None:
     """1 s of attention and 3 s of experts around 1 s of copies; kernel by kernel, `slower` times as long."""
     with clock.device_pass(kind):
-        by = slower if clock.tells_parts else 1.0
+        by = slower if clock.measures_parts else 1.0
         with clock.part("attention"):
             device.given_s += by
         with clock.part("experts"):
@@ -158,5 +158,5 @@ def test_a_host_that_computes_itself_has_no_passes_apart(wall: list[float]) -> N
     clock = PartClock()
     with clock.device_pass(DECODE), clock.part("attention"):
         wall[0] += 3
-        assert not clock.tells_parts
+        assert not clock.measures_parts
     assert clock.read() == {**dict.fromkeys(PARTS, 0.0), "attention": 3.0}

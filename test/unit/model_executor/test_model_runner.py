@@ -60,7 +60,7 @@ def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_siz
     runner = SimpleNamespace(
         device="cuda",
         _rank_context=object() if of_several else None,
-        _counters=SimpleNamespace(clock=SimpleNamespace(tells_parts=measured)),
+        _counters=SimpleNamespace(clock=SimpleNamespace(measures_parts=measured)),
         layer_runner=None,
         decode_cuda_graph_runner=SimpleNamespace(can_run_graph=lambda batch: True),
         context=SimpleNamespace(in_force=SimpleNamespace(plan=plan)),
