@@ -21,7 +21,7 @@ pytest.importorskip("sgl_batch_kernel.expert_loader")
 from loader_cases import Loading, Packed, Stored
 
 from sgl_batch.errors import EngineError
-from sgl_batch.weights.expert_checkpoint import ExpertPlaces
+from sgl_batch.weights.expert_checkpoint import ExpertLocations
 from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
 
 
@@ -58,16 +58,18 @@ def test_a_file_that_is_cut_short_is_named_and_its_other_experts_are_read(tmp_pa
 
 def test_the_slots_of_a_model_say_which_file_could_not_be_read(tmp_path: Path) -> None:
     stored = small(tmp_path)
-    places = ExpertPlaces(files=stored.files, places=stored.places[None], dtype=torch.bfloat16, hidden=70, inter=48)
+    locations = ExpertLocations(
+        files=stored.files, file_offsets=stored.places[None], dtype=torch.bfloat16, hidden=70, inter=48
+    )
     packed = Packed.empty(6, stored, torch.bfloat16)
-    slots = ExpertSlots(places, SlotTensors(w13=packed.w13, w2=packed.w2), num_threads=2)
+    slots = ExpertSlots(locations, SlotTensors(w13=packed.w13, w2=packed.w2), num_threads=2)
     os.truncate(stored.files[0], 10)
     slots.ask(0, range(6), urgent=True)
     with pytest.raises(EngineError, match=rf"weights .* could not be read: {stored.files[0]} has only 10 bytes"):
         slots.wait(0, range(6))
     Path(stored.files[0]).unlink()
     with pytest.raises(EngineError, match=rf"could not be read: opening {stored.files[0]}: No such file"):
-        ExpertSlots(places, SlotTensors(w13=packed.w13, w2=packed.w2), num_threads=2)
+        ExpertSlots(locations, SlotTensors(w13=packed.w13, w2=packed.w2), num_threads=2)
 
 
 def own_threads() -> list[str]:
@@ -168,14 +170,14 @@ PREAD(pread) PREAD(pread64)
 @pytest.fixture(scope="module")
 def below_shim(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """What a case of loader_below_shim.py found, by its name; one process runs all of them."""
-    place = tmp_path_factory.mktemp("shim")
-    source, library = place / "shim.c", place / "shim.so"
+    folder = tmp_path_factory.mktemp("shim")
+    source, library = folder / "shim.c", folder / "shim.so"
     source.write_text(_SHIM, encoding="utf-8")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
-    command = [sys.executable, str(Path(__file__).with_name("loader_below_shim.py")), str(library), str(place)]
+    command = [sys.executable, str(Path(__file__).with_name("loader_below_shim.py")), str(library), str(folder)]
     surroundings = {**os.environ, "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}"}
     done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

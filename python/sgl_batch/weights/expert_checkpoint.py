@@ -24,14 +24,14 @@ def is_expert_weight(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertPlaces:
+class ExpertLocations:
     """`files`, and for each expert [L, E, 3, 2] the file and first byte of its gate, up and down matrix, int64.
 
     The matrices are plain [I, M], [I, M] and [M, I], of `dtype`.
     """
 
     files: list[str]
-    places: torch.Tensor
+    file_offsets: torch.Tensor
     dtype: torch.dtype
     hidden: int
     inter: int
@@ -50,7 +50,7 @@ class _Tensor:
     dtype: str
 
 
-def find_experts(files: Sequence[str], modules: Sequence[str], experts: range) -> ExpertPlaces:
+def find_experts(files: Sequence[str], modules: Sequence[str], experts: range) -> ExpertLocations:
     """Find `experts` of each of the modules that hold a layer's experts, such as `model.layers.0.mlp.experts`.
 
     Raises ConfigError where one is missing, of another shape than the others, or of a number type that is not bf16 or
@@ -62,7 +62,7 @@ def find_experts(files: Sequence[str], modules: Sequence[str], experts: range) -
     first = _matrices(found, modules[0], experts[0], files)
     inter, hidden = first[0].shape
     shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
-    places = torch.empty(len(modules), len(experts), 3, 2, dtype=torch.int64)
+    file_offsets = torch.empty(len(modules), len(experts), 3, 2, dtype=torch.int64)
     for layer, module in enumerate(modules):
         for index, expert in enumerate(experts):
             matrices = _matrices(found, module, expert, files)
@@ -72,13 +72,15 @@ def find_experts(files: Sequence[str], modules: Sequence[str], experts: range) -
                         f"expert {expert} of {module} has a matrix of {matrix.dtype}{list(matrix.shape)}; streamed "
                         f"weights are all alike, here {first[0].dtype}{list(shape)}: use --weights resident"
                     )
-                places[layer, index, part, 0], places[layer, index, part, 1] = matrix.file, matrix.offset
+                file_offsets[layer, index, part, 0], file_offsets[layer, index, part, 1] = matrix.file, matrix.offset
     if first[0].dtype not in _DTYPES:
         raise ConfigError(
             f"the experts' weights are {first[0].dtype} in {Path(files[0]).parent}; streamed weights are bf16 or "
             "float32: convert the checkpoint, or use --weights resident"
         )
-    return ExpertPlaces(files=list(files), places=places, dtype=_DTYPES[first[0].dtype], hidden=hidden, inter=inter)
+    return ExpertLocations(
+        files=list(files), file_offsets=file_offsets, dtype=_DTYPES[first[0].dtype], hidden=hidden, inter=inter
+    )
 
 
 def _matrices(found: dict[str, _Tensor], module: str, expert: int, files: Sequence[str]) -> list[_Tensor]:

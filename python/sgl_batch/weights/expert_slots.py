@@ -16,7 +16,7 @@ import torch
 from sgl_batch.errors import EngineError
 from sgl_batch.kernel_loader import expert_loader_kernels
 from sgl_batch.memory.free_memory import give_back
-from sgl_batch.weights.expert_checkpoint import ExpertPlaces
+from sgl_batch.weights.expert_checkpoint import ExpertLocations
 from sgl_batch.weights.expert_slot_table import ExpertSlotTable
 
 
@@ -61,20 +61,22 @@ class ExpertSlots:
     A slot takes memory from its first expert on.
     """
 
-    def __init__(self, places: ExpertPlaces, tensors: SlotTensors, *, num_threads: int, direct: bool = True) -> None:
-        layers, experts = places.places.shape[:2]
-        self.tensors, self._places = tensors, places.places
+    def __init__(
+        self, locations: ExpertLocations, tensors: SlotTensors, *, num_threads: int, direct: bool = True
+    ) -> None:
+        layers, experts = locations.file_offsets.shape[:2]
+        self.tensors, self._file_offsets = tensors, locations.file_offsets
         self.table = ExpertSlotTable(layers, experts, tensors.count)
         self._touched = set[int]()
         with _read_errors():
             self._loader: Any = expert_loader_kernels().start_expert_loader(
-                places.files,
+                locations.files,
                 direct=direct,
                 w13=tensors.w13,
                 w2=tensors.w2,
                 w13_scales=tensors.w13_scales,
                 w2_scales=tensors.w2_scales,
-                stored=places.dtype,
+                stored=locations.dtype,
                 num_threads=num_threads,
             )
         # The threads end before the memory that they write to goes.
@@ -114,7 +116,7 @@ class ExpertSlots:
             return
         slots = self.table.take(layer, experts)
         self._touched.update(slots)
-        self._loader.submit(torch.tensor(slots), self._places[layer, torch.tensor(experts)].contiguous(), urgent)
+        self._loader.submit(torch.tensor(slots), self._file_offsets[layer, torch.tensor(experts)].contiguous(), urgent)
 
     def hurry(self, layer: int, experts: Sequence[int]) -> None:
         """Let experts that were asked for come before those that nobody waits for."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.weights.expert_checkpoint import ExpertPlaces
+from sgl_batch.weights.expert_checkpoint import ExpertLocations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +26,14 @@ class HostExperts:
         return self.w13[0, 0].nbytes + self.w2[0, 0].nbytes
 
 
-def read_experts(places: ExpertPlaces, num_threads: int) -> HostExperts:
+def read_experts(locations: ExpertLocations, num_threads: int) -> HostExperts:
     """Read all experts. Raises ConfigError that names the file that cannot be read or is too short."""
-    layers, experts = places.places.shape[:2]
-    inter, hidden = places.inter, places.hidden
-    w13 = torch.empty(layers, experts, 2 * inter, hidden, dtype=places.dtype)
-    w2 = torch.empty(layers, experts, hidden, inter, dtype=places.dtype)
+    layers, experts = locations.file_offsets.shape[:2]
+    inter, hidden = locations.inter, locations.hidden
+    w13 = torch.empty(layers, experts, 2 * inter, hidden, dtype=locations.dtype)
+    w2 = torch.empty(layers, experts, hidden, inter, dtype=locations.dtype)
     with ExitStack() as opened:
-        descriptors = [_open(file) for file in places.files]
+        descriptors = [_open(file) for file in locations.files]
         for descriptor in descriptors:
             opened.callback(os.close, descriptor)
 
@@ -41,8 +41,8 @@ def read_experts(places: ExpertPlaces, num_threads: int) -> HostExperts:
             layer, expert = one
             gate_up, down = w13[layer, expert], w2[layer, expert]
             parts = (gate_up[:inter], gate_up[inter:], down)
-            for part, (file, offset) in zip(parts, places.places[layer, expert].tolist(), strict=True):
-                _fill(part, descriptors[file], offset, places.files[file])
+            for part, (file, offset) in zip(parts, locations.file_offsets[layer, expert].tolist(), strict=True):
+                _fill(part, descriptors[file], offset, locations.files[file])
 
         with ThreadPoolExecutor(num_threads, thread_name_prefix="sgl-weights") as pool:
             for _ in pool.map(read, ((layer, expert) for layer in range(layers) for expert in range(experts))):

@@ -188,8 +188,8 @@ class _Mark:
         """What `ends` hold until they are loaded."""
         if self.bits is not None:
             return torch.full_like(ends, self.bits)
-        places = torch.arange(ends.numel(), device=ends.device).reshape(ends.shape)
-        return _scrambled(places).to(ends.dtype)  # the low bits
+        positions = torch.arange(ends.numel(), device=ends.device).reshape(ends.shape)
+        return _scrambled(positions).to(ends.dtype)  # the low bits
 
 
 def _scrambled(numbers: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from sgl_batch.memory.huge_pages import prefer_huge_pages
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.sglang_adapter.layers import expert_layers
 from sgl_batch.weights.device_expert_slots import DeviceExpertSlots, PrefetchStream
-from sgl_batch.weights.expert_checkpoint import ExpertPlaces, find_experts
+from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
 from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
 from sgl_batch.weights.host_experts import read_experts
 from sgl_batch.weights.weight_streamer import WeightStreamer, packed_compute, plain_compute
@@ -43,13 +43,13 @@ def stream_experts(
     Raises ConfigError where the checkpoint or the memory does not allow it.
     """
     found = _Experts.of(model, files, expert_shard)
-    places = found.places
-    slot_bytes = places.expert_bytes // (places.dtype.itemsize if int8 else 1)
+    locations = found.locations
+    slot_bytes = locations.expert_bytes // (locations.dtype.itemsize if int8 else 1)
     # Slots without an expert take no memory: where nobody has said how many there are to be, each pass decides.
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     residency = found.plan(memory.weight_memory or machine, slot_bytes)
     slots = ExpertSlots(
-        places, _slot_tensors(places, residency.slots, int8=int8), num_threads=memory.weight_read_threads
+        locations, _slot_tensors(locations, residency.slots, int8=int8), num_threads=memory.weight_read_threads
     )
     room = f"{residency.slots} ({residency.slots * slot_bytes / _MIB:.0f} MiB), {residency.kept} of a layer stay"
     logger.info(
@@ -77,19 +77,19 @@ def stream_experts_to_device(
     Not yet run on a GPU. Raises ConfigError.
     """
     found = _Experts.of(model, files, expert_shard)
-    places = found.places
-    wanted = memory.weight_memory or found.bytes_to_stream(places.expert_bytes)
-    residency = found.plan(wanted, places.expert_bytes)
+    locations = found.locations
+    wanted = memory.weight_memory or found.bytes_to_stream(locations.expert_bytes)
+    residency = found.plan(wanted, locations.expert_bytes)
     tensors = SlotTensors(
-        w13=torch.empty(residency.slots, 2 * places.inter, places.hidden, dtype=places.dtype, device=device),
-        w2=torch.empty(residency.slots, places.hidden, places.inter, dtype=places.dtype, device=device),
+        w13=torch.empty(residency.slots, 2 * locations.inter, locations.hidden, dtype=locations.dtype, device=device),
+        w2=torch.empty(residency.slots, locations.hidden, locations.inter, dtype=locations.dtype, device=device),
     )
-    slots = DeviceExpertSlots(read_experts(places, memory.weight_read_threads), tensors, stream)
+    slots = DeviceExpertSlots(read_experts(locations, memory.weight_read_threads), tensors, stream)
     logger.info(
         "weights: %s, all in host memory, on the device %d (%.0f MiB), %d of a layer stay",
         found.words,
         residency.slots,
-        residency.slots * places.expert_bytes / _MIB,
+        residency.slots * locations.expert_bytes / _MIB,
         residency.kept,
     )
     compute = plain_compute(runner, slots)
@@ -101,7 +101,7 @@ class _Experts:
     """A model's layers of experts, those on this rank, and where they lie. `keys`: each layer's gate and up weights."""
 
     keys: list[torch.Tensor]
-    places: ExpertPlaces
+    locations: ExpertLocations
 
     @classmethod
     def of(cls, model: torch.nn.Module, files: Sequence[str], expert_shard: int) -> _Experts:
@@ -111,20 +111,20 @@ class _Experts:
             raise ConfigError(f"{type(model).__name__} has no unquantised experts to stream: use --weights resident")
         first = next(iter(modules.values()))
         experts = first.w13_weight.shape[0]
-        places = find_experts(files, list(modules), range(expert_shard * experts, (expert_shard + 1) * experts))
-        _check(places, first.w13_weight, first.w2_weight)
-        return cls(keys=[module.w13_weight for module in modules.values()], places=places)
+        locations = find_experts(files, list(modules), range(expert_shard * experts, (expert_shard + 1) * experts))
+        _check(locations, first.w13_weight, first.w2_weight)
+        return cls(keys=[module.w13_weight for module in modules.values()], locations=locations)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Layers, and experts of each."""
-        layers, experts = self.places.places.shape[:2]
+        layers, experts = self.locations.file_offsets.shape[:2]
         return layers, experts
 
     @property
     def words(self) -> str:
         layers, experts = self.shape
-        size = layers * experts * self.places.expert_bytes / _MIB
+        size = layers * experts * self.locations.expert_bytes / _MIB
         return f"{layers} layers of {experts} experts ({size:.0f} MiB in their files)"
 
     def bytes_to_stream(self, slot_bytes: int) -> int:
@@ -145,23 +145,23 @@ class _Experts:
             ) from error
 
 
-def _check(places: ExpertPlaces, w13: torch.Tensor, w2: torch.Tensor) -> None:
-    if tuple(w2.shape[1:]) != (places.hidden, places.inter) or w13.shape[1] != 2 * places.inter:
+def _check(locations: ExpertLocations, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    if tuple(w2.shape[1:]) != (locations.hidden, locations.inter) or w13.shape[1] != 2 * locations.inter:
         raise ConfigError(
-            f"the checkpoint's experts are [{places.inter}, {places.hidden}] and the model's {list(w2.shape[1:])}: its "
-            "config.json is of another model"
+            f"the checkpoint's experts are [{locations.inter}, {locations.hidden}] and the model's "
+            f"{list(w2.shape[1:])}: its config.json is of another model"
         )
-    if w13.dtype != places.dtype:
+    if w13.dtype != locations.dtype:
         raise ConfigError(
-            f"the model computes in {w13.dtype} and its experts lie in the checkpoint as {places.dtype}; streamed "
-            f"weights are not converted: leave out --dtype, or give --dtype {str(places.dtype).split('.')[-1]}"
+            f"the model computes in {w13.dtype} and its experts lie in the checkpoint as {locations.dtype}; streamed "
+            f"weights are not converted: leave out --dtype, or give --dtype {str(locations.dtype).split('.')[-1]}"
         )
 
 
-def _slot_tensors(places: ExpertPlaces, count: int, *, int8: bool) -> SlotTensors:
-    dtype = torch.int8 if int8 else places.dtype
-    w13 = torch.empty(count, 2 * places.inter, places.hidden, dtype=dtype)
-    w2 = torch.empty(count, places.hidden, places.inter, dtype=dtype)
+def _slot_tensors(locations: ExpertLocations, count: int, *, int8: bool) -> SlotTensors:
+    dtype = torch.int8 if int8 else locations.dtype
+    w13 = torch.empty(count, 2 * locations.inter, locations.hidden, dtype=dtype)
+    w2 = torch.empty(count, locations.hidden, locations.inter, dtype=dtype)
     for tensor in (w13, w2):
         prefer_huge_pages(tensor)
     if not int8:

@@ -12,7 +12,7 @@ from sgl_batch.core.weight_residency import plan_residency
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.weights.expert_checkpoint import ExpertPlaces, find_experts
+from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
 from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
 from sgl_batch.weights.weight_streamer import WeightStreamer, packed_compute
 
@@ -27,14 +27,14 @@ class StreamedLayers:
         self._resident = PackedWeights(native_kernels())
         self._w13 = [self._random(EXPERTS, 2 * INTER, HIDDEN) for _ in range(LAYERS)]
         self._w2 = [self._random(EXPERTS, HIDDEN, INTER) for _ in range(LAYERS)]
-        self.places = self._saved(folder)
+        self.locations = self._saved(folder)
         for w13, w2 in zip(self._w13, self._w2, strict=True):
             assert self._resident.add_experts(w13, w2)
         tensors = SlotTensors(
             w13=torch.empty(slots, 2 * INTER, HIDDEN, dtype=torch.bfloat16),
             w2=torch.empty(slots, HIDDEN, INTER, dtype=torch.bfloat16),
         )
-        self.slots = ExpertSlots(self.places, tensors, num_threads=2)
+        self.slots = ExpertSlots(self.locations, tensors, num_threads=2)
         self.counters = Counters()
         self.residency = plan_residency(slots, layers=LAYERS, experts=EXPERTS)
         self._keys = [torch.empty(1) for _ in range(LAYERS)]
@@ -47,7 +47,7 @@ class StreamedLayers:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(torch.bfloat16)
 
-    def _saved(self, folder: Path) -> ExpertPlaces:
+    def _saved(self, folder: Path) -> ExpertLocations:
         modules = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
         tensors = {}
         for module, w13, w2 in zip(modules, self._w13, self._w2, strict=True):

@@ -169,20 +169,20 @@ MODULES = [f"layers.{layer}.experts" for layer in range(3)]
 def test_experts_are_read_as_the_checkpoint_has_them(checkpoint: Any) -> None:
     host = read_experts(find_experts([str(checkpoint.file)], MODULES, range(2, 4)), 2)
     for layer in range(3):
-        for place, expert in enumerate((2, 3)):
+        for index, expert in enumerate((2, 3)):
             gate, up, down = (
                 checkpoint.tensors[f"layers.{layer}.experts.{expert}.{name}.weight"]
                 for name in ("gate_proj", "up_proj", "down_proj")
             )
-            assert torch.equal(host.w13[layer, place], torch.cat([gate, up]))
-            assert torch.equal(host.w2[layer, place], down)
+            assert torch.equal(host.w13[layer, index], torch.cat([gate, up]))
+            assert torch.equal(host.w2[layer, index], down)
 
 
 def test_a_file_that_has_become_shorter_is_named(checkpoint: Any) -> None:
-    places = find_experts([str(checkpoint.file)], MODULES, range(4))
+    locations = find_experts([str(checkpoint.file)], MODULES, range(4))
     checkpoint.file.write_bytes(checkpoint.file.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=r"model\.safetensors ends 100 bytes too soon"):
-        read_experts(places, 2)
+        read_experts(locations, 2)
 
 
 class Experts(torch.nn.Module):

@@ -74,13 +74,13 @@ def test_every_matrix_lies_where_its_place_says_in_whichever_file(
     found = find_experts(files, modules, range(1, 4))
     assert (found.files, found.dtype, found.hidden, found.inter) == (files, dtype, HIDDEN, INTER)
     assert found.expert_bytes == 3 * HIDDEN * INTER * dtype.itemsize
-    assert found.places.shape == (2, 3, 3, 2)
+    assert found.file_offsets.shape == (2, 3, 3, 2)
     everything = first | second | moved
     for number, module in enumerate(modules):
         for index, which in enumerate(range(1, 4)):
             for part, matrix in enumerate(NAMINGS[form]):
                 tensor = everything[f"{module}.{which}.{matrix}.weight"]
-                file, offset = found.places[number, index, part].tolist()
+                file, offset = found.file_offsets[number, index, part].tolist()
                 assert torch.equal(read(files[file], offset, tuple(tensor.shape), dtype), tensor)
 
 

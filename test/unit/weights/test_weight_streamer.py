@@ -40,7 +40,7 @@ def test_results_are_those_of_resident_weights_and_every_read_is_accounted_for(s
     assert model.count("routed") == asked
     read, kept, unrouted = model.count("read"), model.count("kept"), model.count("unrouted")
     assert read == asked - kept + unrouted
-    assert model.count("bytes_read") == read * model.places.expert_bytes
+    assert model.count("bytes_read") == read * model.locations.expert_bytes
     if slots == ALL:
         assert read <= ALL, "each expert once"
 
@@ -57,7 +57,7 @@ def test_a_small_group_reads_the_experts_that_it_asks_for_and_no_others(slots: i
     model.leave_all()
     assert model.count("unrouted") == 0
     assert model.count("read") == absent
-    assert model.count("bytes_read") == absent * model.places.expert_bytes
+    assert model.count("bytes_read") == absent * model.locations.expert_bytes
     assert (model.count("kept") > 0) == (model.residency.kept > 0)
 
 
