@@ -21,7 +21,7 @@ from sgl_batch.kv_offload.kv_tiers import KVTiers, Returning
 from sgl_batch.kv_offload.prompt_sharing import PromptSharing
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.sglang_adapter.moving import take_in
-from sgl_batch.sglang_adapter.scheduling import detach, free_slots, give_prefix, protect_prefix, retract
+from sgl_batch.sglang_adapter.scheduling import detach, free_kv, give_prefix, protect_prefix, retract
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
@@ -123,7 +123,7 @@ class StoreKV:
         with self._counters.clock.part("copies"):
             self.tiers.suspend(requests)
             for request in requests:
-                free_slots(self._scheduler, request)
+                free_kv(self._scheduler, request)
                 detach(self._scheduler, request)
                 self.device.release(request.rid)
                 self._leave_device(request.rid)

@@ -58,7 +58,7 @@ __all__ = [
     "end_aborted",
     "end_detached",
     "end_retraction",
-    "free_slots",
+    "free_kv",
     "give_prefix",
     "keep_prefix",
     "leave_out_last_steps",
@@ -363,8 +363,8 @@ def detach(scheduler: SGLangScheduler, request: Request) -> None:
     request.prefix_indices = request.prefix_indices[:0]
 
 
-def free_slots(scheduler: SGLangScheduler, request: Request) -> None:
-    """Give back the slots of a request's KV that are its to free."""
+def free_kv(scheduler: SGLangScheduler, request: Request) -> None:
+    """Free the pages of a request's KV that it owns."""
     assert request.kv is not None, f"{request.rid} holds slots"
     own = slice(request.cache_protected_len, request.kv.kv_allocated_len)
     slots = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, own]
