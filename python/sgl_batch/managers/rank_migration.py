@@ -34,8 +34,8 @@ class _Expected:
     slots: torch.Tensor
 
 
-def written_down(request: Request, pool: PagePool, *, num_pages: int, slots: list[int]) -> SequenceHeader:
-    """A request as it travels, with KV in pages that travel as well, or in slots of the store that all ranks have."""
+def written_down(request: Request, pool: PagePool, *, num_pages: int, store_blocks: list[int]) -> SequenceHeader:
+    """A request as it travels, with KV in pages that travel as well, or in blocks of the store that all ranks have."""
     return SequenceHeader(
         sequence_id=request.rid,
         prompt_tokens=list(request.origin_input_ids),
@@ -48,7 +48,7 @@ def written_down(request: Request, pool: PagePool, *, num_pages: int, slots: lis
         num_layers=pool.layer_num,
         page_shapes=tuple(tuple(part.shape[1:]) for part in pool.page_parts(0)),
         page_dtype=str(pool.dtype).removeprefix("torch."),
-        slots=slots,
+        store_blocks=store_blocks,
     )
 
 
@@ -89,7 +89,7 @@ class RankSequences:
         request = self._table.request_named(sequence_id)
         slots = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv_committed_len]
         pages = (slots[:: self._page_size].to(torch.int64) // self._page_size).tolist()
-        header = written_down(request, self._pool, num_pages=len(pages), slots=[])
+        header = written_down(request, self._pool, num_pages=len(pages), store_blocks=[])
         return Export(header=header, tensors=list(self._views(pages)))
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:

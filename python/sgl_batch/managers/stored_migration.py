@@ -1,6 +1,6 @@
-"""Owns a rank's sequences as migration sees them where KV waits in a store that the ranks share: moved by their slots.
+"""Owns a rank's sequences as migration sees them where ranks share a store: they move by their store blocks.
 
-No page is copied to another rank: the receiver takes a reference to the slots while the sender still holds its own.
+No page is copied to another rank: the receiver takes a reference to the blocks while the sender still holds its own.
 Whoever runs is suspended first. Which sequences move is decided in core/rank_agreement.
 """
 
@@ -31,19 +31,19 @@ class StoredSequences:
 
     def export(self, sequence_id: str) -> Export:
         request = self._table.request_named(sequence_id)
-        header = written_down(request, self._pool, num_pages=0, slots=self._stored.store_blocks_of(sequence_id))
+        header = written_down(request, self._pool, num_pages=0, store_blocks=self._stored.store_blocks_of(sequence_id))
         return Export(header=header, tensors=())
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
         request = request_of(header, self._scheduler)
-        if self._stored.exclusive and len(header.slots) > self._stored.free:
+        if self._stored.exclusive and len(header.store_blocks) > self._stored.free:
             return Refusal(
-                reason=f"it has {len(header.slots)} pages in the store, of which {self._stored.free} are free"
+                reason=f"it has {len(header.store_blocks)} pages in the store, of which {self._stored.free} are free"
             )
         refusal = self._table.expect(request)
         if refusal is not None:
             return Refusal(reason=refusal)
-        self._stored.take_over(header.sequence_id, header.slots, header.position)
+        self._stored.take_over(header.sequence_id, header.store_blocks, header.position)
         self._expected[header.sequence_id] = request
         return Reservation(tensors=())
 

@@ -17,8 +17,8 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     no generator to move.
 
     A page has one tensor for each layer and part; `page_shapes` gives the shapes of the parts (keys and values, say).
-    Pages move whole, what lies past `position` included. `slots`: where the KV lies in a host store that both ranks
-    have; then no page travels.
+    Pages move whole, what lies past `position` included. `store_blocks`: the blocks of the KV in a host store that both
+    ranks have; then no page travels.
     """
 
     sequence_id: str
@@ -32,7 +32,7 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     num_layers: int
     page_shapes: tuple[tuple[int, ...], ...]
     page_dtype: str
-    slots: list[int] = []
+    store_blocks: list[int] = []
 
     def __post_init__(self) -> None:
         """Refuses what no sequence can be. ValueError: in a message that came in it becomes a decoding error."""
