@@ -23,13 +23,13 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 class PromptSharing:
     """Pages of the prompts of a rank's sequences. Their places are pages of the device, or slots of the store.
 
-    `free_places`: gives back the places of pages that no sequence holds any more, where their last holder does not.
+    `free_kv_locations`: gives back the places of pages that no sequence holds any more, where their last holder does not.
     """
 
     def __init__(
-        self, scheduler: SGLangScheduler, counters: Counters, free_places: Callable[[list[int]], None]
+        self, scheduler: SGLangScheduler, counters: Counters, free_kv_locations: Callable[[list[int]], None]
     ) -> None:
-        self._scheduler, self._counters, self._free_places = scheduler, counters, free_places
+        self._scheduler, self._counters, self._free_kv_locations = scheduler, counters, free_kv_locations
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._page_size: int = scheduler.page_size
         self._tree = PrefixTree(scheduler.page_size)
@@ -130,5 +130,5 @@ class PromptSharing:
         """A sequence has ended or left; returns how many pages no sequence holds any more. They are given back."""
         dropped = self._tree.release(request_id)
         if dropped:
-            self._free_places([page.kv_location for page in dropped if page.has_kv_location])
+            self._free_kv_locations([page.kv_location for page in dropped if page.has_kv_location])
         return len(dropped)
