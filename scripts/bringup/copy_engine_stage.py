@@ -27,7 +27,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     geometry = StoreGeometry.of_pool(pool)
     with HostKVStore.create(geometry, num_bytes=BLOCKS * geometry.block_bytes) as store:
         engines = CudaCopyEngines(store) if device == "cuda" else _engines_of_a_cpu(store)
-        engine = engines.over(pool)
+        engine = engines.engine_for(pool)
         kept: list[tuple[Any, Any, int]] = []
         for value in range(1, ROUNDS + 1):
             page = draw.randrange(PAGES)

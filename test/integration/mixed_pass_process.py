@@ -108,7 +108,7 @@ class Stored:
     def __init__(self, scene: Scene, store: HostKVStore, b_attn: int) -> None:
         self._scene, self._store, self._b_attn = scene, store, b_attn
         self._engines = NativeCopyEngines(store, num_workers=1)
-        self._engine = self._engines.over(scene.pool)
+        self._engine = self._engines.engine_for(scene.pool)
         self._sink = PrefillStaging(store, scene.pool, self._engines, first_page=FIRST_STAGED)
         self._source = DecodeStaging(scene.pool, self._engines, first_page=FIRST_STAGED)
         self._blocks: dict[int, torch.Tensor] = {}

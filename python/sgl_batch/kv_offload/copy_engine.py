@@ -81,7 +81,7 @@ class CopyEngine(Protocol):
 class CopyEngines(Protocol):
     """Makes the copy engines of one store."""
 
-    def over(self, pool: PagedPool) -> CopyEngine:
+    def engine_for(self, pool: PagedPool) -> CopyEngine:
         """An engine for the pages of a pool, whose geometry the store has."""
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ class CudaCopyEngines:
         self._memory: torch.Tensor | None = store.memory()
         self._streams.pin(self._memory, store.geometry.block_bytes)
 
-    def over(self, pool: PagedPool, *, max_tickets: int = MAX_TICKETS) -> CudaCopyEngine:
+    def engine_for(self, pool: PagedPool, *, max_tickets: int = MAX_TICKETS) -> CudaCopyEngine:
         """An engine for the pages of a pool."""
         assert self._memory is not None, "its memory is pinned"
         geometry = self._store.geometry

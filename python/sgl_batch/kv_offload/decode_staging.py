@@ -62,7 +62,7 @@ class DecodeStaging:
         parts: tuple[torch.Tensor, ...] = pool.all_parts
         self.half_pages = len(parts[0]) // _HALVES
         self._halves = [tuple(part[half * self.half_pages :] for part in parts) for half in range(_HALVES)]
-        self._engine = engines.over(_AllLayers(parts, pool.layer_num))
+        self._engine = engines.engine_for(_AllLayers(parts, pool.layer_num))
         self._copies: Sequence[PartCopies] = ()
         self._parts: list[StreamedPart] = []
         self._turns: list[Turn] = []
@@ -86,11 +86,11 @@ class DecodeStaging:
         self._bring(first_turns(self._turns))
         self.pages_brought += sum(len(one.load_blocks) for one in copies)
 
-    def lead(self, half: int = 0) -> None:
+    def redirect_pool(self, half: int = 0) -> None:
         """Lead the pool's layers to a half."""
         self._pool.redirect([self._halves[half]] * self._pool.layer_num, self._first_page)
 
-    def lead_back(self) -> None:
+    def restore_pool(self) -> None:
         """Let the pool's layers be its own pages again."""
         self._pool.redirect(self._own, 0)
 
@@ -110,11 +110,11 @@ class DecodeStaging:
         for earlier in turn.frees:
             self._stores[earlier].device_waits()
         self.waited_s += time.perf_counter() - began
-        self.lead(turn.half)
+        self.redirect_pool(turn.half)
 
     def rows_attended(self, layer: int, index: int, end: int) -> None:
         """A sub-batch has been attended in a layer: its last tokens' pages go back, and the next ones may come."""
-        self.lead_back()
+        self.restore_pool()
         number = layer * len(self._copies) + index
         turn, copies = self._turns[number], self._copies[index]
         pages = copies.store_pages + turn.half * self.half_pages

@@ -115,7 +115,7 @@ class KVTiers:
         )
         self.share = self._store.num_blocks // self._store.num_ranks
         self._engines = copy_engines(self._store, self._device, memory)
-        self._engine = self._engines.over(self._pool)
+        self._engine = self._engines.engine_for(self._pool)
         self.stored = StoredKV(
             self._store,
             self._engine,

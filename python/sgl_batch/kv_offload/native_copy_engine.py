@@ -60,7 +60,7 @@ class NativeCopyEngines:
     def __init__(self, store: HostKVStore, *, num_workers: int) -> None:
         self._store, self._num_workers = store, num_workers
 
-    def over(self, pool: PagedPool) -> NativeCopyEngine:
+    def engine_for(self, pool: PagedPool) -> NativeCopyEngine:
         """An engine for the pages of a pool."""
         return NativeCopyEngine(self._store, pool, num_workers=self._num_workers)
 

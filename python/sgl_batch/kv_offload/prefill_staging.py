@@ -79,11 +79,11 @@ class PrefillStaging:
     def spans(self) -> None:
         """Sub-batches of any rows go through here."""
 
-    def lead(self) -> None:
+    def redirect_pool(self) -> None:
         """Lead the pool's layers here."""
         self._pool.redirect([self.page_parts(layer) for layer in range(self.layer_num)], self._first_page)
 
-    def lead_back(self) -> None:
+    def restore_pool(self) -> None:
         """Let the pool's layers be its own pages again."""
         self._pool.redirect(self._own, 0)
 
@@ -96,7 +96,7 @@ class PrefillStaging:
         ]
         self.peak_pages = pages
         self.peak_bytes = sum(part.nbytes for half in self._halves for part in half)
-        self._engine = self._engines.over(self)
+        self._engine = self._engines.engine_for(self)
 
     def _load(self, layer: int) -> None:
         """What was computed before comes to a layer's half, where nobody reads it any more of the layer two before."""
@@ -111,7 +111,7 @@ class PrefillStaging:
         """Attention of a sub-batch is about to write to a layer's half, and to read there what was computed before."""
         if index == 0:
             self._begin_layer(layer)
-        self.lead()
+        self.redirect_pool()
 
     def _begin_layer(self, layer: int) -> None:
         group = self._group
@@ -124,7 +124,7 @@ class PrefillStaging:
 
     def rows_attended(self, layer: int, index: int, end: int) -> None:
         """The pages that are complete with row `end` leave for the store."""
-        self.lead_back()
+        self.restore_pool()
         group = self._group
         assert group is not None, "a group has begun"
         assert self._engine is not None, "it has room"

@@ -21,9 +21,9 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 class PromptSharing:
-    """Pages of the prompts of a rank's sequences. Their places are pages of the device, or slots of the store.
+    """Pages of the prompts of a rank's sequences. A page's KV location is a device page, or a store block.
 
-    `free_kv_locations`: gives back the places of pages that no sequence holds any more, where their last holder does not.
+    `free_kv_locations` frees those of pages that no sequence holds any more, unless their last holder frees them.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Owns what a forward pass asks of memory through which KV goes, beside the pool's own pages. It moves nothing itself.
 
 A part of a pass (decode rows, or prompts) may have a staging of its own. The pool's layers are its own pages except
-between `lead` and `lead_back`, and between `rows_wanted` and `rows_attended` of one sub-batch. So the parts of one pass
-may have different stagings, or none.
+between `redirect_pool` and `restore_pool`, and between `rows_wanted` and `rows_attended` of one sub-batch. So the
+parts of one pass may have different stagings, or none.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class Staging(Protocol):
     """
 
     first_kv_index: int
-    """The slot with which the memory begins to which KV is written."""
+    """The KV index of the first token in the memory to which KV is written."""
 
     @property
     def spans(self) -> Sequence[tuple[int, int]] | None:
         """The rows of each sub-batch of the coming pass, which cover every row once; None: as the plan cuts them."""
 
-    def lead(self) -> None:
+    def redirect_pool(self) -> None:
         """Lead the pool's layers to the memory, while the part's attention is planned."""
 
-    def lead_back(self) -> None:
+    def restore_pool(self) -> None:
         """Let the pool's layers be its own pages again."""
 
     def rows_wanted(self, layer: int, index: int) -> None:

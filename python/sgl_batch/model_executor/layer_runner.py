@@ -167,14 +167,14 @@ class LayerRunner:
         for part in parts:
             staging = part.sub_batches[0].staging
             if staging is not None:
-                staging.lead()
+                staging.redirect_pool()
             for sub in part.sub_batches:
                 self.attn_backend.init_forward_metadata(sub.forward_batch)
                 sub.attention_plan = getattr(self.attn_backend, "forward_metadata", None)
                 if share_scratch is not None:
                     share_scratch(sub.attention_plan, part.sub_batches[0].attention_plan)
             if staging is not None:
-                staging.lead_back()
+                staging.restore_pool()
 
     def _run_units(self, parts: Sequence[Part], hidden: torch.Tensor) -> torch.Tensor:
         """Run the units of a pass over these rows, one after the other; the rows that its head leaves."""

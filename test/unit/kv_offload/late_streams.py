@@ -84,7 +84,7 @@ class LateEngines:
     def __init__(self, store: HostKVStore, *, late: bool) -> None:
         self._store, self._streams = store, LateStreams(late=late)
 
-    def over(self, pool: PagedPool) -> CudaCopyEngine:
+    def engine_for(self, pool: PagedPool) -> CudaCopyEngine:
         parts = [[part.flatten(1).view(torch.uint8) for part in pool.page_parts(n)] for n in range(pool.layer_num)]
         blocks = self._store.memory().view(self._store.num_blocks, self._store.geometry.block_bytes)
         make = PerPageCopy(parts, blocks, self._store.geometry)

@@ -79,7 +79,7 @@ def parts() -> Iterator[Parts]:
     geometry, streams = StoreGeometry.of_pool(pool), Streams()
     with HostKVStore.create(geometry, num_bytes=12 * geometry.block_bytes) as store:
         engines = CudaCopyEngines(store, streams)
-        engine = engines.over(pool, max_tickets=3)
+        engine = engines.engine_for(pool, max_tickets=3)
         yield store, engine, streams, layers
         engine.close()
         engines.close()
@@ -164,7 +164,7 @@ def test_engines_of_one_store_share_its_pinned_memory(parts: Parts) -> None:
             layer_num=3, page_parts=[tuple(part[:4].clone() for part in of) for of in layers].__getitem__
         )
         both = CudaCopyEngines(other, Streams())
-        first, second = both.over(pool), both.over(pool)
+        first, second = both.engine_for(pool), both.engine_for(pool)
         held = stored(other, first, [1])
         second.load_pages(LAYERS, held, [3]).wait()
         assert all(torch.equal(part[1], part[3]) for layer in LAYERS for part in pool.page_parts(layer))

@@ -59,9 +59,9 @@ class Group:
         """One forward pass: all KV of a sub-batch is there in a layer when it is attended, and a token more is left."""
         copies = self.copies()
         staging.begin(copies)
-        staging.lead()
+        staging.redirect_pool()
         assert pool.first_page == FIRST
-        staging.lead_back()
+        staging.restore_pool()
         assert pool.first_page == 0
         assert staging.spans[0][0] == 0
         assert staging.spans[-1][1] == len(self.tokens)

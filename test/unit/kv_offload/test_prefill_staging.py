@@ -91,9 +91,9 @@ def test_blocks_are_ready_only_when_the_group_has_ended(pool, store, staging):
     blocks = store.prepare_store(2)
     staging.begin([5], blocks, restored=NONE)
     assert pool.first_page == 0
-    staging.lead()
+    staging.redirect_pool()
     assert pool.first_page == FIRST
-    staging.lead_back()
+    staging.restore_pool()
     assert pool.first_page == 0
     assert store.counts().ready == 0
     for layer in range(LAYERS):

@@ -243,10 +243,10 @@ def test_prefill_and_streamed_decode_run_eagerly():
         first_kv_index = 0
         spans = ((0, 8), (8, 21))
 
-        def lead(self):
+        def redirect_pool(self):
             pass
 
-        def lead_back(self):
+        def restore_pool(self):
             pass
 
         def rows_wanted(self, layer, index):

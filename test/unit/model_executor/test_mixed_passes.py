@@ -31,21 +31,21 @@ class ToyStaging:
         self.name, self._pool, self.first_kv_index, self.spans = name, pool, first_kv_index, spans
         self.asked: list[tuple[str, int, int]] = []
 
-    def lead(self) -> None:
+    def redirect_pool(self) -> None:
         assert self._pool.led_to == OWN
         self._pool.led_to = self.name
 
-    def lead_back(self) -> None:
+    def restore_pool(self) -> None:
         assert self._pool.led_to == self.name
         self._pool.led_to = OWN
 
     def rows_wanted(self, layer: int, index: int) -> None:
         self.asked.append(("wanted", layer, index))
-        self.lead()
+        self.redirect_pool()
 
     def rows_attended(self, layer: int, index: int, end: int) -> None:
         self.asked.append(("attended", layer, end))
-        self.lead_back()
+        self.restore_pool()
 
 
 class PlacedBackend(ToyBackend):

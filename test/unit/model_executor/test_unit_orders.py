@@ -90,10 +90,10 @@ def test_staged_kv_requires_the_static_order() -> None:
     class Staging:
         first_kv_index, spans = 0, None
 
-        def lead(self) -> None:
+        def redirect_pool(self) -> None:
             """Nowhere."""
 
-        def lead_back(self) -> None:
+        def restore_pool(self) -> None:
             """From nowhere."""
 
     made = runner(SPLIT, AnyOrder(0))
