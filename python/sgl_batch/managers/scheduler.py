@@ -35,7 +35,7 @@ from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.memory.free_memory import give_back_heap
 from sgl_batch.memory.process_memory import peak_resident_bytes
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.requests import partial_output_tag as recorded_tokens
+from sgl_batch.requests import partial_output_tag
 from sgl_batch.requests.profile_limits import ProfileWatch
 from sgl_batch.sglang_adapter.forward import forward_batch_of
 from sgl_batch.sglang_adapter.grammars import limit_grammars, say_why_grammars_end
@@ -216,7 +216,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def _resume(self, req: Request) -> None:
         """A request that another engine has begun goes on behind the tokens that came with it."""
-        tokens = recorded_tokens.decode(req.extra_key)
+        tokens = partial_output_tag.decode(req.extra_key)
         if tokens is None:
             return
         if not self.executor.table.may_go_on(req, len(tokens)):

@@ -1,1 +1,1 @@
-"""What requests may ask for, and what they carry on their way to the scheduler."""
+"""Checks of what requests may ask for, and the tags that they take to the scheduler."""

@@ -1,4 +1,4 @@
-"""Tells aborts that somebody asked for from those of a grammar that cannot go on, and from the engine's own."""
+"""Decides why a request was aborted: a client asked for it, its grammar could not go on, or the engine ended it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from sgl_batch.sglang_adapter.types.messages import Answer
 
 
 class RequestedAborts:
-    """The ids of requests that somebody has asked to abort, and that have not ended yet."""
+    """The ids of requests whose abort was requested and that have not ended yet."""
 
     def __init__(self) -> None:
         self._rids: set[str] = set()
 
     def note(self, rid: str, known: Collection[str], *, abort_all: bool) -> None:
-        """All that are `known` are to be aborted, or those whose ids begin with `rid`."""
+        """Note a request to abort all of the `known` ids, or those that begin with `rid`."""
         self._rids &= set(known)
         self._rids.update(one for one in known if abort_all or (rid and one.startswith(rid)))
 
     def judge(self, out: Answer, sampling_params: object, *, is_stream: bool) -> None:
-        """Judge an answer that has ended: one that was not aborted, or was asked to be, passes.
+        """Let an answer pass that was not aborted, or whose abort was requested.
 
         Raises RefusalError where a grammar is at fault, and EngineAbortError for an abort without a reason. A stream
-        has begun, and says so at its end.
+        has begun already: its last part gets status 500 instead.
         """
         reason = out["meta_info"]["finish_reason"]
         is_asked = out["meta_info"]["id"] in self._rids

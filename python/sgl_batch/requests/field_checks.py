@@ -1,6 +1,7 @@
-"""Decides which requests ask for what is not computed, by the table of fields; raises RefusalError with the name.
+"""Decides which requests ask for something that is not computed, by the table in request_fields.
 
-Fields that neither SGLang nor OpenAI know are ignored, as SGLang does: they ask nobody for anything.
+Each check raises RefusalError with the field's name. Fields that neither SGLang nor OpenAI know are ignored, as SGLang
+does.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ NOT_SUPPORTED = "unsupported_field"
 MISPLACED = "unknown_field"
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 _PLACED_ELSEWHERE = COMPUTED | {"data_parallel_rank"}
-_NOT_READ = ("messages", "max_tokens")  # judged elsewhere; reading the second warns that OpenAI has renamed it
+_NOT_READ = ("messages", "max_tokens")  # checked elsewhere; reading max_tokens warns that OpenAI has renamed it
 _SHOWN_CHARACTERS = 60
 _SHOWN_BITS = 1 << 10
 
 
 def check_openai_fields(request: OpenAIRequest, given: Mapping[str, object], *, reads_media: bool) -> None:
-    """A request of an OpenAI endpoint; `given` is the JSON that it was read from."""
+    """Check a request of an OpenAI endpoint; `given` is the JSON that it was read from."""
     fields = type(request).model_fields
     values = {name: getattr(request, name) for name in fields if name not in _NOT_READ}
     defaults = {name: field.default for name, field in fields.items()}
@@ -35,7 +36,7 @@ def check_openai_fields(request: OpenAIRequest, given: Mapping[str, object], *, 
 
 
 def check_generation_fields(request: GenerationRequest, given: Mapping[str, object], *, reads_media: bool) -> None:
-    """A request as SGLang's engine gets it; `given` is the JSON of one that came over HTTP in that form, or empty."""
+    """Check a request as SGLang's engine gets it; `given` is its JSON if it came over HTTP in that form, or empty."""
     fields = {field.name: field.default for field in dataclasses.fields(request)}
     values = {name: getattr(request, name) for name in fields}
     _check_values({**_others(given, fields), **values}, fields, reads_media=reads_media)
@@ -45,7 +46,7 @@ def check_generation_fields(request: GenerationRequest, given: Mapping[str, obje
 
 
 def check_seed(name: str, value: object) -> None:
-    """A seed that 64 bits hold."""
+    """Check that a seed fits 64 bits."""
     if value is None or (type(value) is int and MIN_SEED <= value <= MAX_SEED):
         return
     message = f"{name} is {shown(value)}; it must be a whole number of 64 bits, from {MIN_SEED} to {MAX_SEED}"
@@ -53,15 +54,15 @@ def check_seed(name: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """A value cut to a length that fits a message."""
-    # A number of thousands of digits has no text in Python.
+    """Return the text of a value, cut to a length that fits a message."""
+    # Python refuses to write a number of thousands of digits.
     huge = isinstance(value, int) and value.bit_length() > _SHOWN_BITS
     text = "a number of very many digits" if huge else repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def asks(value: object) -> bool:
-    """Whether a value asks for anything: null, false and what is empty do not."""
+    """Whether a value asks for anything: null, false and empty values do not."""
     if isinstance(value, list):
         return any(asks(one) for one in value)
     return value is not None and value is not False and value not in ("", {})
@@ -87,7 +88,7 @@ def _check_values(values: Mapping[str, object], defaults: Mapping[str, object], 
 
 
 def _check_places(given: Mapping[str, object], fields: Iterable[str], where: str) -> None:
-    """A name that is computed with elsewhere, and would not be looked at here."""
+    """Refuse a field that is computed at another endpoint and would be ignored here."""
     for name, value in sorted(_others(given, fields).items()):
         if name in _PLACED_ELSEWHERE and asks(value):
             raise RefusalError(f"{name} is no field of {where}", code=MISPLACED, param=name)

@@ -1,6 +1,6 @@
-"""Decides which grammars a scheduler may compile: those that a process beside could, in limited time and memory.
+"""Decides which grammars a scheduler may compile: those that a separate process compiles in limited time and memory.
 
-A scheduler compiles in a thread that nothing can stop, beside all sequences that it runs.
+A scheduler compiles in a thread that cannot be stopped, in the process that runs all sequences.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sgl_batch.sglang_adapter.refusals import RefusalError
 
 MAX_GRAMMAR_BYTES = 1 << 20
 COMPILE_CPU_S = 10.0
-COMPILE_WALL_S = 120.0  # on a machine that has no processor to spare
+COMPILE_WALL_S = 120.0  # for a machine whose processors are all busy
 COMPILE_MEMORY_BYTES = 1 << 30
 _MAX_KNOWN = 4096
 _PROGRAM = (sys.executable, "-m", "sgl_batch.requests.grammar_worker")
 
 
 class CompileProcess:
-    """One process that compiles; it is started when it is first asked, and again when a grammar has ended it."""
+    """The process that compiles grammars. It starts with the first grammar, and again after a grammar has ended it."""
 
     def __init__(self, tokenizer: Callable[[], str], *, cpu_s: float = COMPILE_CPU_S) -> None:
         self._tokenizer, self._cpu_s = tokenizer, cpu_s
@@ -35,7 +35,7 @@ class CompileProcess:
         self._thread = ThreadPoolExecutor(1, "grammar-check")
 
     async def fault(self, asked: Compilation) -> str | None:
-        """Why a grammar cannot be used, or None; grammars are compiled one after another."""
+        """Return why a grammar cannot be used, or None. Grammars are compiled one after another."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._fault, asked)
 
     def _fault(self, asked: Compilation) -> str | None:
@@ -43,7 +43,7 @@ class CompileProcess:
         answer = _ask(process, {"method": asked.method, "arguments": asked.arguments})
         if answer is not None:
             fault = answer["fault"]
-            assert fault is None or isinstance(fault, str), "grammar_worker answers so"
+            assert fault is None or isinstance(fault, str), "grammar_worker answers with a text or null"
             return fault
         _end(process)
         self._process = None
@@ -54,11 +54,11 @@ class CompileProcess:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process that compiles now."""
+        """The id of the process that compiles now, or None."""
         return None if self._process is None else self._process.pid
 
     def _start(self) -> subprocess.Popen[str]:
-        assert not self._is_closed, "a closed process is asked nothing"
+        assert not self._is_closed, "nothing is compiled after close()"
         limits = {"cpu_s": self._cpu_s, "wall_s": COMPILE_WALL_S, "memory_bytes": COMPILE_MEMORY_BYTES}
         process = subprocess.Popen(_PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if _ask(process, {"tokenizer": self._tokenizer(), **limits}) is None:
@@ -71,7 +71,7 @@ class CompileProcess:
         self._is_closed = True
         process = self._process
         if process is not None:
-            process.kill()  # which ends the wait of the thread
+            process.kill()  # this ends the thread's wait
         self._thread.shutdown(cancel_futures=True)
         if self._process is not None:
             _end(self._process)
@@ -82,16 +82,16 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        assert pipe is not None, "as it was started"
+        assert pipe is not None, "the process was started with pipes"
         pipe.close()
 
 
-def _ask(process: subprocess.Popen[str], words: Mapping[str, object]) -> dict[str, object] | None:
-    """The answer, or None from a process that has ended."""
-    assert process.stdin is not None, "as it was started"
-    assert process.stdout is not None, "as it was started"
+def _ask(process: subprocess.Popen[str], message: Mapping[str, object]) -> dict[str, object] | None:
+    """Return the answer to `message`, or None where the process has ended."""
+    assert process.stdin is not None, "the process was started with a pipe"
+    assert process.stdout is not None, "the process was started with a pipe"
     try:
-        process.stdin.write(json.dumps(words) + "\n")
+        process.stdin.write(json.dumps(message) + "\n")
         process.stdin.flush()
     except BrokenPipeError:
         return None
@@ -101,7 +101,7 @@ def _ask(process: subprocess.Popen[str], words: Mapping[str, object]) -> dict[st
 
 
 class GrammarCheck:
-    """Knows of each grammar, once found out, whether it can be used; `compile_fault` finds it out."""
+    """Remembers for each grammar whether it can be used. `compile_fault` finds that out for a new one."""
 
     def __init__(self, compile_fault: Callable[[Compilation], Awaitable[str | None]], *, any_whitespace: bool) -> None:
         self._compile_fault, self._any_whitespace = compile_fault, any_whitespace
@@ -125,7 +125,7 @@ class GrammarCheck:
         if key not in self._finding:
             self._finding[key] = asyncio.ensure_future(self._find(kind, text))
             self._finding[key].add_done_callback(lambda _: self._finding.pop(key))
-        # Others may wait for the same grammar when this request is given up.
+        # Other requests may still wait for this grammar when this request is cancelled.
         fault = self._known[key] = await asyncio.shield(self._finding[key])
         while len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
@@ -140,7 +140,7 @@ class GrammarCheck:
 
 
 def refuse_grammars(sampling_params: object) -> None:
-    """Raise RefusalError for a grammar in a request's sampling parameters, in an engine that computes none."""
+    """Raise RefusalError for a grammar in a request's sampling parameters: this engine computes none."""
     for kind, _ in _grammars(sampling_params):
         raise RefusalError(
             "this engine takes no grammars: its grammar_backend is 'none', as it is without xgrammar; install xgrammar "
@@ -151,7 +151,10 @@ def refuse_grammars(sampling_params: object) -> None:
 
 
 def _grammars(sampling_params: object) -> Iterator[tuple[str, str]]:
-    """The grammars of one or several sets of sampling parameters; what is no text is refused elsewhere."""
+    """Yield kind and text of the grammars in one or several sets of sampling parameters.
+
+    A grammar that is no text is refused elsewhere.
+    """
     for one in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
         given = one if isinstance(one, Mapping) else {}
         for kind in GRAMMAR_KINDS:

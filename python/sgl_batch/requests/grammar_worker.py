@@ -1,7 +1,7 @@
-"""A process that compiles grammars to see whether that ends: within a process nothing can stop or bound it.
+"""The program of a process that compiles grammars to see whether that ends in limited time and memory.
 
-It reads requests from standard input and answers on standard output, each one line of JSON. What takes too much time
-ends it; the parent starts another.
+A compilation cannot be stopped within its process. This one reads requests from standard input and answers on standard
+output, each one line of JSON. A grammar that takes too much time ends the process, and the parent starts another.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from xgrammar import TokenizerInfo
 
-# Where in its own source the library found a fault, and when; and how much of what it says is told.
+# The time and source line with which the library's messages begin, and how much of a message is passed on.
 _WHERE = re.compile(r"^\[[\d:]+\] \S+: ")
 _MAX_CHARACTERS = 500
 NO_TOKEN = "it allows no first token: no text can begin as it says"
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer requests until standard input ends."""
     first = json.loads(sys.stdin.readline())
     import xgrammar
 
@@ -36,11 +36,11 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _answer({"ready": True})
-    # The library writes warnings about what users send to standard error.
+    # The library writes warnings about users' grammars to standard error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while line := sys.stdin.readline():
         asked = json.loads(line)
-        # The kernel ends the process then, wherever it is: the first counts processor time, the second any.
+        # When a timer ends, the kernel ends the process. ITIMER_PROF counts processor time, ITIMER_REAL wall time.
         signal.setitimer(signal.ITIMER_PROF, first["cpu_s"])
         signal.setitimer(signal.ITIMER_REAL, first["wall_s"])
         fault = _fault(xgrammar, info, asked["method"], asked["arguments"])
@@ -49,13 +49,13 @@ def main() -> None:
         _answer({"fault": fault})
 
 
-def _answer(words: Mapping[str, object]) -> None:
-    sys.stdout.write(json.dumps(words) + "\n")
+def _answer(message: Mapping[str, object]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
 def _fault(xgrammar: ModuleType, info: TokenizerInfo, method: str, arguments: Mapping[str, object]) -> str | None:
-    """Why a grammar cannot be used, or None."""
+    """Return why a grammar cannot be used, or None."""
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     try:
         compiled = getattr(compiler, method)(**arguments)
@@ -70,8 +70,8 @@ def _fault(xgrammar: ModuleType, info: TokenizerInfo, method: str, arguments: Ma
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Let this process take so much more than it has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack, which the limit is about
+    """Let this process take `more_bytes` more than it has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack, which RLIMIT_DATA bounds
     limit = pages * resource.getpagesize() + more_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 

@@ -1,7 +1,7 @@
-"""Owns how recorded tokens of a line travel to the scheduler with its request. What is done with them is decided there.
+"""Owns the tag that takes the partial output of a request line to the scheduler with its request.
 
-They travel in the request's prefix-cache key, as the tags of prompt_groups do; the tokenizer manager drops keys that
-users give.
+The tag travels in the request's prefix-cache key, as the tags of prompt_groups do. The tokenizer manager drops keys
+that users give.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from sgl_batch.core.partial_output import PartialOutput, unpack
 _MARK = "sgl_batch.recorded:"
 
 
-def encode(record: PartialOutput) -> str | None:
-    """The key of a request that is to go on from these tokens; None where there are none."""
-    return _MARK + b64encode(record.pack()).decode("ascii") if len(record) else None
+def encode(partial_output: PartialOutput) -> str | None:
+    """Return the key of a request that resumes after these tokens; None where there are none."""
+    return _MARK + b64encode(partial_output.pack()).decode("ascii") if len(partial_output) else None
 
 
 def decode(extra_key: str | None) -> Sequence[int] | None:
-    """The tokens in a request's key, or None."""
+    """Return the tokens in a request's key, or None where the key has none."""
     if extra_key is None or not extra_key.startswith(_MARK):
         return None
     return unpack(b64decode(extra_key[len(_MARK) :]))

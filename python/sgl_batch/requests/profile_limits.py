@@ -1,6 +1,6 @@
-"""Decides which profiles of the engine may be asked for, and when one ends. It starts and stops none.
+"""Decides which profiles of the engine are allowed, and when a profile ends. It starts and stops none.
 
-A profiler keeps every event in memory until it stops, and takes several times as much to write them down.
+A profiler keeps every event in memory until it stops, and takes several times as much memory to write them to a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ON_GPU = ("MEM", "CUDA_PROFILER", "RPD")
 
 
 def steps_of(num_steps: int | None) -> int:
-    """How many steps a profile takes at most: the default where none are given. Raises RequestError."""
+    """Return how many steps a profile takes at most; the default where None is given. Raises RequestError."""
     if num_steps is None:
         return DEFAULT_STEPS
     if not 1 <= num_steps <= MOST_STEPS:
@@ -32,7 +32,7 @@ def steps_of(num_steps: int | None) -> int:
 
 
 def check_activities(activities: Sequence[str] | None, *, on_cpu: bool) -> None:
-    """Refuse what no profiler here records, or only one that would take the engine down. Raises RequestError."""
+    """Refuse an activity that no profiler here records without ending the engine. Raises RequestError."""
     known = ("CPU", "GPU") if on_cpu else ("CPU", "GPU", *_ON_GPU)
     unknown = [one for one in activities or () if one not in known]
     if unknown or activities == []:
@@ -41,7 +41,7 @@ def check_activities(activities: Sequence[str] | None, *, on_cpu: bool) -> None:
 
 
 def check_directory(output_dir: str | None) -> Path:
-    """Where traces go: a directory that is there, or can be made, and can be written. Raises RequestError."""
+    """Return the directory for traces; make it where it is missing. Raises RequestError if it cannot be written."""
     path = Path(output_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR", "/tmp")).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -53,12 +53,12 @@ def check_directory(output_dir: str | None) -> Path:
 
 
 def limits_text(num_steps: int) -> str:
-    """When a profile ends by itself, for a person."""
+    """Return the text, for a person, that says when a profile ends by itself."""
     return f"{num_steps} steps, {MOST_S:.0f} s or {format_bytes(MOST_BYTES)} of memory"
 
 
 class ProfileWatch:
-    """Measures the time and the memory of each profile of this process, one after another."""
+    """Measures the time and the memory of the profile that is under way in this process."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, resident: Callable[[], int] = resident_bytes
@@ -68,7 +68,7 @@ class ProfileWatch:
         self._began_bytes = 0
 
     def must_end(self, is_under_way: bool) -> str | None:
-        """Why the profile has to end now; None as long as it may go on, or none `is_under_way`."""
+        """Return why the profile has to end now; None while it may go on, and where none `is_under_way`."""
         if not is_under_way:
             self._began_s = None
             return None

@@ -1,7 +1,7 @@
-"""Owns the tag by which choices of one request (n > 1) find each other on their way to the scheduler.
+"""Owns the tag by which the scheduler knows the choices of one request (n > 1), which share a prompt.
 
-The tag travels in the request's prefix-cache key, which nothing else reads here: we run without a radix cache. The
-tokenizer manager drops keys that users give, so that nobody can forge a tag.
+The tag travels in the request's prefix-cache key. Nothing else reads that key here, because we run without a radix
+cache. The tokenizer manager drops keys that users give, so that no user can forge a tag.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ChoiceTag:
 
 
 def decode(extra_key: str | None) -> ChoiceTag | None:
-    """The tag in a request's key, or None for a request of one choice."""
+    """Return the tag in a request's key, or None for a request of one choice."""
     if extra_key is None or not extra_key.startswith(_MARK + ":"):
         return None
     parts = extra_key.split(":", 3)

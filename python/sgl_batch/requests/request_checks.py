@@ -1,7 +1,7 @@
-"""Decides which generation requests no scheduler may see: what SGLang lets through, and computing it would kill.
+"""Decides which generation requests are refused although SGLang accepts them, because they would crash a scheduler.
 
-A scheduler that raises ends the engine with all that it has in flight. Every check raises ValueError, which SGLang's
-endpoints answer with 400 and a job's line has as its own error.
+A scheduler that raises ends the engine with all requests in flight. Every check raises ValueError: SGLang's endpoints
+answer it with 400, and a line of a job gets it as its own error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_TOP_K = (1 << 31) - 1
 
 
 def check_shape(request: GenerationRequest) -> None:
-    """What a request says of itself as a whole, before anything is made of it."""
+    """Check the prompt, the ids and the number of choices of a request, before it is tokenized."""
     _check_texts("text", request.text)
     _check_texts("rid", request.rid)
     if request.text is not None and request.input_ids is not None:
@@ -34,7 +34,7 @@ def check_shape(request: GenerationRequest) -> None:
 
 
 def check_tokens(input_ids: object, vocab_size: int) -> None:
-    """Token ids that a user gives, in place of a text."""
+    """Check the token ids that a user gives instead of a text."""
     if not isinstance(input_ids, list) or not all(type(one) is int for one in input_ids):
         raise ValueError(f"input_ids is {shown(input_ids)}; give a list of token ids")
     if not input_ids:
@@ -45,14 +45,14 @@ def check_tokens(input_ids: object, vocab_size: int) -> None:
 
 
 def check_log_probabilities(request: GenerationRequest, vocab_size: int, context_length: int) -> None:
-    """Which log probabilities a request asks for."""
+    """Check which log probabilities a request asks for."""
     _check_integer("the number of top logprobs", request.top_logprobs_num or 0, 0, vocab_size)
     start = -1 if request.logprob_start_len is None else request.logprob_start_len
     _check_integer("logprob_start_len", start, -1, context_length)
 
 
 def check_routed_experts(request: GenerationRequest, *, is_enabled: bool) -> None:
-    """Whether a request may ask for the choice of its experts."""
+    """Check that a request asks for the choice of its experts only where the engine keeps it."""
     if request.return_routed_experts and not is_enabled:
         raise ValueError(
             "return_routed_experts needs an engine that keeps them: start it with --enable-return-routed-experts"
@@ -60,7 +60,7 @@ def check_routed_experts(request: GenerationRequest, *, is_enabled: bool) -> Non
 
 
 def check_sampling(parameters: SamplingParams, vocab_size: int) -> None:
-    """SGLang's sampling parameters, after its own checks of them."""
+    """Check sampling parameters after SGLang's own checks of them."""
     _check_integer("top_k", parameters.top_k, 1, MAX_TOP_K)
     check_seed("sampling_seed", parameters.sampling_seed)
     if parameters.repetition_penalty < MIN_REPETITION_PENALTY:
@@ -81,7 +81,7 @@ def check_sampling(parameters: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_texts(name: str, value: object) -> None:
-    """A text, or a list of them, that can be sent to another process; or nothing."""
+    """Check that a value is a text or a list of texts that can be sent to another process, or is missing."""
     texts: list[Any] = value if isinstance(value, list) else [value or ""]
     if value == [] or not all(isinstance(one, str) for one in texts):
         raise ValueError(f"{name} is {shown(value)}; give a text, or a list of texts")

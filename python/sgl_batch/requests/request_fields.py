@@ -1,7 +1,7 @@
-"""The table of request fields: what becomes of each field of SGLang's requests, and of OpenAI's that SGLang lacks.
+"""The table of request fields: how each field of SGLang's requests is treated, and each of OpenAI's that SGLang lacks.
 
-It decides nothing about values that a computed field may have. A field that an upgrade of SGLang brings is missing
-here, and a test names it. One name means the same in every class that has it.
+It does not decide which values a computed field may have. A field that an upgrade of SGLang adds is missing here, and a
+test names it. A name means the same in every class that has it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ COMPUTED: Final = frozenset(
         "ignore_eos no_stop_trim "
         # grammars
         "response_format json_schema regex ebnf structural_tag "
-        # what is answered, and how
+        # the form of the answer
         "stream stream_interval skip_special_tokens spaces_between_special_tokens logprobs top_logprobs return_logprob "
         "logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_prompt_token_ids "
         "return_routed_experts routed_experts_start_len return_hidden_states"
     ).split()
 )
 
-# These may be given and change no token, or are judged elsewhere.
+# These may be given. They change no token, or are checked elsewhere.
 PASSED: Final = {
     "model": "checked against the served names in request lines",
     "stream_options": "usage in a stream",
@@ -43,7 +43,7 @@ PASSED: Final = {
     "verbosity": "a hint to OpenAI's models",
     "parallel_tool_calls": "a limit for the parser of tool calls",
     "reasoning_effort": "an argument of the chat template, which may take no notice",
-    "require_reasoning": "whether a grammar begins behind the reasoning",
+    "require_reasoning": "whether a grammar begins after the reasoning",
     "separate_reasoning": "where the reasoning stands in the answer",
     "stream_reasoning": "where the reasoning stands in a stream",
     "return_cached_tokens_details": "counts of cached tokens",
@@ -75,7 +75,8 @@ _INTERNAL = "SGLang sets it itself, from other fields: leave it out"
 _NOT_MADE = "the engine does not make it: leave it out"
 _OPENAI_ALONE = "only OpenAI's service does this: leave it out"
 
-# What would be ignored, or computed wrongly. A value that asks for nothing (null, the default, an empty list) passes.
+# Fields that would be ignored or computed wrongly. A value that asks for nothing (null, the default, an empty list)
+# passes.
 REFUSED: Final = {
     "input_embeds": "the engine computes from tokens alone: give text or input_ids",
     "positional_embed_overrides": "the engine computes from tokens alone: leave it out",
@@ -111,7 +112,7 @@ REFUSED: Final = {
 
 _NO_MEDIA = "the model that is served reads text alone: leave it out"
 
-# Refused of a model that reads text alone, and passed to one that reads more.
+# Refused for a model that reads text alone, and passed to a model that reads more.
 MEDIA: Final = {
     "image_data": _NO_MEDIA,
     "video_data": _NO_MEDIA,
@@ -127,5 +128,5 @@ MEDIA: Final = {
 }
 MEDIA_PARTS: Final = ("image_url", "video_url", "audio_url", "input_audio", "file")
 
-# Values of refused fields that ask for what is computed anyway.
+# Values of refused fields that ask for something that is computed anyway.
 ALLOWED: Final[dict[str, tuple[object, ...]]] = {"best_of": (1,), "modalities": (["text"],), "function_call": ("none",)}

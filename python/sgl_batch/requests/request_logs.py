@@ -1,6 +1,6 @@
-"""Keeps logs and dumps of requests bounded, in number and size of files, and what waits to be dumped in memory.
+"""Bounds logs and dumps of requests: the number and the size of files, and the memory of requests that wait for a dump.
 
-Which requests are logged, and how much of them, is decided by who asks for it.
+The operator decides which requests are logged, and how much of each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DUMP = re.compile(r"(crash_dump_)?\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.pkl")
 
 
 class PrivateRotatingFile(RotatingFileHandler):
-    """A log that only its owner reads: it holds prompts and answers."""
+    """A log file that only its owner can read, because it holds prompts and answers."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8", delay=True)
@@ -43,9 +43,10 @@ def _private(path: str, flags: int) -> int:
 
 
 def bound_targets(targets: Iterable[logging.Logger]) -> list[str]:
-    """Have loggers that write to files write to few of bounded size; returns their paths. Streams are left alone.
+    """Make loggers that write to files keep a few private files of bounded size; return the paths of these files.
 
-    SGLang makes an empty file, which others may read, whenever it looks for a logger that may be there already.
+    Handlers of streams stay as they are. SGLang makes an empty file that other users can read whenever it looks up a
+    logger, also where the logger exists.
     """
     paths = []
     for target in targets:
@@ -69,14 +70,14 @@ def _make_private(log: Path) -> None:
 
 
 def logs_text(paths: Sequence[str]) -> str:
-    """Where requests are logged, for a person."""
+    """Return the text, for a person, that says where requests are logged."""
     where = ", ".join(paths) or "standard output"
     bound = f", at most {LOG_FILES} files of {format_bytes(LOG_BYTES)} each" if paths else ""
     return f"{where}{bound}"
 
 
 def check_logging(asked: LoggingRequest) -> None:
-    """Refuse what could not be carried out, or would not be bounded. Raises RequestError."""
+    """Refuse settings that cannot be carried out or whose files would not be bounded. Raises RequestError."""
     level, threshold = asked.log_requests_level, asked.dump_requests_threshold
     if level is not None and level not in LEVELS:
         _refuse("log_requests_level", f"log_requests_level is {level}; give {LEVELS[0]} to {LEVELS[-1]}")
@@ -102,10 +103,10 @@ def _check_folder(field: str, path: Path) -> None:
 
 
 def remove_oldest_dumps(folder: Path) -> None:
-    """Leave room in a folder of dumps for one more: the newest stay, as many and as large as allowed together."""
+    """Remove the oldest dumps of a folder, so that one more keeps within the limits of number and total size."""
     dumps = [path for path in folder.rglob("*.pkl") if _DUMP.fullmatch(path.name)]
     num_bytes = 0
-    with suppress(FileNotFoundError):  # somebody else has removed one meanwhile: then there is room
+    with suppress(FileNotFoundError):  # another process has removed one meanwhile: then there is room
         dumps.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         for number, path in enumerate(dumps):
             num_bytes += path.stat().st_size
@@ -114,31 +115,31 @@ def remove_oldest_dumps(folder: Path) -> None:
 
 
 class WaitingDumps:
-    """About how many bytes the requests have that wait to be dumped, in the order in which they came."""
+    """The approximate size in bytes of each request that waits for a dump, oldest first."""
 
     def __init__(self) -> None:
         self._sizes: deque[int] = deque()
         self.num_bytes = 0
 
     def add(self, request: object, answer: Answer) -> None:
-        """One more waits."""
+        """Add the size of one more request."""
         size = _about_bytes(request, answer)
         self._sizes.append(size)
         self.num_bytes += size
 
     def keep(self, number: int) -> None:
-        """Only the newest so many wait still."""
+        """Forget all but the newest `number` requests."""
         while len(self._sizes) > number:
             self.num_bytes -= self._sizes.popleft()
 
     @property
     def are_too_large(self) -> bool:
-        """Whether they have to be dumped, or the oldest given up, now."""
+        """Whether the requests must be dumped now, or the oldest dropped."""
         return self.num_bytes > WAITING_BYTES and bool(self._sizes)
 
 
 def _about_bytes(request: object, answer: Answer) -> int:
-    """Python's objects of the texts and tokens; the rest is small beside them, or small."""
+    """Return about how many bytes Python's objects of the texts and tokens take; the rest counts as a constant."""
     texts = (getattr(request, "text", None), answer.get("text"))
     tokens = (getattr(request, "input_ids", None), answer.get("output_ids"))
     return 4096 + sum(len(one) for one in texts if one) + 32 * sum(len(one) for one in tokens if one)

@@ -1,4 +1,4 @@
-"""Owns how a request's seed becomes each choice's seed. Drawing from it is the sampler's affair."""
+"""Owns how the seed of each choice follows from its request's seed. The sampler draws from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MASK = (1 << 63) - 1
 
 
 def choice_seed(seed: int | None, choice: int) -> int:
-    """Seed of one choice, in 0..2**63-1. Choice 0 has the request's own seed, so n=1 and n=4 agree on it.
+    """Return the seed of one choice, in 0..2**63-1. Choice 0 has the request's own seed, so n=1 and n=4 agree on it.
 
     A request without a seed gets one from the operating system.
     """

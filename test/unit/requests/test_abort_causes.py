@@ -1,4 +1,4 @@
-"""An abort that was asked for passes; one that was not is an error with its reason, a grammar's being the request's."""
+"""A requested abort passes. Another abort is an error with its reason: the request's where a grammar is at fault."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def judge(aborts: RequestedAborts, rid: str, reason: Any, *, is_stream: bool = F
         ({"rid": "", "abort_all": False}, set()),
     ],
 )
-def test_what_was_asked_for_passes_and_nothing_else(asked: dict[str, Any], passes: set[str]) -> None:
+def test_only_requested_aborts_pass(asked: dict[str, Any], passes: set[str]) -> None:
     aborts = RequestedAborts()
     aborts.note(asked["rid"], KNOWN, abort_all=asked["abort_all"])
     for rid in KNOWN:
@@ -49,7 +49,7 @@ def test_what_was_asked_for_passes_and_nothing_else(asked: dict[str, Any], passe
                 judge(aborts, rid, FINISH_ABORT())
 
 
-def test_what_was_asked_for_counts_once_and_is_forgotten_with_its_request() -> None:
+def test_a_requested_abort_counts_once_and_is_forgotten_with_its_request() -> None:
     aborts = RequestedAborts()
     aborts.note("", KNOWN, abort_all=True)
     judge(aborts, "line", {"type": "length"})
@@ -60,7 +60,7 @@ def test_what_was_asked_for_counts_once_and_is_forgotten_with_its_request() -> N
         judge(aborts, "other", FINISH_ABORT("no room"))
 
 
-def test_a_stream_ends_with_the_status_of_an_error() -> None:
+def test_an_unrequested_abort_ends_a_stream_with_an_error_status() -> None:
     assert judge(RequestedAborts(), "line", FINISH_ABORT("no room"), is_stream=True)["status_code"] == 500
     invalid = FINISH_ABORT("x", 400, "invalid_grammar")
     assert judge(RequestedAborts(), "line", invalid, is_stream=True)["status_code"] == 400
@@ -74,14 +74,14 @@ def test_a_stream_ends_with_the_status_of_an_error() -> None:
         FINISH_ABORT("Grammar-based generation (json_schema, ...) is not supported", 400, "BadRequestError"),
     ],
 )
-def test_a_grammars_fault_is_the_requests_with_the_field(reason: Any) -> None:
+def test_a_grammar_fault_refuses_the_request_and_names_the_field(reason: Any) -> None:
     with pytest.raises(RefusalError) as refused:
         judge(RequestedAborts(), "line", reason)
     assert (refused.value.code, refused.value.param) == ("invalid_grammar", "ebnf")
     assert str(refused.value) == reason.message
 
 
-def test_another_refusal_of_a_scheduler_passes_to_sglang() -> None:
+def test_other_refusals_of_a_scheduler_pass_to_sglang() -> None:
     assert judge(RequestedAborts(), "line", FINISH_ABORT("too long", 400, "BadRequestError"))["message"] == "too long"
 
 
@@ -94,7 +94,7 @@ class DeadEnd:
         raise ValueError("not accepted")
 
 
-def test_a_scheduler_says_why_it_ends_a_request_whose_grammar_has_no_token() -> None:
+def test_a_request_whose_grammar_allows_no_token_ends_with_that_reason() -> None:
     fields = dict.fromkeys(SchedulerBatchResultProcessor.__dataclass_fields__)
     scheduler = SimpleNamespace(batch_result_processor=SchedulerBatchResultProcessor(**fields))
     say_why_grammars_end(scheduler)

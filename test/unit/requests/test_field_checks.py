@@ -1,4 +1,4 @@
-"""Every field of SGLang's requests is in the table, and what is not computed is refused by its name."""
+"""Every field of SGLang's requests is in the table, and a field that is not computed is refused by its name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_field_is_in_the_table_once(owner: str) -> None:
     assert [name for name in CLASSES[owner] if sum(name in part for part in parts) > 1] == []
 
 
-def test_the_table_has_no_field_that_nothing_has() -> None:
+def test_every_field_of_the_table_exists_in_some_request() -> None:
     known = {name for names in CLASSES.values() for name in names}
     assert {*COMPUTED, *PASSED, *REFUSED, *MEDIA, *ALLOWED} - known - {"prompt_cache_retention"} == set()
 
@@ -69,7 +69,7 @@ def test_the_table_has_no_field_that_nothing_has() -> None:
         {"nobody_knows_this": 5, "seed": -(1 << 63), "function_call": "none"},
     ],
 )
-def test_what_is_computed_or_harmless_or_empty_passes(fields: dict[str, Any]) -> None:
+def test_computed_harmless_and_empty_fields_pass(fields: dict[str, Any]) -> None:
     check_chat(**fields)
     check_completion(**{name: value for name, value in fields.items() if name != "reasoning_effort"}, best_of=1)
 
@@ -94,7 +94,7 @@ def test_what_is_computed_or_harmless_or_empty_passes(fields: dict[str, Any]) ->
         ),
     ],
 )
-def test_a_chat_that_asks_for_more_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_an_unsupported_field_of_a_chat_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RefusalError, match=param) as refused:
         check_chat(**fields)
     assert refused.value.param == param
@@ -103,7 +103,7 @@ def test_a_chat_that_asks_for_more_is_refused_by_name(fields: dict[str, Any], pa
 @pytest.mark.parametrize(
     "fields", [{"suffix": "x"}, {"best_of": 3}, {"max_completion_tokens": 4}, {"tools": [{"type": "function"}]}]
 )
-def test_a_completion_that_asks_for_more_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_an_unsupported_field_of_a_completion_is_refused_by_name(fields: dict[str, Any]) -> None:
     [name] = fields
     with pytest.raises(RefusalError) as refused:
         check_completion(**fields)
@@ -125,14 +125,14 @@ def test_a_completion_that_asks_for_more_is_refused_by_name(fields: dict[str, An
         {"disagg_prefill_dp_rank": 0},
     ],
 )
-def test_a_generation_that_asks_for_more_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_an_unsupported_field_of_a_generation_is_refused_by_name(fields: dict[str, Any]) -> None:
     [name] = fields
     with pytest.raises(RefusalError) as refused:
         check_generation(**fields)
     assert (refused.value.param, refused.value.code) == (name, "unsupported_field")
 
 
-def test_a_generation_without_more_passes() -> None:
+def test_a_generation_with_supported_fields_passes() -> None:
     check_generation(image_data=[None, None], bootstrap_room=[None], sampling_params={"temperature": 0, "n": 2})
     check_generation(sampling_params=[{"stop": "a"}], given={"text": "Say", "model": "m", "user": "u", "x": 1})
     check_generation(image_data="x.png", reads_media=True)
@@ -153,6 +153,6 @@ def test_sampling_parameters_that_sglang_sets_itself_are_refused(name: str) -> N
     assert refused.value.param == name
 
 
-def test_a_model_that_reads_images_gets_them() -> None:
+def test_images_pass_to_a_model_that_reads_them() -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
     check_chat(reads_media=True, messages=[{"role": "user", "content": [part]}], max_dynamic_patch=3)

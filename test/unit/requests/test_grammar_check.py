@@ -1,4 +1,4 @@
-"""A grammar that cannot be compiled, begun or compiled in time is refused, each once; a real process finds it out."""
+"""A grammar that cannot be compiled in time, or allows no first token, is refused. A real process compiles it, once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def process() -> Iterator[CompileProcess]:
 
 
 def faults(process: CompileProcess, *grammars: dict[str, str]) -> list[tuple[str | None, str]]:
-    """The field at fault and the words for each set of sampling parameters, one after another; ("", "") if none."""
+    """The field at fault and the message for each set of sampling parameters, in order; ("", "") if none."""
 
     async def one(check: GrammarCheck, parameters: dict[str, str]) -> tuple[str | None, str]:
         try:
@@ -94,7 +94,7 @@ def test_a_grammar_that_can_be_used_passes(process: CompileProcess, kind: str, t
     assert faults(process, {kind: text}) == [("", "")]
 
 
-def test_one_that_takes_too_long_ends_the_process_and_another_judges_the_next(process: CompileProcess) -> None:
+def test_a_grammar_that_takes_too_long_ends_the_process_and_a_new_one_checks_the_next(process: CompileProcess) -> None:
     before = process.pid
     deep, good = faults(process, {"json_schema": DEEP}, {"regex": "a+"})
     assert "more than 1 s of processor time or 1024 MiB" in deep[1]
@@ -120,14 +120,14 @@ def test_a_grammar_of_many_requests_is_compiled_once() -> None:
         await asyncio.gather(*(check.check({"regex": "a"}) for _ in range(50)))
         await check.check([{"regex": "a"}, {"json_schema": "{}"}, {}])
         await check.check(None)
-        await check.check({"regex": 5})  # no text: judged by others
+        await check.check({"regex": 5})  # no text: checked elsewhere
 
     asyncio.run(scenario())
     assert [one.method for one in asked] == ["compile_regex", "compile_json_schema"]
     assert asked[1].arguments == {"schema": "{}", "any_whitespace": False}
 
 
-def test_a_request_that_is_given_up_does_not_take_the_answer_from_others() -> None:
+def test_a_cancelled_request_does_not_cancel_the_check_of_others() -> None:
     async def scenario() -> None:
         begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -148,7 +148,7 @@ def test_a_request_that_is_given_up_does_not_take_the_answer_from_others() -> No
     asyncio.run(scenario())
 
 
-def test_without_a_backend_every_grammar_is_refused_with_what_is_missing():
+def test_without_a_grammar_backend_every_grammar_is_refused_with_the_remedy():
     manager = BatchTokenizerManager.__new__(BatchTokenizerManager)
     manager.server_args, manager.mm_processor = SimpleNamespace(grammar_backend="none"), None
     for kind, text in (("json_schema", "{}"), ("regex", "a"), ("ebnf", "root ::= 'a'"), ("structural_tag", "{}")):

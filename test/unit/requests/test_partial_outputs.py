@@ -1,4 +1,4 @@
-"""Of which requests tokens are recorded, how they travel to the scheduler, and when a record ends."""
+"""Which requests have a partial output, how it travels to the scheduler, and when it ends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_batch.core.partial_output import PartialOutput
-from sgl_batch.requests import partial_output_tag as recorded_tokens
-from sgl_batch.requests import prompt_groups
+from sgl_batch.requests import partial_output_tag, prompt_groups
 from sgl_batch.requests.partial_outputs import PartialOutputs
 from sgl_batch.sglang_adapter.tokenizing import is_repeatable
 
@@ -32,7 +31,7 @@ PARAMETERS = {"n": 1, "json_schema": None, "regex": None, "ebnf": None, "structu
 
 
 def tokenized(rid="a", parameters=None, **fields):
-    """A tokenized request that can be repeated, but for what is given."""
+    """A tokenized request that can be resumed exactly, but for the given parameters and fields."""
     return SimpleNamespace(
         rid=rid, sampling_params=SimpleNamespace(**{**PARAMETERS, **(parameters or {})}), **{**PLAIN, **fields}
     )
@@ -42,29 +41,29 @@ def states(**output_ids):
     return {rid: SimpleNamespace(output_ids=tokens) for rid, tokens in output_ids.items()}
 
 
-def test_what_a_request_generates_is_added_to_its_record():
-    recordings, record = PartialOutputs(), PartialOutput()
-    with recordings.of("a", record):
-        assert recordings.key_for(tokenized()) is None, "there is nothing to go on from"
-        recordings.bring_up_to_date(states(a=[1, 2]))
-        recordings.bring_up_to_date(states(a=[1, 2, 3], b=[9]))
-    assert list(record.tokens) == [1, 2, 3]
+def test_generated_tokens_are_added_to_the_partial_output():
+    outputs, output = PartialOutputs(), PartialOutput()
+    with outputs.of("a", output):
+        assert outputs.key_for(tokenized()) is None, "there are no tokens to resume after"
+        outputs.bring_up_to_date(states(a=[1, 2]))
+        outputs.bring_up_to_date(states(a=[1, 2, 3], b=[9]))
+    assert list(output.tokens) == [1, 2, 3]
 
 
-def test_a_request_takes_its_recorded_tokens_along():
-    recordings, record = PartialOutputs(), PartialOutput()
-    record.put(0, range(150_000, 150_300))
-    with recordings.of("a", record):
-        key = recordings.key_for(tokenized())
-        recordings.bring_up_to_date(states(a=[]))
-    assert list(recorded_tokens.decode(key)) == list(range(150_000, 150_300))
+def test_the_key_of_a_request_has_its_partial_output():
+    outputs, output = PartialOutputs(), PartialOutput()
+    output.put(0, range(150_000, 150_300))
+    with outputs.of("a", output):
+        key = outputs.key_for(tokenized())
+        outputs.bring_up_to_date(states(a=[]))
+    assert list(partial_output_tag.decode(key)) == list(range(150_000, 150_300))
     assert prompt_groups.decode(key) is None
-    assert len(record) == 300, "before they have come back they are not forgotten"
+    assert len(output) == 300, "the tokens stay until the scheduler has sent them back"
 
 
 @pytest.mark.parametrize("key", [None, "anything", prompt_groups.ChoiceTag(group="g", index=0, count=2).encode()])
 def test_other_keys_have_no_tokens(key):
-    assert recorded_tokens.decode(key) is None
+    assert partial_output_tag.decode(key) is None
 
 
 @pytest.mark.parametrize(
@@ -80,16 +79,16 @@ def test_other_keys_have_no_tokens(key):
         ({}, {"lora_id": "adapter"}),
     ],
 )
-def test_what_cannot_be_gone_on_with_exactly_is_not_recorded(parameters, fields):
-    recordings, record = PartialOutputs(), PartialOutput()
-    record.put(0, [1])
-    with recordings.of("a", record):
-        assert recordings.key_for(tokenized(parameters=parameters, **fields)) is None
-        recordings.bring_up_to_date(states(a=[1, 2]))
-    assert list(record.tokens) == [1]
+def test_a_request_that_cannot_be_resumed_exactly_has_no_partial_output(parameters, fields):
+    outputs, output = PartialOutputs(), PartialOutput()
+    output.put(0, [1])
+    with outputs.of("a", output):
+        assert outputs.key_for(tokenized(parameters=parameters, **fields)) is None
+        outputs.bring_up_to_date(states(a=[1, 2]))
+    assert list(output.tokens) == [1]
 
 
-def test_sglangs_own_request_has_all_that_is_asked_of_it():
+def test_sglangs_request_has_every_field_that_is_repeatable_reads():
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -110,24 +109,24 @@ def test_sglangs_own_request_has_all_that_is_asked_of_it():
     assert is_repeatable(request)
 
 
-def test_nothing_is_recorded_of_who_is_answered_or_was_never_a_line():
-    recordings, record = PartialOutputs(), PartialOutput()
-    assert recordings.key_for(tokenized("online")) is None
-    with recordings.of("a", record):
-        recordings.key_for(tokenized())
-    recordings.bring_up_to_date(states(a=[1], online=[1]))
-    assert len(record) == 0
+def test_answered_requests_and_other_requests_have_no_partial_output():
+    outputs, output = PartialOutputs(), PartialOutput()
+    assert outputs.key_for(tokenized("online")) is None
+    with outputs.of("a", output):
+        outputs.key_for(tokenized())
+    outputs.bring_up_to_date(states(a=[1], online=[1]))
+    assert len(output) == 0
 
 
-def test_new_weights_end_all_records():
-    recordings, record, later = PartialOutputs(), PartialOutput(), PartialOutput()
-    with recordings.of("a", record):
-        recordings.key_for(tokenized())
-        recordings.bring_up_to_date(states(a=[1]))
-        recordings.stop()
-        recordings.bring_up_to_date(states(a=[1, 2]))
-        assert (len(record), record.take_update()) == (0, (0, b"")), "whoever had heard of them forgets them"
-    with recordings.of("b", later):
-        recordings.key_for(tokenized("b"))
-        recordings.bring_up_to_date(states(b=[1]))
+def test_new_weights_empty_all_partial_outputs():
+    outputs, output, later = PartialOutputs(), PartialOutput(), PartialOutput()
+    with outputs.of("a", output):
+        outputs.key_for(tokenized())
+        outputs.bring_up_to_date(states(a=[1]))
+        outputs.stop()
+        outputs.bring_up_to_date(states(a=[1, 2]))
+        assert (len(output), output.take_update()) == (0, (0, b"")), "the next update drops all tokens"
+    with outputs.of("b", later):
+        outputs.key_for(tokenized("b"))
+        outputs.bring_up_to_date(states(b=[1]))
     assert len(later) == 0

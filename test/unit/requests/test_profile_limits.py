@@ -1,4 +1,4 @@
-"""A profile ends by itself: after its steps, its time or its memory; one that would not is refused with the limit."""
+"""A profile ends by itself after its steps, its time or its memory. A longer one is refused with the limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sgl_batch.requests.profile_limits import (
 from sgl_batch.sglang_adapter.profiling import LimitedProfiler, ProfileReq, ProfileReqType
 
 
-def test_a_profile_without_a_number_of_steps_has_one_and_more_than_the_most_are_refused() -> None:
+def test_a_profile_has_a_default_number_of_steps_and_a_limit() -> None:
     assert (steps_of(None), steps_of(1), steps_of(MOST_STEPS)) == (DEFAULT_STEPS, 1, MOST_STEPS)
     assert limits_text(7) == "7 steps, 60 s or 256.00 MiB of memory"
     for number in (0, -1, MOST_STEPS + 1):
@@ -32,7 +32,7 @@ def test_a_profile_without_a_number_of_steps_has_one_and_more_than_the_most_are_
         assert (caught.value.status_code, caught.value.param) == (400, "num_steps")
 
 
-def test_what_would_take_an_engine_down_is_refused(tmp_path: Path) -> None:
+def test_a_profile_that_would_end_the_engine_is_refused(tmp_path: Path) -> None:
     check_activities(None, on_cpu=True)
     check_activities(["MEM"], on_cpu=False)
     for activities in (["CPU", "MEM"], ["RPD"], ["x"], []):
@@ -44,7 +44,7 @@ def test_what_would_take_an_engine_down_is_refused(tmp_path: Path) -> None:
         check_directory(str(tmp_path / "file" / "below"))
 
 
-def test_a_profile_ends_when_its_time_or_its_memory_is_over() -> None:
+def test_a_profile_ends_at_its_limit_of_time_or_memory() -> None:
     now, held = [100.0], [5 * MOST_BYTES]
     watch = ProfileWatch(lambda: now[0], lambda: held[0])
     assert watch.must_end(False) is None
@@ -61,7 +61,7 @@ def test_a_profile_ends_when_its_time_or_its_memory_is_over() -> None:
 
 
 class Profiler:
-    """SGLang's, by the names that are used of it."""
+    """Stands in for SGLang's profiler manager, with the names that are used here."""
 
     def __init__(self) -> None:
         self.profile_in_progress = False
@@ -82,7 +82,7 @@ class Profiler:
         self.profile_in_progress = False
 
 
-def test_a_profile_is_ended_at_a_step_or_while_idle_and_one_at_a_time_runs() -> None:
+def test_a_profile_ends_at_a_step_or_while_idle_and_runs_alone() -> None:
     profiler, why = Profiler(), [None, "its time is over"]
     given_back: list[int] = []
     limited = LimitedProfiler(

@@ -1,4 +1,4 @@
-"""The tag by which choices of one request find each other survives its way, and is nobody else's key."""
+"""The tag of a request's choices is read as it was written, and no other key is taken for one."""
 
 from __future__ import annotations
 

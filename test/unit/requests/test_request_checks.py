@@ -1,4 +1,4 @@
-"""Requests that a scheduler would die of are refused with their value, its limit and the field's name."""
+"""Requests that would crash a scheduler are refused with the value, its limit and the field's name."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_texts_and_choices_pass(given: Any) -> None:
         (shape(sampling_params=[{}, {"n": "2"}]), "n is '2'"),
     ],
 )
-def test_what_no_prompts_can_be_made_of_is_refused(given: Any, words: str) -> None:
+def test_malformed_prompts_and_choices_are_refused(given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_shape(given)
 
@@ -99,7 +99,7 @@ def test_log_probabilities_of_the_models_tokens_pass(given: Any) -> None:
 @pytest.mark.parametrize(
     "given", [logprobs(VOCAB + 1), logprobs(-1), logprobs(1 << 63), logprobs(True), logprobs(1, CONTEXT + 1)]
 )
-def test_more_log_probabilities_than_there_are_tokens_are_refused(given: Any) -> None:
+def test_more_log_probabilities_than_tokens_are_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="it must be a whole number from"):
         check_log_probabilities(given, VOCAB, CONTEXT)
 
@@ -118,7 +118,7 @@ def test_more_log_probabilities_than_there_are_tokens_are_refused(given: Any) ->
         ),
     ],
 )
-def test_sampling_parameters_that_can_be_computed_with_pass(given: Any) -> None:
+def test_valid_sampling_parameters_pass(given: Any) -> None:
     check_sampling(given, VOCAB)
 
 
@@ -140,12 +140,12 @@ def test_sampling_parameters_that_can_be_computed_with_pass(given: Any) -> None:
         (sampling(structural_tag=""), "structural_tag is empty"),
     ],
 )
-def test_sampling_parameters_that_end_a_scheduler_are_refused(given: Any, words: str) -> None:
+def test_sampling_parameters_that_would_crash_a_scheduler_are_refused(given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_sampling(given, VOCAB)
 
 
-def test_routed_experts_are_refused_of_an_engine_that_does_not_keep_them() -> None:
+def test_routed_experts_are_refused_where_the_engine_does_not_keep_them() -> None:
     check_routed_experts(SimpleNamespace(return_routed_experts=False), is_enabled=False)
     check_routed_experts(SimpleNamespace(return_routed_experts=True), is_enabled=True)
     with pytest.raises(ValueError, match="start it with --enable-return-routed-experts"):

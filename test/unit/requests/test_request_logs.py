@@ -26,9 +26,7 @@ from sgl_batch.requests.request_logs import (
 from sgl_batch.sglang_adapter.profiling import ConfigureLoggingReq
 
 
-def test_a_log_of_requests_is_few_private_files_of_bounded_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_logs_are_a_few_private_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_logs, "LOG_BYTES", 10_000)
     target = logging.Logger("requests", logging.INFO)
     target.addHandler(TimedRotatingFileHandler(tmp_path / "requests.log", when="H"))
@@ -62,7 +60,7 @@ def test_a_log_of_requests_is_few_private_files_of_bounded_size(
         ({"dump_requests_folder": "/proc/no/such"}, "cannot be made"),
     ],
 )
-def test_logging_that_would_not_be_bounded_or_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_logging_that_is_unbounded_or_impossible_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         check_logging(ConfigureLoggingReq(**fields))
     assert caught.value.param in fields
@@ -84,7 +82,7 @@ def test_a_folder_of_dumps_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2026-01-01_00-00-09.pkl", "mine.pkl"]
 
 
-def test_what_waits_to_be_dumped_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_wait_for_a_dump_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_logs, "WAITING_BYTES", 1 << 20)
     waiting = WaitingDumps()
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The seed of a choice: the request's own for the first, spread and fixed for ever for the others."""
+"""The first choice has the request's seed. Those of the others are spread, and the same in every version."""
 
 from __future__ import annotations
 
