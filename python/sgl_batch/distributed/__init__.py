@@ -1,1 +1,1 @@
-"""Between processes: control channel and transport of tensors of ranks, request lines. Knows no sequences."""
+"""Communication between ranks: the control channel, the transport of tensors, shared memory. It knows no sequences."""

@@ -1,4 +1,4 @@
-"""Owns the contract of a control channel between ranks. How messages travel is the implementation's affair."""
+"""Owns the contract of a control channel between ranks. An implementation decides how messages travel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ M = TypeVar("M")
 
 
 class Channel(Protocol[M]):
-    """Typed messages from rank to rank; those of one peer arrive in the order in which it sent them.
+    """Sends typed messages from rank to rank.
 
-    Of one thread, but for `wake`.
+    Messages of one peer arrive in the order in which it sent them. The order between two peers is not defined.
+    One thread calls all methods, except `wake`, which any thread may call.
     """
 
     @property
@@ -19,18 +20,35 @@ class Channel(Protocol[M]):
         """This process's own rank."""
 
     def send(self, peer: int, message: M) -> None:
-        """Hand `message` over for `peer`. That it is on its way says nothing about its arrival.
+        """Hand `message` over for delivery to `peer`. The return says nothing about its arrival.
 
-        Raises PeerTimeout when the peer takes nothing in, PeerLost when it is gone.
+        Args:
+            peer: a connected rank, not this one.
+            message: is encoded before this returns; the caller may change it afterwards.
+
+        Raises:
+            PeerTimeout: the peer took nothing in for as long as the implementation allows. It may be alive.
+            PeerLost: the peer's end of the connection is gone. It never comes back.
         """
 
     def recv(self, peers: Collection[int], *, timeout_s: float, awaiting: str) -> tuple[int, M] | None:
-        """The next message of any of `peers`, with its sender; None after `wake`.
+        """Wait for the next message of any of `peers`. Messages of other peers are kept for later calls.
 
-        Raises PeerTimeout after `timeout_s`; PeerLost when one of `peers` is gone and all that it sent has been
-        handed out; BadMessage in place of a message that cannot be understood. The first two name what was awaited.
-        After PeerLost nothing of that rank is handed out any more.
+        Args:
+            peers: connected ranks, at least one.
+            timeout_s: how long to wait at most, in seconds.
+            awaiting: what the caller waits for, as PeerTimeout and PeerLost put it: "waited 2 s for {awaiting}".
+
+        Returns:
+            The sender's rank and its message, or None after `wake`.
+
+        Raises:
+            PeerTimeout: no message came within `timeout_s`. The peers may be alive.
+            PeerLost: one of `peers` is gone, and all messages that it sent have been returned. No later call returns a
+                message of that rank.
+            BadMessage: a message arrived that cannot be decoded, follows a gap, or has an unknown sender (`rank` is
+                None then). It is dropped, and the channel goes on.
         """
 
     def wake(self) -> None:
-        """End the `recv` that is waiting, or the next one. From any thread."""
+        """Make the `recv` that waits now return None, or the next one where none waits. Any thread may call this."""

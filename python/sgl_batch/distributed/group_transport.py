@@ -1,10 +1,10 @@
-"""Owns the transport over a process group of torch.distributed (gloo on a CPU, NCCL on GPUs). Decides no moves.
+"""Owns the transport over a process group of torch.distributed (gloo on a CPU, NCCL on GPUs).
 
-Many small tensors (a page of one layer is tens of KB) travel packed into chunks, through two buffers for each transfer:
-one is packed or unpacked while the other is on the wire. Each transfer has a thread, because gloo cannot be asked
-whether an operation has ended, and its own timeout closes the connections to every rank.
+Many small tensors (a page of one layer is tens of KB) are packed into chunks. Each transfer has two buffers: one is
+packed or unpacked while the other is on the wire. Each transfer has a thread of its own, because gloo cannot be asked
+whether an operation has ended, and gloo's timeout closes the connections to every rank.
 
-Over NCCL, and with tensors on a GPU, nothing here has run yet.
+Nothing here has run yet over NCCL, or with tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from sgl_batch.distributed.rank_errors import PeerTimeout, TransferError
 from sgl_batch.distributed.transport import ignore
 
-# Both ranks cut a list of tensors into the same chunks, so this is no setting.
+# Both ranks must cut a list of tensors into the same chunks, so this is a constant and no setting.
 CHUNK_BYTES = 8 << 20
-# A tensor of any type may begin where the one before it in a chunk has ended.
+# Each tensor of a chunk begins at a multiple of this, which suits every type.
 _ALIGNMENT = 16
 
 
 def chunks_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tensor]]]:
-    """Cut the list into chunks of (offset in bytes, tensor); a tensor larger than a chunk is one by itself."""
+    """Cut a list of tensors into chunks of (offset in bytes, tensor). A tensor larger than a chunk has its own."""
     chunk: list[tuple[int, torch.Tensor]] = []
     end = 0
     for tensor in tensors:
@@ -68,7 +68,7 @@ class GroupTransfer:
         self._complete = self.abandoned = False
         self._ended = threading.Event()
         self._holds_tensors = threading.Lock()
-        # What the caller has enqueued for these tensors on its stream comes before the transfer.
+        # The transfer begins after the work that the caller has enqueued for these tensors on its stream.
         self._ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         way = "to" if sends else "from"
         self.what = f"{self._total_bytes} bytes {way} rank {peer}"
@@ -100,14 +100,14 @@ class GroupTransfer:
                     torch.cuda.current_stream().wait_event(self._ready)
                     self._move()
             self._complete = True
-        except RuntimeError as error:  # what torch raises for a closed connection
+        except RuntimeError as error:  # torch raises this for a closed connection
             self._error = error
         finally:
             self._ended.set()
             self._on_done()
 
     def _move(self) -> None:
-        """Keep up to two chunks on the wire. An abandoned transfer runs on without its tensors, so that it ends."""
+        """Move all chunks, with up to two on the wire. An abandoned transfer goes on to its end without its tensors."""
         size = max(map(_chunk_bytes, self._chunks), default=0)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._wire) for _ in range(min(2, len(self._chunks)))]
         on_wire: deque[tuple[int, dist.Work]] = deque()
@@ -126,7 +126,7 @@ class GroupTransfer:
         if not self._sends:
             self._copy(index, buffers[index % 2])
         if self._ready is not None:
-            torch.cuda.current_stream().synchronize()  # NCCL's wait is the stream's, not this thread's
+            torch.cuda.current_stream().synchronize()  # NCCL's wait() blocks the stream, not this thread
         self.moved_bytes += sum(tensor.nbytes for _, tensor in self._chunks[index])
 
     def _copy(self, index: int, buffer: torch.Tensor) -> None:
@@ -142,11 +142,11 @@ class GroupTransfer:
 
 
 class GroupTransport:
-    """A `Transport` over `group`, in which nothing else may communicate (see transport.py for the contract).
+    """A `Transport` over `group`, which nothing else may use (see transport.py for the contract).
 
-    `through_host`: chunks travel in host memory, which is what gloo takes, wherever the tensors lie. `ranks` are the
-    numbers by which peers are named here, in the order of the group's own ranks. The group's timeout is gloo's limit
-    for each chunk, and one that passes closes the connections to all ranks: it is longer than any wait.
+    `ranks` are the numbers of the peers here, in the order of the group's own ranks. `through_host`: chunks travel in
+    host memory wherever the tensors lie, as gloo requires. The group's timeout is gloo's limit for each chunk. When it
+    passes, gloo closes the connections to all ranks: it must be longer than any wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, through_host: bool = True) -> None:
@@ -188,12 +188,15 @@ class GroupTransport:
         peer: int,
         on_done: Callable[[], None],
     ) -> GroupTransfer:
-        """Refused while an abandoned transfer runs on: without tags its bytes would pass for the new one's."""
+        """Begin a transfer, unless an abandoned one with that peer is not done.
+
+        Without tags, the bytes of the abandoned one would be taken for those of the new one.
+        """
         running = [transfer for transfer in self._begun.get(peer, []) if not transfer.done]
         stuck = next((transfer for transfer in running if transfer.abandoned), None)
         if stuck is not None:
             raise TransferError(
-                peer, f"rank {peer}: {stuck.what} was given up and has not run out yet, so nothing else can be moved"
+                peer, f"rank {peer}: {stuck.what} was abandoned and has not ended yet, so nothing else can be moved"
             )
         transfer = GroupTransfer(
             operation, tensors, sends=sends, peer=peer, on_done=on_done, through_host=self._through_host

@@ -1,4 +1,4 @@
-"""Owns one rank's place among the ranks of its engine: its part, and how it reaches the others; not what they say."""
+"""Owns a rank's context among the ranks of its engine: what it computes, and how it reaches the other ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 from sgl_batch.sglang_adapter.ranks import new_process_group
 
-# Ranks that start together may be far apart in time: on a busy machine, imports and loading take minutes. One that ends
-# meanwhile is noticed by the controller, which ends them all; this is for one that hangs.
+# Ranks that start together may be minutes apart: on a busy machine, imports and loading take minutes. The controller
+# notices a rank that ends meanwhile, and ends them all. This limit is for a rank that hangs.
 _START_TIMEOUT_S = 900.0
-# A collective waits this long for a rank that computes; one that hangs is found by its heartbeat long before.
+# A collective waits this long for a rank that computes. The heartbeat finds a rank that hangs long before.
 _COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """`rank`: the global one, for control channels, process groups of all ranks, files and messages. What the rank
-    computes is said by its `attention_rank` and its `expert_shard`.
+    """A rank's number, its part of the topology, and the means to reach the other ranks.
 
-    `directory`: where the ranks of this engine leave their addresses; it names the engine as well.
-    `shares_gpu`: there are more ranks than GPUs, so that some have the same one.
+    `rank`: the global one, for control channels, process groups of all ranks, files and messages. `attention_rank` and
+    `expert_shard` say what the rank computes.
+    `directory`: where the ranks of this engine leave their addresses. Its name identifies the engine.
+    `shares_gpu`: there are more ranks than GPUs, so that some ranks share a GPU.
     """
 
     rank: int
@@ -37,7 +38,7 @@ class RankContext:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Where the ranks leave what the others need."""
+        """Where the ranks publish what the others need at the start."""
         return Rendezvous(self.directory)
 
     @property
@@ -52,7 +53,7 @@ class RankContext:
 
     @property
     def attention_rank(self) -> int:
-        """This rank's number among those of its stage that have sequences."""
+        """This rank's number among the ranks of its stage that have sequences."""
         found = self.part.attention_rank
         assert found is not None, f"rank {self.rank} has no attention"
         return found
@@ -65,18 +66,21 @@ class RankContext:
         return found
 
     def backend(self, device: str) -> str:
-        """Which backend of torch.distributed moves what lies on this device between ranks.
+        """Return the backend of torch.distributed that moves tensors of this device between ranks.
 
-        NCCL makes no group of ranks that share a GPU; gloo moves host memory, through which theirs goes.
+        NCCL makes no group of ranks that share a GPU. Their tensors go through host memory, which gloo moves.
         """
         return "gloo" if device == "cpu" or self.shares_gpu else "nccl"
 
     def await_published(self, name: str, ranks: Iterable[int]) -> dict[int, str]:
-        """What these ranks have published under `name` when they start; PeerTimeout names one that hangs."""
+        """Wait until these ranks have published `name` at their start; return its text by rank.
+
+        Raises PeerTimeout, which names the ranks that have not.
+        """
         return self.rendezvous.await_all(name, ranks, _START_TIMEOUT_S)
 
     def process_group(self, name: str, backend: str) -> Any:
-        """A process group of its own for `name`; every rank calls this, in the same order."""
+        """Make a process group for `name`. Every rank calls this, in the same order."""
         store = FileStore(str(self.directory / f"store-{name}"), self.topology.num_ranks)
         return new_process_group(
             backend,
@@ -88,7 +92,7 @@ class RankContext:
         )
 
     def channel(self, name: str, messages: Any) -> ZmqChannel[Any]:
-        """A channel to all other ranks, connected; every rank calls this."""
+        """Make a channel to all other ranks and connect it. Every rank calls this."""
         channel: ZmqChannel[Any] = ZmqChannel(
             rank=self.rank,
             messages=messages,

@@ -1,7 +1,7 @@
-"""Owns which cores of a machine each rank gets: whole physical cores, neighbours, on as few sockets as can be.
+"""Decides which cores of a machine each rank gets: whole physical cores, neighbours, on as few sockets as possible.
 
-Linux numbers the second hardware threads of all cores behind the first ones: half of the numbers is every core's first
-thread, not half of the cores.
+Linux numbers the second hardware threads of all cores after the first ones. So the first half of the numbers is the
+first thread of every core, not half of the cores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SYSFS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Cpu:
-    """A logical CPU, in the order in which they are shared out. `core`: the lowest number of those of its core."""
+    """A logical CPU; CPUs are shared out in sorted order. `core`: the lowest CPU number on its physical core."""
 
     socket: int
     node: int
@@ -24,7 +24,7 @@ class Cpu:
 
 
 def read_cpus(numbers: Iterable[int], sysfs: Path = _SYSFS) -> list[Cpu]:
-    """Where these CPUs lie; what the system does not say counts as one socket, and each CPU as a core."""
+    """Read where these CPUs lie. Where the system does not say it, all lie on one socket, each on a core of its own."""
     found = []
     for number in sorted(numbers):
         directory = sysfs / f"cpu{number}"
@@ -41,9 +41,10 @@ def _text(path: Path) -> str:
 
 
 def share_of(cpus: Iterable[Cpu], rank: int, world_size: int) -> list[int]:
-    """The numbers of this rank's CPUs: physical cores shared out evenly in order, or CPUs where cores are too few.
+    """Return the numbers of this rank's CPUs.
 
-    With more ranks than CPUs, several ranks get the same one.
+    Physical cores are shared out evenly in order; where there are fewer cores than ranks, CPUs are. With more ranks
+    than CPUs, several ranks get the same one.
     """
     ordered = sorted(cpus)
     cores: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Owns the errors that name a rank. Decides nothing about what becomes of that rank or of its sequences."""
+"""Owns the errors that name a rank. Their handlers decide what becomes of that rank and of its sequences."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ def _names(ranks: Iterable[int]) -> str:
 
 
 class RankError(EngineError):
-    """Something between this rank and another failed. `rank` is the other one; None where it cannot be told."""
+    """Something between this rank and another failed. `rank` is the other one; None where it is not known."""
 
     def __init__(self, rank: int | None, message: str) -> None:
         super().__init__(message)
         self.rank = rank
 
 
-class PeerTimeout(RankError):  # noqa: N818 (a name that says which error it is)
-    """A rank did not do what was awaited in time. It may be alive: nothing can be concluded about what it holds."""
+class PeerTimeout(RankError):  # noqa: N818 (the name says which error it is)
+    """A rank did not act in time. It may be alive, so nothing can be concluded about what it holds."""
 
     def __init__(self, ranks: Iterable[int], *, awaiting: str, seconds: float) -> None:
         listed = sorted(ranks)
@@ -46,8 +46,8 @@ class PeerLost(RankError):  # noqa: N818
 
 
 class BadMessage(RankError):  # noqa: N818
-    """A message cannot be understood. It is dropped and the channel goes on; who awaited it decides what follows."""
+    """A message cannot be decoded. It is dropped and the channel goes on; its receiver decides what follows."""
 
 
 class TransferError(RankError):
-    """Tensors did not get through. This does not say that the rank is dead: only the channel says so."""
+    """A transfer of tensors failed. The rank may be alive: only the channel says that it is lost."""

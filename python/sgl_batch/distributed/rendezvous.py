@@ -1,6 +1,6 @@
-"""Owns where the ranks of one engine on one machine find each other: small files in a directory made for that.
+"""Owns the rendezvous of the ranks of one engine on one machine: small files in a directory made for that.
 
-What is written there, and what a rank's failure means, is decided by others.
+It does not know what the files say, or what follows from a failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a group could not go on. `code`: as EngineError has it. `traceback`: of a fault of the program, or empty."""
+    """Why the ranks could not go on. `code`: EngineError's. `traceback`: of a fault of the program, or empty."""
 
     text: str
     code: str | None
@@ -27,17 +27,20 @@ class Failure:
 
 
 class Rendezvous:
-    """Facts by name and rank, each written once and whole."""
+    """Texts by name and rank, each written once; a reader sees a text whole or not at all."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def publish(self, name: str, rank: int, text: str) -> None:
-        """Let every rank know `text` of this one."""
+        """Publish `text` of this rank under `name`, for all processes of the engine."""
         self._write(self.directory / f"{name}.{rank}", text)
 
     def await_all(self, name: str, ranks: Iterable[int], timeout_s: float) -> dict[int, str]:
-        """What all `ranks` have published under `name`; PeerTimeout names those that have not."""
+        """Wait until all `ranks` have published `name`; return the texts by rank.
+
+        Raises PeerTimeout, which names the ranks that have not.
+        """
         deadline = time.monotonic() + timeout_s
         missing = set(ranks)
         found: dict[int, str] = {}
@@ -54,11 +57,11 @@ class Rendezvous:
             time.sleep(_POLL_S)
 
     def published(self, name: str) -> dict[int, str]:
-        """What has been published under `name` so far, by rank."""
+        """Return the texts published under `name` so far, by rank."""
         return {int(path.suffix[1:]): path.read_text() for path in self.directory.glob(f"{name}.[0-9]*")}
 
     def report_failure(self, text: str, *, code: str = "", traceback: str = "") -> None:
-        """Say why the group cannot go on. The first to say so is heard. `code`: as EngineError has it."""
+        """Report why the ranks cannot go on. Only the first report of any process is kept. `code`: EngineError's."""
         path = self.directory / "failure"
         own = path.with_suffix(f".{os.getpid()}")
         own.write_text(json.dumps({"text": text, "code": code or None, "traceback": traceback}))
@@ -70,14 +73,14 @@ class Rendezvous:
             own.unlink()
 
     def await_failure(self, timeout_s: float) -> None:
-        """Wait until somebody has said why the group cannot go on, or for `timeout_s`."""
+        """Wait until a process has reported a failure, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     @property
     def failure(self) -> Failure | None:
-        """Why the group could not go on, if somebody has said so."""
+        """The failure that was reported first, or None."""
         path = self.directory / "failure"
         return Failure(**json.loads(path.read_text())) if path.exists() else None
 

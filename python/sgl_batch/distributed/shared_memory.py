@@ -1,4 +1,4 @@
-"""Owns memory that the ranks of one machine share: a region each, which its rank alone writes; not what it holds."""
+"""Owns memory that the ranks of one machine share: each rank has a region that it alone writes and all can read."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import torch.distributed as dist
 
 from sgl_batch.errors import EngineError
 
-# While a wait is as short as this, looking again is quicker than to sleep and be woken.
+# In a wait that is shorter than this, spinning is faster than sleeping and being woken.
 _SPIN_US = 200.0
 _SPIN_US_ON_A_SHARED_CORE = 5.0
 
 
 def shared_regions(group: dist.ProcessGroup, num_bytes: int) -> list[torch.Tensor]:
-    """Every rank's region, by rank: uint8 [num_bytes], zero at first, and taking memory only where it is written.
+    """Make this rank's region and map all ranks' regions; return them by rank: uint8 [num_bytes], zero at first.
 
-    Every rank of `group`, which must be on one machine and have the backend gloo, calls this. The regions end with the
-    processes that hold them. Raises EngineError where memory cannot be shared.
+    A region takes memory only where it is written. Every rank of `group` calls this. The group must be on one machine
+    and have the backend gloo. The regions end with the processes that hold them. Raises EngineError where memory cannot
+    be shared.
     """
     own = os.memfd_create("sgl-batch-rank")
     try:
         os.ftruncate(own, num_bytes)
-        told = gathered(group, [os.getpid(), own])
-        regions = [_mapped(f"/proc/{pid}/fd/{number}", num_bytes) for pid, number in told]
-        dist.barrier(group)  # nobody closes what another has not opened yet
+        descriptors = gathered(group, [os.getpid(), own])
+        regions = [_mapped(f"/proc/{pid}/fd/{number}", num_bytes) for pid, number in descriptors]
+        dist.barrier(group)  # a rank closes its descriptor after all ranks have opened it
     finally:
         os.close(own)
     return regions
 
 
 def gathered(group: dist.ProcessGroup, values: list[int]) -> list[list[int]]:
-    """What every rank of `group` gave, by rank."""
-    told = [torch.empty(len(values), dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(told, torch.tensor(values), group=group)
-    return [row.tolist() for row in told]
+    """Gather the values of every rank of `group`; return them by rank."""
+    rows = [torch.empty(len(values), dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(rows, torch.tensor(values), group=group)
+    return [row.tolist() for row in rows]
 
 
 def _mapped(path: str, num_bytes: int) -> torch.Tensor:
@@ -55,6 +56,6 @@ def _mapped(path: str, num_bytes: int) -> torch.Tensor:
 
 
 def spin_us(world_size: int) -> float:
-    """How long a rank should look for another's word before it sleeps; short where ranks share cores."""
+    """Return how long, in us, a rank spins for another's values before it sleeps; short where ranks share cores."""
     enough = (os.cpu_count() or 1) >= world_size
     return _SPIN_US if enough else _SPIN_US_ON_A_SHARED_CORE

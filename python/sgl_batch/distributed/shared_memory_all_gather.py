@@ -14,9 +14,9 @@ ALL_GATHER_BYTES = 1 << 20
 
 
 class SharedMemoryAllGather:
-    """One rank's end of an all-gather through all ranks' `regions`.
+    """One rank's end of an all-gather through the `regions` of all ranks.
 
-    Every rank takes part in every `gather`, in the same order.
+    Every rank calls every `gather`, in the same order.
     """
 
     def __init__(self, regions: list[torch.Tensor], rank: int, kernels: ModuleType, *, timeout_s: float) -> None:
@@ -25,9 +25,9 @@ class SharedMemoryAllGather:
         self._waited_s = 0.0
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The values (16 at most, as many on every rank) of all ranks, by rank.
+        """Return the values of all ranks, by rank. Each rank gives equally many values, 16 at most.
 
-        Raises RuntimeError, which names the rank, where one does not take part within `timeout_s`.
+        Raises RuntimeError, which names a rank that does not call this within `timeout_s`.
         """
         rows, waited_s = self._kernels.gather(
             self._regions,
@@ -41,6 +41,6 @@ class SharedMemoryAllGather:
         return found
 
     def take_waited_s(self) -> float:
-        """Seconds waited for other ranks since this was last asked."""
+        """Return the seconds waited for other ranks since the last call of this."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited

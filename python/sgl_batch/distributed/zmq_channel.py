@@ -1,10 +1,10 @@
-"""Owns the control channel over ZeroMQ. What the messages mean, and who has which address, is decided by others.
+"""Owns the control channel over ZeroMQ. Its users give the types of messages, and distribute the addresses.
 
 Every rank binds one PULL socket and connects one PUSH socket to each peer, so that a pair of ranks has one connection
-in each direction. The sockets are AF_UNIX ones: who may reach them is decided by the directory in which they lie.
+in each direction. The sockets are AF_UNIX ones: the permissions of their directory say which users can reach them.
 
-A message is two frames of MessagePack: who sends it (run, rank, running number) and the message itself, decoded into
-the types given at construction and into nothing else.
+A message is two frames of MessagePack: the envelope (run, sender's rank, running number) and the message itself. It is
+decoded into the types given at construction and no others.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from sgl_batch.errors import ConfigError
 
 M = TypeVar("M", bound=msgspec.Struct)
 
-# A peer's last messages and the end of its other connection are read by ZeroMQ's thread in any order: what is still
-# in the kernel's buffers when the end is seen gets this long to be read.
+# ZeroMQ's thread reads a peer's last messages and the end of its other connection in any order. Messages that are
+# still in the kernel's buffers when the end is seen get this long to be read.
 _DRAIN_S = 0.05
 _LINGER_MS = 2000
-# CLOSED: nobody listens at the peer's address.
+# CLOSED: no process listens at the peer's address.
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
@@ -44,10 +44,10 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class ZmqChannel(Generic[M]):
     """A `Channel` between processes of one machine (see channel.py for the contract).
 
-    `messages` is the union of tagged msgspec structs that may travel; `run_id` keeps two runs on one machine apart.
-    `path`: where this rank's socket is made, in a directory to which nobody but this user has access.
-    The caller hands `endpoint` to the other ranks and their endpoints to `connect`. Death is taken from the kernel,
-    which closes a dead process's connections; a process that is merely stopped keeps them, and only times out.
+    `messages` is the union of tagged msgspec structs that may be sent. `run_id` keeps two runs on one machine apart.
+    `path`: the file of this rank's socket, in a directory that only this user can access.
+    The caller gives `endpoint` to the other ranks, and their endpoints to `connect`. The kernel closes the connections
+    of a process that dies, so that it is lost at once. A process that is merely stopped keeps them, and times out.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class ZmqChannel(Generic[M]):
         return self._inlet.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def connect(self, endpoints: Mapping[int, str]) -> None:
-        """Connect to every rank of `endpoints` but this one. All of them have bound theirs by then."""
+        """Connect to every rank of `endpoints` but this one. All of them must have bound their sockets."""
         for peer in sorted(set(endpoints) - {self.rank}):
             assert peer not in self._outlets, f"rank {self.rank} is connected to rank {peer} already"
             outlet = self._new_socket(zmq.PUSH)
-            outlet.setsockopt(zmq.IMMEDIATE, 1)  # a message waits for a connection here, never in a queue for nobody
-            outlet.setsockopt(zmq.RECONNECT_IVL, -1)  # who was gone may have missed messages: it stays gone
+            outlet.setsockopt(zmq.IMMEDIATE, 1)  # send() waits for a connection; no message is queued without one
+            outlet.setsockopt(zmq.RECONNECT_IVL, -1)  # a peer that was gone may have missed messages: it stays gone
             self._monitors[peer] = outlet.get_monitor_socket(_GONE)
             self._poller.register(self._monitors[peer], zmq.POLLIN)
             outlet.connect(endpoints[peer])
@@ -112,7 +112,7 @@ class ZmqChannel(Generic[M]):
             self._inbox[peer] = deque()
 
     def send(self, peer: int, message: M) -> None:
-        """See Channel.send. Waits for the connection, or for room in the queue, up to `send_timeout_s`."""
+        """See Channel.send. Wait for the connection, or for room in the queue, up to `send_timeout_s`."""
         self._check_peers([peer])
         what = f"it to take in {type(message).__name__}"
         body = self._encoder.encode(message)
@@ -132,7 +132,7 @@ class ZmqChannel(Generic[M]):
         raise PeerLost(peer, awaiting=what, seconds=time.monotonic() - begun)
 
     def _hand_over(self, peer: int, body: bytes) -> bool:
-        """Whether the socket took the message: it does not if the connection has ended since it was writable."""
+        """Return whether the socket took the message. It does not where the connection ended after it was writable."""
         envelope = _Envelope(self._run_id, self.rank, self._sent[peer])
         try:
             self._outlets[peer].send_multipart([self._encoder.encode(envelope), body], zmq.NOBLOCK)
@@ -177,7 +177,7 @@ class ZmqChannel(Generic[M]):
 
     def wake(self) -> None:
         """See Channel.wake."""
-        with contextlib.suppress(BlockingIOError):  # so many wakes wait already that one more says nothing new
+        with contextlib.suppress(BlockingIOError):  # the buffer is full of wakes: one more changes nothing
             self._waker.send(b"\0")
 
     def _was_woken(self) -> bool:
@@ -194,7 +194,7 @@ class ZmqChannel(Generic[M]):
                 self._gone_since.setdefault(peer, time.monotonic())
 
     def _take_in(self) -> None:
-        """Put all that has arrived into the inboxes; raises BadMessage for what no known peer can have sent."""
+        """Put all arrived messages into the inboxes. Raises BadMessage for one that no connected peer has sent."""
         while self._inlet.poll(0):
             frames = self._inlet.recv_multipart()
             envelope = self._envelope_of(frames)
@@ -213,17 +213,17 @@ class ZmqChannel(Generic[M]):
         return message
 
     def _envelope_of(self, frames: list[bytes]) -> _Envelope:
-        """Who sent these frames; raises BadMessage when that is none of the peers."""
+        """Return the envelope of these frames. Raises BadMessage where its sender is no connected peer."""
         if len(frames) != 2:
-            raise BadMessage(None, f"a message of {len(frames)} frames came in, of nobody known; 2 are expected")
+            raise BadMessage(None, f"a message of {len(frames)} frames came from an unknown sender; a message has 2")
         try:
             envelope = self._envelope_decoder.decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadMessage(None, f"a message came in that does not say who sent it: {error}") from error
+            raise BadMessage(None, f"a message came in whose envelope does not name its sender: {error}") from error
         if envelope.run_id != self._run_id or envelope.source not in self._inbox:
             raise BadMessage(
                 None,
-                f"a message came in of rank {envelope.source} of run {envelope.run_id!r}; this is rank {self.rank} of "
+                f"a message came from rank {envelope.source} of run {envelope.run_id!r}; this is rank {self.rank} of "
                 f"run {self._run_id!r}, connected to ranks {sorted(self._inbox)}: the ranks' endpoints are mixed up",
             )
         return envelope
@@ -235,7 +235,7 @@ class ZmqChannel(Generic[M]):
         assert not unknown, f"rank {self.rank} is not connected to ranks {unknown}"
 
     def close(self) -> None:
-        """Give what was sent two more seconds to leave, then end. Peers see PeerLost. May be called again."""
+        """Close the channel; messages that were sent get two more seconds to leave. Idempotent. Peers see PeerLost."""
         if self._context.closed:
             return
         for outlet in self._outlets.values():

@@ -21,8 +21,8 @@ class Number(msgspec.Struct, tag="number"):
 
 def _live_until_killed(link: Connection) -> None:
     with (
-        tempfile.TemporaryDirectory() as place,
-        ZmqChannel[Number](rank=1, messages=Number, run_id="run", path=Path(place) / "1") as channel,
+        tempfile.TemporaryDirectory() as directory,
+        ZmqChannel[Number](rank=1, messages=Number, run_id="run", path=Path(directory) / "1") as channel,
     ):
         link.send(channel.endpoint)
         channel.connect({0: link.recv()})

@@ -29,7 +29,7 @@ def gloo_groups(num_ranks: int) -> list[dist.ProcessGroup]:
 
 
 def transports(num_ranks: int) -> list[GroupTransport]:
-    """The ends of a transport over a group of its own."""
+    """One transport for each rank of a new group."""
     return [GroupTransport(group, range(num_ranks)) for group in gloo_groups(num_ranks)]
 
 
@@ -43,7 +43,7 @@ def _die_while_sending(store_path: str, num_chunks: int) -> None:
 
 @contextmanager
 def peer_that_dies_after(store_path: str, num_chunks: int) -> Iterator[tuple[GroupTransport, BaseProcess]]:
-    """Rank 0's transport to a process that sends so many chunks with tag 5, and kills itself."""
+    """Rank 0's transport to a process that sends `num_chunks` chunks with tag 5 and then kills itself."""
     process = multiprocessing.get_context("forkserver").Process(
         target=_die_while_sending, args=(store_path, num_chunks)
     )

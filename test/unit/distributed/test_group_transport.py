@@ -1,4 +1,4 @@
-"""Tensors arrive as they were sent, in order, beside other groups' collectives; a dead or silent peer is an error."""
+"""Tensors arrive as they were sent, in order, during collectives of other groups; a dead or silent peer is an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_tensors_of_all_kinds_arrive_as_they_were_sent():
         assert bytes_of(before) == bytes_of(after)
 
 
-def test_views_into_a_pool_are_written_and_nothing_beside_them():
+def test_only_the_given_views_into_a_pool_are_written():
     pool = torch.zeros(6, 4, 8)
     sent = [torch.full((4, 8), 1.0), torch.full((4, 8), 2.0)]
     first, second = transports(2)
@@ -90,7 +90,7 @@ def test_transfers_of_one_direction_arrive_in_their_order():
     assert [inbox[0].unique().tolist() for inbox in inboxes] == [[0], [10], [20], [30], [40]]
 
 
-def test_collectives_of_another_group_go_on_beside_a_transfer():
+def test_collectives_of_another_group_run_during_a_transfer():
     ends, others = transports(2), gloo_groups(2)
     received = empty_like(pages(200, 0))
 
@@ -111,11 +111,11 @@ def test_an_empty_list_is_done_at_once():
     first.send([], 1, tag=0).wait(WAIT_S)
 
 
-def test_the_end_of_a_transfer_is_told():
+def test_on_done_is_called_at_the_end_of_a_transfer():
     first, second = transports(2)
-    told = [threading.Event(), threading.Event()]
-    transfers = [first.send(pages(2, 1), 1, 0, told[0].set), second.recv(pages(2, 0), 0, 0, told[1].set)]
-    assert all(event.wait(WAIT_S) for event in told)
+    ended = [threading.Event(), threading.Event()]
+    transfers = [first.send(pages(2, 1), 1, 0, ended[0].set), second.recv(pages(2, 0), 0, 0, ended[1].set)]
+    assert all(event.wait(WAIT_S) for event in ended)
     assert all(transfer.done for transfer in transfers)
 
 
@@ -143,16 +143,16 @@ def test_a_peer_that_dies_is_an_error_that_names_it(tmp_path, num_chunks):
             transport.send(into, 1, tag=6).wait(WAIT_S)
 
 
-def test_an_abandoned_receive_writes_nothing_more_and_blocks_later_ones_until_it_has_run_out():
+def test_an_abandoned_receive_writes_nothing_more_and_blocks_later_transfers_until_it_is_done():
     first, second = transports(2)
     received = empty_like(pages(2, 0))
-    told = threading.Event()
-    stuck = first.recv(received, 1, 0, told.set)
+    ended = threading.Event()
+    stuck = first.recv(received, 1, 0, ended.set)
     stuck.abandon()
-    with pytest.raises(TransferError, match="rank 1: 1024 bytes from rank 1 was given up and has not run out yet"):
+    with pytest.raises(TransferError, match="rank 1: 1024 bytes from rank 1 was abandoned and has not ended yet"):
         first.send(pages(1, 0), 1, tag=1)
     second.send(pages(2, 4), 0, tag=0).wait(WAIT_S)
-    assert told.wait(WAIT_S)
+    assert ended.wait(WAIT_S)
     assert not torch.cat(received).any()
     transfers = [first.recv(received, 1, tag=1), second.send(pages(2, 5), 0, tag=1)]
     for transfer in transfers:

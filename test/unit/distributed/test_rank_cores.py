@@ -1,4 +1,4 @@
-"""Ranks share out whole physical cores, whatever their numbers, and one each where there are few."""
+"""Ranks get whole physical cores however these are numbered, and one CPU each where there are few."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_ranks_share_a_core_s_threads_before_they_share_a_thread():
     assert shares(machine(1, 2, 1), 4) == [[0], [0], [1], [1]]
 
 
-def test_sockets_are_told_apart_whatever_their_cores_numbers():
+def test_ranks_get_whole_sockets_however_cores_are_numbered():
     """Some machines number the cores of their sockets in turn."""
     cpus = [Cpu(socket=number % 2, node=number % 2, core=number, number=number) for number in range(4)]
     assert shares(cpus, 2) == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("siblings", ["0,4", "0-1"])
-def test_the_system_says_where_a_cpu_lies(tmp_path, siblings):
+def test_the_location_of_a_cpu_is_read_from_sysfs(tmp_path, siblings):
     topology = tmp_path / "cpu4" / "topology"
     topology.mkdir(parents=True)
     (topology / "thread_siblings_list").write_text(f"{siblings}\n")
@@ -55,5 +55,5 @@ def test_the_system_says_where_a_cpu_lies(tmp_path, siblings):
     assert read_cpus([4], tmp_path) == [Cpu(socket=1, node=3, core=0, number=4)]
 
 
-def test_cpus_of_which_the_system_says_nothing_are_cores_of_one_socket(tmp_path):
+def test_cpus_unknown_to_sysfs_count_as_cores_of_one_socket(tmp_path):
     assert shares(read_cpus([5, 2], tmp_path), 2) == [[2], [5]]

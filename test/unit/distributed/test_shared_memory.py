@@ -1,4 +1,4 @@
-"""Memory that ranks share is refused with a remedy where it cannot be had; who shares it is tested with dispatchers."""
+"""Shared memory that cannot be had is refused with a remedy. Tests of dispatchers cover several ranks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_a_region_is_zero_and_takes_no_memory_before_it_is_written(lone_rank):
     assert region[(1 << 40) - 8 :].tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
 
 
-def test_more_address_space_than_there_is_is_refused_with_a_remedy(lone_rank):
+def test_too_much_address_space_is_refused_with_a_remedy(lone_rank):
     with pytest.raises(EngineError, match=r"cannot share 1073741824 MiB .* --token-dispatcher gloo"):
         shared_regions(lone_rank, 1 << 50)

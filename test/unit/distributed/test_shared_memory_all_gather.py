@@ -1,4 +1,4 @@
-"""Ranks read each other's numbers from an all-gather, each round its own, however unevenly they come to it."""
+"""In each round of an all-gather, every rank reads the values of this round, however unevenly the ranks arrive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_rank_reads_all_values_of_each_round(num_ranks):
         found = []
         for number in range(rounds):
             if draw.random() < 0.1:
-                time.sleep(0.002 * draw.random())  # the other ranks come to the all-gather at another time
+                time.sleep(0.002 * draw.random())  # the ranks arrive at different times
             found.append(all_gathers[rank].gather([rank, number, -number * rank]))
         return found
 
@@ -38,13 +38,13 @@ def test_every_rank_reads_all_values_of_each_round(num_ranks):
                 assert rows == [[rank, number, -number * rank] for rank in range(num_ranks)]
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_a_rank_that_does_not_take_part_is_named():
     first, *_ = all_gathers_of(3, timeout_s=0.05)
     with pytest.raises(RuntimeError, match=r"rank 1 of the group did not take part in an exchange in 0\.05 s"):
         first.gather([1])
 
 
-def test_the_time_waited_for_others_is_told_once():
+def test_the_time_waited_for_others_is_returned_once():
     first, second = all_gathers_of(2)
     begun = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
@@ -57,6 +57,6 @@ def test_the_time_waited_for_others_is_told_once():
     assert first.take_waited_s() == 0.0
 
 
-def test_more_values_than_a_board_has_room_for_are_refused():
+def test_more_than_16_values_are_refused():
     with pytest.raises(RuntimeError, match="17 values to gather; at most 16"):
         all_gathers_of(1)[0].gather(range(17))

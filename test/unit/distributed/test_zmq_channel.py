@@ -1,4 +1,4 @@
-"""Messages come typed and in order; a silent, dead or muddled peer is an error that names it, and never a hang."""
+"""Messages arrive typed and in order. A silent, dead or faulty peer is an error that names it, and never a hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sgl_batch.distributed.rank_errors import BadMessage, PeerLost, PeerTimeout
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 from sgl_batch.errors import ConfigError
 
-SOON_S = 10.0  # for what happens at once, on however busy a machine
+SOON_S = 10.0  # for events that are immediate, on a busy machine too
 
 
 class Text(msgspec.Struct, tag="text"):
@@ -37,8 +37,8 @@ Talk = Number | Text
 @contextmanager
 def open_channel(rank: int, **options) -> Iterator[ZmqChannel[Talk]]:
     with (
-        tempfile.TemporaryDirectory() as place,
-        ZmqChannel(rank=rank, messages=Talk, run_id="run", path=Path(place) / str(rank), **options) as channel,
+        tempfile.TemporaryDirectory() as directory,
+        ZmqChannel(rank=rank, messages=Talk, run_id="run", path=Path(directory) / str(rank), **options) as channel,
     ):
         yield channel
 
@@ -59,7 +59,7 @@ def take(channel: ZmqChannel[Talk], *peers: int) -> tuple[int, Talk] | None:
 
 @contextmanager
 def stranger(channel: ZmqChannel[Talk]) -> Iterator[zmq.Socket[bytes]]:
-    """A bare socket that sends frames of the test's own making."""
+    """A bare socket that sends the frames of a test."""
     context = zmq.Context()
     outlet = context.socket(zmq.PUSH)
     outlet.connect(channel.endpoint)
@@ -69,7 +69,7 @@ def stranger(channel: ZmqChannel[Talk]) -> Iterator[zmq.Socket[bytes]]:
         context.destroy(linger=1000)
 
 
-def test_messages_of_each_peer_come_in_their_order():
+def test_messages_of_each_peer_arrive_in_order():
     with connected(3) as (first, second, third):
         for value in range(200):
             second.send(0, Number(value=value))
@@ -79,7 +79,7 @@ def test_messages_of_each_peer_come_in_their_order():
     assert [message for peer, message in taken if peer == 2] == [Text(words=[str(value)]) for value in range(200)]
 
 
-def test_messages_of_other_peers_are_kept_for_whoever_asks_for_them():
+def test_messages_of_other_peers_are_kept_for_later_calls():
     with connected(3) as (first, second, third):
         second.send(0, Number(value=1))
         third.send(0, Number(value=2))
@@ -111,13 +111,13 @@ def test_a_timeout_on_several_ranks_names_them_all():
         (b"\x81\xa4type\xa6n\xffmber", "utf-8"),
     ],
 )
-def test_a_message_that_cannot_be_understood_is_an_error_in_its_place(body, reason):
+def test_a_message_that_cannot_be_decoded_is_an_error_and_the_channel_goes_on(body, reason):
     with connected(2) as (first, second), stranger(first) as outlet:
         outlet.send_multipart([msgspec.msgpack.encode(["run", 1, 0]), body])
         with pytest.raises(BadMessage, match=f"number 0 of rank 1 .*{reason}") as error:
             take(first, 1)
         assert error.value.rank == 1
-        second._sent[0] = 1  # the stranger has spoken for rank 1
+        second._sent[0] = 1  # the stranger has sent a message as rank 1
         second.send(0, Number(value=5))
         assert take(first, 1) == (1, Number(value=5))
 
@@ -133,7 +133,7 @@ def test_a_message_that_cannot_be_understood_is_an_error_in_its_place(body, reas
         [b"", b"", b""],
     ],
 )
-def test_a_message_of_nobody_known_is_an_error_without_a_rank_and_the_channel_goes_on(frames):
+def test_a_message_of_an_unknown_sender_is_an_error_without_a_rank_and_the_channel_goes_on(frames):
     with connected(2) as (first, second), stranger(first) as outlet:
         outlet.send_multipart(frames)
         with pytest.raises(BadMessage) as error:
@@ -170,7 +170,7 @@ def test_many_wakes_end_one_wait_and_never_block():
     assert (1, Number(value=1)) in received
 
 
-def test_what_a_peer_sent_before_it_closed_is_handed_out_before_its_loss():
+def test_messages_sent_before_a_close_are_received_before_the_loss():
     with connected(2) as (first, second):
         for value in range(50):
             second.send(0, Number(value=value))
@@ -194,7 +194,7 @@ def test_the_loss_of_one_peer_leaves_the_others_alone():
         assert take(third, 0) == (0, Number(value=2))
 
 
-def test_after_its_loss_nothing_of_a_peer_is_handed_out():
+def test_no_message_of_a_lost_peer_is_received():
     with connected(2) as (first, second), stranger(first) as outlet:
         second.close()
         with pytest.raises(PeerLost):
@@ -204,7 +204,7 @@ def test_after_its_loss_nothing_of_a_peer_is_handed_out():
             first.recv([1], timeout_s=0.2, awaiting="nothing")
 
 
-def test_an_address_where_nobody_listens_is_a_lost_peer():
+def test_an_address_without_a_listener_is_a_lost_peer():
     with open_channel(1) as gone:
         endpoint = gone.endpoint
     with open_channel(0) as channel:
@@ -236,7 +236,7 @@ def test_a_peer_that_takes_nothing_in_is_a_timeout():
         send_until_full(first)
 
 
-def test_a_socket_with_too_long_a_name_is_refused_with_what_to_do(tmp_path):
+def test_a_socket_with_too_long_a_name_is_refused_with_a_remedy(tmp_path):
     with pytest.raises(ConfigError, match="set TMPDIR to another directory"):
         ZmqChannel(rank=0, messages=Talk, run_id="run", path=tmp_path / ("x" * 200))
 
