@@ -1,6 +1,6 @@
-"""Owns our configuration: one frozen dataclass per owner, and the flags generated from them.
+"""Owns the configuration: one frozen dataclass per owner, and the command line flags generated from them.
 
-It checks values for themselves; whether a model fits them is decided where the model is known.
+It checks values by themselves. Whether a model fits them is decided where the model is known.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ def _flag(
     choices: tuple[str, ...] | None = None,
     in_bytes: bool = False,
     kind: type = str,
+    metavar: str | None = None,
 ) -> Any:
-    """A dataclass field that is also a command line flag, with the range of values it takes.
+    """Return a dataclass field that is also a command line flag, with the range of its values.
 
-    `in_bytes`: its value is a size, which may be given as text. `kind`: the type of a value where the default is None.
+    `in_bytes`: the value is a size, which may be given as text. `kind`: the type of a value if the default is None.
+    `metavar`: the value's name in the help; by default it follows from the type.
     """
     metadata = {
         "help": help_text,
@@ -35,6 +37,7 @@ def _flag(
         "choices": choices,
         "in_bytes": in_bytes,
         "kind": kind if default is None else type(default),
+        "metavar": metavar,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -50,111 +53,135 @@ OVERLAPS = ("auto", "on", "off")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardConfig:
-    """Coroutine forward (BatchGen Algorithm 1): how a group is cut for attention and combined for experts."""
+    """How a forward pass cuts a group for attention and combines it for experts (BatchGen Algorithm 1)."""
 
     b_attn_prefill: int = _flag(
-        2048, "tokens that go through attention together in prefill; longer sequences are chunked", minimum=1
+        2048,
+        "tokens in one attention sub-batch of prefill; a longer prompt is computed in chunks; smaller sub-batches take "
+        "less working memory",
+        minimum=1,
     )
     b_moe_prefill: int = _flag(
-        8192, "tokens combined for one expert call in prefill; also the size of a prefill group", minimum=1
+        8192,
+        "tokens that one expert call combines in prefill, which is also the size of a prefill group; larger groups use "
+        "each weight for more tokens and take more working memory",
+        minimum=1,
     )
     b_attn_decode: int = _flag(
         0,
-        "sequences that go through attention together in decode (0: the whole group on one GPU with resident KV, "
-        "else 256; 256 for latent attention by Triton)",
+        "sequences in one attention sub-batch of decode; 0: the whole group on one GPU with resident KV, else 256 (and "
+        "256 for latent attention by Triton)",
         minimum=0,
     )
     b_moe_decode: int = _flag(
-        256, "sequences combined for one expert call in decode; also the most that run at once", minimum=1
+        256,
+        "sequences that one expert call combines in decode, which is also the most that run at once; raise it for more "
+        "throughput where memory holds their KV",
+        minimum=1,
     )
     accumulate: bool | None = _flag(
         None,
-        "combine the attention sub-batches for one expert call per layer, or one of a dense layer's MLP "
-        "(--no-accumulate calls them once per sub-batch; None: combine, but not the prompts of a dense model, whose "
-        "sub-batches are large enough)",
+        "combine the attention sub-batches of a group for one expert call per layer (one MLP call in a dense layer); "
+        "--no-accumulate makes one call per sub-batch; by default sub-batches are combined, except for prompts of a "
+        "dense model, whose sub-batches are large enough",
         kind=bool,
     )
     expert_runner: str = _flag(
         "auto",
-        "what computes the experts: auto (native on a CPU; on a GPU the fastest in calls at the start), or one of "
-        "sglang, triton, deepgemm (GPU), native (CPU), torch",
+        "what computes the experts: sglang, triton (GPU), deepgemm (GPU), native (CPU) or torch; auto: native on a "
+        "CPU, and on a GPU the fastest in calls at the start",
         choices=EXPERT_RUNNERS,
     )
     decode_forward: str = _flag(
         "auto",
-        "which forward pass computes decode groups: default, SGLang's own where one of its CUDA graphs serves the "
-        "group, else the coroutine forward; coroutine, eager (without CUDA graphs) or sglang, for all groups; measure "
-        "tries them at the start, in at most 20 s, and leaves the default for one with the same tokens that is 5 % "
-        "faster (kept in the user's cache); auto measures on a GPU and is the default on a CPU",
+        "which forward pass computes decode groups; default: SGLang's own where one of its CUDA graphs serves the "
+        "group, else the coroutine forward; coroutine, eager (coroutine without CUDA graphs) or sglang: this one for "
+        "all groups; measure: tries them at the start, in at most 20 s, and takes another than the default only if it "
+        "gives the same tokens and is 5 % faster (kept in the user's cache); auto: measure on a GPU, default on a CPU",
         choices=DECODE_FORWARDS,
     )
     start_choices: str | None = _flag(
         None,
-        "what an earlier start has settled, in JSON (`choices` of a manifest's plan): taken over in place of measuring "
-        "where an option is left to auto and this engine can compute so (`sgl-batch run --resume` passes it)",
+        "choices of an earlier start, as JSON (`choices` in the plan of a manifest): an option that is left to auto "
+        "takes its choice from there instead of measuring, if this engine can compute so; `sgl-batch run --resume` "
+        "passes it",
+        metavar="JSON",
     )
     decode_graph_memory: int = _flag(
         0,
-        "on a GPU: memory for CUDA graphs of whole decode steps, all sub-batches and layers in one launch, of groups "
-        "that SGLang's own graphs do not serve (those of several attention sub-batches); groups are padded to some "
-        "sizes, the largest is captured first and each other when it has been met a few times. For one rank, resident "
-        "weights, decode KV on the device, and the attention backends triton and fa3 (0: none, the default until they "
-        "have run on a GPU; SGLang's own graphs have flags of their own)",
+        "on a GPU: memory for CUDA graphs of whole decode steps (all sub-batches and layers in one launch), for groups "
+        "that SGLang's own graphs do not serve: those of several attention sub-batches. Groups are padded to certain "
+        "sizes; the largest size is captured first, each other size after a few passes. Needs one rank, resident "
+        "weights, decode KV on the device, and the attention backend triton or fa3. 0: no such graphs, until they have "
+        "run on a GPU; SGLang's own graphs have flags of their own",
         minimum=0,
         in_bytes=True,
     )
     cpu_weight_dtype: str = _flag(
         "auto",
-        "on a CPU: auto keeps weights in the model's number type; int8 rounds those of experts and linear layers, with "
-        "a scale for each output, but not routers and the output projection: half the memory, and other tokens",
+        "number type of weights on a CPU; auto: the model's; int8: rounds the weights of experts and linear layers, "
+        "with one scale per output, but not routers and the output projection; int8 halves the memory and changes "
+        "tokens",
         choices=CPU_WEIGHT_DTYPES,
     )
     on_yield: str | None = _flag(
         None,
-        "module:name of a Python function that is called each time sequences yield after attention of a layer, and may "
-        "change their KV of that layer (see model_executor/yield_callback.py; on a CPU, without a host KV store)",
+        "Python function that is called each time sequences yield after attention in a layer; it may change their KV "
+        "of that layer; on a CPU, without a host KV store (see model_executor/yield_callback.py)",
+        metavar="MODULE:NAME",
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """Group phases (BatchGen Algorithm 2): when to prefill, decode and refill."""
+    """When to prefill, decode and refill (BatchGen Algorithm 2)."""
 
-    boundary_tokens: int = _flag(64, "decode steps between boundaries, where READY sequences are refilled", minimum=1)
+    boundary_tokens: int = _flag(
+        64,
+        "decode steps between two boundaries; READY sequences join the decode group at a boundary, so that a smaller "
+        "value fills the group sooner",
+        minimum=1,
+    )
     refill_watermark: float = _flag(
         0.75,
-        "prefill again at a boundary when running and ready sequences are fewer than this share of b_moe_decode",
+        "prefill again at a boundary if running and ready sequences together are fewer than this share of "
+        "b_moe_decode, 0 to 1",
         minimum=0.0,
         maximum=1.0,
+        metavar="SHARE",
     )
     ready_ahead: float = _flag(
-        0.5, "sequences prefilled ahead of need, as a share of b_moe_decode", minimum=0.0, maximum=16.0
+        0.5,
+        "how many sequences are prefilled before the decode group has room for them, as a share of b_moe_decode",
+        minimum=0.0,
+        maximum=16.0,
+        metavar="SHARE",
     )
     order: str = _flag(
         "fifo",
-        "which queued sequences are prefilled first: fifo, those that came first; longest-first, those of which prompt "
-        "and most output are longest, so that the last to end are short ones (of one that came 8,192 arrivals ago, "
-        "itself)",
+        "which queued sequences are prefilled first; fifo: the earliest; longest-first: those with the most prompt and "
+        "output tokens that they can have, so that the last sequences to end are short (a sequence goes first, "
+        "whatever its length, after 8,192 later arrivals)",
         choices=ORDERS,
     )
     share_prefixes: bool = _flag(
         True,
-        "compute whole pages with which several prompts begin (a system prompt, examples) once, and keep them once, as "
-        "long as a sequence that has them is alive (--no-share-prefixes computes each prompt whole; choices of one "
-        "request, n > 1, share it either way)",
+        "compute whole pages with which several prompts begin (a system prompt, examples) once, and keep them once, "
+        "while a sequence that has them is alive; --no-share-prefixes computes each prompt whole; the choices of one "
+        "request (n > 1) share their prompt either way",
     )
     mix_prefill: int = _flag(
         0,
-        "prompt tokens that a decode step takes along, in the same forward pass: prompts are computed in chunks beside "
-        "the decode rows instead of stopping them (0: prompts are computed in groups of their own)",
+        "prompt tokens that a decode step computes in the same forward pass, so that prompts do not stop decoding; 0: "
+        "prompts are computed in groups of their own",
         minimum=0,
     )
     overlap: str = _flag(
         "auto",
-        "when the results of a decode step are processed: on, while the device computes the next one (several ranks, "
-        "groups with penalties and streamed KV wait for each result); off, before the next one; auto is off on a CPU, "
-        "which gains nothing, and on a GPU on where the device still computes, as measured at the start, when the host "
-        "has launched a step",
+        "when the results of a decode step are processed; on: while the device computes the next step (several ranks, "
+        "groups with penalties and streamed KV still wait for each result); off: before the next step; auto: off on a "
+        "CPU, which gains nothing; on a GPU on if the device still computes when the host has launched a step, as "
+        "measured at the start",
         choices=OVERLAPS,
     )
 
@@ -164,67 +191,73 @@ WEIGHT_MODES = ("resident", "streamed")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """Memory tiers (BatchGen 5.3): where KV waits that the device has no pages for, and weights it has no room for."""
+    """The memory tiers (BatchGen 5.3): where KV and weights lie for which the device has no room."""
 
     kv_store_bytes: int = _flag(
         0,
-        "size of the host KV store, where sequences wait, prefilled or suspended, for which the device has no pages; "
-        "nothing is computed twice (0: no store; a sequence is admitted when all pages it can need are free)",
+        "size of the host KV store, in which prefilled and suspended sequences wait while the device has no pages for "
+        "them, so that nothing is computed twice; use it to run more sequences than the device holds; 0: no store, and "
+        "a sequence is admitted when all pages that it can need are free",
         minimum=0,
         in_bytes=True,
     )
-    kv_store_dir: str | None = _flag(None, "directory for a file that is the host KV store, in place of memory")
+    kv_store_dir: str | None = _flag(
+        None, "directory for a file that is the host KV store; by default the store is in memory", metavar="DIR"
+    )
     kv_store_mode: str = _flag(
         "auto",
-        "inclusive keeps every full page of KV in the host KV store, so that suspending copies next to nothing; "
-        "exclusive keeps a page on the device or in the store, so that both together hold sequences, and shares "
-        "prompts among choices alone; auto is exclusive where the store is not larger than the device's pages, and for "
-        "models without a family adapter, which compute prompts on the device alone and share none",
+        "inclusive: every full page of KV is in the host KV store too, so that suspending copies almost nothing; "
+        "exclusive: a page lies on the device or in the store, so that both together hold sequences, and only choices "
+        "of one request share their prompt; auto: exclusive if the store is not larger than the device's pages, or if "
+        "the model has no family adapter (its prompts are computed on the device and share nothing), else inclusive",
         choices=KV_STORE_MODES,
     )
     decode_kv: str = _flag(
         "auto",
-        "where the decode group's KV lies beside a host KV store: resident on the device, so that as many run as fit "
-        "there; streamed through the device by layer and sub-batch in each step, so that the group is as large as the "
-        "store; auto measures both, each between two boundaries, on a GPU if copies are fast enough (ranks: resident)",
+        "where the KV of the decode group lies if there is a host KV store; resident: on the device, so that as many "
+        "sequences run as fit there; streamed: in the store, from which each step brings it by layer and sub-batch, so "
+        "that the group is as large as the store; auto: measures both for one interval between boundaries each, on a "
+        "GPU only if copies are fast enough (several ranks: resident)",
         choices=DECODE_KV_MODES,
     )
     kv_store_checksums: bool = _flag(False, "keep a checksum of every page in the host KV store, to find faults")
     kv_copy_threads: int = _flag(1, "threads that copy pages between the device and the host KV store", minimum=1)
     weights: str = _flag(
         "resident",
-        "resident: all weights are loaded; streamed: those of experts are read from the checkpoint while the model "
-        "runs, or fetched by a GPU from host memory, so that it can be larger than memory (large groups pay: each step "
-        "reads what it needs once)",
+        "resident: all weights are loaded; streamed: the weights of experts are read from the checkpoint while the "
+        "model runs (a GPU fetches them from host memory), so that the model can be larger than memory; streamed pays "
+        "with large groups, since each step reads what it needs once",
         choices=WEIGHT_MODES,
     )
     weight_memory: int = _flag(
         0,
-        "memory for streamed experts; what is more than two layers' holds experts that stay (0: what is free, in the "
-        "machine, its control group or --device-memory, beside what each forward pass takes; on a GPU: two layers')",
+        "memory for streamed experts; what two layers' experts leave of it holds experts that stay; 0: on a CPU, what "
+        "each forward pass leaves free in the machine, its control group or --device-memory; on a GPU, two layers' "
+        "experts",
         minimum=0,
         in_bytes=True,
     )
     weight_read_threads: int = _flag(4, "threads that read streamed experts", minimum=1, maximum=64)
     device_memory: int = _flag(
         0,
-        "what a rank may take of its device's memory (of RAM, on a CPU): itself, weights, working memory for the "
-        "largest groups, and as many pages of KV as then fit (0: --mem-fraction-static and --max-total-tokens decide)",
+        "memory that a rank may take of its device (of RAM, on a CPU) for its process, weights, the working memory of "
+        "the largest groups, and as many pages of KV as then fit; 0: --mem-fraction-static and --max-total-tokens "
+        "decide",
         minimum=0,
         in_bytes=True,
     )
     host_memory: int = _flag(
-        0, "what the host KV store may take of RAM; a larger store is refused (0: no limit)", minimum=0, in_bytes=True
+        0, "RAM that the host KV store may take; a larger store is refused; 0: no limit", minimum=0, in_bytes=True
     )
 
     @property
     def store_in_memory_bytes(self) -> int:
-        """What the host KV store may take of RAM."""
+        """Bytes of RAM that the host KV store may take."""
         return self.kv_store_bytes if self.kv_store_dir is None else 0
 
     @property
     def process_bytes(self) -> int:
-        """What a rank's process may have in memory on a CPU, where both tiers are RAM; 0 where no budget is set."""
+        """Bytes that a rank's process may have in memory on a CPU, where both tiers are RAM; 0 without a budget."""
         return self.device_memory + self.store_in_memory_bytes if self.device_memory else 0
 
 
@@ -234,30 +267,37 @@ TOKEN_DISPATCHERS = ("auto", "shared", "gloo", "nccl", "deepep")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """Several ranks (--tp N --dp N --enable-dp-attention --ep N): how they share sequences and watch each other."""
+    """How several ranks share sequences and watch each other."""
 
     migration: str = _flag(
         "even",
-        "which sequences change their rank at a boundary: even (to even out counts), never, or always (for tests)",
+        "which sequences move to another rank at a boundary; even: those that even out the ranks' counts; never: none; "
+        "always: all that can (for tests)",
         choices=MIGRATIONS,
     )
     token_dispatcher: str = _flag(
         "auto",
-        "how tokens go to the ranks of their experts: shared (memory of one machine; CPU), gloo (CPU), nccl, deepep "
-        "(GPUs), or auto, which is shared or nccl",
+        "how tokens reach the ranks of their experts: shared (memory of one machine, CPU), gloo (CPU), nccl (GPU) or "
+        "deepep (GPU); auto: shared or nccl",
         choices=TOKEN_DISPATCHERS,
     )
     rank_timeout_s: float = _flag(
-        10.0, "seconds without a sign of life after which a rank counts as hung and the engine stops", minimum=1.0
+        10.0,
+        "seconds without a sign of life after which a rank counts as hung and the engine stops",
+        minimum=1.0,
+        metavar="SECONDS",
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """Where the events of sequences go."""
+    """Where events of sequences and decisions are written."""
 
     trace_file: str | None = _flag(
-        None, "write one JSON line for each change of a sequence's state to this file (see `sgl-batch trace`)"
+        None,
+        "file to which one JSON line is written for each change of a sequence's state and each decision (see "
+        "`sgl-batch trace`); by default there is none",
+        metavar="FILE",
     )
 
 
@@ -304,11 +344,11 @@ class BatchConfig:
         if tokens and self.forward.accumulate is False:
             raise ConfigError(
                 f"mix_prefill is {tokens}, and experts are called once for each sub-batch: decode rows and prompts "
-                "have their experts in common only with accumulation; leave out no_accumulate or mix_prefill"
+                "share an expert call only with accumulation; leave out no_accumulate or mix_prefill"
             )
         if tokens and self.schedule.overlap == "on":
             raise ConfigError(
-                f"mix_prefill is {tokens} and overlap is on: what a step takes along follows from the results of the "
+                f"mix_prefill is {tokens} and overlap is on: the prompt tokens of a step depend on the results of the "
                 "step before it; leave out overlap or mix_prefill"
             )
 
@@ -316,7 +356,7 @@ class BatchConfig:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def flat(self) -> dict[str, Any]:
-        """Every value by its flag's name, as it goes into a manifest."""
+        """Return every value by its flag's name, as it is written to a manifest."""
         return {f.name: getattr(owner, f.name) for owner in self._owners() for f in dataclasses.fields(owner)}
 
 
@@ -326,6 +366,17 @@ _SECTIONS: dict[str, type[Any]] = {
     "memory": MemoryConfig,
     "ranks": RankConfig,
     "trace": TraceConfig,
+}
+# By section, the title and the text of its flags in the help.
+_HEADINGS = {
+    "forward": ("forward pass", "How a group is cut for attention and combined for experts."),
+    "schedule": ("scheduling", "When sequences are prefilled, decoded and refilled."),
+    "memory": ("memory", "Where KV and weights lie for which the device has no room."),
+    "ranks": (
+        "several ranks",
+        "How ranks (--tp N --dp N --enable-dp-attention --ep N) share sequences and watch each other.",
+    ),
+    "trace": ("trace", None),
 }
 
 
@@ -351,7 +402,7 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def field_names() -> frozenset[str]:
-    """Names of all our flags, with underscores."""
+    """Return the names of all our flags, with underscores."""
     return frozenset(f.name for section in _SECTIONS.values() for f in dataclasses.fields(section))
 
 
@@ -368,27 +419,27 @@ def from_mapping(values: Mapping[str, Any]) -> BatchConfig:
 
 
 def _read(field: dataclasses.Field[Any], value: Any) -> Any:
-    """A value as given; sizes may be text."""
+    """Return a value as given; a size may be text."""
     return parse_bytes(field.name, value) if field.metadata["in_bytes"] and isinstance(value, str) else value
 
 
 def split_kwargs(kwargs: Mapping[str, Any]) -> tuple[BatchConfig, dict[str, Any]]:
-    """Part keyword arguments into ours (as a configuration) and the rest (SGLang's)."""
+    """Split keyword arguments into ours, as a configuration, and the rest, which are SGLang's. Raises ConfigError."""
     ours = {name: value for name, value in kwargs.items() if name in field_names()}
     return from_mapping(ours), {name: value for name, value in kwargs.items() if name not in ours}
 
 
 def add_cli_flags(parser: argparse.ArgumentParser) -> None:
     """Add one argument group per owner, generated from the dataclasses above."""
-    for section in _SECTIONS.values():
-        title, _, rest = (section.__doc__ or "").partition(":")
-        group = parser.add_argument_group(f"sgl_batch: {title.strip().lower()}", rest.strip() or None)
+    for name, section in _SECTIONS.items():
+        title, text = _HEADINGS[name]
+        group = parser.add_argument_group(f"sgl_batch: {title}", text)
         for field in dataclasses.fields(section):
             _add_flag(group, field)
 
 
 def add_some_flags(group: Any, names: Sequence[str], *, briefly: bool = False) -> None:
-    """Add the flags of these names to a group of help; `briefly`: how sizes are written stands elsewhere."""
+    """Add the flags of these names to an argument group. `briefly`: the group's heading says how sizes are written."""
     fields = {field.name: field for section in _SECTIONS.values() for field in dataclasses.fields(section)}
     for name in names:
         _add_flag(group, fields[name], briefly=briefly)
@@ -396,16 +447,28 @@ def add_some_flags(group: Any, names: Sequence[str], *, briefly: bool = False) -
 
 def _add_flag(group: Any, field: dataclasses.Field[Any], *, briefly: bool = False) -> None:
     name = "--" + field.name.replace("_", "-")
-    text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
+    text: str = (
+        field.metadata["help"] if field.default is None else f"{field.metadata['help']} (default: {field.default})"
+    )
+    text = text.replace("%", "%%")
     if field.metadata["kind"] is bool:
         action = argparse.BooleanOptionalAction
         group.add_argument(name, dest=field.name, action=action, default=field.default, help=text)
     elif field.metadata["in_bytes"]:
-        # Read with the others, so that a mistake is told in the same words.
+        # Sizes are parsed in from_mapping, as those given by keyword are, so that the error message is the same.
         text = text if briefly else f"{text}; it takes {HOW_TO_WRITE}"
         group.add_argument(name, dest=field.name, metavar="BYTES", default=field.default, help=text)
     else:
-        group.add_argument(name, dest=field.name, type=field.metadata["kind"], default=field.default, help=text)
+        kind = field.metadata["kind"]
+        group.add_argument(name, dest=field.name, type=kind, metavar=_metavar(field), default=field.default, help=text)
+
+
+def _metavar(field: dataclasses.Field[Any]) -> str:
+    choices: tuple[str, ...] | None = field.metadata["choices"]
+    if choices is not None:
+        return f"{{{','.join(choices)}}}"
+    given: str | None = field.metadata["metavar"]
+    return given or "N"
 
 
 def from_args(args: argparse.Namespace) -> BatchConfig:
