@@ -21,7 +21,7 @@ from sgl_batch.core.graph_capture import PASSES_BEFORE_CAPTURE
 from sgl_batch.layers import nucleus
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.model_executor.graphed_loop import GraphedLoop
+from sgl_batch.model_executor.layer_graphs import LayerGraphs
 from sgl_batch.sglang_adapter.scheduling import decode_batch, merge_into, prefill_batch
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
 
@@ -101,25 +101,25 @@ class Steps:
 
 def _graph(runner: Any) -> None:
     """Have the next decode step be captured as a graph, with rows for two sequences more."""
-    graphed = GraphedLoop(
+    layer_graphs = LayerGraphs(
         graphs=RerunningGraphs(),
         counters=Counters(),
         budget_bytes=1 << 30,
         most_rows=len(LENGTHS) + 2,
-        most_slots=runner.max_total_num_tokens,
+        pool_tokens=runner.max_total_num_tokens,
         hidden_size=runner.model_config.hidden_size,
         dtype=runner.model_config.dtype,
     )
-    graphed.begin_anew(runner.context.in_force.plan.decode)
+    layer_graphs.begin_anew(runner.context.in_force.plan.decode)
     for _ in range(PASSES_BEFORE_CAPTURE - 1):
-        assert graphed.captures.size_for(len(LENGTHS), len(LENGTHS) + 2) is None
-    runner.layer_runner.graphed = graphed
+        assert layer_graphs.captures.size_for(len(LENGTHS), len(LENGTHS) + 2) is None
+    runner.layer_runner.layer_graphs = layer_graphs
 
 
 def _plant(runner: Any) -> None:
     """Have each layer look at what its attention is given, as careless code would; without a graph."""
-    assert runner.layer_runner.graphed.rows is not None, "the step before was captured"
-    runner.layer_runner.graphed = None
+    assert runner.layer_runner.layer_graphs.inputs is not None, "the step before was captured"
+    runner.layer_runner.layer_graphs = None
     family = runner.layer_runner.family
     attend = type(family).attention_half
 

@@ -22,7 +22,7 @@ class SubBatch:
 
     span: tuple[int, int]
     forward_batch: ForwardBatch
-    attention_plan: object = None
+    attn_metadata: object = None
     number: int = 0
     end_in_part: int = 0
     staging: Staging | None = None

@@ -19,9 +19,9 @@ from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family
-from sgl_batch.model_executor.graphed_loop import GraphedLoop
 from sgl_batch.model_executor.group_pass import Group, GroupPass, Part, groups_of, shape_of
 from sgl_batch.model_executor.kv_staging import Staging
+from sgl_batch.model_executor.layer_graphs import LayerGraphs
 from sgl_batch.model_executor.yield_callback import YieldCallback
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
 from sgl_batch.sglang_adapter.types.models import AttentionBackend, CausalModel
@@ -34,7 +34,7 @@ class LayerRunner:
     `expert_part`: the part of the clock that an expert call counts to, beside what kernels count themselves.
     `exchange`: where experts lie on several ranks, the way to them; then `expert_calls` says how many calls each layer
     takes on every rank in the coming forward passes.
-    `graphed`: decode groups whose passes run as captured graphs, where there is neither an exchange nor `on_yield`;
+    `layer_graphs`: runs passes of decode groups as captured graphs, where there is neither an exchange nor `on_yield`;
     with a decode source, or prompts beside the group, all run eagerly. `prefill_sink`, `decode_source`: what takes the
     KV of prompts away, and what brings that of decode rows, in the coming passes. `order`: the units of a pass, in any
     order that is admissible; all but the static one are for passes whose KV is in the pool's own pages, on one rank.
@@ -52,13 +52,15 @@ class LayerRunner:
         can_reenter: bool,
         expert_part: str,
         exchange: ExpertExchange | None = None,
-        graphed: GraphedLoop | None = None,
+        layer_graphs: LayerGraphs | None = None,
         on_yield: YieldCallback | None = None,
     ) -> None:
         self.model, self.family, self.attn_backend = model, family, attn_backend
         self._in_force, self.counters, self.can_reenter = in_force, counters, can_reenter
-        self.expert_part, self.exchange, self.graphed = expert_part, exchange, graphed
-        assert graphed is None or (exchange is None and on_yield is None), "no graph exchanges rows or calls a user"
+        self.expert_part, self.exchange, self.layer_graphs = expert_part, exchange, layer_graphs
+        assert layer_graphs is None or (exchange is None and on_yield is None), (
+            "no graph exchanges rows or calls a user"
+        )
         self.on_yield = on_yield
         self.expert_calls = 1
         self.order: Callable[[PassShape], Iterable[Unit]] = static_order
@@ -83,7 +85,7 @@ class LayerRunner:
         assert len(batches) == 1 or self.can_reenter, "the attention backend holds the plan of one batch"
         begun = time.perf_counter()
         self._count(batches)
-        hidden = self._graphed_pass(batches)
+        hidden = self._graph_pass(batches)
         if hidden is None:
             hidden = self._pass(batches)
         logits, first_row = [], 0
@@ -105,14 +107,14 @@ class LayerRunner:
         if len(batches) > 1:
             self.counters.add("mixed_passes")
 
-    def _graphed_pass(self, batches: Sequence[ForwardBatch]) -> torch.Tensor | None:
+    def _graph_pass(self, batches: Sequence[ForwardBatch]) -> torch.Tensor | None:
         """What the pass of a decode group leaves, where it runs as a captured graph."""
-        if self.graphed is None or not batches[0].forward_mode.is_decode():
+        if self.layer_graphs is None or not batches[0].forward_mode.is_decode():
             return None
         hidden = None
         as_others = self.order is static_order and not self.counters.clock.measures_parts
         if len(batches) == 1 and self.decode_source is None and as_others:
-            hidden = self.graphed.run(batches[0], self.plan.decode, lambda batch: self._pass([batch]))
+            hidden = self.layer_graphs.run(batches[0], self.plan.decode, lambda batch: self._pass([batch]))
         self.counters.add("eager_steps", int(hidden is None))
         return hidden
 
@@ -120,7 +122,7 @@ class LayerRunner:
         """The hidden states [rows of all batches, hidden] that a pass leaves, its last norm included."""
         with self.counters.clock.part("attention"):
             parts = self._parts(batches)
-            self._plan_attention(parts)
+            self._init_attn_metadata(parts)
         ids = batches[0].input_ids if len(batches) == 1 else torch.cat([batch.input_ids for batch in batches])
         return self._run_units(parts, self.family.embed(self.model, ids))
 
@@ -162,7 +164,7 @@ class LayerRunner:
                 for _ in range(self.expert_calls):
                     self.exchange.run(self.family, layer, nothing, None)
 
-    def _plan_attention(self, parts: Sequence[Part]) -> None:
+    def _init_attn_metadata(self, parts: Sequence[Part]) -> None:
         share_scratch = getattr(self.attn_backend, "share_scratch", None)
         for part in parts:
             staging = part.sub_batches[0].staging
@@ -170,9 +172,9 @@ class LayerRunner:
                 staging.redirect_pool()
             for sub in part.sub_batches:
                 self.attn_backend.init_forward_metadata(sub.forward_batch)
-                sub.attention_plan = getattr(self.attn_backend, "forward_metadata", None)
+                sub.attn_metadata = getattr(self.attn_backend, "forward_metadata", None)
                 if share_scratch is not None:
-                    share_scratch(sub.attention_plan, part.sub_batches[0].attention_plan)
+                    share_scratch(sub.attn_metadata, part.sub_batches[0].attn_metadata)
             if staging is not None:
                 staging.restore_pool()
 
@@ -232,7 +234,7 @@ class LayerRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention half of a layer for a sub-batch's rows, under its own plan."""
         if len(state.sub_batches) > 1:
-            self.attn_backend.forward_metadata = sub.attention_plan
+            self.attn_backend.forward_metadata = sub.attn_metadata
         batch = sub.forward_batch
         return self.family.attention_half(state.layers[index], batch.positions, hidden, residual, batch)
 

@@ -33,7 +33,7 @@ from sgl_batch.model_executor.expert_choices import ExpertChoices
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
-from sgl_batch.model_executor.graphed_loop import GraphedLoop
+from sgl_batch.model_executor.layer_graphs import LayerGraphs
 from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
@@ -235,10 +235,10 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             can_reenter=self._can_reenter,
             expert_part="router" if self.device == "cpu" and not family.dense else "experts",
             exchange=None if self._rank_context is None else self._exchange(self._rank_context, family),
-            graphed=self._graphed_loop(),
+            layer_graphs=self._make_layer_graphs(),
             on_yield=self._yield_callback(),
         )
-        self._graphed = self.layer_runner.graphed
+        self._layer_graphs = self.layer_runner.layer_graphs
 
     def _yield_callback(self) -> YieldCallback | None:
         """What the user has called at yield points, if anything. Raises ConfigError."""
@@ -272,7 +272,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             yields_to_user=forward.on_yield is not None,
         )
 
-    def _graphed_loop(self) -> GraphedLoop | None:
+    def _make_layer_graphs(self) -> LayerGraphs | None:
         wanted, budget_bytes = self.context.config.forward.decode_graph_memory, self._graph_bytes
         if self.context.graphs is None or budget_bytes == 0:
             if wanted:
@@ -284,12 +284,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                     ", ".join(sorted(DEVICE_PLANNING_BACKENDS)),
                 )
             return None
-        return GraphedLoop(
+        return LayerGraphs(
             graphs=self.context.graphs,
             counters=self._counters,
             budget_bytes=budget_bytes,
             most_rows=self.max_running_requests,
-            most_slots=self.max_total_num_tokens,
+            pool_tokens=self.max_total_num_tokens,
             hidden_size=self.model_config.hidden_size,
             dtype=self.model_config.dtype,
         )
@@ -434,7 +434,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """From now on decode groups are computed in this mode (core/decode_choice)."""
         self._decode_mode = mode
         if self.layer_runner is not None:
-            self.layer_runner.graphed = None if mode == EAGER else self._graphed
+            self.layer_runner.layer_graphs = None if mode == EAGER else self._layer_graphs
 
     def _sglang_computes(self, forward_batch: ForwardBatch) -> bool:
         if self._decode_mode == DEFAULT or not forward_batch.forward_mode.is_decode():

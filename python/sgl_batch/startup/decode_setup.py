@@ -64,7 +64,7 @@ def _measured(runner: BatchModelRunner, context: RunContext, *, has_adapter: boo
     trial = DecodeTrial(runner, sizes, page_size=args.page_size, vocabulary=vocabulary)
     if not trial.sizes:
         return Choice(mode=DEFAULT, why="default: the pool of KV has no room for a measurement")
-    own_graph = runner.layer_runner is not None and runner.layer_runner.graphed is not None
+    own_graph = runner.layer_runner is not None and runner.layer_runner.layer_graphs is not None
     forms = DecodeForms(
         has_adapter=has_adapter, sglang_graph=_has_sglang_graph(trial), own_graph=own_graph, obstacle=obstacle
     )

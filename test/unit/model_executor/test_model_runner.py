@@ -71,12 +71,14 @@ def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_siz
 
 @pytest.mark.parametrize(("is_decode", "served"), [(True, True), (True, False), (False, True), (False, False)])
 def test_a_mode_decides_for_decode_groups_alone(is_decode, served):
-    loop = object()
-    runner = SimpleNamespace(layer_runner=SimpleNamespace(graphed=loop), _graphed=loop, graph_serves=lambda _: served)
+    graphs = object()
+    runner = SimpleNamespace(
+        layer_runner=SimpleNamespace(layer_graphs=graphs), _layer_graphs=graphs, graph_serves=lambda _: served
+    )
     group, found = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: is_decode)), {}
     for mode in (*MODES, DEFAULT):
         BatchModelRunner.compute_decode_by(runner, mode)
-        assert runner.layer_runner.graphed is (None if mode == EAGER else loop)
+        assert runner.layer_runner.layer_graphs is (None if mode == EAGER else graphs)
         found[mode] = BatchModelRunner._sglang_computes(runner, group)
     by_mode = {DEFAULT: served, COROUTINE: False, EAGER: False, SGLANG: True}
     assert found == (by_mode if is_decode else dict.fromkeys(MODES, served))

@@ -35,7 +35,7 @@ def settled(tmp_path, monkeypatch):
         modes = []
         runner = SimpleNamespace(
             device="cpu",
-            layer_runner=SimpleNamespace(graphed=None) if has_adapter else None,
+            layer_runner=SimpleNamespace(layer_graphs=None) if has_adapter else None,
             use_mla_backend=latent,
             expert_runner="native",
             compute_decode_by=modes.append,

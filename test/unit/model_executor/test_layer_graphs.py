@@ -19,7 +19,7 @@ from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.units import FUSED, SPLIT
 from sgl_batch.metrics.counters import Counters, PartClock
 from sgl_batch.metrics.sampled_parts import DECODE, SAMPLE_EVERY, SampledParts
-from sgl_batch.model_executor.graphed_loop import GraphedLoop
+from sgl_batch.model_executor.layer_graphs import LayerGraphs
 from sgl_batch.model_executor.layer_runner import LayerRunner
 
 LAYERS = 3
@@ -60,7 +60,7 @@ class Runs:
         graphs: RerunningGraphs | None = None,
         budget_bytes: int = PLENTY,
         most_rows: int = 64,
-        most_slots: int = 10**6,
+        pool_tokens: int = 10**6,
     ) -> None:
         phase = PhasePlan(b_attn=b_attn, b_moe=b_moe, yield_option=SPLIT if accumulate else FUSED)
         plan = Plan(
@@ -73,12 +73,12 @@ class Runs:
         )
         self.in_force, self.model, backend, self.counters = in_force(plan), ToyModel(LAYERS), ToyBackend(), Counters()
         self.family, self.graphs = family(backend), graphs or RerunningGraphs()
-        self.graphed = GraphedLoop(
+        self.layer_graphs = LayerGraphs(
             graphs=self.graphs,
             counters=self.counters,
             budget_bytes=budget_bytes,
             most_rows=most_rows,
-            most_slots=most_slots,
+            pool_tokens=pool_tokens,
             hidden_size=HIDDEN,
             dtype=torch.float32,
         )
@@ -90,7 +90,7 @@ class Runs:
             in_force=self.in_force,
             can_reenter=True,
             expert_part="experts",
-            graphed=self.graphed,
+            layer_graphs=self.layer_graphs,
         )
 
     def limit(self, **limits: int) -> None:
@@ -163,7 +163,7 @@ def test_the_largest_size_is_captured_first_by_the_group_that_is_there():
     runs = Runs(b_attn=8)
     for step in range(PASSES_BEFORE_CAPTURE - 1):
         assert runs.counted(group(9, step)) == EAGER
-    assert runs.graphed.rows is None, "nothing needs memory that stays"
+    assert runs.layer_graphs.inputs is None, "nothing needs memory that stays"
     assert runs.counted(group(9, 4)) == CAPTURE
     assert runs.family.expert_rows[0][-1] == 32
     assert runs.counted(group(9, 5)) == CAPTURE
@@ -196,7 +196,7 @@ def test_when_the_budget_is_full_other_sizes_run_eagerly():
     assert runs.graphs.num_captured == 1
     assert runs.counted(group(21, 8)) == EAGER
     assert runs.counted(group(31, 8)) == REPLAY, "the largest was captured"
-    assert runs.counters.counts["graph_bytes"] == PLENTY + runs.graphed.rows.num_bytes
+    assert runs.counters.counts["graph_bytes"] == PLENTY + runs.layer_graphs.inputs.num_bytes
 
 
 @FAMILIES
@@ -213,7 +213,7 @@ def test_where_capturing_fails_sizes_not_captured_run_eagerly_and_a_warning_says
 
 
 def test_a_sub_batch_with_more_slots_than_the_pool_runs_eagerly():
-    runs = Runs(b_attn=8, most_slots=8 * 50)
+    runs = Runs(b_attn=8, pool_tokens=8 * 50)
     runs.warm(21)
     assert runs.counted(group(21, 1)) == REPLAY
     assert runs.counted(group(21, 9)) == EAGER

@@ -27,13 +27,13 @@ Compute = Callable[[ForwardBatch], torch.Tensor]
 """What is captured: the hidden states [rows, hidden_size] that a decode batch's pass leaves, its last norm included."""
 
 
-class GraphedLoop:
+class LayerGraphs:
     """The graphs of one model, one for each padded size of a decode group, and what they read and write.
 
-    `most_rows`: sequences of the largest group; `most_slots`: of the pool of KV; `budget_bytes`: device memory for all.
-    Graphs are of groups with the limits of one plan: other limits cut sub-batches elsewhere, and begin anew. Weights
-    and KV stay where they were at a capture, as SGLang's own graphs want it: an update of weights writes into their
-    place.
+    `most_rows`: sequences of the largest group; `pool_tokens`: that the KV pool holds; `budget_bytes`: device memory
+    for all. Graphs hold for the limits of one plan: other limits cut sub-batches elsewhere, and graphs are captured
+    anew. Weights and KV stay where they were at a capture, as SGLang's own graphs need it: an update of weights
+    overwrites them.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class GraphedLoop:
         counters: Counters,
         budget_bytes: int,
         most_rows: int,
-        most_slots: int,
+        pool_tokens: int,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
         self.captures = Captures(budget_bytes)
-        self.rows: GraphInputs | None = None
+        self.inputs: GraphInputs | None = None
         self._graphs, self._counters = graphs, counters
-        self._most_rows, self._most_slots = most_rows, most_slots
+        self._most_rows, self._pool_tokens = most_rows, pool_tokens
         self._hidden_size, self._dtype = hidden_size, dtype
         self._limits: PhasePlan | None = None
         self._replays: dict[int, Callable[[], None]] = {}
@@ -60,27 +60,27 @@ class GraphedLoop:
         if limits != self._limits:
             self.begin_anew(limits)
         num_rows, most = forward_batch.batch_size, min(limits.b_moe, self._most_rows)
-        if num_rows > most or self._most_slots_of(forward_batch, limits) > self._most_slots:
+        if num_rows > most or self._most_attended_tokens(forward_batch, limits) > self._pool_tokens:
             return None
         size = self.captures.size_for(num_rows, most)
         if size is None:
             return None
-        rows = self._lay_out(forward_batch)
-        rows.load(forward_batch, size)
-        self._replay_or_capture(size, rows, forward_batch, compute)
+        inputs = self._lay_out(forward_batch)
+        inputs.load(forward_batch, size)
+        self._replay_or_capture(size, inputs, forward_batch, compute)
         # The next pass overwrites it.
-        return rows.hidden[:num_rows].clone()
+        return inputs.hidden[:num_rows].clone()
 
-    def _replay_or_capture(self, size: int, rows: GraphInputs, forward_batch: ForwardBatch, compute: Compute) -> None:
+    def _replay_or_capture(self, size: int, inputs: GraphInputs, forward_batch: ForwardBatch, compute: Compute) -> None:
         replay = self._replays.get(size)
         if replay is not None:
             replay()
             self._counters.add("graph_replays")
             return
-        batch = rows.batch(forward_batch, size)
+        batch = inputs.batch(forward_batch, size)
 
         def work() -> None:
-            rows.hidden[:size].copy_(compute(batch))
+            inputs.hidden[:size].copy_(compute(batch))
 
         try:
             captured = self._graphs.capture(work)
@@ -107,13 +107,13 @@ class GraphedLoop:
 
     def _lay_out(self, forward_batch: ForwardBatch) -> GraphInputs:
         """The memory that stays, made when a pass first needs it."""
-        if self.rows is None:
-            self.rows = GraphInputs(self._most_rows, forward_batch, self._hidden_size, self._dtype)
-            self.captures.spend(self.rows.num_bytes)
-            self._counters.add("graph_bytes", self.rows.num_bytes)
-        return self.rows
+        if self.inputs is None:
+            self.inputs = GraphInputs(self._most_rows, forward_batch, self._hidden_size, self._dtype)
+            self.captures.spend(self.inputs.num_bytes)
+            self._counters.add("graph_bytes", self.inputs.num_bytes)
+        return self.inputs
 
-    def _most_slots_of(self, forward_batch: ForwardBatch, limits: PhasePlan) -> int:
+    def _most_attended_tokens(self, forward_batch: ForwardBatch, limits: PhasePlan) -> int:
         """Of the sub-batches, the most slots that one attends to: sequences that share pages count them all."""
         lengths = forward_batch.seq_lens_cpu
         assert lengths is not None, "a pass's batch has its lengths on the host"
