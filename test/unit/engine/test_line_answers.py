@@ -69,7 +69,7 @@ def answer_after(monkeypatch, *answers):
             return left.pop(0)
 
     monkeypatch.setattr("sgl_batch.engine.line_answers.OpenAIEndpoints", Scripted)
-    manager = SimpleNamespace(recordings=PartialOutputs(), check_openai=None)
+    manager = SimpleNamespace(partial_outputs=PartialOutputs(), check_openai=None)
     partial_output = PartialOutput()
     partial_output.put(0, [1, 2])
     answer = asyncio.run(LineAnswers(manager, None, lambda: None).respond("/v1/completions", {}, partial_output))
