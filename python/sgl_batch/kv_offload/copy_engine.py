@@ -1,8 +1,8 @@
 """Owns the contract of copies between device pages and the host KV store. Which pages are copied is decided elsewhere.
 
-A page's life: `prepare_store`, `store_pages`, wait for the ticket, `complete_store`; later `load_pages`, wait. Until a
-ticket is done, the device pages and blocks of its copy belong to it: nobody writes to a source or reads a target, and
-nobody gives either to another sequence.
+One page's life in the store: `prepare_store`, `store_pages`, wait for the ticket, `complete_store`; later `load_pages`,
+wait for that ticket. Until a ticket is done, the device pages and the blocks of its copy belong to the ticket: the
+caller neither writes to a source, nor reads a target, nor gives either to another sequence.
 """
 
 from __future__ import annotations
@@ -26,63 +26,105 @@ class CopyCounters:
     errors: int
     cancelled: int
     busy_s: float
-    """Of all workers together."""
+    """Sum over all workers."""
     submit_wait_s: float
-    """That submitters waited for room in the queue."""
+    """Time that `store_pages` and `load_pages` waited for room in the queue."""
     ticket_wait_s: float
-    """That others waited for tickets."""
+    """Time that callers waited for tickets."""
 
 
 class Ticket(Protocol):
-    """A copy that was submitted."""
+    """One submitted copy.
+
+    The caller keeps the ticket until it is done, and waits for it before it uses the copy's targets or reuses its
+    sources. A dropped ticket does not cancel its copy.
+    """
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; `wait` tells which, and does not wait then."""
+        """Whether the copy has ended, well or not. `wait` then returns or raises at once."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all is copied.
+        """Block the host until the whole copy is made.
 
-        Raises CopyError where a part could not be, CopyCancelled where some was left out, and TimeoutError where it has
-        not ended in that time. The first two say so each time they are asked.
+        Args:
+            timeout_s: the longest wait in seconds; None waits without a limit.
+
+        Raises:
+            CopyError: a part of the copy failed; its targets are undefined. Raised again by each later call.
+            CopyCancelled: a part was cancelled; its targets are undefined. Raised again by each later call.
+            TimeoutError: the copy has not ended within `timeout_s`. The copy goes on.
         """
 
     def device_waits(self) -> None:
-        """What the device is given to compute from now on comes after this copy; on a CPU, after this has returned.
+        """Order all work that the device is given from now on after this copy.
 
-        A GPU's errors are told by `wait`, a CPU's here as well.
+        On a GPU the computing stream waits and the host does not; errors are raised by `wait` alone. On a CPU the host
+        computes, so this blocks until the copy is made, and raises as `wait` does.
         """
 
     def cancel(self) -> bool:
-        """Leave out what has not begun; whether there was any. The ticket is done when the rest has ended."""
+        """Cancel the parts of the copy that have not begun.
+
+        The ticket is done when the parts that have begun have ended.
+
+        Returns:
+            Whether any part was cancelled. Always False on a GPU: a stream keeps the work that it was given.
+        """
 
 
 class CopyEngine(Protocol):
-    """Copies pages of a span of layers, many at a time, while the caller goes on.
+    """Copies pages of consecutive layers between one pool and one store, while the caller goes on.
 
-    Tickets that touch the same block or device page run in the order of submission; others may overlap. Submission
-    waits while too many tickets have not ended. Layers are counted from the pool's first. StoreFault, and nothing done,
-    where blocks are not this rank's or not in the state for it, or where a target stands twice in one call.
+    Tickets that share a block or a device page run in the order of submission; others may overlap. Submission waits
+    while too many tickets, or too many bytes, have not ended. Layers are counted from the pool's first.
     """
 
     def store_pages(self, layers: range, device_pages: Indices, blocks: Indices) -> Ticket:
-        """Copy layers of device_pages[i] to blocks[i], which are WRITING, or READY and held once: written again."""
+        """Begin to copy layers of device_pages[i] to blocks[i], for every i.
+
+        The caller leaves the device pages unchanged until the ticket is done. Then it calls `complete_store` for
+        blocks that are WRITING, before anyone loads them.
+
+        Args:
+            layers: consecutive layers of the pool, step 1.
+            device_pages: sources, int64 [N].
+            blocks: targets, int64 [N], all different, held by this rank: WRITING, or READY with one reference, which
+                are then written again.
+
+        Raises:
+            StoreFault: an argument breaks these rules, or the engine is closed; nothing is copied.
+            CopyError: the GPU refuses the copy.
+        """
 
     def load_pages(self, layers: range, blocks: Indices, device_pages: Indices) -> Ticket:
-        """Copy layers of blocks[i], which are READY, to device_pages[i]. A block may go to several pages."""
+        """Begin to copy layers of blocks[i] to device_pages[i], for every i.
+
+        The caller keeps its references to the blocks, and neither reads nor frees the device pages, until the ticket is
+        done.
+
+        Args:
+            layers: consecutive layers of the pool, step 1.
+            blocks: sources, int64 [N], READY and held by this rank. One block may go to several pages.
+            device_pages: targets, int64 [N], all different.
+
+        Raises:
+            StoreFault: an argument breaks these rules, or the engine is closed; nothing is copied.
+            CopyError: the GPU refuses the copy.
+        """
 
     def counters(self) -> CopyCounters:
-        """What was done so far."""
+        """Return what was done so far."""
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for what is under way, and end. A second time nothing happens."""
+        """Cancel the copies that have not begun, wait for the others, and end. A second call does nothing."""
 
 
 class CopyEngines(Protocol):
     """Makes the copy engines of one store."""
 
     def engine_for(self, pool: PagedPool) -> CopyEngine:
-        """An engine for the pages of a pool, whose geometry the store has."""
+        """Return a new engine for the pages of `pool`, which has the store's geometry. The caller closes the engine."""
 
     def close(self) -> None:
-        """All its engines are closed."""
+        """Free what the engines share. The caller has closed all engines before."""

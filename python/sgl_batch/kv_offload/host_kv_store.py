@@ -1,9 +1,13 @@
 """Owns the store tier: blocks of one page each, in memory or in a file, shared by the ranks of one machine.
 
-What is stored, and when a block is let go, is decided elsewhere; data is moved by a copy engine. A block is FREE, then
-WRITING (`prepare_store`: its rank may copy a page to it), then READY (`complete_store`: it may be restored and shared,
-and while it has one reference its rank may copy to it again).
-Every reference to a block belongs to a rank; the block is free when the last one is dropped.
+A block is stored to in two phases:
+
+    FREE -- prepare_store --> WRITING -- complete_store --> READY -- free of the last reference --> FREE
+                              copies to it                  copies from it, share; copies to it
+                                                            while it has one reference
+
+Every reference to a block belongs to a rank. What is stored, and when a block is freed, is decided elsewhere; a copy
+engine moves the data. The native library and its messages call a block a slot.
 """
 
 from __future__ import annotations
@@ -27,17 +31,17 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 Indices = torch.Tensor | Sequence[int]
-"""Blocks or device pages: int64 [N] on the CPU, or numbers."""
+"""Numbers of blocks or of device pages: int64 [N], or a sequence of integers."""
 
 
 def as_indices(numbers: Indices) -> torch.Tensor:
-    """Blocks or pages as the native library takes them: on the host, wherever they come from."""
+    """Return block or page numbers as the native library takes them: int64 [N], contiguous, on the host."""
     return torch.as_tensor(numbers, dtype=torch.int64).cpu().contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
-    """What another rank of the machine needs to join a store; valid while the rank that gave it has the store open."""
+    """What another rank of the machine needs to join a store; valid while the rank that published it is alive."""
 
     table_path: str
     data_path: str
@@ -48,13 +52,13 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """How many blocks are in each state, all ranks together."""
+    """How many blocks are in each state, of all ranks together."""
 
     free: int
     writing: int
     ready: int
     recoveries: int
-    """How often a rank died in the middle of a change, and the next one counted everything again."""
+    """How often a rank died in the middle of a change, and another rank rebuilt the table."""
 
     @property
     def used(self) -> int:
@@ -62,21 +66,22 @@ class BlockCounts:
 
 
 class HostKVStore:
-    """One rank's end of a store. Made by `create` on one rank and `join` on the others. Any thread may call it.
+    """One rank's end of a store. One rank calls `create`, the others call `join`. Any thread may call its methods.
 
-    A call with several blocks does all of it, or raises StoreFault and changes nothing. A rank that dies never blocks
-    the others, also in the middle of a call; what it held stays taken until somebody calls `reclaim`.
+    A call with several blocks changes all of them, or raises StoreFault and changes none. A rank that dies never blocks
+    the others, even in the middle of a call. The blocks that it held stay taken until `reclaim`, or until a new process
+    joins as that rank.
     """
 
     def __init__(
         self, files: StoreFiles, geometry: StoreGeometry, *, num_blocks: int, num_ranks: int, rank: int, create: bool
     ) -> None:
-        """For `create` and `join`. Takes over `files`."""
+        """Open the store over `files`, which this object closes. Callers use `create` and `join`."""
         self.geometry, self.num_blocks, self.num_ranks, self.rank = geometry, num_blocks, num_ranks, rank
         self._files = files
         try:
             with faults():
-                # Of the native library's kv_store.Store, for the copy engine.
+                # The native library's kv_store.Store; the copy engines use it too.
                 self.handle: Any = kv_store_kernels().open_store(
                     files.table,
                     create=create,
@@ -107,9 +112,19 @@ class HostKVStore:
         rank: int = 0,
         directory: Path | None = None,
     ) -> HostKVStore:
-        """A new store of at most `num_bytes`, in a file in `directory`, or in memory. Nothing is claimed before use.
+        """Create a store and enter it as `rank`.
 
-        Raises ConfigError where there is no room for it, or the native kernels are missing.
+        Memory, or room on the disk, is claimed when a block is first written.
+
+        Args:
+            geometry: the sizes of a page; every pool that is copied to this store has the same.
+            num_bytes: the most that the blocks take; the store has `num_bytes // geometry.block_bytes` of them.
+            num_ranks: the ranks of this machine that can join.
+            rank: this rank, 0 to `num_ranks` - 1.
+            directory: where to keep the blocks in an unnamed file; None keeps them in memory.
+
+        Raises:
+            ConfigError: no page fits, there is no room, or the native kernels are missing.
         """
         kv_store_kernels()
         num_blocks = num_bytes // geometry.block_bytes
@@ -129,10 +144,18 @@ class HostKVStore:
 
     @classmethod
     def join(cls, address: StoreAddress, geometry: StoreGeometry, *, rank: int) -> HostKVStore:
-        """The store of another rank of this machine, as `rank`.
+        """Enter, as `rank`, the store that another rank of this machine created.
 
-        Where an earlier process was this rank and has died, what it held is dropped. Raises StoreFault where it still
-        runs, or where pages are of another geometry; ConfigError where the store cannot be opened.
+        If an earlier process was this rank and has died, its references are dropped.
+
+        Args:
+            address: the creator's `address`. The creator must be alive.
+            geometry: the same as the creator's.
+            rank: this rank, 0 to `address.num_ranks` - 1.
+
+        Raises:
+            StoreFault: this rank's earlier process still runs, or the geometry differs.
+            ConfigError: the store cannot be opened, or the native kernels are missing.
         """
         kv_store_kernels()
         try:
@@ -152,7 +175,7 @@ class HostKVStore:
 
     @property
     def address(self) -> StoreAddress:
-        """For the other ranks' `join`."""
+        """What other ranks pass to `join`. Raises StoreFault for a store of one rank in memory."""
         if self._files.data is None:
             raise StoreFault("a store of one rank in memory cannot be joined: create it for several ranks")
         return StoreAddress(
@@ -164,31 +187,61 @@ class HostKVStore:
         )
 
     def prepare_store(self, num_blocks: int) -> torch.Tensor | None:
-        """Blocks [num_blocks] to copy pages to, WRITING and held once by this rank; None when too few are free."""
+        """Take free blocks to copy pages to.
+
+        The blocks are WRITING, with one reference, this rank's: no other rank can load or share them. The caller copies
+        a page to each, waits for the tickets, and calls `complete_store`; or it calls `free`.
+
+        Args:
+            num_blocks: how many blocks to take.
+
+        Returns:
+            The blocks, int64 [num_blocks], or None when fewer are free; then none is taken.
+        """
         with faults():
             blocks: torch.Tensor = self.handle.take(num_blocks)
         return blocks if len(blocks) == num_blocks else None
 
     def complete_store(self, blocks: Indices) -> None:
-        """Blocks that this rank has written become READY. Only after the tickets of all copies to them are done."""
+        """Mark blocks that this rank has written READY: they can be loaded from, and shared.
+
+        The references stay this rank's. Data of a copy that failed is undefined: `free` such a block instead.
+
+        Args:
+            blocks: int64 [N], WRITING and held by this rank, with the tickets of all copies to them done.
+
+        Raises:
+            StoreFault: a block is not WRITING, not held by this rank, or a copy to it is under way.
+        """
         with faults():
             self.handle.complete(as_indices(blocks))
 
     def share(self, blocks: Indices) -> None:
-        """One more reference for this rank to each of these READY blocks, whichever rank wrote them.
+        """Add one reference of this rank to each block, whichever rank wrote it.
 
-        Another rank's blocks must be held by it until this has returned: it has no other way to know them.
+        A rank that names its blocks to this one keeps its own references until this call has returned. Raises
+        StoreFault if a block is not READY.
         """
         with faults():
             self.handle.share(as_indices(blocks))
 
     def free(self, blocks: Indices) -> None:
-        """Drop one of this rank's references to each block; those that have none left are free."""
+        """Drop one of this rank's references to each block. A block without references is FREE.
+
+        Args:
+            blocks: int64 [N], WRITING or READY, held by this rank. A block may be named as often as it is held.
+
+        Raises:
+            StoreFault: this rank holds no reference, or the reference is its last and a copy of the block is under way.
+        """
         with faults():
             self.handle.free(as_indices(blocks))
 
     def reclaim(self, rank: int) -> int:
-        """Drop all that a rank held whose process has died; returns how many blocks became free by it."""
+        """Drop all references of a rank whose process has died, and return how many blocks became FREE.
+
+        Raises StoreFault if there is no such rank, or its process still runs.
+        """
         with faults():
             if not 0 <= rank < self.num_ranks:
                 raise StoreFault(f"rank {rank} of {self.num_ranks}")
@@ -201,31 +254,32 @@ class HostKVStore:
         return freed
 
     def memory(self) -> torch.Tensor:
-        """All bytes of a store in memory, uint8, without a copy; they stay as long as the tensor does."""
+        """Return all bytes of a store in memory, uint8, without a copy. The memory lives as long as the tensor."""
         with faults():
             memory: torch.Tensor = self.handle.memory()
         return memory
 
     def counts(self) -> BlockCounts:
-        """How many blocks are in each state now."""
+        """Return how many blocks are in each state now."""
         free, writing, ready, recoveries = self.handle.counts()
         return BlockCounts(free=free, writing=writing, ready=ready, recoveries=recoveries)
 
     def references(self, blocks: Indices) -> torch.Tensor:
-        """How many references all ranks together hold to each block."""
+        """Return how many references all ranks together hold to each block, int64 [N]."""
         with faults():
             references: torch.Tensor = self.handle.describe(as_indices(blocks))[1]
         return references
 
     def audit(self) -> None:
-        """Count everything again: takes as long as the store is large. Raises StoreFault where something is lost."""
+        """Check every block against the counts, in time linear in the blocks. Raises StoreFault if they differ."""
         with faults():
             self.handle.audit()
 
     def close(self) -> None:
-        """Drop all that this rank holds and leave. Copy engines are closed before. A second time nothing happens.
+        """Drop all references of this rank and leave the store. A second call does nothing.
 
-        The memory, or the file, goes when no rank has it open any more.
+        The caller has closed the copy engines before. The memory or the file is freed when no rank has it open. Raises
+        StoreFault if a copy of one of its blocks is under way.
         """
         if self.handle is None:
             return
