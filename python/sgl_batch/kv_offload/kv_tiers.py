@@ -1,6 +1,6 @@
-"""Owns a rank's two tiers of KV together: device pages, the store, and the staging between them, by request.
+"""Owns a rank's two tiers of KV together: device pages, store blocks, and the staging between them, by request.
 
-Which requests, and when, is the executor's affair.
+It does not decide which requests move, or when. The package's docstring says how the tiers work together.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from sgl_batch.sglang_adapter.scheduling import tokens_written
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
-# Enough to fill a link for milliseconds.
+# Enough to keep a link busy for milliseconds.
 _RATE_PAGES = 64
 
 
 def open_store(geometry: StoreGeometry, memory: MemoryConfig, rank_context: RankContext | None) -> HostKVStore:
-    """The store of this engine: of several attention ranks, the first makes it and the others join it.
+    """Open this engine's store: the first attention rank creates it, and the others join it.
 
-    Raises ConfigError where there is no room for it.
+    Raises ConfigError if there is no room for it, or fewer blocks than ranks.
     """
     num_ranks, rank = (
         (1, 0) if rank_context is None else (rank_context.topology.num_attention_ranks, rank_context.attention_rank)
     )
     if rank_context is not None and rank > 0:
         maker = rank_context.topology.rank_of_attention(0)
-        told = rank_context.await_published("kv-store", [maker])[maker]
-        return HostKVStore.join(StoreAddress(**json.loads(told)), geometry, rank=rank)
+        published = rank_context.await_published("kv-store", [maker])[maker]
+        return HostKVStore.join(StoreAddress(**json.loads(published)), geometry, rank=rank)
     store = HostKVStore.create(
         geometry,
         num_bytes=memory.kv_store_bytes,
@@ -68,7 +68,7 @@ def open_store(geometry: StoreGeometry, memory: MemoryConfig, rank_context: Rank
 
 
 def copy_engines(store: HostKVStore, device: str, memory: MemoryConfig) -> CopyEngines:
-    """What copies between pages of a device and the store. Raises ConfigError where its memory cannot be pinned."""
+    """Return the copy engines of a store for a device. Raises ConfigError if the store's memory cannot be pinned."""
     if torch.device(device).type == "cpu":
         return NativeCopyEngines(store, num_workers=memory.kv_copy_threads)
     return CudaCopyEngines(store)
@@ -76,7 +76,7 @@ def copy_engines(store: HostKVStore, device: str, memory: MemoryConfig) -> CopyE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returning:
-    """A sequence whose KV is on its way to device pages [P]."""
+    """A sequence whose KV is being copied to device `pages` [P], int64 on the host."""
 
     request: Request
     pages: torch.Tensor
@@ -84,13 +84,14 @@ class Returning:
 
 
 class KVTiers:
-    """Made after the scheduler's pools. `runner`: the layer runner, which hands a prefill group's KV over.
+    """One rank's device pages, store blocks, copy engine and stagings. One thread calls it.
 
-    A model without an adapter has none: its prompts are computed in pages of the device alone, and its sequences move
-    whole.
+    The caller makes it after the scheduler's pools, reserves device pages and blocks in its ledgers before each call,
+    and calls `close` at the end.
 
-    `share`: how many pages of the store are this rank's. Each has as many, so that none asks another before it takes
-    some; sequences that move take theirs along.
+    `share`: how many blocks of the store this rank may hold. All ranks have the same share, so that none asks another
+    before it takes blocks; a sequence that moves to another rank takes its blocks along.
+    `stored`: the blocks of each sequence.
     """
 
     def __init__(
@@ -101,6 +102,19 @@ class KVTiers:
         counters: Counters,
         rank_context: RankContext | None,
     ) -> None:
+        """Open the store and make the stagings.
+
+        Args:
+            scheduler: its pools, allocator and page size must exist.
+            runner: the layer runner, through which prompts are staged and decode KV is streamed. None for a model
+                without an adapter: its prompts are computed in device pages, and the store is exclusive.
+            memory: the sizes and modes of the store.
+            counters: where copies and waits are counted.
+            rank_context: this rank among the engine's ranks; None if there is one rank.
+
+        Raises:
+            ConfigError: the model's pool has no pages that the store can hold, or the store cannot be opened.
+        """
         self._scheduler, self._runner, self._counters = scheduler, runner, counters
         self._allocator, self._device = scheduler.token_to_kv_pool_allocator, scheduler.device
         self._pool = self._allocator.get_kvcache()
@@ -134,7 +148,7 @@ class KVTiers:
 
     @property
     def stages_prompts(self) -> bool:
-        """Whether prompts can be computed on their way to the store."""
+        """Whether prompts can be computed in staged pages on their way to the store."""
         return self._runner is not None
 
     @property
@@ -143,9 +157,10 @@ class KVTiers:
         return self._runner
 
     def _is_exclusive(self, memory: MemoryConfig) -> bool:
-        """An inclusive store that is no larger than the device would hold nothing that the device cannot.
+        """Whether the store is exclusive.
 
-        What is streamed lies in the store whole. An inclusive store holds every prompt, which has to be staged for it.
+        An inclusive store no larger than the device would hold nothing that the device cannot. It needs prompts staged,
+        because it holds all of them. Streamed decode needs an inclusive store.
         """
         if not self.stages_prompts:
             return True
@@ -155,19 +170,19 @@ class KVTiers:
 
     @property
     def pool_bytes(self) -> int:
-        """What all pages of the device take in the store."""
+        """Bytes that all device pages take in the store."""
         return self._allocator.size // self._page_size * self._store.geometry.block_bytes
 
     def copy_rate(self) -> float:
-        """Bytes a second that come from the store to the device, as a copy of some pages takes now.
+        """Measure the rate of copies from the store to the device, in bytes a second.
 
-        Before there is any sequence: the pages are not in use. Raises CopyError.
+        Called before there is any sequence, because it overwrites device pages. Raises CopyError.
         """
         num_pages = min(_RATE_PAGES, self.share, self._allocator.size // self._page_size)
         return self.stored.copy_rate(torch.arange(1, num_pages + 1))
 
     def store_state(self) -> dict[str, int]:
-        """Pages of the store, those free of them, and the bytes of one; of a store of several ranks, all ranks'."""
+        """Return the blocks of the store, how many are free, and the bytes of one; of all ranks together."""
         counts, block_bytes = self._store.counts(), self._store.geometry.block_bytes
         return {
             "total_pages": self._store.num_blocks,
@@ -182,29 +197,40 @@ class KVTiers:
     # Prefill.
 
     def staging(self) -> AbstractContextManager[None]:
-        """Inside, new slots are those of staged pages."""
+        """Inside, the allocator gives KV indices of staged pages."""
         return self._allocator.staging()
 
     def stage_prefixes(self, requests: list[Request], matches: list[PrefixMatch]) -> dict[PrefixPage, int]:
-        """Staged pages, the first ones, for what prompts of the coming group share with sequences that are alive.
+        """Reserve the first staged pages for what prompts of the coming group have in the store already.
 
-        A prompt that is computed in part goes on behind its own pages, which are staged as well.
+        These are pages that they share with living sequences, and the own pages of a prompt that is computed in part.
+        Called inside `staging`, before the batch is made; `begin_prefill` starts the copies.
+
+        Args:
+            requests: the group, in the order of its rows.
+            matches: the pages that each prompt shares.
+
+        Returns:
+            By shared page, its staged page.
         """
         shared = [page for match in matches for page in match.found if page.has_kv_location]
         begun = {
             request: self.stored.store_blocks_of(request.rid) for request in requests if request.rid in self.stored
         }
         self._restored = list(dict.fromkeys(chain((page.kv_location for page in shared), *begun.values())))
-        slots = self._allocator.alloc(len(self._restored) * self._page_size)
-        assert slots is not None, "staged pages do not run out"
-        pages = dict(zip(self._restored, slots.view(-1, self._page_size), strict=True))
+        kv_indices = self._allocator.alloc(len(self._restored) * self._page_size)
+        assert kv_indices is not None, "staged pages do not run out"
+        pages = dict(zip(self._restored, kv_indices.view(-1, self._page_size), strict=True))
         for request, own in begun.items():
             request.prefix_indices = torch.cat([pages[block] for block in own])
         self._counters.add("prefix_pages_restored", len(set(shared)))
         return {page: int(pages[page.kv_location][0]) // self._page_size for page in shared}
 
     def begin_prefill(self, requests: list[Request], matches: list[PrefixMatch]) -> None:
-        """The next forward pass is that of these requests, whose KV indices were given inside `staging`."""
+        """Prepare the next forward pass to prefill these requests, whose KV indices were given inside `staging`.
+
+        Takes the blocks of their new pages. The caller runs the pass and then calls `end_prefill`.
+        """
         tokens = [request.kv_committed_len for request in requests]
         lengths = [request.extend_range.length for request in requests]
         blocks = self.stored.take(sum(self._pages(length) for length in lengths))
@@ -218,7 +244,7 @@ class KVTiers:
         self._layer_runner.prefill_sink = self._staging
 
     def end_prefill(self) -> None:
-        """The pass is over: all prompts are in the store."""
+        """End the prefill pass: wait for its copies, after which all prompts are in the store. Raises CopyError."""
         waited = self._staging.waited_s
         self._layer_runner.prefill_sink = None
         self._staging.end()
@@ -235,7 +261,7 @@ class KVTiers:
     # Decode.
 
     def write_through(self, requests: list[Request]) -> None:
-        """Of requests that have made a step, the pages that it has filled leave for the store. It waits for none."""
+        """Begin to copy to the store the pages that the last step of these requests has filled. Does not wait."""
         self.stored.send_known()
         full = [request for request in requests if tokens_written(request) % self._page_size == 0]
         if full and not self.stored.exclusive:
@@ -243,11 +269,11 @@ class KVTiers:
             self.stored.write_through([request.rid for request in full], self._pages_at(full, last))
 
     def decoding_staged(self) -> AbstractContextManager[None]:
-        """Inside, decode steps get slots of streamed pages."""
+        """Inside, the allocator gives decode steps KV indices of streamed pages."""
         return self._allocator.decoding_staged()
 
     def streamed_rows(self) -> StreamedRows:
-        """For decode steps whose KV is streamed through all pages of the device."""
+        """Return the layout of decode steps whose KV is streamed through all device pages."""
         return StreamedRows(
             self._scheduler,
             self.stored,
@@ -257,12 +283,12 @@ class KVTiers:
         )
 
     def begin_streamed_step(self, copies: list[PartCopies]) -> None:
-        """The next forward pass is a decode step that needs these copies."""
+        """Prepare a decode step with these copies as the next pass. The caller then calls `end_streamed_step`."""
         self._decode_staging.begin(copies)
         self._layer_runner.decode_source = self._decode_staging
 
     def end_streamed_step(self) -> None:
-        """The pass is over: all KV is in the store."""
+        """End the streamed step: wait for its copies, after which all KV is in the store. Raises CopyError."""
         staging = self._decode_staging
         self._layer_runner.decode_source = None
         staging.end()
@@ -271,7 +297,7 @@ class KVTiers:
         self._counters.counts["stream_wait_us"] = round(1e6 * staging.waited_s)
 
     def suspend(self, requests: list[Request]) -> None:
-        """All KV of these requests is in the store when this returns; their KV indices are still theirs."""
+        """Copy to the store what it lacks of these requests' KV, and wait. Their device pages stay theirs."""
         table, size = self._scheduler.req_to_token_pool.req_to_token, self._page_size
         tokens = [request.kv_committed_len for request in requests]
         pages = [
@@ -281,22 +307,32 @@ class KVTiers:
         self.stored.suspend([request.rid for request in requests], pages, tokens)
 
     def _pages_at(self, requests: list[Request], positions: list[int]) -> torch.Tensor:
-        """The device page [N] in which each request has the KV of one position."""
+        """Return the device page [N] that holds each request's KV of one position."""
         table: torch.Tensor = self._scheduler.req_to_token_pool.req_to_token
-        places = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
-        rows, columns = (upload(numbers, torch.int64, table.device) for numbers in (places, positions))
+        held = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
+        rows, columns = (upload(numbers, torch.int64, table.device) for numbers in (held, positions))
         return table[rows, columns].to(torch.int64) // self._page_size
 
     def restore(self, request: Request, prompt: Sequence[PrefixPage]) -> Returning:
-        """Device pages for a request's KV, and the copy to them of what the device has not.
+        """Take device pages for a request's KV, and begin to copy to them what the device lacks.
 
-        `prompt`: its first pages, which it shares with others that are on the device.
+        The caller has reserved the pages. It waits for the ticket, and then calls `stored.restored`.
+
+        Args:
+            request: a request whose KV is in the store.
+            prompt: its first pages, of which others may have some on the device already; those are not copied again.
+
+        Returns:
+            The request with its pages, in their order, and the ticket of the copy.
+
+        Raises:
+            StoreFault: the store refuses the copy.
         """
         there = [page in self._on_device for page in prompt]
         num_new = self._pages(self.stored.tokens_of(request.rid)) - sum(there)
-        slots = self._allocator.alloc(num_new * self._page_size)
-        assert slots is not None, f"{num_new} pages were reserved for {request.rid}"
-        new = iter((slots[:: self._page_size] // self._page_size).tolist())
+        kv_indices = self._allocator.alloc(num_new * self._page_size)
+        assert kv_indices is not None, f"{num_new} pages were reserved for {request.rid}"
+        new = iter((kv_indices[:: self._page_size] // self._page_size).tolist())
         for page in prompt:
             if page not in self._on_device:
                 self._on_device[page] = next(new)
@@ -306,7 +342,7 @@ class KVTiers:
         return Returning(request=request, pages=pages, ticket=ticket)
 
     def drop(self, prompt: Sequence[PrefixPage]) -> None:
-        """Nobody on the device has these pages of prompts any more."""
+        """Free the device pages of these prompt pages, which no sequence on the device holds any more."""
         pages = upload([self._on_device.pop(page) for page in prompt], torch.int64, self._device)
         self._allocator.free(pages * self._page_size)
 
@@ -316,7 +352,7 @@ class KVTiers:
         return upload_copy(kv_indices[: self.stored.tokens_of(name)], self._device)
 
     def close(self) -> None:
-        """End the copies and leave the store."""
+        """Close the stagings and copy engines, then leave the store. No pass is running."""
         self._staging.close()
         self._decode_staging.close()
         self._engine.close()
