@@ -1,1 +1,1 @@
-"""Moving sequences between ranks (BatchGen 4.2, MIGRATE): the protocol, and its sender and receiver."""
+"""Migration of sequences between ranks (BatchGen 4.2, MIGRATE): the protocol, its sender and its receiver."""

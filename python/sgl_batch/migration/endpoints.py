@@ -1,4 +1,4 @@
-"""Owns what both sides of a batch work with on this rank; decides nothing."""
+"""Owns the means that both sides of a batch use on this rank: channel, transport and store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sgl_batch.migration.store import SequenceStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """This rank's end of the wires, and its store. A step of the protocol that takes `step_timeout_s` is given up."""
+    """This rank's channel, transport and store. A side gives up after `step_timeout_s` without progress."""
 
     channel: Channel[Message]
     transport: Transport

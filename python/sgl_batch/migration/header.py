@@ -1,4 +1,4 @@
-"""Owns the written form of a sequence that moves, all but its KV. What its mappings mean is its store's affair."""
+"""Owns the written form of a sequence that moves, without its KV. The stores give its mappings their meaning."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 
 
 class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a rank needs to go on with a sequence, beside the bytes of its pages.
+    """All that a rank needs to resume a sequence, except the bytes of its pages.
 
     `position` is the number of tokens whose KV the pages hold. `sampling` (the request's parameters) and `progress`
-    (finish and penalty state, and whatever else the store must find again) hold plain data: None, bool, int, float,
-    str, bytes, and lists and string-keyed dicts of these. Samples depend on `seed` and position alone, so that there is
-    no generator to move.
+    (finish and penalty state, and other state that the store needs) hold plain data: None, bool, int, float, str,
+    bytes, and lists and string-keyed dicts of these. Samples depend on `seed` and position alone, so that there is no
+    generator to move.
 
     A page has one tensor for each layer and part; `page_shapes` gives the shapes of the parts (keys and values, say).
-    Pages move whole, what lies past `position` included. `store_blocks`: the blocks of the KV in a host store that both
-    ranks have; then no page travels.
+    Pages move whole, including their part past `position`. `store_blocks`: the blocks of the KV in a host store that
+    both ranks share; then no page is sent.
     """
 
     sequence_id: str
@@ -35,7 +35,7 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     store_blocks: list[int] = []
 
     def __post_init__(self) -> None:
-        """Refuses what no sequence can be. ValueError: in a message that came in it becomes a decoding error."""
+        """Raise ValueError for values that no sequence can have. In a received message it becomes a decoding error."""
         written = len(self.prompt_tokens) + len(self.generated_tokens)
         if not 0 <= self.position <= written:
             raise ValueError(f"sequence {self.sequence_id}: position {self.position} of {written} tokens")
@@ -49,11 +49,11 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors its pages are."""
+        """The number of tensors of its pages."""
         return self.num_layers * len(self.page_shapes) * self.num_pages
 
     def tensor_shapes(self) -> Iterator[tuple[int, ...]]:
-        """The shapes of its tensors in the order in which they travel: by layer, then part, then page."""
+        """Yield the shapes of its tensors in the order in which they are sent: by layer, then part, then page."""
         for _ in range(self.num_layers):
             for shape in self.page_shapes:
                 yield from (shape for _ in range(self.num_pages))

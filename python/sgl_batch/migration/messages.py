@@ -1,4 +1,4 @@
-"""Owns the messages of a migration. When each is sent is decided in `protocol`."""
+"""Owns the messages of a migration. `protocol` decides when each is sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgl_batch.migration.header import SequenceHeader
 
 
 class MigrationBatchId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A batch: the sequences that go from one rank to another at one boundary. They are moved together."""
+    """Names a batch: the sequences that move together from rank `source` to rank `target` at one boundary."""
 
     boundary: int
     source: int
@@ -35,7 +35,7 @@ class Accept(_Message, frozen=True, tag="accept"):
 
 
 class Refuse(_Message, frozen=True, tag="refuse"):
-    """Receiver to sender: none has a place here, for the reasons given by sequence."""
+    """Receiver to sender: there is room for none of them, for the reason given for each sequence."""
 
     refused: dict[str, str]
 
@@ -45,15 +45,15 @@ class Stored(_Message, frozen=True, tag="stored"):
 
 
 class Commit(_Message, frozen=True, tag="commit"):
-    """Sender to receiver: they are yours from your receipt of this."""
+    """Sender to receiver: you own the sequences once you receive this."""
 
 
 class Committed(_Message, frozen=True, tag="committed"):
-    """Receiver to sender: they are mine; free your pages."""
+    """Receiver to sender: I own the sequences; free your pages."""
 
 
 class Abort(_Message, frozen=True, tag="abort"):
-    """Either to the other: I gave this batch up, before Stored if I am the receiver and before Commit if the sender."""
+    """Either side: I gave this batch up, before Commit if I am the sender, before Stored if I am the receiver."""
 
     reason: str
 

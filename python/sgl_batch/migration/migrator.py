@@ -1,4 +1,4 @@
-"""Owns the migrations of one rank: runs all batches of a boundary at once. Which move is decided elsewhere."""
+"""Owns the migrations of one rank: it runs all batches of a boundary at once. Its caller says which sequences move."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MigrationBatch = SenderEndpoint | ReceiverEndpoint
 
 
 class Migrator:
-    """Runs the same list of moves on every rank that it concerns; the others may call in as well, and return at once.
+    """Carries out one list of moves on every rank that it concerns. Other ranks may call it too; they return at once.
 
-    All sequences from one rank to another at one boundary are one batch. Batches run side by side. Between two ranks
-    the KV of the batch from the lower rank travels first, so that both begin their transfers in the same order.
+    All sequences from one rank to another at one boundary are one batch. Batches run concurrently. Between two ranks
+    the KV of the batch from the lower rank goes first, so that both begin their transfers in the same order.
     """
 
     def __init__(self, endpoints: Endpoints) -> None:
@@ -32,10 +32,11 @@ class Migrator:
         self._ended: set[MigrationBatchId] = set()
 
     def run(self, boundary: int, moves: Sequence[Move]) -> Report:
-        """Carry out this rank's part of `moves`. `boundary` rises from call to call and is the same on all ranks.
+        """Carry out this rank's part of `moves`, and return when each move has ended or is in doubt.
 
-        Returns when each of them has ended or is in doubt. Raises MigrationFailed when a rank failed; its report is as
-        complete as the one returned. Batches in doubt are held, and reported again when a later call has resolved them.
+        `boundary` rises from call to call and is the same on all ranks. Raises MigrationFailed when a rank failed; its
+        report is as complete as a returned one. Batches in doubt are held, and reported again when a later call has
+        resolved them.
         """
         assert boundary > self._boundary, f"boundary {boundary} comes after boundary {self._boundary}"
         self._boundary = boundary
@@ -51,16 +52,16 @@ class Migrator:
         return self._raise_failures(self._conclude(new))
 
     def resume(self) -> Report:
-        """Wait once more for messages that resolve what is in doubt; otherwise as `run`."""
+        """Wait once more for messages that resolve the batches in doubt. Returns and raises as `run` does."""
         held = list(self._batches.values())
         for batch in held:
             batch.gave_up = False
         return self._raise_failures(self._conclude(held))
 
     def peer_died(self, rank: int) -> Report:
-        """Resolve what is in doubt with a rank whose process is known to have ended. Never on a mere suspicion.
+        """Resolve the batches in doubt with a rank whose process is known to have ended. A suspicion is not enough.
 
-        Returns the report with its failures: the caller knows of them.
+        Returns the report with its failures instead of raising them, because the caller knows of the death.
         """
         held = [batch for batch in self._batches.values() if batch.peer == rank]
         for batch in held:
@@ -101,7 +102,7 @@ class Migrator:
         return self._report(batches)
 
     def _work(self) -> None:
-        """Let each batch begin its transfer, where it is the pair's turn, and notice the end of it."""
+        """Let each batch begin its transfer when it is its turn between the two ranks, and take note of its end."""
         for batch in list(self._batches.values()):
             opposite = self._batches.get(
                 MigrationBatchId(boundary=batch.id.boundary, source=batch.id.target, target=batch.id.source)
@@ -112,7 +113,7 @@ class Migrator:
         try:
             received = self._endpoints.channel.recv(peers, timeout_s=timeout_s, awaiting="the next message of a batch")
         except PeerTimeout:
-            return  # the clocks, which know of progress that is no message, decide
+            return  # the clocks decide: they also see the progress of transfers
         except RankError as error:
             self._fail_with(error)
         else:
@@ -124,7 +125,7 @@ class Migrator:
         if not hit:
             self._failures.append(error)
         for batch in hit:
-            if isinstance(error, PeerLost):  # say of each batch what it was waiting for
+            if isinstance(error, PeerLost):  # name what each batch was waiting for
                 batch.fail(PeerLost(batch.peer, awaiting=batch.awaiting, seconds=error.seconds))
             else:
                 batch.fail(error)
@@ -139,7 +140,7 @@ class Migrator:
             fault = f"rank {peer} sent {type(message).__name__} for {message.batch}, of which rank"
             ours = f"{fault} {self._endpoints.channel.rank} knows nothing: the ranks have not decided the same moves"
             self._fail_with(BadMessage(peer, ours))
-        # Else it is late, about a batch that has ended here: there is nothing left to say about it.
+        # Otherwise the message is late: its batch has ended here.
 
     def _progress_with(self, peer: int) -> tuple[object, ...]:
         return tuple(batch.progress for batch in self._batches.values() if batch.peer == peer)
@@ -166,14 +167,14 @@ class Migrator:
 
 
 class _PeerClocks:
-    """How long each peer may still take: the time limit begins anew whenever something has moved on with it."""
+    """The time that each peer has left. It begins anew whenever a batch with the peer makes progress."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._last: dict[int, tuple[object, float]] = {}
 
     def left(self, progress: dict[int, tuple[object, ...]]) -> dict[int, float]:
-        """Seconds left by peer, given what now marks its progress."""
+        """Return the seconds left by peer, given a mark of each peer's progress that differs when it has moved on."""
         now = time.monotonic()
         for peer, mark in progress.items():
             if peer not in self._last or self._last[peer][0] != mark:

@@ -1,4 +1,4 @@
-"""Owns what a rank knows after migrations: each sequence's end, and the failures. Decides nothing about recovery."""
+"""Owns the report of a rank's migrations: how each move ended, and the failures. Its reader decides on recovery."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWNED_HERE = frozenset({Result.KEPT, Result.RECLAIMED, Result.ADOPTED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of one move, seen from this rank; `peer` is the other rank, `reason` why it did not move."""
+    """The end of one move as this rank knows it. `peer` is the other rank, `reason` why the sequence did not move."""
 
     sequence_id: str
     peer: int
@@ -40,14 +40,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The outcomes of this rank's moves. A refusal for lack of room is an outcome; a failure is a rank's fault."""
+    """The outcomes of this rank's moves, and the failures of ranks. A refusal for lack of room is no failure."""
 
     outcomes: tuple[Outcome, ...]
     failures: tuple[RankError, ...] = ()
 
 
-class MigrationFailed(RankError):  # noqa: N818 (a name that says which error it is)
-    """Some rank failed during migrations. `report` says what has become of every sequence nevertheless."""
+class MigrationFailed(RankError):  # noqa: N818 (the name says which error it is)
+    """A rank failed during migrations. `report` still has the outcome of every sequence."""
 
     def __init__(self, report: Report) -> None:
         counts = Counter(outcome.result for outcome in report.outcomes)

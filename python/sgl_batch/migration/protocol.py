@@ -1,39 +1,44 @@
-"""Owns the two-phase protocol: one table of transitions for each side. Does nothing; has no clock, wire or tensor.
+"""Owns the two-phase protocol of a migration: one table of transitions for each side. It has no clock, wire or tensor.
+
+A batch is the set of sequences that move from one rank, the sender, to another, the receiver, at one boundary. The
+normal run, with the state of each side:
 
     sender                                receiver
-    OFFERED      ---- Offer ---->         AWAITING, JUDGING       room is reserved
+    OFFERED      ---- Offer ---->         AWAITING, JUDGING       reserves room
                  <--- Accept ----         RECEIVING
     SENDING      ==== KV ========>
-                 <--- Stored ----         STORED                  all is there, nothing is adopted
-    COMMITTING   ---- Commit ---->        OWNED                   adopted
+                 <--- Stored ----         STORED                  has all KV; has adopted nothing yet
+    COMMITTING   ---- Commit ---->        OWNED                   has adopted the sequences
     RELEASED     <-- Committed ---                                the sender frees its pages
 
-Who owns the sequences of a batch:
+Who owns the sequences:
 
-- The sender, until it has seen Stored and sent Commit; the receiver, from its receipt of Commit on. While Commit is on
-  its way the sender runs them no more but keeps them whole, and the receiver does not run them yet.
-- Each side may give up by itself (a timeout, a failed transfer, a message that makes no sense) while it knows whose
-  they are: the sender before Commit, the receiver before Stored. Then Abort tells the other; they stay with the sender.
-- In between a side that merely waits cannot know: a sender in COMMITTING, a receiver in STORED. It goes on holding them
-  without running them ("in doubt") until a message comes, or the other is known to be dead. Silence is not death.
-- Death of the other decides at once:
+- The sender owns them until it has received Stored and sent Commit. The receiver owns them once it has received Commit.
+  While Commit is on its way neither side runs them, and the sender still keeps them whole.
+- A side may give up alone (after a timeout, a failed transfer or an invalid message) while it knows the owner: the
+  sender before it sends Commit, the receiver before it sends Stored. It then sends Abort, and the sender keeps them.
+- Later than that, a side that waits cannot know the owner: the sender in COMMITTING, the receiver in STORED. The
+  sequences are "in doubt". The side keeps them whole and does not run them until a message arrives or the other side is
+  known to be dead. Silence is not death.
+- The death of one side decides at once:
 
-    the dead one   the survivor's state            owner
+    dead side      survivor's state                owner
     receiver       OFFERED, SENDING                the survivor (KEPT)
     receiver       COMMITTING                      the survivor (RECLAIMED), see below
-    receiver       RELEASED                        the dead one
-    sender         AWAITING, RECEIVING             the dead one (DROPPED)
-    sender         STORED                          the dead one (DROPPED): it still held them whole
+    receiver       RELEASED                        the dead side
+    sender         AWAITING, RECEIVING             the dead side (DROPPED)
+    sender         STORED                          the dead side (DROPPED): it still held them whole
     sender         OWNED                           the survivor
 
-  Only RECLAIMED may contradict what the dead one held: it may have received Commit, and its Committed was lost with it.
-  Its claim is void, since a dead rank runs nothing and never comes back under its number. The survivor goes on from the
-  state in which they were offered, and, because samples depend on seed and position alone, to the same tokens; who
-  collects tokens must expect to see again those that the dead rank gave out in between. Giving them up instead
-  would lose them where the Commit did not arrive.
+  Only RECLAIMED can contradict what the dead side held: it may have received Commit, and its Committed was lost with
+  it. Its ownership is void, because a dead rank runs nothing and never returns under its number. The survivor resumes
+  the sequences from the state in which it offered them. Samples depend on seed and position alone, so it generates the
+  same tokens. A collector of tokens must therefore accept tokens a second time that the dead rank had sent already.
+  Dropping the sequences instead would lose them where Commit did not arrive.
 
-So there are never two owners alive, and as long as both live there is always exactly one, if Commit on its way counts.
-"Known to be dead" must be true (the channel has it from the kernel): a living rank taken for dead could own as well.
+So two living sides never own a batch at once. While both sides live, exactly one owns it, if Commit on its way counts
+as ownership. "Known to be dead" must be true (the channel learns it from the kernel): a living rank that is taken for
+dead could be an owner too.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ class Owner(enum.Enum):
 
 
 class SenderState(enum.Enum):
-    """Where the sender stands; the value says what it awaits, or how it ended."""
+    """The sender's state. The value says what the sender awaits, or how its part ended."""
 
     OFFERED = "Accept or Refuse"
     SENDING = "Stored"
@@ -62,7 +67,7 @@ class SenderState(enum.Enum):
 
 
 class SenderEvent(enum.Enum):
-    """What can happen to the sender: messages from the receiver, and what it learns by itself."""
+    """What can happen to the sender: messages from the receiver, its own decisions, and the receiver's death."""
 
     ACCEPT = "accept"
     REFUSE = "refuse"
@@ -74,17 +79,17 @@ class SenderEvent(enum.Enum):
 
 
 class SenderAction(enum.Enum):
-    """What the sender then does, in the order given."""
+    """What the sender does in a transition, in the table's order."""
 
     SEND_DATA = "send the KV"
     SEND_COMMIT = "send Commit"
     SEND_ABORT = "send Abort"
-    STOP_DATA = "let go of the tensors under way"
+    STOP_DATA = "abandon the transfer of tensors"
     RELEASE = "free the pages"
 
 
 class ReceiverState(enum.Enum):
-    """Where the receiver stands; the value says what it awaits, or how it ended."""
+    """The receiver's state. The value says what the receiver awaits, or how its part ended."""
 
     AWAITING = "Offer"
     JUDGING = "its own store"
@@ -95,7 +100,7 @@ class ReceiverState(enum.Enum):
 
 
 class ReceiverEvent(enum.Enum):
-    """What can happen to the receiver: messages from the sender, and what it learns by itself."""
+    """What can happen to the receiver: messages from the sender, its store's answer, and the sender's death."""
 
     OFFER = "offer"
     FITS = "fits, at least in part"
@@ -108,9 +113,9 @@ class ReceiverEvent(enum.Enum):
 
 
 class ReceiverAction(enum.Enum):
-    """What the receiver then does, in the order given."""
+    """What the receiver does in a transition, in the table's order."""
 
-    JUDGE = "reserve pages, as far as there are any"
+    JUDGE = "reserve pages for the sequences that fit"
     SEND_ACCEPT = "send Accept"
     SEND_REFUSE = "send Refuse"
     RECEIVE_DATA = "receive the KV"
@@ -118,7 +123,7 @@ class ReceiverAction(enum.Enum):
     ADOPT = "adopt the sequences"
     SEND_COMMITTED = "send Committed"
     SEND_ABORT = "send Abort"
-    FREE = "let go of the tensors under way and free the reserved pages"
+    FREE = "abandon the transfer of tensors and free the reserved pages"
 
 
 S = TypeVar("S", bound=SenderState | ReceiverState)
@@ -126,7 +131,7 @@ A = TypeVar("A", bound=SenderAction | ReceiverAction)
 
 
 class Step(NamedTuple, Generic[S, A]):
-    """The next state of a side and what it does on the way."""
+    """A transition: the next state of a side, and the actions that lead there."""
 
     state: S
     actions: tuple[A, ...] = ()
@@ -158,7 +163,7 @@ def _sender_table() -> dict[tuple[SenderState, SenderEvent], SenderStep]:
         (s.RELEASED, e.STORED): SenderStep(s.RELEASED),
         (s.RELEASED, e.COMMITTED): SenderStep(s.RELEASED),
     }
-    # What was on its way when the sender had given up, or comes twice.
+    # Messages that were on their way when the sender gave up, or that arrive twice.
     late = (e.ACCEPT, e.REFUSE, e.STORED, e.ABORT)
     return table | {(s.KEPT, event): SenderStep(s.KEPT) for event in late}
 
@@ -185,7 +190,7 @@ def _receiver_table() -> dict[tuple[ReceiverState, ReceiverEvent], ReceiverStep]
         (s.OWNED, e.OFFER): ReceiverStep(s.OWNED),
         (s.OWNED, e.COMMIT): ReceiverStep(s.OWNED),
     }
-    # What was on its way when the receiver had given up, or comes twice.
+    # Messages that were on their way when the receiver gave up, or that arrive twice.
     return table | {(s.DROPPED, event): ReceiverStep(s.DROPPED) for event in (e.OFFER, e.ABORT)}
 
 
@@ -197,14 +202,14 @@ RECEIVER_END_STATES = frozenset({ReceiverState.OWNED, ReceiverState.DROPPED})
 
 
 def sender_view(state: SenderState) -> Owner:
-    """Whose the batch is as the sender knows it."""
+    """Return the owner of the batch, as far as the sender knows."""
     if state is SenderState.COMMITTING:
         return Owner.IN_DOUBT
     return Owner.RECEIVER if state is SenderState.RELEASED else Owner.SENDER
 
 
 def receiver_view(state: ReceiverState) -> Owner:
-    """Whose the batch is as the receiver knows it."""
+    """Return the owner of the batch, as far as the receiver knows."""
     if state is ReceiverState.STORED:
         return Owner.IN_DOUBT
     return Owner.RECEIVER if state is ReceiverState.OWNED else Owner.SENDER

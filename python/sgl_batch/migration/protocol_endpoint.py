@@ -1,6 +1,6 @@
-"""Owns what both sides of a batch do alike: follow their table of the protocol, drive a transfer, keep what failed.
+"""Owns what both sides of a batch have in common: they follow their table, drive a transfer and keep failures.
 
-What the actions of the table do is each side's own. Decides neither moves nor ownership.
+Each side implements the actions of its table. `protocol` decides about ownership.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ A = TypeVar("A", bound=SenderAction | ReceiverAction)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules(Generic[S, E, A]):
-    """One side's part of the protocol: its table, and what its states and messages are to it.
+    """One side's part of the protocol: its table, and the meaning of its states and messages.
 
-    `before_transfer`: tensors have yet to travel; `transferring`: they do. `results` says what each of
-    `end_states` means, of which `moved` needs no explanation; a sequence for which there was no room ends as `no_room`.
+    `before_transfer`: the states before the tensors are moved; `transferring`: the state in which they are. `results`
+    gives the result of each of `end_states`. The end state `moved` needs no reason. A sequence for which there was no
+    room ends as `no_room`.
     """
 
     transitions: Mapping[tuple[S, E], Step[S, A]]
@@ -51,9 +52,10 @@ class Rules(Generic[S, E, A]):
 
 
 class ProtocolEndpoint(ABC, Generic[S, E, A]):
-    """One rank's side of the sequences that go from one rank to another at one boundary.
+    """One rank's side of a batch.
 
-    `failures` is what went wrong since somebody last took note; `gave_up` whether waiting on is of no use by itself.
+    `failures`: what has failed since the last report. `gave_up`: this side waits no longer by itself; only a message or
+    the peer's death resolves the batch.
     """
 
     def __init__(
@@ -77,18 +79,18 @@ class ProtocolEndpoint(ABC, Generic[S, E, A]):
 
     @abstractmethod
     def _actions(self) -> Mapping[A, Callable[[], None]]:
-        """What the table's actions do on this side."""
+        """Return the function of each of the table's actions."""
 
     @abstractmethod
     def _take_in(self, message: Message) -> str | None:
-        """Keep what a message that the table allows says, or what is wrong with it."""
+        """Keep the content of a message that the table allows; return what is wrong with it, or None."""
 
     @abstractmethod
     def _begin_transfer(self) -> Transfer:
-        """Send or receive the tensors, which is due now."""
+        """Begin to send or receive the tensors."""
 
     def _transferred(self) -> None:
-        """The transfer has ended well."""
+        """Take note that the transfer has ended with success."""
 
     @property
     def ended(self) -> bool:
@@ -96,23 +98,23 @@ class ProtocolEndpoint(ABC, Generic[S, E, A]):
 
     @property
     def awaiting(self) -> str:
-        """What comes next, for the error that says it did not come."""
+        """What this side waits for, as errors name it."""
         return f"{self.state.value} for {self.id}"
 
     @property
     def progress(self) -> tuple[str, int]:
-        """Changes whenever anything has moved on."""
+        """A value that differs after any progress."""
         return self.state.name, self._transfer.moved_bytes if self._transfer else 0
 
     @property
     def past_data(self) -> bool:
-        """Whether this side will touch the transport for this batch no more."""
+        """Whether this side no longer uses the transport for this batch."""
         if self._transfer is not None:
             return self._transfer.done
         return self.state not in self._rules.before_transfer | {self._rules.transferring}
 
     def handle(self, message: Message) -> None:
-        """Take in a message of the other side."""
+        """Process a message of the other side."""
         event = self._rules.events.get(type(message))
         if event is None or (self.state, event) not in self._rules.transitions:
             fault = f"rank {self.peer} sent {type(message).__name__} instead of {self.awaiting}"
@@ -126,7 +128,7 @@ class ProtocolEndpoint(ABC, Generic[S, E, A]):
         self._apply(event)
 
     def fail(self, error: RankError) -> None:
-        """Take in what went wrong with the peer or the transport; the table says what follows."""
+        """Process a failure of the peer or the transport, as the table says."""
         self.failures.append(error)
         if self.ended:
             return
@@ -134,7 +136,7 @@ class ProtocolEndpoint(ABC, Generic[S, E, A]):
         self._apply(self._rules.peer_dead if isinstance(error, PeerLost) else self._rules.give_up)
 
     def work(self, may_transfer: bool) -> None:
-        """Begin the transfer if it is due and allowed, and notice its end."""
+        """Begin the transfer if it is due and `may_transfer`, and process its end."""
         try:
             if self._data_due and may_transfer:
                 self._data_due = False
@@ -148,7 +150,7 @@ class ProtocolEndpoint(ABC, Generic[S, E, A]):
         self._transferred()
 
     def outcomes(self) -> list[Outcome]:
-        """What has become of each sequence, as far as this side knows."""
+        """Return the outcome of each sequence, as far as this side knows."""
         rules = self._rules
         result = rules.results.get(self.state, Result.IN_DOUBT)
         why = "" if self.state is rules.moved or not self.failures else str(self.failures[-1])

@@ -1,4 +1,4 @@
-"""Owns the receiver's side of one batch: reserves, receives, adopts. When, and who owns what, the protocol says."""
+"""Owns the receiver's side of one batch: it reserves, receives and adopts, when the protocol says so."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _RULES = Rules(
 
 
 class ReceiverEndpoint(ProtocolEndpoint[ReceiverState, ReceiverEvent, ReceiverAction]):
-    """The sequences that come to this rank from one other at one boundary."""
+    """The sequences that move to this rank from another rank at one boundary."""
 
     def __init__(self, batch: MigrationBatchId, sequence_ids: Sequence[str], endpoints: Endpoints) -> None:
         super().__init__(batch, batch.source, sequence_ids, endpoints, _RULES, ReceiverState.AWAITING)
@@ -90,7 +90,7 @@ class ReceiverEndpoint(ProtocolEndpoint[ReceiverState, ReceiverEvent, ReceiverAc
             elif fault := layout_fault(header, answer.tensors):
                 store.cancel(header, answer)
                 self._refused[header.sequence_id] = (
-                    f"what rank {self._endpoints.channel.rank} reserved does not fit: {fault}"
+                    f"the pages that rank {self._endpoints.channel.rank} reserved do not fit: {fault}"
                 )
             else:
                 self._reserved.append((header, answer))

@@ -1,4 +1,4 @@
-"""Owns the sender's side of one batch: exports, sends, releases. When, and who owns what, the protocol says."""
+"""Owns the sender's side of one batch: it exports, sends and releases, when the protocol says so."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _RULES = Rules(
 
 
 class SenderEndpoint(ProtocolEndpoint[SenderState, SenderEvent, SenderAction]):
-    """The sequences that go from this rank to one other at one boundary."""
+    """The sequences that move from this rank to another rank at one boundary."""
 
     def __init__(self, batch: MigrationBatchId, sequence_ids: Sequence[str], endpoints: Endpoints) -> None:
         super().__init__(batch, batch.target, sequence_ids, endpoints, _RULES, SenderState.OFFERED)
@@ -92,7 +92,7 @@ class SenderEndpoint(ProtocolEndpoint[SenderState, SenderEvent, SenderAction]):
         return [export for name, export in self._exports.items() if name not in self._refused]
 
     def _release(self) -> None:
-        if self._transfer is not None:  # the receiver has everything, so the transfer ends now if it has not
+        if self._transfer is not None:  # the receiver has all tensors, so that the transfer ends at once
             try:
                 self._transfer.wait(self._endpoints.step_timeout_s)
             except RankError:

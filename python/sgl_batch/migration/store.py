@@ -1,4 +1,4 @@
-"""Owns the contract of what holds sequences on a rank. Which of them move, and who owns them, is decided elsewhere."""
+"""Owns the contract of a rank's store of sequences. Its callers decide which sequences move, and who owns them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from sgl_batch.migration.header import SequenceHeader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """A sequence as it is offered: its state, and its KV as views in the order of `SequenceHeader.tensor_shapes`."""
+    """A sequence as the sender offers it.
+
+    `tensors`: its KV as views into the store's memory, in the order, shapes and type that the header gives
+    (`SequenceHeader.tensor_shapes`); empty where no page is sent. They stay valid until `release`.
+    """
 
     header: SequenceHeader
     tensors: Sequence[torch.Tensor]
@@ -21,41 +25,88 @@ class Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Pages kept free for a sequence that may come: views to receive into, ordered as in Export."""
+    """Pages that the receiver keeps for a sequence that may arrive.
+
+    `tensors`: views to receive into, in the order of `Export.tensors`. They belong to the transfer until `adopt` or
+    `cancel`.
+    """
 
     tensors: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a sequence has no place here, with the numbers."""
+    """Why the receiver has no room for a sequence, with the numbers."""
 
     reason: str
 
 
 class SequenceStore(Protocol):
-    """A rank's sequences and pages. A sequence on the move does not run: only these calls change it and its pages."""
+    """The sequences and pages of one rank, as migration uses them.
+
+    A sequence that moves does not run: from `export` to `release`, or to the end of a migration that fails, only these
+    calls change it and its pages. One thread makes all calls.
+
+        sender:     export -> (nothing, if it stays) | release
+        receiver:   reserve -> adopt | cancel
+    """
 
     def export(self, sequence_id: str) -> Export:
-        """The sequence as it stands. It stays here, whole, until `release`."""
+        """Return a sequence for an offer. It stays in the store, whole, until `release`.
+
+        Args:
+            sequence_id: a sequence of this rank.
+
+        Returns:
+            Its header, and views of its KV. A sequence that is not released continues as if this had not been called.
+        """
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
-        """Pages, and all else that adopting the sequence takes, or why not. Ended by `adopt` or `cancel`."""
+        """Reserve everything that adopting a sequence takes: its pages, and room for it in all tables.
+
+        Args:
+            header: the sequence as its sender exported it.
+
+        Returns:
+            The reservation, which the caller ends with exactly one call of `adopt` or `cancel`; or a refusal, after
+            which nothing is reserved. Lack of room is no error.
+        """
 
     def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
-        """The KV is in the reserved pages and the sequence belongs here. Must not fail: all was reserved."""
+        """Take over a sequence: it belongs to this rank from now on, with the KV in the reserved pages.
+
+        The caller has received all tensors. This must not fail, because the sender frees its pages next: `reserve` has
+        reserved everything that it takes.
+
+        Args:
+            header: the header that was given to `reserve`.
+            reservation: what `reserve` returned for it. It is used up.
+        """
 
     def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
-        """The sequence does not come: the reserved pages are free again, with anything in them."""
+        """End a reservation whose sequence does not arrive. Its pages are free again, whatever they contain.
+
+        No transfer writes to the pages any more: the caller has begun none, or has abandoned it.
+
+        Args:
+            header: the header that was given to `reserve`.
+            reservation: what `reserve` returned for it. It is used up.
+        """
 
     def release(self, sequence_id: str) -> None:
-        """The sequence belongs to another rank: forget it and free its pages."""
+        """Forget a sequence that belongs to another rank now, and free its pages.
+
+        No transfer reads the pages any more: it is done, or the caller has abandoned it.
+
+        Args:
+            sequence_id: a sequence that was exported.
+        """
 
 
 def layout_fault(header: SequenceHeader, tensors: Sequence[torch.Tensor]) -> str | None:
-    """In what the tensors differ from what the header says; None if in nothing.
+    """Return how the tensors differ from what the header says, or None.
 
-    Both ranks check before any byte travels: a transport cannot recover from a receiver that expects other sizes.
+    Both ranks check this before any byte is sent: a transport cannot recover from a receiver that expects other sizes.
     """
     if len(tensors) != header.num_tensors:
         return f"{len(tensors)} tensors where its header says {header.num_tensors}"

@@ -1,4 +1,4 @@
-"""Wrappers for a rank's wires and store: they delay calls at random, and end or stop the process at a named point."""
+"""Wrappers of a rank's channel, transport and store: they delay calls at random, and end or stop the process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_CHUNK = "after the first chunk"
 
 
 class Trap:
-    """Sends this process `signal_number` when it comes to `point` for the first time."""
+    """Sends this process `signal_number` when it reaches `point` for the first time."""
 
     def __init__(self, point: str | None, signal_number: int = signal.SIGKILL) -> None:
         self._point, self._signal = point, signal_number
@@ -48,7 +48,7 @@ class Delays:
 
 
 class FaultyChannel:
-    """A Channel in between."""
+    """A Channel that wraps another one."""
 
     def __init__(self, inner: Channel[Message], trap: Trap, delays: Delays) -> None:
         self._inner, self._trap, self._delays = inner, trap, delays
@@ -73,7 +73,7 @@ class FaultyChannel:
 
 
 class FaultyTransport:
-    """A Transport in between; it notes what was begun, and whether all before it had ended by then."""
+    """A Transport that wraps another one. It notes each transfer, and whether the one before had ended by then."""
 
     def __init__(self, inner: GroupTransport, trap: Trap, delays: Delays) -> None:
         self._inner, self._trap, self._delays = inner, trap, delays
@@ -107,7 +107,7 @@ class FaultyTransport:
 
 
 class FaultyStore(PageStore):
-    """A PageStore with traps."""
+    """A PageStore that springs a trap at its calls."""
 
     trap = Trap(None)
 

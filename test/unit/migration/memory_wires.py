@@ -1,4 +1,4 @@
-"""A channel and a transport in one process, whose every delivery the test decides."""
+"""A channel and a transport in one process; the test decides every delivery."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.migration.messages import Message
 
 
 class MemoryChannel:
-    """Messages of one rank, encoded and decoded as on the wire, in queues that the test empties."""
+    """The messages that one rank has sent, encoded and decoded as on the wire, in queues that the test empties."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -33,7 +33,7 @@ class MemoryChannel:
         self.queues.setdefault(peer, deque()).append(copy)
 
     def recv(self, peers: Collection[int], *, timeout_s: float, awaiting: str) -> tuple[int, Message] | None:
-        raise AssertionError("the test hands messages out itself")
+        raise AssertionError("the test delivers messages itself")
 
     def wake(self) -> None:
         self.wakes += 1
@@ -41,7 +41,7 @@ class MemoryChannel:
 
 @dataclass(slots=True, eq=False)
 class MemoryTransfer:
-    """One half of a transfer; ends when the test says so."""
+    """One half of a transfer; the test ends it."""
 
     tensors: Sequence[torch.Tensor]
     peer: int
@@ -66,7 +66,7 @@ class MemoryTransfer:
 
 
 class MemoryTransport:
-    """Halves of transfers by (peer, tag), which `complete` brings together."""
+    """Halves of transfers by (peer, tag); `complete` joins two halves."""
 
     def __init__(self) -> None:
         self.sends: dict[tuple[int, int], MemoryTransfer] = {}
@@ -86,7 +86,7 @@ class MemoryTransport:
 
 
 def complete(source: MemoryTransfer, target: MemoryTransfer) -> None:
-    """Let both halves end: the tensors arrive, unless a half has let go of its own."""
+    """End both halves. The tensors arrive, unless a half was abandoned."""
     if not target.abandoned and not source.abandoned:
         for sent, received in zip(source.tensors, target.tensors, strict=True):
             received.copy_(sent)

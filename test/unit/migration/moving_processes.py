@@ -1,4 +1,4 @@
-"""Ranks in real processes, over ZeroMQ and gloo, each with a store of its own; the test gives them moves and faults."""
+"""Ranks in real processes, over ZeroMQ and gloo, each with its own store. The test gives them moves and faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONTEXT.set_forkserver_preload(["torch.distributed", "pytest", "sgl_batch.distr
 
 @dataclass(slots=True, kw_only=True)
 class RankPlan:
-    """What one rank begins with, and what goes wrong there."""
+    """The sequences of one rank at the start, and the fault that it meets."""
 
     sequences: dict[str, int] = field(default_factory=dict)
     num_pages: int = 64
@@ -48,7 +48,7 @@ class RankPlan:
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What a rank knows and holds after a call."""
+    """A rank's report and its sequences after a call."""
 
     outcomes: dict[str, Outcome]
     error: str | None
@@ -106,7 +106,7 @@ def rank_processes(tmp_path: Path, *plans: RankPlan) -> Iterator[list[RankProces
 
 
 def run_all(ranks: list[RankProcess], boundary: int, moves: list[Move]) -> list[Answer]:
-    """All ranks carry out the moves; their answers."""
+    """Let all ranks carry out the moves; return their answers."""
     for process in ranks:
         process.ask("run", boundary, moves)
     return [process.answer() for process in ranks]

@@ -1,4 +1,4 @@
-"""A small store of sequences with real pages, for tests: keys and values by layer, a free list, and an account."""
+"""A small store of sequences with real pages for tests: keys and values by layer, a free list, and an account."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PageStore:
         self._pages: dict[str, list[int]] = {}
 
     def put(self, sequence_id: str, num_pages: int, seed: int = 0) -> None:
-        """Begin a sequence of random tokens whose KV fills `num_pages` pages with random numbers."""
+        """Add a sequence of random tokens whose KV fills `num_pages` pages with random numbers."""
         assert num_pages <= len(self._free), "the test puts more than the pool holds"
         rng = random.Random(f"{sequence_id}-{seed}")
         position = max(num_pages * self.page_shape[1] - rng.randrange(self.page_shape[1]), 0)
@@ -67,7 +67,7 @@ class PageStore:
         return {sequence_id: self.fingerprint(sequence_id) for sequence_id in self.headers}
 
     def check_account(self, *, reserved: int = 0) -> None:
-        """Every page is free, reserved or of one sequence."""
+        """Check that every page is free, reserved, or belongs to one sequence."""
         held = [page for pages in (*self._pages.values(), *self._reserved.values()) for page in pages]
         assert sorted([*held, *self._free]) == list(range(self.num_pages))
         assert sum(map(len, self._reserved.values())) == reserved
@@ -76,7 +76,7 @@ class PageStore:
         layers = range(self.num_layers)
         return [self._parts[part][layer][page] for layer in layers for part in range(2) for page in pages]
 
-    # What SequenceStore asks for.
+    # The calls of SequenceStore.
 
     def export(self, sequence_id: str) -> Export:
         return Export(header=self.headers[sequence_id], tensors=self._views(self._pages[sequence_id]))

@@ -1,6 +1,6 @@
 """Explores every run of the protocol's two tables: all orders of delivery, duplicates, timeouts, deaths at any point.
 
-Knows nothing of the implementation but the tables: ownership is judged from what each side has done.
+It uses nothing of the implementation but the tables. It judges ownership by what each side has done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SENDER_OWNS = {SenderState.OFFERED, SenderState.SENDING, SenderState.KEPT, Sende
 
 
 class World(NamedTuple):
-    """Both sides, what is on its way between them, and what has been delivered (and may be once more)."""
+    """Both sides, the messages on their way, and the delivered messages, which may be delivered again."""
 
     sender: SenderState = SenderState.OFFERED
     receiver: ReceiverState = ReceiverState.AWAITING
@@ -62,7 +62,7 @@ class World(NamedTuple):
 
 @dataclass(slots=True)
 class Exploration:
-    """What was found: the worlds, the table entries that were used, and the survivors' last steps after a death."""
+    """The worlds that were reached, the table entries that were used, and the faults that were found."""
 
     worlds: set[World] = field(default_factory=set)
     sender_used: set[tuple[SenderState, SenderEvent]] = field(default_factory=set)
@@ -71,7 +71,7 @@ class Exploration:
 
 
 def explore(sender: SenderTable, receiver: ReceiverTable) -> Exploration:
-    """Every world that can be reached, with the rules that each of them breaks."""
+    """Visit every world that can be reached, and note the rules that each of them breaks."""
     found = Exploration()
     pending = [World(), World(to_receiver=(), gave_up=True)]  # in the second the Offer could not be sent
     while pending:
@@ -87,7 +87,7 @@ def explore(sender: SenderTable, receiver: ReceiverTable) -> Exploration:
 def _successors(world: World, sender: SenderTable, receiver: ReceiverTable, found: Exploration) -> Iterator[World]:
     if world.sender_alive:
         yield from (_sender_step(after, event, sender, found) for after, event in _sender_events(world))
-        for lost in range(len(world.to_receiver) + 1):  # what was sent last may die with the process
+        for lost in range(len(world.to_receiver) + 1):  # the last messages may be lost with the process
             arriving = world.to_receiver[: len(world.to_receiver) - lost]
             yield world._replace(sender_alive=False, to_receiver=arriving, to_sender=())
     if world.receiver_alive:
@@ -98,11 +98,11 @@ def _successors(world: World, sender: SenderTable, receiver: ReceiverTable, foun
 
 
 def _sender_events(world: World) -> Iterator[tuple[World, SenderEvent]]:
-    heard = not world.death_known  # after the death of a rank is known nothing of it is handed out
-    if world.to_sender and heard:
+    delivers = not world.death_known  # once the death of a rank is known, none of its messages is delivered
+    if world.to_sender and delivers:
         first, *rest = world.to_sender
         yield world._replace(to_sender=tuple(rest), seen_by_sender=world.seen_by_sender | {first}), first
-    if world.duplicates_left and heard:
+    if world.duplicates_left and delivers:
         fewer = world._replace(duplicates_left=world.duplicates_left - 1)
         yield from ((fewer, event) for event in sorted(world.seen_by_sender, key=lambda event: event.name))
     if world.sender not in SENDER_END_STATES:
@@ -115,11 +115,11 @@ def _receiver_events(world: World) -> Iterator[tuple[World, ReceiverEvent]]:
     if world.receiver is ReceiverState.JUDGING:  # its own store answers at once
         yield from ((world, event) for event in (ReceiverEvent.FITS, ReceiverEvent.FULL))
         return
-    heard = not world.death_known
-    if world.to_receiver and heard:
+    delivers = not world.death_known
+    if world.to_receiver and delivers:
         first, *rest = world.to_receiver
         yield world._replace(to_receiver=tuple(rest), seen_by_receiver=world.seen_by_receiver | {first}), first
-    if world.duplicates_left and heard:
+    if world.duplicates_left and delivers:
         fewer = world._replace(duplicates_left=world.duplicates_left - 1)
         yield from ((fewer, event) for event in sorted(world.seen_by_receiver, key=lambda event: event.name))
     if world.receiver is ReceiverState.RECEIVING and world.data_begun:
@@ -163,7 +163,7 @@ def _receiver_step(world: World, event: ReceiverEvent, table: ReceiverTable, fou
 
 
 def broken_rules(world: World) -> list[str]:
-    """The rules of ownership that do not hold in this world."""
+    """Return the rules of ownership that do not hold in this world."""
     by_sender = world.sender in SENDER_OWNS
     by_receiver = world.receiver is ReceiverState.OWNED
     ended = world.sender in SENDER_END_STATES and world.receiver in RECEIVER_END_STATES
@@ -175,15 +175,16 @@ def broken_rules(world: World) -> list[str]:
     rules = {
         "while both live there is exactly one owner, if Commit on its way counts": not world.both_live
         or by_sender + by_receiver + (travelling and not by_receiver) == 1,
-        "what is freed is owned by the receiver": world.sender is not SenderState.RELEASED or by_receiver,
-        "nothing is adopted twice, nor without being owned": world.adoptions == by_receiver,
-        "nothing is freed twice, nor by an owner": world.releases == (world.sender is SenderState.RELEASED),
+        "sequences that the sender has freed are owned by the receiver": world.sender is not SenderState.RELEASED
+        or by_receiver,
+        "sequences are adopted once, and only by their owner": world.adoptions == by_receiver,
+        "sequences are freed once, and never by their owner": world.releases == (world.sender is SenderState.RELEASED),
         "a receiver that has ended holds no reservation": world.receiver not in RECEIVER_END_STATES
         or not world.reserved,
-        "as long as both live, doubt ends with the messages": not world.both_live
+        "while both live, doubt ends when all messages have arrived": not world.both_live
         or under_way
         or (world.sender is not SenderState.COMMITTING and world.receiver is not ReceiverState.STORED),
-        "when nobody dies or gives up and nothing is under way, all has ended": not world.both_live
+        "when no side dies or gives up and nothing is under way, both have ended": not world.both_live
         or world.gave_up
         or under_way
         or ended,
@@ -194,6 +195,7 @@ def broken_rules(world: World) -> list[str]:
         or world.sender not in SENDER_END_STATES
         or world.sender is SenderState.RECLAIMED
         or by_sender + by_receiver == 1,
-        "only from the dead can be reclaimed": world.sender is not SenderState.RECLAIMED or not world.receiver_alive,
+        "sequences are reclaimed only from a dead receiver": world.sender is not SenderState.RECLAIMED
+        or not world.receiver_alive,
     }
     return [rule for rule, holds in rules.items() if not holds]

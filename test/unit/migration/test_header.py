@@ -1,4 +1,4 @@
-"""A header survives the wire unchanged, and one that no sequence can have is refused where it is made or read."""
+"""A header is the same after it was sent. An invalid one is refused where it is made and where it is read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_sequence_without_kv_has_no_tensors():
         ({"page_shapes": ((2, 0, 4),)}, "sizes are positive"),
     ],
 )
-def test_what_no_sequence_can_be_is_refused_by_maker_and_reader(changes, reason):
+def test_an_invalid_header_is_refused_where_it_is_made_and_where_it_is_read(changes, reason):
     with pytest.raises(ValueError, match=reason):
         header(**changes)
     fields = {**msgspec.to_builtins(header()), **changes}

@@ -1,4 +1,4 @@
-"""Whichever side is killed, and when: the survivor owns what the protocol's table says, and names the dead rank."""
+"""Wherever a side is killed, the survivor owns what the protocol's table says, and names the dead rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWNED = {Result.KEPT, Result.RECLAIMED, Result.ADOPTED}
 
 
 def two_plans(point: str) -> list[RankPlan]:
-    """Rank 0 has the sequences; they are large where the point is in the midst of their KV."""
+    """Rank 0 has the sequences. They are large where the point lies within the transfer of their KV."""
     shape = LARGE if point == FIRST_CHUNK else PAGE_SHAPE
     return [
         RankPlan(sequences=sequences, num_pages=24, page_shape=shape, step_timeout_s=STEP_TIMEOUT_S)
@@ -31,7 +31,7 @@ def two_plans(point: str) -> list[RankPlan]:
 
 
 def check_survivor(answer: Answer, allowed: set[Result], dead: int, before: dict) -> None:
-    """Its view is one that the table allows, it holds what it owns unharmed, and it noticed well within the timeout."""
+    """Check that the table allows its view, its sequences are unharmed, and it noticed within the timeout."""
     ends = {outcome.result for outcome in answer.outcomes.values()}
     assert len(ends) == 1
     assert ends <= allowed
@@ -52,13 +52,13 @@ def check_survivor(answer: Answer, allowed: set[Result], dead: int, before: dict
         (FIRST_CHUNK, {Result.NOT_ADOPTED}),
         ("on Stored", {Result.NOT_ADOPTED}),
         ("before sending Commit", {Result.NOT_ADOPTED}),
-        ("after sending Commit", {Result.NOT_ADOPTED, Result.ADOPTED}),  # it may die with the sender
+        ("after sending Commit", {Result.NOT_ADOPTED, Result.ADOPTED}),  # Commit may be lost with the sender
         ("on Committed", {Result.ADOPTED}),
         ("before release", {Result.ADOPTED}),
         ("after release", {Result.ADOPTED}),
     ],
 )
-def test_a_killed_sender_keeps_what_it_had_not_committed(tmp_path, point, allowed):
+def test_a_killed_sender_owns_the_sequences_that_it_had_not_committed(tmp_path, point, allowed):
     plans = two_plans(point)
     plans[0].dies_at = point
     with rank_processes(tmp_path, *plans) as ranks:
@@ -79,7 +79,7 @@ def test_a_killed_sender_keeps_what_it_had_not_committed(tmp_path, point, allowe
         ("after sending Accept", {Result.KEPT}),
         (FIRST_CHUNK, {Result.KEPT}),
         ("before sending Stored", {Result.KEPT}),
-        ("after sending Stored", {Result.KEPT, Result.RECLAIMED}),  # it may die with the receiver
+        ("after sending Stored", {Result.KEPT, Result.RECLAIMED}),  # Stored may be lost with the receiver
         ("on Commit", {Result.RECLAIMED}),
         ("before adopt", {Result.RECLAIMED}),
         ("after adopt", {Result.RECLAIMED}),
@@ -87,7 +87,7 @@ def test_a_killed_sender_keeps_what_it_had_not_committed(tmp_path, point, allowe
         ("after sending Committed", {Result.RECLAIMED, Result.RELEASED}),
     ],
 )
-def test_of_a_killed_receiver_the_sender_keeps_what_was_not_confirmed(tmp_path, point, allowed):
+def test_the_sender_keeps_the_sequences_that_a_killed_receiver_had_not_confirmed(tmp_path, point, allowed):
     plans = two_plans(point)
     plans[1].dies_at = point
     with rank_processes(tmp_path, *plans) as ranks:
@@ -102,7 +102,7 @@ def test_of_a_killed_receiver_the_sender_keeps_what_was_not_confirmed(tmp_path, 
 @pytest.mark.parametrize(
     "point", ["before sending Offer", "on Accept", FIRST_CHUNK, "before sending Stored", "on Commit"]
 )
-def test_the_death_of_one_rank_leaves_the_moves_of_the_others_alone(tmp_path, point):
+def test_the_death_of_a_rank_does_not_affect_moves_between_others(tmp_path, point):
     plans = [
         RankPlan(sequences={f"from{rank}to{target}": 4 for target in range(3) if target != rank}) for rank in range(2)
     ]
@@ -134,7 +134,7 @@ def test_the_death_of_one_rank_leaves_the_moves_of_the_others_alone(tmp_path, po
         (1, "on Commit", Result.RECLAIMED),
     ],
 )
-def test_a_hung_rank_leaves_doubt_which_only_its_death_ends(tmp_path, stopped, point, resolved):
+def test_doubt_about_a_hung_rank_ends_with_its_death(tmp_path, stopped, point, resolved):
     plans = [RankPlan(sequences=dict.fromkeys(NAMES, 2), step_timeout_s=0.5), RankPlan(step_timeout_s=0.5)]
     plans[stopped].dies_at, plans[stopped].signal_number = point, signal.SIGSTOP
     with rank_processes(tmp_path, *plans) as ranks:
@@ -155,7 +155,7 @@ def test_a_hung_rank_leaves_doubt_which_only_its_death_ends(tmp_path, stopped, p
 
 
 @pytest.mark.parametrize(("stopped", "point"), [(0, "before sending Commit"), (1, "on Commit")])
-def test_a_rank_that_wakes_again_ends_the_doubt_by_its_messages(tmp_path, stopped, point):
+def test_the_messages_of_a_rank_that_wakes_again_resolve_doubt(tmp_path, stopped, point):
     plans = [RankPlan(sequences=dict.fromkeys(NAMES, 2)), RankPlan()]
     plans[stopped].dies_at, plans[stopped].signal_number = point, signal.SIGSTOP
     plans[1 - stopped].step_timeout_s = 0.5
@@ -173,7 +173,7 @@ def test_a_rank_that_wakes_again_ends_the_doubt_by_its_messages(tmp_path, stoppe
         assert {outcome.result for outcome in answer.outcomes.values()} == {expected}
 
 
-def test_a_rank_that_is_late_for_a_boundary_keeps_its_sequences_out_of_doubt(tmp_path):
+def test_a_sender_keeps_its_sequences_where_the_receiver_is_late_for_the_boundary(tmp_path):
     plans = [RankPlan(sequences=dict.fromkeys(NAMES, 2), step_timeout_s=0.3), RankPlan()]
     with rank_processes(tmp_path, *plans) as ranks:
         ranks[0].ask("hold")

@@ -1,4 +1,4 @@
-"""One batch over real pages: whatever is delayed, doubled, refused, failed or killed, each sequence has one owner."""
+"""One batch over real pages: each sequence has one owner under delays, duplicates, refusals, failures and deaths."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from sgl_batch.migration.sender import SenderEndpoint
 
 BATCH = MigrationBatchId(boundary=7, source=0, target=1)
 NUM_STEPS = 40
-# What goes wrong: at which step, what, on which side (0 sends, 1 receives), and how many of a victim's last messages
-# die with it.
+# A fault: its step, kind and side (0 sends, 1 receives), and how many of the victim's last messages are lost with it.
 FAULT = st.tuples(
     st.integers(0, 20),
     st.sampled_from(["transfer", "timeout", "deaf", "again", "death"]),
@@ -28,7 +27,7 @@ FAULT = st.tuples(
 )
 
 
-class OneLot:
+class OneBatch:
     """A sender's and a receiver's side in one process; the test decides every delivery and every fault."""
 
     def __init__(self, sizes: list[int], room: int) -> None:
@@ -45,11 +44,11 @@ class OneLot:
         ]
         self.sides = [SenderEndpoint(BATCH, names, ends[0]), ReceiverEndpoint(BATCH, names, ends[1])]
         self.alive = [True, True]
-        self.heard = [[], []]
+        self.delivered = [[], []]
         self.sides[0].start()
 
     def steps(self):
-        """All that can happen next without a fault."""
+        """Yield everything that can happen next without a fault."""
         for side in range(2):
             if self.alive[side]:
                 yield lambda side=side: self.sides[side].work(may_transfer=True)
@@ -67,7 +66,7 @@ class OneLot:
 
     def deliver(self, side):
         message = self.queue(side).popleft()
-        self.heard[side].append(message)
+        self.delivered[side].append(message)
         self.sides[side].handle(message)
 
     def learn_of_death(self, side):
@@ -87,8 +86,8 @@ class OneLot:
             self.sides[side].fail(PeerTimeout([peer], awaiting=self.sides[side].awaiting, seconds=1))
         elif kind == "deaf":
             self.channels[side].deaf ^= {peer}
-        elif kind == "again" and self.heard[side] and peer not in self.channels[side].dead:
-            self.sides[side].handle(self.heard[side][lost % len(self.heard[side])])
+        elif kind == "again" and self.delivered[side] and peer not in self.channels[side].dead:
+            self.sides[side].handle(self.delivered[side][lost % len(self.delivered[side])])
         elif kind == "death" and all(self.alive):
             self.alive[side] = False
             for _ in range(min(lost, len(self.queue(peer)))):
@@ -106,7 +105,7 @@ class OneLot:
                 assert not self.alive[1]
             else:
                 assert claims <= 1
-            if all(self.alive) and claims == 0:  # Commit is on its way, or will never be sent for want of a connection
+            if all(self.alive) and claims == 0:  # Commit is on its way, or cannot be sent without a connection
                 assert (sender.state, receiver.state) == (SenderState.COMMITTING, ReceiverState.STORED)
 
     def check_contents(self):
@@ -125,7 +124,7 @@ class OneLot:
     faults=st.lists(FAULT, max_size=3),
 )
 def test_each_sequence_has_one_owner_whatever_goes_wrong(sizes, room, picks, faults):
-    world = OneLot(sizes, room)
+    world = OneBatch(sizes, room)
     for number, pick in enumerate(picks):
         for step, kind, side, lost in faults:
             if step == number:
@@ -143,8 +142,8 @@ def test_each_sequence_has_one_owner_whatever_goes_wrong(sizes, room, picks, fau
     room=st.integers(0, 8),
     picks=st.lists(st.integers(0, 11), min_size=NUM_STEPS, max_size=NUM_STEPS),
 )
-def test_without_faults_only_want_of_room_keeps_a_sequence_back(sizes, room, picks):
-    world = OneLot(sizes, room)
+def test_without_faults_only_lack_of_room_keeps_a_sequence_back(sizes, room, picks):
+    world = OneBatch(sizes, room)
     for pick in picks:
         steps = list(world.steps())
         if steps:
@@ -169,7 +168,7 @@ def test_without_faults_only_want_of_room_keeps_a_sequence_back(sizes, room, pic
     death=st.tuples(st.integers(0, 20), st.integers(0, 1), st.integers(0, 3)),
 )
 def test_the_survivor_of_a_death_is_never_left_in_doubt(picks, death):
-    world = OneLot([2, 1], room=3)
+    world = OneBatch([2, 1], room=3)
     step, victim, lost = death
     for number, pick in enumerate(picks):
         if number == step:
@@ -192,10 +191,10 @@ def test_the_survivor_of_a_death_is_never_left_in_doubt(picks, death):
         Accept(batch=BATCH, refused={"s0": "no room", "s1": "no room"}),
         Refuse(batch=BATCH, refused={"s0": "no room"}),
     ],
-    ids=["of another kind", "of another sequence", "which accepts nothing", "which refuses a part"],
+    ids=["wrong kind", "unknown sequence", "accepts nothing", "refuses only a part"],
 )
-def test_a_sender_that_gets_an_impossible_answer_keeps_its_sequences_and_blames_the_other(message):
-    world = OneLot([2, 1], room=3)
+def test_a_sender_that_gets_an_invalid_answer_keeps_its_sequences_and_names_the_receiver(message):
+    world = OneBatch([2, 1], room=3)
     sender = world.sides[0]
     sender.handle(message)
     assert sender.state is SenderState.KEPT
@@ -206,10 +205,10 @@ def test_a_sender_that_gets_an_impossible_answer_keeps_its_sequences_and_blames_
 
 
 @pytest.mark.parametrize(
-    "message", [Commit(batch=BATCH), Offer(batch=BATCH, headers=[])], ids=["too early", "of others"]
+    "message", [Commit(batch=BATCH), Offer(batch=BATCH, headers=[])], ids=["too early", "other sequences"]
 )
-def test_a_receiver_that_gets_an_impossible_message_takes_nothing_and_blames_the_other(message):
-    world = OneLot([2, 1], room=3)
+def test_a_receiver_that_gets_an_invalid_message_adopts_nothing_and_names_the_sender(message):
+    world = OneBatch([2, 1], room=3)
     receiver = world.sides[1]
     receiver.handle(message)
     assert receiver.state is ReceiverState.DROPPED

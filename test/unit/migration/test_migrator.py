@@ -1,4 +1,4 @@
-"""A rank's list of moves is checked before anything is offered, and a boundary without moves of its own is nothing."""
+"""A rank's list of moves is checked before anything is offered. A boundary without moves of this rank does nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def move(sequence_id: str, source: int, target: int) -> Move:
     return Move(sequence_id=sequence_id, source=source, target=target)
 
 
-def test_moves_of_other_ranks_alone_are_done_at_once():
+def test_moves_between_other_ranks_return_at_once():
     assert migrator(rank=2).run(0, [move("a", 0, 1), move("b", 1, 0)]) == Report(outcomes=())
 
 
@@ -33,23 +33,23 @@ def test_moves_of_other_ranks_alone_are_done_at_once():
         ([move("a", 0, 1), move("a", 2, 0)], "a sequence moves twice at boundary 4: .*'a', 'a'"),
     ],
 )
-def test_moves_that_make_no_sense_are_a_fault(moves, reason):
+def test_invalid_moves_are_a_fault(moves, reason):
     with pytest.raises(AssertionError, match=reason):
         migrator().run(4, moves)
 
 
-def test_boundaries_rise():
+def test_boundary_numbers_rise():
     rank = migrator()
     rank.run(4, [])
     with pytest.raises(AssertionError, match="boundary 4 comes after boundary 4"):
         rank.run(4, [])
 
 
-def test_without_doubt_there_is_nothing_to_resume_or_to_resolve():
+def test_resume_and_peer_died_report_nothing_without_batches_in_doubt():
     assert migrator().resume() == migrator().peer_died(1) == Report(outcomes=())
 
 
-def test_a_failure_says_which_ranks_failed_and_what_has_become_of_the_sequences():
+def test_a_failure_names_the_failed_ranks_and_counts_the_outcomes():
     outcomes = [
         Outcome(sequence_id=name, peer=1, result=result)
         for name, result in [("a", Result.KEPT), ("b", Result.KEPT), ("c", Result.RELEASED)]

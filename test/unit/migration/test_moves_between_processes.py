@@ -1,4 +1,4 @@
-"""Between real processes a sequence arrives byte for byte, and what has no room stays where it was."""
+"""Between real processes a sequence arrives byte for byte. A sequence without room stays where it was."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgl_batch.migration.outcome import Result
 
 
 def everything(ranks: list[RankProcess]):
-    """What each rank holds."""
+    """Return the sequences of each rank."""
     for process in ranks:
         process.ask("hold")
     return [process.answer().held for process in ranks]
@@ -24,7 +24,7 @@ def results(answer) -> dict[str, Result]:
     return {name: outcome.result for name, outcome in answer.outcomes.items()}
 
 
-def test_header_and_kv_are_the_same_after_a_move_and_after_the_way_back(tmp_path):
+def test_header_and_kv_are_the_same_after_a_move_and_after_the_move_back(tmp_path):
     with rank_processes(tmp_path, RankPlan(sequences={"a": 3, "b": 1}), RankPlan(sequences={"c": 2})) as ranks:
         before = everything(ranks)
         first, second = run_all(ranks, 0, moves_of((0, 1, ["a"])))
@@ -36,7 +36,7 @@ def test_header_and_kv_are_the_same_after_a_move_and_after_the_way_back(tmp_path
         assert [first.held, second.held] == before
 
 
-def test_both_directions_move_at_once_and_the_boundary_without_moves_is_empty(tmp_path):
+def test_both_directions_move_at_once_and_a_boundary_without_moves_reports_nothing(tmp_path):
     here, there = [f"h{n}" for n in range(5)], [f"t{n}" for n in range(7)]
     plans = [RankPlan(sequences=dict.fromkeys(here, 2)), RankPlan(sequences=dict.fromkeys(there, 3))]
     with rank_processes(tmp_path, *plans) as ranks:
@@ -47,7 +47,7 @@ def test_both_directions_move_at_once_and_the_boundary_without_moves_is_empty(tm
         assert [answer.outcomes for answer in run_all(ranks, 4, [])] == [{}, {}]
 
 
-def test_between_two_ranks_the_lower_ones_kv_travels_first_and_alone(tmp_path):
+def test_between_two_ranks_the_kv_of_the_lower_one_goes_first_and_alone(tmp_path):
     here, there = [f"h{n}" for n in range(5)], [f"t{n}" for n in range(5)]
     plans = [
         RankPlan(sequences=dict.fromkeys(names, 3), page_shape=(2, 64, 64), longest_delay_s=0.02)
@@ -85,7 +85,7 @@ def test_a_hundred_sequences_cross_between_three_ranks_whatever_is_delayed(tmp_p
                 assert answer.held == {name: fingerprints[name] for name in names if homes[name] == rank}
 
 
-def test_what_has_no_room_stays_with_its_sender_and_the_others_move(tmp_path):
+def test_a_sequence_without_room_stays_with_its_sender_and_the_others_move(tmp_path):
     plans = [RankPlan(sequences={"a": 2, "big": 5, "b": 1}), RankPlan(num_pages=4)]
     with rank_processes(tmp_path, *plans) as ranks:
         before = everything(ranks)[0]
@@ -100,7 +100,7 @@ def test_what_has_no_room_stays_with_its_sender_and_the_others_move(tmp_path):
         assert (first.error, second.error) == (None, None)
 
 
-def test_ranks_of_other_layouts_refuse_each_others_sequences(tmp_path):
+def test_ranks_with_different_layouts_refuse_each_others_sequences(tmp_path):
     plans = [RankPlan(sequences={"a": 2}), RankPlan(page_shape=(2, 4, 4))]
     with rank_processes(tmp_path, *plans) as ranks:
         first, _ = run_all(ranks, 0, moves_of((0, 1, ["a"])))
@@ -108,7 +108,7 @@ def test_ranks_of_other_layouts_refuse_each_others_sequences(tmp_path):
         assert "ranks that exchange sequences need the same model, page size" in first.outcomes["a"].reason
 
 
-def test_ranks_that_have_decided_other_moves_say_so_and_nothing_moves(tmp_path):
+def test_ranks_that_have_decided_different_moves_report_it_and_nothing_moves(tmp_path):
     with rank_processes(tmp_path, RankPlan(sequences={"a": 2, "b": 1}), RankPlan()) as ranks:
         before = everything(ranks)
         ranks[0].ask("run", 0, moves_of((0, 1, ["a"])))
@@ -119,7 +119,7 @@ def test_ranks_that_have_decided_other_moves_say_so_and_nothing_moves(tmp_path):
         assert "the ranks have not decided the same moves" in second.error
 
 
-def test_a_rank_that_comes_late_to_a_boundary_finds_its_offers(tmp_path):
+def test_a_rank_that_is_late_for_a_boundary_finds_its_offers(tmp_path):
     plans = [RankPlan(sequences={"a": 2}), RankPlan(sequences={"b": 2}), RankPlan()]
     with rank_processes(tmp_path, *plans) as ranks:
         ranks[0].ask("run", 0, moves_of((0, 1, ["a"])))

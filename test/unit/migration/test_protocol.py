@@ -1,4 +1,4 @@
-"""In every run of the protocol a batch has one owner: never two that live, never none while both live."""
+"""In every run of the protocol, two living sides never own a batch at once, and while both live one of them owns it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_entry_of_the_tables_can_be_reached(found):
     assert RECEIVER_TRANSITIONS.keys() - found.receiver_used == set()
 
 
-def test_while_both_live_a_lot_ends_moved_or_where_it_was(found):
+def test_while_both_sides_live_a_batch_ends_moved_or_where_it_was(found):
     ended = [
         w for w in found.worlds if w.both_live and w.sender in SENDER_END_STATES and w.receiver in RECEIVER_END_STATES
     ]
@@ -56,26 +56,26 @@ def test_while_both_live_a_lot_ends_moved_or_where_it_was(found):
         (S.COMMITTING, S.RECLAIMED, Owner.SENDER),
     ],
 )
-def test_a_sender_keeps_what_a_dead_receiver_has_not_confirmed(survivor, end, owner):
+def test_a_sender_keeps_a_batch_that_a_dead_receiver_has_not_confirmed(survivor, end, owner):
     step = SENDER_TRANSITIONS[survivor, SenderEvent.PEER_DEAD]
     assert (step.state, sender_view(step.state)) == (end, owner)
     assert SenderAction.RELEASE not in step.actions
 
 
 @pytest.mark.parametrize("survivor", [R.AWAITING, R.RECEIVING, R.STORED])
-def test_a_receiver_drops_what_a_dead_sender_has_not_committed(survivor):
+def test_a_receiver_drops_a_batch_that_a_dead_sender_has_not_committed(survivor):
     step = RECEIVER_TRANSITIONS[survivor, ReceiverEvent.PEER_DEAD]
     assert (step.state, receiver_view(step.state)) == (R.DROPPED, Owner.SENDER)
     assert (ReceiverAction.FREE in step.actions) == (survivor is not R.AWAITING)
 
 
-def test_silence_never_ends_a_doubt():
+def test_a_timeout_never_resolves_doubt():
     assert SENDER_TRANSITIONS[S.COMMITTING, SenderEvent.GIVE_UP] == SenderStep(S.COMMITTING)
     assert RECEIVER_TRANSITIONS[R.STORED, ReceiverEvent.GIVE_UP] == ReceiverStep(R.STORED)
     assert sender_view(S.COMMITTING) is receiver_view(R.STORED) is Owner.IN_DOUBT
 
 
-def test_sides_that_both_know_agree_on_the_owner(found):
+def test_sides_that_have_ended_agree_on_the_owner(found):
     views = {
         (sender_view(world.sender), receiver_view(world.receiver))
         for world in found.worlds

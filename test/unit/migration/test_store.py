@@ -1,4 +1,4 @@
-"""Tensors that are not what their header says are found before a byte of them travels."""
+"""Tensors that do not match their header are found before a byte of them is sent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from page_store import PageStore
 from sgl_batch.migration.store import layout_fault
 
 
-def test_tensors_as_the_header_says_have_no_fault():
+def test_tensors_that_match_their_header_have_no_fault():
     store = PageStore(4)
     store.put("a", 3)
     export = store.export("a")
     assert layout_fault(export.header, export.tensors) is None
 
 
-def test_tensors_of_another_number_shape_or_type_are_named():
+def test_a_wrong_number_shape_or_type_of_tensors_is_named():
     store = PageStore(4)
     store.put("a", 2)
     export = store.export("a")
