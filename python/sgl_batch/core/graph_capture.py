@@ -25,7 +25,7 @@ def graph_budget(
     asked_bytes: int,
     *,
     device_captures: bool,
-    plans_on_device: bool,
+    metadata_on_device: bool,
     num_ranks: int,
     streamed_weights: bool,
     reports_expert_choices: bool,
@@ -33,12 +33,12 @@ def graph_budget(
 ) -> int:
     """Device memory for graphs of decode steps: what is asked for, or 0 where they cannot be.
 
-    `device_captures`: there is a GPU, and its graphs are not switched off. `plans_on_device`: attention plans a step
-    without the host. A graph cannot fetch weights, wait for other ranks or call a user's function (`yields_to_user`),
-    and would tell the choice of experts of the pass in which it was captured.
+    `device_captures`: there is a GPU, and its graphs are not switched off. `metadata_on_device`: the attention backend
+    makes a step's metadata without the host. A graph cannot fetch weights, wait for other ranks or call a user's
+    function (`yields_to_user`), and would report the choice of experts of the pass in which it was captured.
     """
     impossible = num_ranks > 1 or streamed_weights or reports_expert_choices or yields_to_user
-    return asked_bytes if device_captures and plans_on_device and not impossible else 0
+    return asked_bytes if device_captures and metadata_on_device and not impossible else 0
 
 
 class Captures:

@@ -17,7 +17,7 @@ from sgl_batch.engine.rank_stats import merged_stats
 from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN
-from sgl_batch.sglang_adapter.faults import words_of
+from sgl_batch.sglang_adapter.faults import error_text
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
 from sgl_batch.startup.family_arguments import has_sinks
@@ -132,6 +132,6 @@ def make_server_args(kwargs: dict[str, Any], config: BatchConfig) -> Any:
             return processes.server_args_of(arguments, sinks=has_sinks(arguments))
         # It checks what it is given, and has no class of errors for that.
         except (ArithmeticError, AssertionError, ImportError, LookupError, OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"SGLang refuses these arguments: {words_of(error)}") from error
+            raise ConfigError(f"SGLang refuses these arguments: {error_text(error)}") from error
         except (AttributeError, TypeError) as error:
-            raise ConfigError(f"SGLang cannot read these arguments: {words_of(error)}") from error
+            raise ConfigError(f"SGLang cannot read these arguments: {error_text(error)}") from error

@@ -37,7 +37,7 @@ from sgl_batch.model_executor.time_budget import TimeBudget
 from sgl_batch.owned_directory import OwnedDirectory, register_shared_memory, remove_abandoned
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN, start_method_of
-from sgl_batch.sglang_adapter.fork_server import Surroundings
+from sgl_batch.sglang_adapter.fork_server import CallerEnvironment
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.private_ports import LONGEST_NAME
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
@@ -77,7 +77,7 @@ class ProcessSpec:
     owned: OwnedDirectory | None = None
     tracebacks: Path | None = None
     processes: ProcessWatch = field(default_factory=ProcessWatch)
-    surroundings: Surroundings = field(default_factory=Surroundings)
+    caller_environment: CallerEnvironment = field(default_factory=CallerEnvironment)
 
     @classmethod
     def begin(
@@ -237,7 +237,7 @@ def _begin_as_child(run: ProcessSpec) -> None:
     killed while this process began has no other way to end it.
     """
     processes.end_with_parent()
-    run.surroundings.take()
+    run.caller_environment.take()
     read_pickles_strictly()
     for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):

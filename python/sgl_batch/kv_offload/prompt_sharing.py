@@ -15,7 +15,7 @@ from sgl_batch.core.plan import Plan
 from sgl_batch.core.prefixes import NO_MATCH, PrefixMatch, PrefixPage, PrefixTree, estimate_shared
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.sglang_adapter.scheduling import give_prefix, protect_prefix, shares_prefix
+from sgl_batch.sglang_adapter.scheduling import protect_prefix, set_prefix, shares_prefix
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
@@ -51,7 +51,7 @@ class PromptSharing:
         shared = unit.leader.shared_tokens = match.shared * self._page_size
         if shared:
             nowhere = torch.arange(shared, device=self._scheduler.device)  # `lay_tables` says where it lies
-            give_prefix(leader, self._scheduler, nowhere, 0)
+            set_prefix(leader, self._scheduler, nowhere, 0)
             self._counters.add("prompt_tokens_shared", shared)
         return match
 
@@ -120,7 +120,7 @@ class PromptSharing:
                 assert page is not None, "admission reserved a page for every follower"
                 own = page[: cached - shared]
                 self._allocator.get_kvcache().move_kv_cache(own, slots[shared:])
-            give_prefix(follower, self._scheduler, torch.cat((slots[:shared], own)), shared)
+            set_prefix(follower, self._scheduler, torch.cat((slots[:shared], own)), shared)
 
     def invalidate(self) -> None:
         """What prompts have of KV now is for none that comes later."""

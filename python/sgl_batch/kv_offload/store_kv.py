@@ -20,8 +20,8 @@ from sgl_batch.kv_offload.kv_form import Arrived, RankView
 from sgl_batch.kv_offload.kv_tiers import KVTiers, Returning
 from sgl_batch.kv_offload.prompt_sharing import PromptSharing
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.sglang_adapter.moving import take_in
-from sgl_batch.sglang_adapter.scheduling import detach, free_kv, give_prefix, protect_prefix, retract
+from sgl_batch.sglang_adapter.moving import attach
+from sgl_batch.sglang_adapter.scheduling import detach, free_kv, protect_prefix, retract, set_prefix
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
@@ -153,11 +153,11 @@ class StoreKV:
         shared = len(self.sharing.pages_of(request.rid)) * self.device.page_size
         self.tiers.stored.restored(request.rid)
         if request.output_ids:
-            take_in(self._scheduler, request, kv_indices)
+            attach(self._scheduler, request, kv_indices)
             protect_prefix(request, shared)
             found.runners.append(request)
         else:
-            give_prefix(request, self._scheduler, kv_indices, shared)
+            set_prefix(request, self._scheduler, kv_indices, shared)
             found.choices.append(request)
 
     def prepare_to_run(self, requests: list[Request]) -> None:

@@ -18,7 +18,7 @@ from sgl_batch.core.plan import Plan
 from sgl_batch.kv_offload.kv_form import Arrived, RankView
 from sgl_batch.kv_offload.store_kv import StoreKV
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.sglang_adapter.moving import take_in
+from sgl_batch.sglang_adapter.moving import attach
 from sgl_batch.sglang_adapter.scheduling import detach
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
@@ -82,7 +82,7 @@ class StreamedKV:
         self._tiers.stored.own_open_pages([request.rid for request in requests])
         for request in requests:
             self.device.reserve(request.rid, 0)
-            take_in(self._scheduler, request, torch.zeros(request.kv_committed_len, dtype=torch.int64))
+            attach(self._scheduler, request, torch.zeros(request.kv_committed_len, dtype=torch.int64))
 
     def step(self, running: ScheduleBatch, plan: Plan) -> None:
         if not self._streams:

@@ -12,8 +12,8 @@ from sgl_batch.sglang_adapter.layers import (
     RMSNorm,
     RotaryEmbedding,
     is_plain_norm,
-    put_qk_norm_rope_under,
     register_forward,
+    replace_qk_norm_rope,
 )
 
 
@@ -81,4 +81,4 @@ def adopt(kernels: ModuleType, model: Any) -> None:
             neox=attention.rotary_emb.is_neox_style,
         )
 
-    put_qk_norm_rope_under(model, qk_norm_rope)
+    replace_qk_norm_rope(model, qk_norm_rope)

@@ -56,7 +56,7 @@ from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.metrics.counters import Counters, PartClock
 from sgl_batch.requests import prompt_groups
-from sgl_batch.sglang_adapter.moving import without
+from sgl_batch.sglang_adapter.moving import remove_from_batch
 from sgl_batch.sglang_adapter.scheduling import (
     decode_batches,
     merge_into,
@@ -404,7 +404,7 @@ class BoundaryExecutor:
         requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
         for request in requests:
             self.table.grown(request)
-            without(running, request)
+            remove_from_batch(running, request)
         self.kv.to_store(requests)
         self.table.record([self.table.suspended(request.rid, why) for request in requests])
         self._counters.add("suspensions", len(requests))

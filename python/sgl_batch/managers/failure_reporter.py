@@ -25,7 +25,7 @@ from sgl_batch.distributed.rank_errors import RankError
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import BAD_USAGE, ConfigError, SglBatchError, StoreError
 from sgl_batch.managers.rank_heartbeat import failure_text
-from sgl_batch.sglang_adapter.faults import words_of
+from sgl_batch.sglang_adapter.faults import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class FailureReporter:
 
 def fault_text(error: BaseException) -> str:
     """Return the type, message and source line of a fault, on one line; for a lack of memory, also the remedy."""
-    text = f"{type(error).__name__}: {words_of(error)}{_source_line(error.__traceback__)}"
+    text = f"{type(error).__name__}: {error_text(error)}{_source_line(error.__traceback__)}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         text += "; lower --max-total-tokens, --mem-fraction-static or --device-memory, or stream the weights"
     return text

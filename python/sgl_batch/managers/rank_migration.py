@@ -104,7 +104,7 @@ class RankSequences:
 
     def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
         expected = self._expected.pop(header.sequence_id)
-        moving.take_in(self._scheduler, expected.request, expected.slots[: header.position])
+        moving.attach(self._scheduler, expected.request, expected.slots[: header.position])
         self._table.adopt(expected.request)
 
     def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
@@ -116,8 +116,8 @@ class RankSequences:
         request = self._table.request_named(sequence_id)
         if self._table.is_running(sequence_id):
             assert self._running is not None, "`begin` has said which batch it leaves"
-            moving.without(self._running, request)
-        moving.let_go(self._scheduler, request)
+            moving.remove_from_batch(self._running, request)
+        moving.release(self._scheduler, request)
         self._table.depart(sequence_id)
 
     def _views(self, pages: list[int]) -> Iterator[torch.Tensor]:

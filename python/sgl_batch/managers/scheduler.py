@@ -38,23 +38,23 @@ from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.requests import partial_output_tag
 from sgl_batch.requests.profile_limits import ProfileWatch
 from sgl_batch.sglang_adapter.forward import forward_batch_of
-from sgl_batch.sglang_adapter.grammars import limit_grammars, say_why_grammars_end
+from sgl_batch.sglang_adapter.grammars import limit_grammars, report_grammar_failures
 from sgl_batch.sglang_adapter.profiling import LimitedProfiler
-from sgl_batch.sglang_adapter.resuming import begin_anew, go_on_from
+from sgl_batch.sglang_adapter.resuming import resume_from, start_anew
 from sgl_batch.sglang_adapter.scheduling import (
     GetInternalStateReqOutput,
     NextBatchPlan,
     Scheduler,
     SetInternalStateReqOutput,
     await_input,
-    leave_out_last_steps,
-    only_joins_queue,
-    penalises,
-    put_over_controls,
+    brings_only_requests,
+    drop_last_steps,
+    intercept_controls,
     rows_of,
     set_max_new_tokens,
     skip_ended_rows,
     updates_weights,
+    uses_penalties,
 )
 from sgl_batch.sglang_adapter.stop_patterns import limit_stop_patterns
 from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
@@ -90,7 +90,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.executor, self.choices = self._settled(context)
         self.in_flight = StepsInFlight()
         self.tp_worker.model_runner.before_sampling = self._process_while_computing
-        say_why_grammars_end(self)
+        report_grammar_failures(self)
         limit_grammars(self)
         limit_stop_patterns()
         skip_ended_rows(self)
@@ -165,7 +165,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
-        put_over_controls(self, self._carry_out)
+        intercept_controls(self, self._carry_out)
 
     def get_init_info(self) -> dict[str, object]:
         """SGLang's info for the parent, with the classes that run here, which the parent verifies."""
@@ -198,7 +198,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def process_input_requests(self, recv_reqs: list[object]) -> None:
         """What asks for more than a place in the queue finds all results in."""
-        if not all(only_joins_queue(message) for message in recv_reqs):
+        if not all(brings_only_requests(message) for message in recv_reqs):
             self.in_flight.drain()
         super().process_input_requests(recv_reqs)
 
@@ -220,9 +220,9 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         if tokens is None:
             return
         if not self.executor.table.may_go_on(req, len(tokens)):
-            begin_anew(req)
+            start_anew(req)
             return
-        go_on_from(self, req, tokens)
+        resume_from(self, req, tokens)
         self.context.counters.add("sequences_resumed")
         self.context.counters.add("tokens_resumed", len(tokens))
 
@@ -249,7 +249,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._abort_on_running_timeout(running_batch)
         self.executor.removal.forget_removed()
         if self.in_flight:
-            leave_out_last_steps(running_batch)
+            drop_last_steps(running_batch)
             if self.executor.decode_continues(running_batch):
                 return NextBatchPlan(batch_to_run=self.executor.decode_step(running_batch), running_batch=running_batch)
             self.in_flight.drain()
@@ -277,7 +277,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self._note_choices([batch])
             return result
         runner = self.tp_worker.model_runner
-        runner.compute_beside(forward_batch_of(self, beside, runner))
+        runner.mix_prefill(forward_batch_of(self, beside, runner))
         result = super().run_batch(batch, pp_proxy_tensors)
         self._note_choices([batch, beside])
         self._results_beside = beside, super().run_batch(beside)
@@ -323,7 +323,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             and self.rank_steps is None
             and batch.forward_mode.is_decode()
             and self.executor.overlaps
-            and not penalises(batch)
+            and not uses_penalties(batch)
         )
 
     def _check_overlap(self, wanted: BatchConfig) -> None:

@@ -13,7 +13,7 @@ from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequenceQueue
 from sgl_batch.kv_offload.kv_form import KVForm
 from sgl_batch.managers.sequence_table import SequenceTable
-from sgl_batch.sglang_adapter.scheduling import empty, end_aborted, end_detached, mark_aborted
+from sgl_batch.sglang_adapter.scheduling import clear_batch, end_aborted, end_detached, mark_aborted
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
@@ -135,8 +135,8 @@ class SequenceRemoval:
         begun, self._unbatched.begun = self._unbatched.begun, None
         partly = [] if begun is None else [begun]
         found = [*(request for request in joined.reqs if not request.finished()), *ready, *forked, *partly]
-        empty(joined)
-        empty(running)  # where it was empty, those that came back are another batch
+        clear_batch(joined)
+        clear_batch(running)  # where it was empty, those that came back are another batch
         return found
 
     def _give_up_kv(self, request: Request) -> None:

@@ -21,7 +21,7 @@ from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.requests import prompt_groups
 from sgl_batch.sglang_adapter.moving import movable
-from sgl_batch.sglang_adapter.scheduling import asks_of_prompt, shares_prefix
+from sgl_batch.sglang_adapter.scheduling import needs_whole_prompt, shares_prefix
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
 
@@ -152,7 +152,7 @@ class SequenceTable:
         tag = prompt_groups.decode(request.extra_key)
         refused = request.to_finish is not None
         prompt_tokens = len(request.origin_input_ids)
-        shares = tag is not None and not asks_of_prompt(request) and not refused
+        shares = tag is not None and not needs_whole_prompt(request) and not refused
         return SequenceState(
             sequence_id=request.rid,
             arrival=self._arrivals,

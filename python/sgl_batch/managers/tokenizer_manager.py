@@ -49,7 +49,7 @@ from sgl_batch.sglang_adapter.tokenizing import (
     TokenizerManager,
     as_attention_ranks,
     calls_to_schedulers,
-    check_travels,
+    check_serializable,
     choice_of,
     name_choices,
     prepare_request,
@@ -212,7 +212,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
         if _generates(tokenized):
             check_sampling(tokenized.sampling_params, self.model_config.vocab_size)
-            check_travels(tokenized)
+            check_serializable(tokenized)
         return tokenized
 
     def _send_one_request(self, tokenized_obj: TokenizedRequest) -> None:

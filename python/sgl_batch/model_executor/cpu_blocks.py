@@ -19,7 +19,7 @@ from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.expert_exchange import add_shared
 from sgl_batch.model_executor.families import CommunicatingFamily
-from sgl_batch.sglang_adapter.layers import put_forward_under, put_forwards_under
+from sgl_batch.sglang_adapter.layers import replace_forward, replace_forwards
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.models import DenseMlp, ExpertModules, Weighted
 
@@ -54,7 +54,7 @@ class CpuBlocks:
             **dict.fromkeys(_MLPS, self._mlp),
             **dict.fromkeys(_GATES, self._gate),
         }
-        blocks = put_forwards_under(model, forwards)
+        blocks = replace_forwards(model, forwards)
         mlps = [mlp for name in _MLPS for mlp in blocks[name]]
         if any(blocks.values()):
             _check(model.config, [mlp.gate_up_proj.weight for mlp in mlps])
@@ -67,7 +67,7 @@ class CpuBlocks:
         for moe in [moe for name in _MOES for moe in blocks[name] if hasattr(moe, "shared_expert_gate")]:
             gate = moe.shared_expert_gate
             self._weights.add_linear(gate.weight, exact=True)
-            put_forward_under(gate, partial(self._weights.linear, weight=gate.weight))
+            replace_forward(gate, partial(self._weights.linear, weight=gate.weight))
 
     def _attention(
         self,

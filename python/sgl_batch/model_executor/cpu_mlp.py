@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from sgl_batch.layers.packed_weights import PackedWeights
-from sgl_batch.sglang_adapter.layers import plain_mlps, put_forwards_under
+from sgl_batch.sglang_adapter.layers import plain_mlps, replace_forwards
 from sgl_batch.sglang_adapter.types.models import DenseMlp
 
 # SGLang's classes; Qwen3's is Qwen2's.
@@ -25,7 +25,7 @@ class CpuMlps:
         """Pack the MLPs' weights and let them compute here. Before the model's other linear layers are packed."""
         for mlp in plain_mlps(model, _NAMES):
             self._weights.add_experts(mlp.gate_up_proj.weight, mlp.down_proj.weight)
-        put_forwards_under(model, dict.fromkeys(_NAMES, self._mlp))
+        replace_forwards(model, dict.fromkeys(_NAMES, self._mlp))
 
     def _mlp(self, module: DenseMlp, hidden: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
         gate_up, down = module.gate_up_proj.weight, module.down_proj.weight

@@ -25,10 +25,10 @@ from sgl_batch.sglang_adapter.layers import (
     UnquantizedFusedMoEMethod,
     allow_plain_positions,
     expert_layers,
-    put_linear_under,
-    put_lm_head_under,
     register_attention_backend,
     register_forward,
+    replace_linear,
+    replace_lm_head,
 )
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 from sgl_batch.sglang_adapter.types.models import (
@@ -124,9 +124,9 @@ class CpuOperators:
             CpuMlps(self._weights).adopt(model)
             cpu_row_operators.adopt(self._kernels, model)
         routers = _routers(model, family)
-        for module in put_linear_under(model, self._weights.linear, unless=self._weights.__contains__):
+        for module in replace_linear(model, self._weights.linear, unless=self._weights.__contains__):
             self._weights.add_linear(module.weight, exact=module in routers)
-        head = put_lm_head_under(model, self._weights.linear, self._weights.rows)
+        head = replace_lm_head(model, self._weights.linear, self._weights.rows)
         if head is not None and head.weight not in self._weights:
             self._weights.add_linear(head.weight, exact=True)
         if self.expert_runner == "native" and self._streamer is None:

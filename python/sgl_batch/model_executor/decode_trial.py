@@ -30,7 +30,7 @@ class _Output(Protocol):
     logits_output: LogitsOutput
 
 
-class _SlotTable(Protocol):
+class _RequestTable(Protocol):
     req_to_token: torch.Tensor
     """[sequences, context length], int32."""
 
@@ -40,7 +40,7 @@ class TrialRunner(Protocol):
 
     device: str
     max_total_num_tokens: int
-    req_to_token_pool: _SlotTable
+    req_to_token_pool: _RequestTable
 
     def compute_decode_by(self, mode: str) -> None:
         """From now on decode groups are computed in this mode."""
@@ -92,7 +92,7 @@ class DecodeTrial:
     def run_steps(self, mode: str, time_is_up: Callable[[], bool]) -> Measured:
         """Run the steps in this mode; afterwards the runner is in its default mode. Raises TimeUp between two steps."""
         runs: list[_Run] = []
-        with torch.no_grad(), self._slots_laid():
+        with torch.no_grad(), self._request_table_filled():
             self._runner.compute_decode_by(mode)
             try:
                 runs += [self._run(size, time_is_up) for size in self._sizes]
@@ -140,7 +140,7 @@ class DecodeTrial:
         return trial_decode_batch(runner, self._ids[step, :size], slots, rows, step)
 
     @contextmanager
-    def _slots_laid(self) -> Iterator[None]:
+    def _request_table_filled(self) -> Iterator[None]:
         """Inside, the table of slots has those of the sequences."""
         table = self._runner.req_to_token_pool.req_to_token
         rows, steps = slice(1, self._sizes[0] + 1), slice(0, self._num_steps)

@@ -24,7 +24,7 @@ from sgl_batch.layers.moe.expert_runner import (
     installed_on_gpu,
 )
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.sglang_adapter.layers import expert_layers, put_experts_under, sglang_experts_of
+from sgl_batch.sglang_adapter.layers import expert_layers, replace_experts, sglang_experts_of
 from sgl_batch.sglang_adapter.types.models import ExpertLayer
 from sgl_batch.weights.device_expert_slots import CudaPrefetchStream, DeviceExpertSlots, PrefetchStream
 from sgl_batch.weights.streamed_weights import stream_experts_to_device
@@ -97,7 +97,7 @@ class GpuExperts:
         """Compute the experts of a loaded model with the chosen runner. Raises ConfigError where that cannot be."""
         layers = expert_layers(model)
         if self._streamer is not None:
-            put_experts_under(layers, self._call_unless_own)
+            replace_experts(layers, self._call_unless_own)
             return
         if self._name == OWN:
             return
@@ -115,7 +115,7 @@ class GpuExperts:
         if self._name == AUTO:
             self._choose(self._settled(layers))
         if self._table.names != {OWN}:
-            put_experts_under(layers, self._call_unless_own)
+            replace_experts(layers, self._call_unless_own)
 
     def _choose(self, choice: Choice) -> None:
         self.choice = choice

@@ -39,9 +39,9 @@ from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.model_executor.yield_callback import YieldCallback, find_on_yield
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
-from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, choosing_layers
+from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers
 from sgl_batch.sglang_adapter.forward import (
-    DEVICE_PLANNING_BACKENDS,
+    DEVICE_METADATA_BACKENDS,
     REENTRANT_BACKENDS,
     ForwardContext,
     ModelRunner,
@@ -89,9 +89,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if self._gpu_before is not None:
             check_gpu_has(context.config.memory.device_memory, self._gpu_before)
         self._pass_memory: PassMemory | None = None
-        self._beside: ForwardBatch | None = None
+        self._mixed_prefill: ForwardBatch | None = None
         self._decode_mode = DEFAULT
-        self._logits_beside: LogitsOutput | None = None
+        self._mixed_logits: LogitsOutput | None = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -265,7 +265,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return graph_budget(
             forward.decode_graph_memory,
             device_captures=self.context.graphs is not None and graphs_wanted(self.server_args),
-            plans_on_device=self.server_args.attention_backend in DEVICE_PLANNING_BACKENDS,
+            metadata_on_device=self.server_args.attention_backend in DEVICE_METADATA_BACKENDS,
             num_ranks=1 if self._rank_context is None else self._rank_context.topology.num_ranks,
             streamed_weights=self._operators.streams_weights,
             reports_expert_choices=bool(self.server_args.enable_return_routed_experts),
@@ -281,7 +281,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                     "rank, resident weights, one of the attention backends %s, and neither --on-yield, "
                     "--enable-return-routed-experts nor --disable-cuda-graph",
                     wanted,
-                    ", ".join(sorted(DEVICE_PLANNING_BACKENDS)),
+                    ", ".join(sorted(DEVICE_METADATA_BACKENDS)),
                 )
             return None
         return LayerGraphs(
@@ -298,7 +298,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """Keep the choice of experts by sequence, for those that ask for it."""
         if not self.server_args.enable_return_routed_experts:
             return
-        layers, config = choosing_layers(self.model), self.model_config.hf_text_config
+        layers, config = expert_choosing_layers(self.model), self.model_config.hf_text_config
         if not layers or len(set(layers)) < len(layers):
             raise ConfigError(
                 f"{type(self.model).__name__} has {len(layers)} layers that choose experts, under {len(set(layers))} "
@@ -393,21 +393,21 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             dense=family is not None and family.dense,
         )
 
-    def compute_beside(self, prompts: ForwardBatch) -> None:
+    def mix_prefill(self, prompts: ForwardBatch) -> None:
         """Have the next forward pass, of a decode batch, compute a prefill batch as well.
 
         The pass after it, which is to be the prefill batch's own, finds its logits computed.
         """
-        self._beside = prompts
+        self._mixed_prefill = prompts
 
     def _forward_raw(
         self, forward_batch: ForwardBatch, pp_proxy_tensors: object, *args: object, **kwargs: object
     ) -> ModelRunnerOutput:
-        if self._logits_beside is not None:
-            logits, self._logits_beside = self._logits_beside, None
+        if self._mixed_logits is not None:
+            logits, self._mixed_logits = self._mixed_logits, None
             return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
-        batches = [forward_batch] if self._beside is None else [forward_batch, self._beside]
-        self._beside = None
+        batches = [forward_batch] if self._mixed_prefill is None else [forward_batch, self._mixed_prefill]
+        self._mixed_prefill = None
         kind = DECODE if forward_batch.forward_mode.is_decode() else PREFILL
         with self._counters.clock.device_pass(kind if len(batches) == 1 else MIXED):
             return self._forward_batches(batches, pp_proxy_tensors, *args, **kwargs)
@@ -427,7 +427,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             for batch in batches:
                 self._prepare_eager_forward_batch(batch)
             logits, *beside = runner.forward_parts(batches)
-            self._logits_beside = beside[0] if beside else None
+            self._mixed_logits = beside[0] if beside else None
             return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
 
     def compute_decode_by(self, mode: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from sgl_batch.sglang_adapter.grammars import GRAMMAR_KINDS, INVALID_GRAMMAR, is_grammars_fault
+from sgl_batch.sglang_adapter.grammars import GRAMMAR_KINDS, INVALID_GRAMMAR, is_grammar_failure
 from sgl_batch.sglang_adapter.refusals import EngineAbortError, RefusalError
 from sgl_batch.sglang_adapter.types.messages import Answer
 
@@ -31,7 +31,7 @@ class RequestedAborts:
         self._rids.discard(out["meta_info"]["id"])
         if reason.get("type") != "abort":
             return
-        if is_grammars_fault(reason) and not is_stream:
+        if is_grammar_failure(reason) and not is_stream:
             raise RefusalError(reason["message"], code=INVALID_GRAMMAR, param=_grammar_of(sampling_params))
         if reason.get("status_code") is None and not is_asked:
             if not is_stream:

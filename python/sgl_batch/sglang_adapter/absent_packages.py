@@ -41,7 +41,7 @@ _VALUES: dict[str, dict[str, Any]] = {"xgrammar": {"StructuralTag": Any, "get_mo
 _FLASHINFER_SWITCH = "SGLANG_IS_FLASHINFER_AVAILABLE"
 
 
-def beside_gpu() -> bool:
+def has_nvidia_gpu() -> bool:
     """Whether SGLang, which asks this as it is imported, takes the machine for one with NVIDIA GPUs."""
     import torch
 
@@ -61,13 +61,13 @@ def has_flash_attention_3() -> bool:
 
 
 @contextmanager
-def stood_in_for() -> Iterator[None]:
+def stand_ins() -> Iterator[None]:
     """Inside, SGLang can import names of a package that is missing; one of them that is called raises ImportError.
 
     SGLang imports flashinfer beside a GPU alone.
     """
     absent = [] if is_installed("xgrammar") else ["xgrammar"]
-    if beside_gpu() and not is_installed("flashinfer"):
+    if has_nvidia_gpu() and not is_installed("flashinfer"):
         absent.append("flashinfer")
         os.environ[_FLASHINFER_SWITCH] = "false"  # child processes read it too
     names = [name for name in _NAMES if name.partition(".")[0] in absent]

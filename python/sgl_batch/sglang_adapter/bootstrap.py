@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.sglang_adapter.absent_packages import beside_gpu, is_installed, stood_in_for
+from sgl_batch.sglang_adapter.absent_packages import has_nvidia_gpu, is_installed, stand_ins
 
 KNOWN_SGLANG_VERSIONS = ("0.5.16",)
 
@@ -43,7 +43,7 @@ def sglang_version() -> str:
 @cache
 def _check_kernels() -> None:
     """Beside a GPU, SGLang imports its kernels at once. Raises ConfigError where they are not installed."""
-    if beside_gpu() and not is_installed("sgl_kernel"):
+    if has_nvidia_gpu() and not is_installed("sgl_kernel"):
         raise ConfigError(
             "this machine has a GPU, and SGLang's kernels for it (sglang-kernel) are not installed: "
             "pip install 'sgl-batch[cuda]'"
@@ -88,7 +88,7 @@ def importing() -> Iterator[None]:
     a fifth of the import's time.
     """
     prepare()
-    with collector_paused(), _nothing_compiled(), stood_in_for():
+    with collector_paused(), _nothing_compiled(), stand_ins():
         yield
 
 

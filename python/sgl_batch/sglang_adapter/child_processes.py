@@ -102,7 +102,7 @@ def start_method_of(process_function: Callable[..., Any]) -> Iterator[None]:
     with ExitStack() as inside:
         if start_method == FORKSERVER:
             inside.enter_context(environment({}, _ONE_THREAD))
-            inside.enter_context(fork_server.asked_for_processes(type(owner).__module__))
+            inside.enter_context(fork_server.served_by_fork_server(type(owner).__module__))
         elif start_method != FORK or not is_single_threaded():
             yield
             return

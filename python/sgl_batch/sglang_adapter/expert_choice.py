@@ -41,7 +41,7 @@ def scoring_of(topk: Any, given: dict[str, Any]) -> str | None:
     return scoring if is_all and known else None
 
 
-def choice_made(
+def report_choice(
     topk: ExpertChooser, weights_TK: torch.Tensor, ids_TK: torch.Tensor, logits_TE: torch.Tensor
 ) -> ExpertChoice:
     """The layer's answer, told to whoever counts or captures choices."""
@@ -51,7 +51,7 @@ def choice_made(
     return choice
 
 
-def choosing_layers(model: torch.nn.Module) -> list[int]:
+def expert_choosing_layers(model: torch.nn.Module) -> list[int]:
     """The numbers under which the layers of a loaded model tell their choices.
 
     SGLang gives those of Mixtral none; from now on each has its own.
@@ -68,7 +68,7 @@ def capture_choices_with(choices: object) -> None:
     set_global_experts_capturer(choices)
 
 
-def add_choices(request: Request) -> None:
+def attach_expert_choices(request: Request) -> None:
     """Put into the answer of a request that ends outside a batch what it asks of the choice of its experts."""
     choices = get_global_experts_capturer()
     if request.return_routed_experts and choices is not None:

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-_LONGEST_WORDS = 600
+_LONGEST_TEXT = 600
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What SGLang's error says, on one line; of an assertion without words, what it asserts and where."""
     words = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     if not words and frames:
         words = f"{frames[-1].line} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
-    return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]} ..."
+    return words if len(words) <= _LONGEST_TEXT else f"{words[:_LONGEST_TEXT]} ..."
 
 
 def ending_by(end: Callable[[Exception], NoReturn]) -> Callable[[], NoReturn]:

@@ -62,7 +62,7 @@ _parents: _ParentsServer | None = None
 
 
 @contextmanager
-def asked_for_processes(module: str) -> Iterator[None]:
+def served_by_fork_server(module: str) -> Iterator[None]:
     """Inside this block multiprocessing's start method "forkserver" means the server that has imported `module`.
 
     The first use starts it; one in another environment starts another, since libraries read theirs as they are
@@ -86,7 +86,7 @@ def _server_for(environment: Mapping[str, str], module: str) -> forkserver.ForkS
     return _own.server
 
 
-def begin_as_forked() -> bool:
+def init_forked_process() -> bool:
     """Whether this process comes from a fork server; call it first in one.
 
     Such a process is no child of the one that asked for it. From now on a thread kills it when that one ends, and
@@ -110,7 +110,7 @@ def _end_with(parent: BaseProcess) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Surroundings:
+class CallerEnvironment:
     """What a process that the fork server makes has not from the one that asks for it, on its way there.
 
     That is the output and error streams, and those variables of the environment that change.
@@ -121,9 +121,9 @@ class Surroundings:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if getattr(get_spawning_popen(), "method", None) != "forkserver":  # other children inherit it all
-            return Surroundings, ()
+            return CallerEnvironment, ()
         streams = tuple(DupFd(number) for number in _STREAMS)
-        return Surroundings, (streams, {key: os.environ[key] for key in _CHANGING & os.environ.keys()})
+        return CallerEnvironment, (streams, {key: os.environ[key] for key in _CHANGING & os.environ.keys()})
 
     def take(self) -> None:
         """Have them from now on, where they came from another process."""

@@ -24,7 +24,7 @@ with bootstrap.importing():
     from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
 __all__ = [
-    "DEVICE_PLANNING_BACKENDS",
+    "DEVICE_METADATA_BACKENDS",
     "REENTRANT_BACKENDS",
     "ForwardContext",
     "ModelRunner",
@@ -48,7 +48,7 @@ __all__ = [
 REENTRANT_BACKENDS = frozenset({CPU_ATTENTION, "torch_native", "triton", "fa3"})
 
 # Those of them that plan a decode batch without its lengths on the host (`seq_lens_cpu` None), as a graph has to.
-DEVICE_PLANNING_BACKENDS = frozenset({"triton", "fa3"})
+DEVICE_METADATA_BACKENDS = frozenset({"triton", "fa3"})
 
 
 def graphs_wanted(server_args: Any) -> bool:

@@ -116,7 +116,7 @@ def _say_why(request: Any, before: Any) -> None:
         request.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, INVALID_GRAMMAR)
 
 
-def say_why_grammars_end(scheduler: Any) -> None:
+def report_grammar_failures(scheduler: Any) -> None:
     """Have a scheduler answer a request whose grammar cannot go on with the reason, as the request's own fault."""
     own = scheduler.batch_result_processor
     fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
@@ -159,7 +159,7 @@ def _bytes_of(grammar: Any) -> int:
     return int(getattr(compiled, "memory_size_bytes", _SOME_BYTES))
 
 
-def is_grammars_fault(finish_reason: EndReason) -> bool:
+def is_grammar_failure(finish_reason: EndReason) -> bool:
     """Whether a request was ended because of its grammar."""
     message = finish_reason.get("message") or ""
     return finish_reason.get("err_type") == INVALID_GRAMMAR or message.startswith(_BACKEND_WORDS)

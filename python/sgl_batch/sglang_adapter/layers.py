@@ -53,26 +53,26 @@ __all__ = [
     "XGrammarGrammarBackend",
     "allow_plain_positions",
     "apply_token_bitmask_inplace",
+    "clear_attention_inputs",
     "expert_layers",
-    "forget_attention_inputs",
     "is_plain_norm",
-    "number_scratch",
     "plain_mlps",
-    "put_experts_under",
-    "put_forward_under",
-    "put_forwards_under",
-    "put_linear_under",
-    "put_lm_head_under",
-    "put_qk_norm_rope_under",
     "register_attention_backend",
     "register_forward",
     "register_grammar_backend",
     "register_sampler_backend",
+    "replace_experts",
+    "replace_forward",
+    "replace_forwards",
+    "replace_linear",
+    "replace_lm_head",
+    "replace_qk_norm_rope",
+    "scratch_allocator",
     "sglang_experts_of",
 ]
 
 
-def put_linear_under(model: torch.nn.Module, linear: Callable[..., Any], *, unless: Callable[[Any], bool]) -> list[Any]:
+def replace_linear(model: torch.nn.Module, linear: Callable[..., Any], *, unless: Callable[[Any], bool]) -> list[Any]:
     """Let every unquantised linear layer of a loaded model compute with `linear(x, weight, bias)`; which those are.
 
     Layers for whose weight `unless` holds stay as they are.
@@ -100,7 +100,7 @@ def _is_plain_linear(layer: Any) -> bool:
     return type(layer.quant_method) is UnquantizedLinearMethod and layer.bias is None
 
 
-def put_forwards_under(model: torch.nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, list[Any]]:
+def replace_forwards(model: torch.nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, list[Any]]:
     """Let the modules of a loaded model whose class has a given name compute with `forward(module, ...)`.
 
     Returns them by the names given.
@@ -114,12 +114,12 @@ def put_forwards_under(model: torch.nn.Module, forwards: Mapping[str, Callable[.
     return found
 
 
-def put_forward_under(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+def replace_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     """Let one module of a loaded model compute with `forward(...)`."""
     module.forward = forward
 
 
-def put_qk_norm_rope_under(model: torch.nn.Module, compute: Callable[..., None]) -> int:
+def replace_qk_norm_rope(model: torch.nn.Module, compute: Callable[..., None]) -> int:
     """Let attention that norms each head of queries and keys do so, and rotate them, by `compute`; returns how many.
 
     `compute(attention, qkv, positions)` writes to qkv [T, q | k | v]. Attention of other norms or positions stays.
@@ -180,17 +180,17 @@ def allow_plain_positions() -> None:
     rotary_factory.get_rope_cpu = get_rope_cpu
 
 
-def number_scratch(device: Any) -> Any:
+def scratch_allocator(device: Any) -> Any:
     """What SGLang's latent attention takes single float32 numbers from, when it scales fp8 weights."""
     return BumpAllocator(buffer_size=2, dtype=torch.float32, device=device)
 
 
-def forget_attention_inputs() -> None:
+def clear_attention_inputs() -> None:
     """Let go of what the layer communicator has kept of a batch for latent attention, which has read it."""
     get_attn_tp_context().clear_attn_inputs()
 
 
-def put_lm_head_under(model: Any, linear: Callable[..., Any], rows: Callable[..., Any]) -> Any | None:
+def replace_lm_head(model: Any, linear: Callable[..., Any], rows: Callable[..., Any]) -> Any | None:
     """Let the output projection of a loaded model compute with `linear(x, weight, bias)`; returns it.
 
     Where its weight is the embedding's too, `rows(ids, weight)` looks tokens up. None where it stays SGLang's: it is
@@ -223,7 +223,7 @@ def expert_layers(model: torch.nn.Module) -> list[ExpertLayer]:
     return [m for m in modules if type(getattr(m, "quant_method", None)) is UnquantizedFusedMoEMethod]
 
 
-def put_experts_under(layers: list[ExpertLayer], experts: Callable[..., torch.Tensor | None]) -> None:
+def replace_experts(layers: list[ExpertLayer], experts: Callable[..., torch.Tensor | None]) -> None:
     """Let layers of experts compute with `experts(layer, x, topk_weights, topk_ids)`; as before where it gives None."""
     for layer in layers:
         layer.quant_method.apply = _apply_with(experts, layer.quant_method.apply)

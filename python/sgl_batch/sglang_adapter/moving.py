@@ -17,7 +17,7 @@ with bootstrap.importing():
     from sglang.srt.mem_cache.common import release_kv_cache
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-__all__ = ["let_go", "movable", "progress_of", "rebuild", "sampling_of", "take_in", "without"]
+__all__ = ["attach", "movable", "progress_of", "rebuild", "release", "remove_from_batch", "sampling_of"]
 
 # What the output streamer and the detokenizer have to find again: plain values of a request.
 _PROGRESS = ("stream", "extra_key", "priority", "cached_tokens", "send_token_offset", "send_decode_id_offset")
@@ -91,7 +91,7 @@ def rebuild(
     return request
 
 
-def take_in(scheduler: SGLangScheduler, request: Request, slots: torch.Tensor) -> None:
+def attach(scheduler: SGLangScheduler, request: Request, slots: torch.Tensor) -> None:
     """Give a rebuilt request a place in the table of slots, and the KV at `slots` [position]."""
     pool = scheduler.req_to_token_pool
     found = pool.alloc([request])
@@ -100,11 +100,11 @@ def take_in(scheduler: SGLangScheduler, request: Request, slots: torch.Tensor) -
     request.kv = ReqKvInfo(kv_allocated_len=len(slots), swa_evicted_seqlen=0)
 
 
-def let_go(scheduler: SGLangScheduler, request: Request) -> None:
+def release(scheduler: SGLangScheduler, request: Request) -> None:
     """Free what a request holds; nothing is sent of it any more from here."""
     release_kv_cache(request, scheduler.tree_cache, is_insert=False)
 
 
-def without(running: ScheduleBatch, request: Request) -> None:
+def remove_from_batch(running: ScheduleBatch, request: Request) -> None:
     """Take one request out of a decode batch."""
     running.filter_batch(keep_indices=[i for i, other in enumerate(running.reqs) if other is not request])

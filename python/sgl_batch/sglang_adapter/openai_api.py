@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
-from sgl_batch.sglang_adapter.refusals import Check, RefusalError, fault_of, under_check
+from sgl_batch.sglang_adapter.refusals import Check, RefusalError, fault_of, with_check
 
 with bootstrap.importing():
     from pydantic import ValidationError
@@ -28,11 +28,11 @@ class OpenAIEndpoints:
         self._routes: dict[str, tuple[Any, Any]] = {
             "/v1/chat/completions": (
                 ChatCompletionRequest,
-                under_check(OpenAIServingChat(tokenizer_manager, template_manager), check),
+                with_check(OpenAIServingChat(tokenizer_manager, template_manager), check),
             ),
             "/v1/completions": (
                 CompletionRequest,
-                under_check(OpenAIServingCompletion(tokenizer_manager, template_manager), check),
+                with_check(OpenAIServingCompletion(tokenizer_manager, template_manager), check),
             ),
         }
 

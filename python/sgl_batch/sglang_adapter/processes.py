@@ -132,7 +132,7 @@ def load_file(port_args: Any) -> Path:
 def end_with_parent() -> None:
     """This child process is killed when its parent ends, from now on; SGLang has not heard of one that ended before."""
     kill_itself_when_parent_died()
-    if fork_server.begin_as_forked():
+    if fork_server.init_forked_process():
         return
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is no child process"

@@ -50,7 +50,7 @@ class EngineAbortError(HTTPException):
 _request: ContextVar[Any] = ContextVar("request", default=None)
 
 
-def under_check(handler: Any, check: Check) -> Any:
+def with_check(handler: Any, check: Check) -> Any:
     """Have SGLang's handler of an OpenAI endpoint answer with codes and fields of refusals; returns it.
 
     Requests over HTTP go through `check` first.
@@ -109,10 +109,10 @@ def _own_name(param: str | None) -> str | None:
 
 @contextmanager
 def on_http_server(check: Check) -> Iterator[None]:
-    """Inside, SGLang's HTTP server of this process, which has started, answers like `under_check`."""
+    """Inside, SGLang's HTTP server of this process, which has started, answers like `with_check`."""
     state = http_server_module.app.state
     for name in ("chat", "completion", "embedding", "classify", "score", "rerank"):
-        under_check(getattr(state, f"openai_serving_{name}"), check)
+        with_check(getattr(state, f"openai_serving_{name}"), check)
     own = http_server_module._create_error_response
     http_server_module._create_error_response = partial(_native_error, own)
     try:

@@ -12,15 +12,15 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 with bootstrap.importing():
     from sglang.srt.managers.scheduler_components.output_streamer import DEFAULT_FORCE_STREAM_INTERVAL
 
-__all__ = ["begin_anew", "go_on_from"]
+__all__ = ["resume_from", "start_anew"]
 
 
-def begin_anew(request: Request) -> None:
+def start_anew(request: Request) -> None:
     """Let a new request generate all of its tokens; its key is taken away."""
     request.extra_key = None
 
 
-def go_on_from(scheduler: SGLangScheduler, request: Request, tokens: Sequence[int]) -> None:
+def resume_from(scheduler: SGLangScheduler, request: Request, tokens: Sequence[int]) -> None:
     """Let a new request have generated `tokens`; its prefill is then that of a retracted one. Its key is taken away.
 
     They are sent in the parts in which they were sent when they were generated: incremental detokenization then meets

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any, TypeGuard
 
 from sgl_batch.sglang_adapter import bootstrap
-from sgl_batch.sglang_adapter.expert_choice import add_choices
+from sgl_batch.sglang_adapter.expert_choice import attach_expert_choices
 from sgl_batch.sglang_adapter.host_copies import upload
 from sgl_batch.sglang_adapter.sampling_rows import keep_rows_on_host
 from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
@@ -48,34 +48,34 @@ __all__ = [
     "NextBatchPlan",
     "Scheduler",
     "SetInternalStateReqOutput",
-    "asks_of_prompt",
     "await_input",
+    "brings_only_requests",
+    "clear_batch",
     "copy_results_to_host",
     "decode_batch",
     "decode_batches",
     "detach",
-    "empty",
+    "drop_last_steps",
     "end_aborted",
     "end_detached",
     "end_retraction",
     "free_kv",
-    "give_prefix",
+    "intercept_controls",
     "keep_prefix",
-    "leave_out_last_steps",
     "mark_aborted",
     "merge_into",
-    "only_joins_queue",
-    "penalises",
+    "needs_whole_prompt",
     "prefill_batch",
     "protect_prefix",
-    "put_over_controls",
     "retract",
     "rows_of",
     "set_max_new_tokens",
+    "set_prefix",
     "shares_prefix",
     "skip_ended_rows",
     "tokens_written",
     "updates_weights",
+    "uses_penalties",
 ]
 
 # What somebody asks of the whole engine, and not of one of its processes.
@@ -133,7 +133,7 @@ def _make_repeatable(batch: ScheduleBatch) -> None:
     keep_rows_on_host(batch)
 
 
-def put_over_controls(
+def intercept_controls(
     scheduler: SGLangScheduler, carry_out: Callable[[Callable[[object], object], object], object]
 ) -> None:
     """Have what is asked of the whole engine done by `carry_out(SGLang's handler, what is asked)`."""
@@ -147,7 +147,7 @@ def updates_weights(asked: object) -> TypeGuard[WeightsUpdate]:
     return isinstance(asked, _WEIGHT_UPDATES)
 
 
-def only_joins_queue(message: object) -> bool:
+def brings_only_requests(message: object) -> bool:
     """Whether a message changes nothing but the queue: it brings new requests."""
     return isinstance(message, (TokenizedGenerateReqInput, BatchTokenizedGenerateReqInput))
 
@@ -257,12 +257,12 @@ def skip_ended_rows(scheduler: SGLangScheduler) -> None:
     scheduler.batch_result_processor = replace(processor, enable_overlap=True)
 
 
-def penalises(batch: ScheduleBatch) -> bool:
+def uses_penalties(batch: ScheduleBatch) -> bool:
     """Whether making a batch ready for a step takes the tokens of the step before it."""
     return bool(batch.sampling_info.penalizer_orchestrator.is_required)
 
 
-def leave_out_last_steps(running: ScheduleBatch) -> None:
+def drop_last_steps(running: ScheduleBatch) -> None:
     """Take requests out of a decode batch whose step is under way: those that had ended, or end with it by length."""
     running.filter_batch(keep_indices=[row for row, request in enumerate(running.reqs) if not _ends(request)])
 
@@ -310,7 +310,7 @@ def retract(scheduler: SGLangScheduler, request: Request) -> None:
         request.logprob_start_len = -1  # those of its prompt are there
 
 
-def empty(running: ScheduleBatch) -> None:
+def clear_batch(running: ScheduleBatch) -> None:
     """Take all requests out of a decode batch."""
     running.filter_batch(keep_indices=[])
 
@@ -323,7 +323,7 @@ def merge_into(running: ScheduleBatch, joining: ScheduleBatch) -> ScheduleBatch:
     return running
 
 
-def give_prefix(request: Request, scheduler: SGLangScheduler, slots: torch.Tensor, shared_tokens: int) -> None:
+def set_prefix(request: Request, scheduler: SGLangScheduler, slots: torch.Tensor, shared_tokens: int) -> None:
     """Let `request` begin behind KV that lies at `slots` already; the first `shared_tokens` are not its to free."""
     request.init_next_round_input(scheduler.tree_cache)
     request.prefix_indices = slots
@@ -350,7 +350,7 @@ def end_aborted(scheduler: SGLangScheduler, request: Request) -> None:
     """End a request that holds KV outside any batch: free what it holds, and answer it with what it has generated."""
     mark_aborted(request)
     request.update_finish_state()
-    add_choices(request)
+    attach_expert_choices(request)
     release_kv_cache(request, scheduler.tree_cache)
     request.time_stats.set_completion_time()
     scheduler.output_streamer.stream_output([request], request.return_logprob)
@@ -375,7 +375,7 @@ def end_detached(scheduler: SGLangScheduler, request: Request) -> None:
     """End a request as aborted that holds no slots, and answer it with what it has generated."""
     mark_aborted(request)
     request.update_finish_state()
-    add_choices(request)
+    attach_expert_choices(request)
     request.time_stats.set_completion_time()
     scheduler.output_streamer.stream_output([request], request.return_logprob)
 
@@ -387,10 +387,10 @@ def await_input(scheduler: SGLangScheduler, milliseconds: int) -> None:
 
 def shares_prefix(request: Request) -> bool:
     """Whether a request may find pages of its prompt computed, and others may find its."""
-    return not asks_of_prompt(request) and not any(getattr(request, name, None) for name in _OWN_PROMPT)
+    return not needs_whole_prompt(request) and not any(getattr(request, name, None) for name in _OWN_PROMPT)
 
 
-def asks_of_prompt(request: Request) -> bool:
+def needs_whole_prompt(request: Request) -> bool:
     """Whether a request asks for what only a pass over its whole prompt can say."""
     scored = request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
     return bool(scored or request.return_routed_experts)

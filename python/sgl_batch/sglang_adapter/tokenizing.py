@@ -33,7 +33,7 @@ __all__ = [
     "TokenizerManager",
     "as_attention_ranks",
     "calls_to_schedulers",
-    "check_travels",
+    "check_serializable",
     "choice_of",
     "init_tokenizer_manager",
     "is_repeatable",
@@ -81,7 +81,7 @@ _DECODER = msgspec.msgpack.Decoder(TokenizedGenerateReqInput, dec_hook=dec_hook)
 _NOT_A_USERS = ("input_text", "input_ids", "mm_inputs", "time_stats", "positional_embed_overrides")
 
 
-def check_travels(tokenized: TokenizedRequest) -> None:
+def check_serializable(tokenized: TokenizedRequest) -> None:
     """Raise ValueError for a request with a field that its scheduler could not read: it would end."""
     shallow = copy.copy(tokenized)
     for name in _NOT_A_USERS:

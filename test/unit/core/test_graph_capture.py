@@ -86,7 +86,7 @@ def test_a_budget_of_nothing_captures_nothing() -> None:
     "obstacle",
     [
         {"device_captures": False},
-        {"plans_on_device": False},
+        {"metadata_on_device": False},
         {"num_ranks": 2},
         {"streamed_weights": True},
         {"reports_expert_choices": True},
@@ -97,7 +97,7 @@ def test_a_budget_of_nothing_captures_nothing() -> None:
 def test_what_no_graph_can_do_leaves_no_budget(obstacle: dict[str, int]) -> None:
     fit = {
         "device_captures": True,
-        "plans_on_device": True,
+        "metadata_on_device": True,
         "num_ranks": 1,
         "streamed_weights": False,
         "reports_expert_choices": False,

@@ -43,5 +43,5 @@ def test_all_of_sglangs_arguments_are_logged_for_debugging_alone(
 def test_an_assertion_without_words_is_told_by_what_it_asserts() -> None:
     with pytest.raises(AssertionError) as caught:
         raise AssertionError
-    assert faults.words_of(caught.value).startswith("raise AssertionError (test_engine_arguments.py:")
-    assert faults.words_of(AssertionError("two\nlines")) == "two lines"
+    assert faults.error_text(caught.value).startswith("raise AssertionError (test_engine_arguments.py:")
+    assert faults.error_text(AssertionError("two\nlines")) == "two lines"

@@ -93,7 +93,7 @@ def test_deepseeks_attention_reads_the_normed_rows_and_lets_go_of_them(monkeypat
     layer.self_attn = lambda **given: f"attention({', '.join(sorted(given))})"
     forgotten = []
     monkeypatch.setattr(
-        "sgl_batch.model_executor.families.deepseek.forget_attention_inputs", lambda: forgotten.append("inputs")
+        "sgl_batch.model_executor.families.deepseek.clear_attention_inputs", lambda: forgotten.append("inputs")
     )
     found, residual = DeepseekFamily().attention_half(layer, "positions", hidden, "residual", "batch")
     attention = "attention(forward_batch, hidden_states, positions, zero_allocator)"

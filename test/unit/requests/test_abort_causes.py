@@ -9,7 +9,7 @@ import pytest
 
 from sgl_batch.requests.abort_causes import RequestedAborts
 from sgl_batch.sglang_adapter import bootstrap
-from sgl_batch.sglang_adapter.grammars import KeptGrammars, say_why_grammars_end
+from sgl_batch.sglang_adapter.grammars import KeptGrammars, report_grammar_failures
 from sgl_batch.sglang_adapter.refusals import EngineAbortError, RefusalError
 
 with bootstrap.importing():
@@ -97,7 +97,7 @@ class DeadEnd:
 def test_a_request_whose_grammar_allows_no_token_ends_with_that_reason() -> None:
     fields = dict.fromkeys(SchedulerBatchResultProcessor.__dataclass_fields__)
     scheduler = SimpleNamespace(batch_result_processor=SchedulerBatchResultProcessor(**fields))
-    say_why_grammars_end(scheduler)
+    report_grammar_failures(scheduler)
     request = SimpleNamespace(
         rid="r", grammar=DeadEnd(), to_finish=None, output_ids=[3, 0], sampling_params=None, finished=lambda: False
     )

@@ -12,16 +12,16 @@ from packaging.requirements import Requirement
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter import absent_packages, bootstrap
-from sgl_batch.sglang_adapter.absent_packages import has_flash_attention_3, stood_in_for
+from sgl_batch.sglang_adapter.absent_packages import has_flash_attention_3, stand_ins
 
 
 def test_names_of_a_missing_package_can_be_imported_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     import xgrammar
 
     monkeypatch.setattr(absent_packages, "is_installed", lambda package: False)
-    monkeypatch.setattr(absent_packages, "beside_gpu", lambda: True)
+    monkeypatch.setattr(absent_packages, "has_nvidia_gpu", lambda: True)
     monkeypatch.setenv("SGLANG_IS_FLASHINFER_AVAILABLE", "true")
-    with stood_in_for():
+    with stand_ins():
         from flashinfer.sampling import min_p_sampling_from_probs
         from xgrammar import GrammarCompiler, get_model_structural_tag
 
@@ -39,7 +39,7 @@ def test_names_of_a_missing_package_can_be_imported_and_not_used(monkeypatch: py
 
 def test_beside_a_cpu_flashinfer_is_left_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_IS_FLASHINFER_AVAILABLE", raising=False)
-    with stood_in_for():
+    with stand_ins():
         assert "flashinfer" not in sys.modules
     assert "SGLANG_IS_FLASHINFER_AVAILABLE" not in os.environ
 
@@ -57,7 +57,7 @@ def test_kernels_without_flash_attention_are_told_from_whole_ones(
 
 
 def test_a_gpu_without_sglangs_kernels_is_told_what_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "beside_gpu", lambda: True)
+    monkeypatch.setattr(bootstrap, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(bootstrap, "is_installed", lambda package: False)
     bootstrap._check_kernels.cache_clear()
     with pytest.raises(ConfigError, match=r"has a GPU, and SGLang's kernels .* pip install 'sgl-batch.cuda.'"):

@@ -22,21 +22,21 @@ from sgl_batch.sglang_adapter.child_processes import FORKSERVER, start_method_of
 class Owner:
     start_method = FORKSERVER
     def __init__(self):
-        self.surroundings = fork_server.Surroundings()
+        self.caller_environment = fork_server.CallerEnvironment()
     def tell(self, pipe):
         inherited = os.environ.get("RUN_BEFORE"), os.environ.get("COLUMNS")
-        served = fork_server.begin_as_forked()
-        self.surroundings.take()
+        served = fork_server.init_forked_process()
+        self.caller_environment.take()
         print("from the child", flush=True)
         parent = psutil.Process().parent()
         pipe.send((served, os.getppid(), parent.pid, inherited, os.environ.get("COLUMNS"), IMPORTED_IN))
     def start_another_and_wait(self, pipe):
-        fork_server.begin_as_forked()
+        fork_server.init_forked_process()
         other = start(self.wait, pipe)
         pipe.send((os.getpid(), other.pid))
         time.sleep(600)
     def wait(self, pipe):
-        fork_server.begin_as_forked()
+        fork_server.init_forked_process()
         time.sleep(600)
 
 IMPORTED_IN = os.getpid()

@@ -11,7 +11,7 @@ from sgl_batch.sglang_adapter.layers import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
-    put_lm_head_under,
+    replace_lm_head,
 )
 
 
@@ -54,7 +54,7 @@ def test_sglang_asks_our_product_for_the_logits():
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 
     model = Model()
-    head = put_lm_head_under(model, doubled, negative)
+    head = replace_lm_head(model, doubled, negative)
     x = torch.randn(3, 4)
     assert head is model.lm_head
     assert should_apply_lm_head_quant_method(head, head.quant_method)
@@ -67,7 +67,7 @@ def test_an_embedding_of_the_same_weight_is_looked_up_by_ours(same):
     model.embed = Embedding(model.lm_head.weight)
     if same:  # SGLang's models of Qwen2 and Qwen3; others have a head of their own with the embedding's weight
         model.lm_head = model.embed
-    head = put_lm_head_under(model, doubled, negative)
+    head = replace_lm_head(model, doubled, negative)
     x, ids = torch.randn(3, 4), torch.tensor([5, 0])
     assert head is model.lm_head
     assert torch.equal(head.quant_method.apply(head, x), doubled(x, head.weight))
@@ -77,9 +77,9 @@ def test_an_embedding_of_the_same_weight_is_looked_up_by_ours(same):
 @pytest.mark.parametrize("kind", [{"tied": True}, {"fp32": True}], ids=str)
 def test_a_weight_that_is_used_otherwise_too_stays_as_it_is(kind):
     model = Model(**kind)
-    assert put_lm_head_under(model, doubled, negative) is None
+    assert replace_lm_head(model, doubled, negative) is None
     assert type(model.lm_head.quant_method) is UnquantizedEmbeddingMethod
 
 
 def test_a_model_without_an_output_projection_is_left_alone():
-    assert put_lm_head_under(torch.nn.Linear(2, 2), doubled, negative) is None
+    assert replace_lm_head(torch.nn.Linear(2, 2), doubled, negative) is None

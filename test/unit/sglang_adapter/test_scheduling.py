@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_batch.sglang_adapter.scheduling import leave_out_last_steps, tokens_written
+from sgl_batch.sglang_adapter.scheduling import drop_last_steps, tokens_written
 
 
 def request(*, generated: int, most: int = 8, ended: bool = False, ends: bool = False) -> Any:
@@ -36,7 +36,7 @@ def test_only_those_stay_that_may_need_another_step(row: Any, stays: bool) -> No
         reqs=[request(generated=1), row, request(generated=1)],
         filter_batch=lambda keep_indices: kept.extend(keep_indices),
     )
-    leave_out_last_steps(running)
+    drop_last_steps(running)
     assert kept == ([0, 1, 2] if stays else [0, 2])
 
 

@@ -103,7 +103,7 @@ _BEHIND: dict[type, list[tuple[type, ...]]] = {
     batches.LogitsOutput: [(LogitsProcessorOutput,)],
     batches.BatchResult: [(GenerationBatchResult,)],
     batches.ForwardBatch: [(ForwardBatch,)],
-    scheduler.SlotTable: [(ReqToTokenPool,)],
+    scheduler.RequestTable: [(ReqToTokenPool,)],
     scheduler.PagePool: [(DevicePagePool,), (LatentPagePool,), (GpuPagePool,), (GpuLatentPool,)],
     scheduler.KVPool: [(DevicePagePool,), (LatentPagePool,)],
     scheduler.PageAllocator: [(PageAllocator,)],

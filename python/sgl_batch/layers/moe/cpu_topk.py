@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sgl_batch.layers.moe.grouped_topk import Grouping, grouped_topk
-from sgl_batch.sglang_adapter.expert_choice import choice_made, scoring_of
+from sgl_batch.sglang_adapter.expert_choice import report_choice, scoring_of
 from sgl_batch.sglang_adapter.layers import TopK, register_forward
 
 
@@ -40,4 +40,4 @@ def choose(
         renormalize=config.renormalize,
         kernels=kernels,
     )
-    return choice_made(topk, weights_TK, ids_TK, router_logits)
+    return report_choice(topk, weights_TK, ids_TK, router_logits)

@@ -8,7 +8,7 @@ import torch
 
 from sgl_batch.model_executor.families.base import ExpertBlock
 from sgl_batch.model_executor.families.communicating import CommunicatingFamily, scaled_block
-from sgl_batch.sglang_adapter.layers import forget_attention_inputs, number_scratch
+from sgl_batch.sglang_adapter.layers import clear_attention_inputs, scratch_allocator
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.models import ExpertModules, LatentLayer
 
@@ -30,9 +30,9 @@ class DeepseekFamily(CommunicatingFamily):
             positions=positions,
             hidden_states=hidden,
             forward_batch=batch,
-            zero_allocator=number_scratch(hidden.device),
+            zero_allocator=scratch_allocator(hidden.device),
         )
-        forget_attention_inputs()
+        clear_attention_inputs()
         return attended
 
     def block_of(self, moe: ExpertModules) -> ExpertBlock:

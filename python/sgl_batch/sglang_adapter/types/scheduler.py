@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sgl_batch.sglang_adapter.types.requests import Request
 
 
-class SlotTable(Protocol):
+class RequestTable(Protocol):
     """Which slots each request's KV has (SGLang's ReqToTokenPool)."""
 
     size: int
@@ -182,7 +182,7 @@ class SGLangScheduler(Protocol):
     spec_algorithm: object
     waiting_queue: list[Request]
     running_batch: ScheduleBatch
-    req_to_token_pool: SlotTable
+    req_to_token_pool: RequestTable
     token_to_kv_pool_allocator: PageAllocator
     tree_cache: PrefixCache
 
