@@ -99,7 +99,7 @@ over.set()
 TEMPLATE = """
 before = os.environ.get("SGLANG_PLATFORM"), os.environ.get("OPENBLAS_NUM_THREADS")
 with template("cpu") as can_fork:
-    import sgl_batch.engine
+    import sgl_batch.engine.engine
     from sglang.srt.platforms import current_platform
     print(can_fork, os.environ["SGLANG_PLATFORM"], type(current_platform).__name__)
 after = os.environ.get("SGLANG_PLATFORM"), os.environ.get("OPENBLAS_NUM_THREADS")
