@@ -50,9 +50,10 @@ class _AllLayers:
 class DecodeStaging:
     """The pages of `pool`, nobody's between two passes. What the host waits for copies is added up in `waited_s`.
 
-    The pool's layers are led to a half while attention of the group is planned, and in each layer from `rows_wanted` to
-    `rows_attended` of a sub-batch. Prompts of the same pass need a staging of their own: no page of the pool is free
-    for them. `first_page`: how tables number the first page of a half, beyond the pages that sequences hold.
+    The pool's layers are led to a half while attention of the group is planned, and in each layer from
+    `before_attention` to `after_attention` of a sub-batch. Prompts of the same pass need a staging of their own: no
+    page of the pool is free for them. `first_page`: how tables number the first page of a half, beyond the pages that
+    sequences hold.
     """
 
     def __init__(self, pool: Any, engines: CopyEngines, *, first_page: int) -> None:
@@ -101,7 +102,7 @@ class DecodeStaging:
             pages = copies.load_pages + turn.half * self.half_pages
             self._loads[number] = self._engine.load_pages(range(layer, layer + 1), copies.load_blocks, pages)
 
-    def rows_wanted(self, layer: int, index: int) -> None:
+    def before_attention(self, layer: int, index: int) -> None:
         """Wait until a sub-batch's KV of a layer is there, and its pages are nobody's source any more."""
         number = layer * len(self._copies) + index
         turn = self._turns[number]
@@ -112,7 +113,7 @@ class DecodeStaging:
         self.waited_s += time.perf_counter() - began
         self.redirect_pool(turn.half)
 
-    def rows_attended(self, layer: int, index: int, end: int) -> None:
+    def after_attention(self, layer: int, index: int, end: int) -> None:
         """A sub-batch has been attended in a layer: its last tokens' pages go back, and the next ones may come."""
         self.restore_pool()
         number = layer * len(self._copies) + index

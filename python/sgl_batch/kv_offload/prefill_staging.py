@@ -39,7 +39,8 @@ class PrefillStaging:
     """Two layers of pages in memory of their own, as many as the largest group so far needed.
 
     `pool`: the device's pages, whose layers are led here while attention of the group is planned, and in each layer
-    from `rows_wanted` to `rows_attended`; `first_page`: the number of the first page here, behind the device's own.
+    from `before_attention` to `after_attention`; `first_page`: the number of the first page here, behind the device's
+    own.
     What the host waits for copies is added up in `waited_s`.
     """
 
@@ -107,7 +108,7 @@ class PrefillStaging:
             pages = torch.arange(len(group.restored))
             group.loads[layer] = self._engine.load_pages(range(layer, layer + 1), group.restored, pages)
 
-    def rows_wanted(self, layer: int, index: int) -> None:
+    def before_attention(self, layer: int, index: int) -> None:
         """Attention of a sub-batch is about to write to a layer's half, and to read there what was computed before."""
         if index == 0:
             self._begin_layer(layer)
@@ -122,7 +123,7 @@ class PrefillStaging:
         if layer in group.loads:
             self._device_waits([group.loads[layer]])
 
-    def rows_attended(self, layer: int, index: int, end: int) -> None:
+    def after_attention(self, layer: int, index: int, end: int) -> None:
         """The pages that are complete with row `end` leave for the store."""
         self.restore_pool()
         group = self._group

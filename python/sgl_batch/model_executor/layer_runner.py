@@ -216,7 +216,7 @@ class LayerRunner:
         sub, group = state.sub_batches[number], state.group_of(number)
         if sub.staging is not None:
             with self.counters.clock.part("copies"):
-                sub.staging.rows_wanted(index, sub.number)
+                sub.staging.before_attention(index, sub.number)
         with self.counters.clock.part("attention"):
             start, end = sub.span[0] - group.span[0], sub.span[1] - group.span[0]
             hidden = group.hidden[start:end]
@@ -227,7 +227,7 @@ class LayerRunner:
                 self.on_yield(sub.forward_batch, index)
             group.buffer.put((start, end), *yielded)
         if sub.staging is not None:
-            sub.staging.rows_attended(index, sub.number, sub.end_in_part)
+            sub.staging.after_attention(index, sub.number, sub.end_in_part)
 
     def _attention(
         self, state: GroupPass, index: int, sub: SubBatch, hidden: torch.Tensor, residual: torch.Tensor | None

@@ -67,7 +67,7 @@ class Group:
         assert staging.spans[-1][1] == len(self.tokens)
         for layer in range(LAYERS):
             for index, one in enumerate(copies):
-                staging.rows_wanted(layer, index)
+                staging.before_attention(layer, index)
                 assert pool.first_page == FIRST
                 keys = pool.page_parts(layer)[0]
                 for row, pages in zip(range(*one.span), one.part.pages, strict=True):
@@ -75,7 +75,7 @@ class Group:
                     assert found.tolist() == [1000 * row + 10 * at + layer for at in range(self.tokens[row])]
                     page, place = divmod(self.tokens[row], PAGE)
                     keys[pages[page], place] = 1000 * row + 10 * self.tokens[row] + layer
-                staging.rows_attended(layer, index, one.span[1])
+                staging.after_attention(layer, index, one.span[1])
                 assert pool.first_page == 0, "between sub-batches the pool's layers are its own"
         staging.end()
         self.store.complete_store(self.new)
@@ -120,9 +120,9 @@ def test_a_new_block_for_an_open_page_is_read_from_the_next_step_on() -> None:
         (copies,) = group.copies()
         staging.begin([replace(copies, store_blocks=torch.tensor([own]))])
         for layer in range(LAYERS):
-            staging.rows_wanted(layer, 0)
+            staging.before_attention(layer, 0)
             pool.page_parts(layer)[0][copies.part.pages[0][0], 1] = 10 + layer
-            staging.rows_attended(layer, 0, 1)
+            staging.after_attention(layer, 0, 1)
         staging.end()
         store.complete_store([own])
         group.blocks, group.tokens = [[own]], [2]

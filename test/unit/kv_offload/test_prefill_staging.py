@@ -50,12 +50,12 @@ def prefill(
     owner = [(sum(-(-n // PAGE) for n in lengths[:i]), at) for i, n in enumerate(lengths) for at in range(n)]
     for layer in range(LAYERS):
         for index, start in enumerate(range(0, len(owner), sub_batch)):
-            staging.rows_wanted(layer, index)
+            staging.before_attention(layer, index)
             assert pool.first_page == FIRST
             rows = owner[start : start + sub_batch]
             for row, (first, at) in enumerate(rows, start):
                 pool.page_parts(layer)[0][first + at // PAGE, at % PAGE] = 1000 * layer + row
-            staging.rows_attended(layer, index, start + len(rows))
+            staging.after_attention(layer, index, start + len(rows))
             assert pool.first_page == 0, "between sub-batches the pool's layers are its own"
     staging.end()
 
@@ -97,8 +97,8 @@ def test_blocks_are_ready_only_when_the_group_has_ended(pool, store, staging):
     assert pool.first_page == 0
     assert store.counts().ready == 0
     for layer in range(LAYERS):
-        staging.rows_wanted(layer, 0)
-        staging.rows_attended(layer, 0, 5)
+        staging.before_attention(layer, 0)
+        staging.after_attention(layer, 0, 5)
     staging.end()
     assert store.counts().ready == 2
 
@@ -110,11 +110,11 @@ def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(po
     restored = before[[2, 0]]
     staging.begin([5], blocks, restored=restored)
     for layer in range(LAYERS):
-        staging.rows_wanted(layer, 0)
+        staging.before_attention(layer, 0)
         found = pool.page_parts(layer)[0][:2].flatten(0, 1)[:, 0].tolist()
         assert found == [1000 * layer + row for row in (8, 9, 10, 11, 0, 1, 2, 3)]
         pool.page_parts(layer)[0][2:4] = 7.0 + layer
-        staging.rows_attended(layer, 0, 5)
+        staging.after_attention(layer, 0, 5)
     staging.end()
     assert store.references(torch.cat((before, blocks))).tolist() == [1] * 5
     back = NativeCopyEngine(store, pool)

@@ -249,10 +249,10 @@ def test_prefill_and_streamed_decode_run_eagerly():
         def restore_pool(self):
             pass
 
-        def rows_wanted(self, layer, index):
+        def before_attention(self, layer, index):
             pass
 
-        def rows_attended(self, layer, index, end):
+        def after_attention(self, layer, index, end):
             pass
 
     runs = Runs(b_attn=8)

@@ -39,11 +39,11 @@ class ToyStaging:
         assert self._pool.led_to == self.name
         self._pool.led_to = OWN
 
-    def rows_wanted(self, layer: int, index: int) -> None:
+    def before_attention(self, layer: int, index: int) -> None:
         self.asked.append(("wanted", layer, index))
         self.redirect_pool()
 
-    def rows_attended(self, layer: int, index: int, end: int) -> None:
+    def after_attention(self, layer: int, index: int, end: int) -> None:
         self.asked.append(("attended", layer, end))
         self.restore_pool()
 
