@@ -1,7 +1,7 @@
-"""Owns bringing a decode group's KV to the device layer by layer and sub-batch by sub-batch, and what it changes back.
+"""Owns streaming a decode group's KV: from the store to the device by layer and sub-batch, and the changed pages back.
 
-The device's pages of all layers together are two halves, each for a sub-batch of a layer. Which rows make a sub-batch,
-and who comes when, is decided in core/decode_streaming; that all of them have blocks, by the caller.
+The device's pages of all layers together are cut into two halves, each for one sub-batch of one layer. Which rows make
+a sub-batch, and in which turn each comes, is decided in core/decode_streaming. The caller gives every row its blocks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ _HALVES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCopies:
-    """Of a sub-batch, the rows `span` of the group: pages [N] of a half that come from blocks [N], and pages [R] of its
-    rows' last tokens that go to blocks [R]. `part`: how it is laid out.
+    """The copies of one sub-batch in a layer. All tensors are int64 on the host; pages are counted within a half.
+
+    `span`: the sub-batch's rows [start, end) of the group. `part`: its layout.
+    `load_blocks`, `load_pages` [N]: blocks that are loaded, and the pages to which they go.
+    `store_pages`, `store_blocks` [R]: the pages with the rows' last tokens, and the blocks to which they go.
     """
 
     span: tuple[int, int]
@@ -38,7 +41,7 @@ class PartCopies:
 
 
 class _AllLayers:
-    """Pages as a pool has them, the same ones for every layer."""
+    """A pool whose layers all have the same pages."""
 
     def __init__(self, parts: tuple[torch.Tensor, ...], layer_num: int) -> None:
         self.layer_num, self._parts = layer_num, parts
@@ -48,15 +51,27 @@ class _AllLayers:
 
 
 class DecodeStaging:
-    """The pages of `pool`, nobody's between two passes. What the host waits for copies is added up in `waited_s`.
+    """Streams the KV of decode steps through the pages of a pool.
 
-    The pool's layers are led to a half while attention of the group is planned, and in each layer from
-    `before_attention` to `after_attention` of a sub-batch. Prompts of the same pass need a staging of their own: no
-    page of the pool is free for them. `first_page`: how tables number the first page of a half, beyond the pages that
-    sequences hold.
+    One pass: `begin`; for each layer, in order, and each sub-batch, in order, `before_attention` and `after_attention`; `end`.
+    The pool's layers point to a half between `before_attention` and `after_attention` of a sub-batch, and between
+    `redirect_pool` and `restore_pool` while attention of the group is planned; otherwise to the pool's own pages. While
+    streaming is on, no sequence holds pages of the pool, and prompts of the same pass need a staging of their own.
+
+    `first_kv_index`: the KV index of a half's first token, as the tables count it.
+    `half_pages`: the pages of a half, which is the most that a sub-batch can use (twice that for a large one).
+    `waited_s`: the time in seconds that the host has waited for copies. `pages_brought`: pages loaded, each
+    counted once a step.
     """
 
     def __init__(self, pool: Any, engines: CopyEngines, *, first_page: int) -> None:
+        """Stage in the pages of `pool`, by a copy engine of its own.
+
+        Args:
+            pool: the device's pages, with `all_parts`, `page_parts` and `redirect` as in DevicePagePool.
+            engines: makes the copy engine; the store has the pool's geometry.
+            first_page: the number of a half's first page in the tables, behind all pages that sequences can hold.
+        """
         self._pool, self._first_page = pool, first_page
         self.first_kv_index: int = first_page * pool.page_size
         self._own = [pool.page_parts(layer) for layer in range(pool.layer_num)]
@@ -78,7 +93,15 @@ class DecodeStaging:
         return [copies.span for copies in self._copies]
 
     def begin(self, copies: Sequence[PartCopies]) -> None:
-        """Begin a decode step of these sub-batches. Blocks are READY, or new ones that the step stores to."""
+        """Begin a decode step: load the first sub-batches.
+
+        Args:
+            copies: the step's sub-batches, which cover the group's rows in order. The caller holds all blocks until
+                `end`. Blocks to load are READY. Blocks to store to are WRITING, or READY with one reference.
+
+        Raises:
+            StoreFault: a block is in another state.
+        """
         assert not self._copies, "one pass at a time"
         self._copies = copies
         parts = [one.part for one in copies]
@@ -88,11 +111,11 @@ class DecodeStaging:
         self.pages_brought += sum(len(one.load_blocks) for one in copies)
 
     def redirect_pool(self, half: int = 0) -> None:
-        """Lead the pool's layers to a half."""
+        """Point the pool's layers to a half."""
         self._pool.redirect([self._halves[half]] * self._pool.layer_num, self._first_page)
 
     def restore_pool(self) -> None:
-        """Let the pool's layers be its own pages again."""
+        """Point the pool's layers to its own pages again."""
         self._pool.redirect(self._own, 0)
 
     def _bring(self, numbers: Sequence[int]) -> None:
@@ -103,7 +126,12 @@ class DecodeStaging:
             self._loads[number] = self._engine.load_pages(range(layer, layer + 1), copies.load_blocks, pages)
 
     def before_attention(self, layer: int, index: int) -> None:
-        """Wait until a sub-batch's KV of a layer is there, and its pages are nobody's source any more."""
+        """Let the device wait until a sub-batch's KV of a layer has come, and until its pages are no copy's source.
+
+        Args:
+            layer: counted from this process's first.
+            index: the sub-batch, counted within the group.
+        """
         number = layer * len(self._copies) + index
         turn = self._turns[number]
         began = time.perf_counter()
@@ -114,7 +142,13 @@ class DecodeStaging:
         self.redirect_pool(turn.half)
 
     def after_attention(self, layer: int, index: int, end: int) -> None:
-        """A sub-batch has been attended in a layer: its last tokens' pages go back, and the next ones may come."""
+        """Store the pages with an attended sub-batch's last tokens in a layer, and load the next sub-batch.
+
+        Args:
+            layer: counted from this process's first.
+            index: the sub-batch, counted within the group.
+            end: the sub-batch's last row, plus one.
+        """
         self.restore_pool()
         number = layer * len(self._copies) + index
         turn, copies = self._turns[number], self._copies[index]
@@ -123,7 +157,11 @@ class DecodeStaging:
         self._bring(turn.then)
 
     def end(self) -> None:
-        """The pass is over: all is in the store. Raises CopyError where a copy failed."""
+        """End the pass: wait for all copies. The step's KV is then in the blocks, which the caller completes.
+
+        Raises:
+            CopyError: a copy failed.
+        """
         self._copies = ()
         began = time.perf_counter()
         for ticket in [*self._loads.values(), *self._stores.values()]:
@@ -132,5 +170,5 @@ class DecodeStaging:
         self.waited_s += time.perf_counter() - began
 
     def close(self) -> None:
-        """End the copies. No pass is under way."""
+        """Close the copy engine. No pass is under way."""
         self._engine.close()

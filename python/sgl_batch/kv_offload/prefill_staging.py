@@ -1,7 +1,7 @@
 """Owns the two layers of KV that the device holds of a prefill group on its way to the store (BatchGen 5.2).
 
-Even layers write to one half, odd layers to the other; a layer waits until what lay in its half two layers ago is
-copied. Which sequences make a group, and their blocks in the store, are given.
+Even layers write to one half, odd layers to the other; a layer waits until the KV of two layers before is copied from
+its half. Which sequences make a group, and their blocks, are given.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _HALVES = 2
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """Pages of a group in the order of its rows. `ends` [P]: the row with which a page is complete, plus one.
+    """Pages of a group in the order of its rows.
 
-    `restored` [R]: blocks of pages that were computed before and come first. `loads`, `stores`: copies by layer.
+    `blocks` [P]: to which the pages go. `ends` [P]: the row that completes a page, plus one.
+    `restored` [R]: blocks of pages that were computed before; their pages come first. `loads`, `stores`: copies by
+    layer. `sent`: how many of the current layer's pages are being stored.
     """
 
     blocks: torch.Tensor
@@ -36,15 +38,26 @@ class _Group:
 
 
 class PrefillStaging:
-    """Two layers of pages in memory of their own, as many as the largest group so far needed.
+    """Two layers of pages in memory of their own, through which a prefill group's KV goes to the store.
 
-    `pool`: the device's pages, whose layers are led here while attention of the group is planned, and in each layer
-    from `before_attention` to `after_attention`; `first_page`: the number of the first page here, behind the device's
-    own.
-    What the host waits for copies is added up in `waited_s`.
+    One pass: `begin`; for each layer, in order, and each sub-batch, in order, `before_attention` and `after_attention`; `end`.
+    The pool's layers point here between `before_attention` and `after_attention`, and between `redirect_pool` and
+    `restore_pool` while attention of the group is planned; otherwise to the pool's own pages.
+
+    `first_kv_index`: the KV index of the first staged token. `waited_s`: the time in seconds that the host has waited
+    for copies. `peak_pages`, `peak_bytes`: the staged pages of a layer, and the bytes of both halves, of the largest
+    group so far; the memory stays until `close`.
     """
 
     def __init__(self, store: HostKVStore, pool: Any, engines: CopyEngines, *, first_page: int) -> None:
+        """Stage on the way from `pool` to `store`. Memory is taken by `begin`.
+
+        Args:
+            store: holds the blocks, which `end` completes.
+            pool: the device's pages, with `page_parts` and `redirect` as in DevicePagePool.
+            engines: makes the copy engine of the staged pages; each larger group needs a new one.
+            first_page: the number of the first staged page, behind the device's own.
+        """
         self._store, self._pool, self._engines, self._first_page = store, pool, engines, first_page
         self.layer_num: int = pool.layer_num
         self.first_kv_index: int = first_page * pool.page_size
@@ -56,14 +69,19 @@ class PrefillStaging:
         self.peak_bytes = self.peak_pages = 0
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """As a pool has them: a layer's half."""
+        """Return a layer's half, as a pool returns a layer's pages."""
         return self._halves[layer % _HALVES]
 
     def begin(self, lengths: Sequence[int], blocks: torch.Tensor, *, restored: torch.Tensor) -> None:
-        """The next forward pass prefills a group of prompts of `lengths` new tokens, whose pages go to `blocks` [P].
+        """Begin a pass that prefills a group.
 
-        The pages here are numbered one after the other: those that come from the blocks `restored` [R], which are READY
-        and stay so, then the prompts' own in the order of their rows.
+        Staged pages are numbered one after the other: first those of `restored`, then the prompts' own in the order of
+        their rows. The caller holds all blocks until `end`.
+
+        Args:
+            lengths: the new tokens of each prompt, in the order of rows.
+            blocks: int64 [P], WRITING: one for each new page, in the order of rows.
+            restored: int64 [R], READY: blocks of pages that were computed before, loaded in each layer.
         """
         assert self._group is None, "one group is prefilled at a time"
         size = self._pool.page_size
@@ -78,14 +96,14 @@ class PrefillStaging:
 
     @property
     def spans(self) -> None:
-        """Sub-batches of any rows go through here."""
+        """None: sub-batches may have any rows."""
 
     def redirect_pool(self) -> None:
-        """Lead the pool's layers here."""
+        """Point the pool's layers to the staged pages."""
         self._pool.redirect([self.page_parts(layer) for layer in range(self.layer_num)], self._first_page)
 
     def restore_pool(self) -> None:
-        """Let the pool's layers be its own pages again."""
+        """Point the pool's layers to its own pages again."""
         self._pool.redirect(self._own, 0)
 
     def _make_room(self, pages: int) -> None:
@@ -100,7 +118,7 @@ class PrefillStaging:
         self._engine = self._engines.engine_for(self)
 
     def _load(self, layer: int) -> None:
-        """What was computed before comes to a layer's half, where nobody reads it any more of the layer two before."""
+        """Begin to load the restored pages of a layer to its half, which attention of two layers before has left."""
         group = self._group
         assert group is not None, "a group has begun"
         assert self._engine is not None, "it has room"
@@ -109,7 +127,12 @@ class PrefillStaging:
             group.loads[layer] = self._engine.load_pages(range(layer, layer + 1), group.restored, pages)
 
     def before_attention(self, layer: int, index: int) -> None:
-        """Attention of a sub-batch is about to write to a layer's half, and to read there what was computed before."""
+        """Make a layer's half ready for a sub-batch's attention, which writes there and reads what came before.
+
+        Args:
+            layer: counted from this process's first.
+            index: the sub-batch, counted within the group.
+        """
         if index == 0:
             self._begin_layer(layer)
         self.redirect_pool()
@@ -124,7 +147,13 @@ class PrefillStaging:
             self._device_waits([group.loads[layer]])
 
     def after_attention(self, layer: int, index: int, end: int) -> None:
-        """The pages that are complete with row `end` leave for the store."""
+        """Begin to store the pages that a sub-batch has completed in a layer.
+
+        Args:
+            layer: counted from this process's first.
+            index: the sub-batch, counted within the group.
+            end: the sub-batch's last row, plus one.
+        """
         self.restore_pool()
         group = self._group
         assert group is not None, "a group has begun"
@@ -138,7 +167,11 @@ class PrefillStaging:
         group.sent = complete
 
     def end(self) -> None:
-        """All is in the store: the blocks are READY. Raises CopyError where a copy failed."""
+        """End the pass: wait for all copies, and complete the group's blocks, which are then READY.
+
+        Raises:
+            CopyError: a copy failed; the blocks stay WRITING.
+        """
         group = self._group
         assert group is not None, "a group has begun"
         self._group = None
@@ -155,7 +188,7 @@ class PrefillStaging:
         self.waited_s += time.perf_counter() - began
 
     def close(self) -> None:
-        """Let go of the memory. No group is under way."""
+        """Free the staged memory. No group is under way."""
         if self._engine is not None:
             self._engine.close()
         self._engine, self._halves = None, []

@@ -1,7 +1,7 @@
-"""Owns the KV of a rank's sequences in the store: which blocks each has, and the copies between these and its pages.
+"""Owns the KV of a rank's sequences in the store: which blocks each has, and the copies between blocks and pages.
 
-In an inclusive store every page of KV lies from the moment it is full, so that whoever is suspended copies no more than
-its open page; in an exclusive one lies nothing that is on the device. Who is suspended and restored is decided in
+An inclusive store has every page from the moment it is full, so that a suspended sequence copies only its open page. An
+exclusive store has nothing that is on the device. Which sequences are suspended and restored is decided in
 core/residency.
 """
 
@@ -22,10 +22,10 @@ _RATE_COPIES = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class _Record:
-    """A sequence's blocks, page after page. `open`: whether the last of them is of a page that is not full.
+class _StoredSequence:
+    """One sequence's blocks, in the order of its pages. `open`: whether the last block's page is not full.
 
-    `tokens`: how many have their KV in the blocks, where the sequence waits.
+    `tokens`: how many tokens have their KV in the blocks while the sequence waits.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class _Record:
 
 @dataclass(slots=True, kw_only=True)
 class _Copy:
-    """Pages on their way to blocks of a sequence, or of one that has ended meanwhile."""
+    """A copy of pages to blocks of sequences, which may end before the copy does."""
 
     ticket: Ticket
     blocks: torch.Tensor
@@ -44,7 +44,7 @@ class _Copy:
 
 @dataclass(slots=True, kw_only=True)
 class _Unsent:
-    """Pages whose numbers are on their way to the host, which can give the copy engine none before."""
+    """Pages to copy whose numbers are still being downloaded; the copy engine needs them on the host."""
 
     pages: Download
     blocks: torch.Tensor
@@ -52,9 +52,9 @@ class _Unsent:
 
 
 class StoredKV:
-    """Blocks by sequence. Copies to the store run in the background; `sync` completes those that have ended.
+    """The blocks of each sequence, by name. Copies to the store run in the background; `sync` completes them.
 
-    Until its sequence is suspended or ends, a page that is written through is not given back: its copy may begin late.
+    The caller keeps a page that is written through until its sequence is suspended or ends: the copy may begin late.
     """
 
     def __init__(
@@ -68,11 +68,21 @@ class StoredKV:
         counters: Counters,
         exclusive: bool = False,
     ) -> None:
-        """`share`: how many blocks this rank may hold."""
+        """Keep KV of sequences in `store`, by copies of `engine`.
+
+        Args:
+            store: the rank's end of the host KV store.
+            engine: copies between `store` and the device's pages.
+            page_size: tokens of a page.
+            layers: how many layers a page has.
+            share: how many blocks this rank may hold.
+            counters: where copies and waits are counted.
+            exclusive: whether a restored sequence's blocks are freed.
+        """
         self._store, self._engine, self._page_size, self._share = store, engine, page_size, share
         self.exclusive = exclusive
         self._layers, self._counters = range(layers), counters
-        self._records: dict[str, _Record] = {}
+        self._sequences: dict[str, _StoredSequence] = {}
         self._copies: list[_Copy] = []
         self._unsent: list[_Unsent] = []
         self._pending_free: list[int] = []
@@ -80,9 +90,10 @@ class StoredKV:
         self._replaced: dict[str, int] = {}
 
     def take(self, pages: int) -> torch.Tensor:
-        """Blocks to write to. That there are enough was settled at admission.
+        """Take blocks to write to, int64 [pages], WRITING. Admission has reserved them.
 
-        It counts no blocks of ended sequences to which copies are under way: they would be taken from others' shares.
+        If only blocks of ended sequences with running copies are left of the rank's share, this waits for the copies:
+        other blocks belong to other ranks' shares.
         """
         if self._pending_free and self.held + pages > self._share:
             self.sync(wait=True)
@@ -92,92 +103,94 @@ class StoredKV:
 
     @property
     def free(self) -> int:
-        """Blocks of this rank's share that it does not hold."""
+        """How many blocks of its share this rank does not hold."""
         return self._share - self.held
 
     @property
     def held(self) -> int:
-        """Blocks that this rank holds, those that several sequences share once for each."""
-        return len(self._pending_free) + sum(len(record.blocks) for record in self._records.values())
+        """How many blocks this rank holds. A block that several sequences share counts once for each."""
+        return len(self._pending_free) + sum(len(sequence.blocks) for sequence in self._sequences.values())
 
     def adopt(self, name: str, blocks: torch.Tensor, tokens: int, *, shared: Sequence[int] = ()) -> None:
-        """A sequence's prompt of `tokens` is in READY blocks: `shared` ones of others first, then these, its own."""
+        """Note that a sequence's prompt of `tokens` is in READY blocks: first `shared` ones of others, then its own."""
         self._store.share(shared)
         whole = [*shared, *blocks.tolist()]
-        self._records[name] = _Record(blocks=whole, open=tokens % self._page_size != 0, tokens=tokens)
+        self._sequences[name] = _StoredSequence(blocks=whole, open=tokens % self._page_size != 0, tokens=tokens)
 
     def extend(self, name: str, blocks: torch.Tensor, tokens: int) -> None:
-        """A prompt of which whole pages are here goes on in these READY blocks; `tokens` of it are here then."""
-        record = self._records[name]
-        record.blocks += blocks.tolist()
-        record.open, record.tokens = tokens % self._page_size != 0, tokens
+        """Append READY blocks to a prompt of which whole pages are stored; `tokens` of it are stored then."""
+        sequence = self._sequences[name]
+        sequence.blocks += blocks.tolist()
+        sequence.open, sequence.tokens = tokens % self._page_size != 0, tokens
 
     def __contains__(self, name: str) -> bool:
-        return name in self._records
+        return name in self._sequences
 
     def fork(self, leader: str, follower: str, *, tokens: int) -> None:
-        """Let a sequence begin with the first `tokens` of another's prompt, in the same blocks."""
-        blocks = self._records[leader].blocks[: -(-tokens // self._page_size)]
+        """Let a sequence begin with the first `tokens` of its leader's prompt, in the same blocks."""
+        blocks = self._sequences[leader].blocks[: -(-tokens // self._page_size)]
         self._store.share(blocks)
-        self._records[follower] = _Record(blocks=list(blocks), open=tokens % self._page_size != 0, tokens=tokens)
+        self._sequences[follower] = _StoredSequence(
+            blocks=list(blocks), open=tokens % self._page_size != 0, tokens=tokens
+        )
 
     def store_blocks_of(self, name: str) -> list[int]:
-        """Where the KV of a sequence that waits lies, page after page."""
-        return list(self._records[name].blocks)
+        """Return the blocks of a sequence, in the order of its pages."""
+        return list(self._sequences[name].blocks)
 
     def take_over(self, name: str, blocks: list[int], tokens: int) -> None:
-        """A sequence of another rank, which holds these READY blocks until this has returned, is to go on here."""
+        """Take over a sequence of another rank, which holds its READY blocks until this has returned."""
         self._store.share(blocks)
         self.adopt(name, torch.tensor(blocks, dtype=torch.int64), tokens)
 
     def write_through(self, names: list[str], pages: torch.Tensor) -> None:
-        """Pages [N] on the device that have just become full, one of each sequence, leave for the store.
+        """Store device pages [N] that have just become full, one of each sequence.
 
-        Their copy begins with the first call of `send_known` or `sync` that finds their numbers on the host.
+        The copy begins with the first call of `send_known` or `sync` that finds the page numbers on the host.
         """
         blocks = self.take(len(names))
         for name, block in zip(names, blocks.tolist(), strict=True):
-            self._records[name].blocks.append(block)
+            self._sequences[name].blocks.append(block)
         self._unsent.append(_Unsent(pages=Download(pages), blocks=blocks, owners=names))
         self._counters.add("pages_written_through", len(names))
         self.send_known()
 
     def send_known(self, *, wait: bool = False) -> None:
-        """Begin the copies of pages written through whose numbers the host knows by now; of all if `wait`."""
+        """Begin the copies of written-through pages whose numbers are on the host by now; of all if `wait`."""
         while self._unsent and (wait or self._unsent[0].pages.done):
             unsent = self._unsent.pop(0)
             self._send(unsent.owners, unsent.pages.wait(), unsent.blocks)
 
-    # Decode KV that is streamed: whoever runs has all pages in the store, of which the last is written again and again.
+    # Streamed decode: a running sequence has all pages in the store, and writes the last one again in each step.
 
     def grow(self, names: list[str]) -> None:
-        """A block more for each of these sequences, to which the coming pass writes first."""
+        """Give each of these sequences one more block, to which the coming pass writes."""
         if not names:
             return
         blocks = self.take(len(names)).tolist()
         for name, block in zip(names, blocks, strict=True):
-            self._records[name].blocks.append(block)
+            self._sequences[name].blocks.append(block)
         self._new += blocks
 
     def own_open_pages(self, names: list[str]) -> None:
-        """Sequences begin to run: an open page that others have in the same block is written to a block of its own."""
-        opened = [name for name in names if self._records[name].open]
-        held = self._store.references([self._records[name].blocks[-1] for name in opened]).tolist()
+        """Give sequences that begin to run a block of their own for an open page that others share."""
+        opened = [name for name in names if self._sequences[name].open]
+        held = self._store.references([self._sequences[name].blocks[-1] for name in opened]).tolist()
         shared = [name for name, references in zip(opened, held, strict=True) if references > 1]
         for name in shared:
-            self._replaced[name] = self._records[name].blocks.pop()
+            self._replaced[name] = self._sequences[name].blocks.pop()
         self.grow(shared)
 
     def is_replaced(self, name: str) -> bool:
-        """Whether the coming pass reads a sequence's open page in a block that is not its own."""
+        """Whether the coming pass reads a sequence's open page from a shared block, and writes it to its own."""
         return name in self._replaced
 
     def open_block_to_read(self, name: str) -> int:
-        """The block that has the tokens so far of a sequence's open page."""
-        return self._replaced.get(name, self._records[name].blocks[-1])
+        """Return the block that holds the tokens so far of a sequence's open page."""
+        return self._replaced.get(name, self._sequences[name].blocks[-1])
 
     def written(self) -> None:
-        """A pass is over, and all copies of it: what it wrote first is READY."""
+        """Complete the new blocks of a pass whose copies have ended, and free the shared blocks that they replace."""
         if self._new:
             self._store.complete_store(self._new)
             self._new = []
@@ -186,25 +199,31 @@ class StoredKV:
             self._replaced = {}
 
     def tokens_of(self, name: str) -> int:
-        """How many tokens of a sequence that waits have their KV in the store."""
-        return self._records[name].tokens
+        """Return how many tokens of a waiting sequence have their KV in the store."""
+        return self._sequences[name].tokens
 
     def suspend(self, names: list[str], pages: list[torch.Tensor], tokens: list[int]) -> None:
-        """Everything of these sequences is in the store when this returns; what is not there yet is copied.
+        """Copy to the store the pages of these sequences that it lacks, and wait until all are there.
 
-        `pages`: those of each on the device, in its order. `tokens`: how many have KV.
+        Args:
+            names: the sequences.
+            pages: each sequence's device pages, int64 [P], in its order.
+            tokens: how many tokens of each have KV.
+
+        Raises:
+            CopyError: a copy failed.
         """
         owners: list[str] = []
         missing = []
         for name, own, number in zip(names, pages, tokens, strict=True):
-            record = self._records.setdefault(name, _Record())
-            record.tokens, record.open = number, number % self._page_size != 0
-            missing.append(own[len(record.blocks) :])
+            sequence = self._sequences.setdefault(name, _StoredSequence())
+            sequence.tokens, sequence.open = number, number % self._page_size != 0
+            missing.append(own[len(sequence.blocks) :])
             owners += [name] * len(missing[-1])
         if owners:
             blocks = self.take(len(owners))
             for name, block in zip(owners, blocks.tolist(), strict=True):
-                self._records[name].blocks.append(block)
+                self._sequences[name].blocks.append(block)
             self._send(owners, torch.cat(missing), blocks)
         self._counters.add("pages_copied_to_suspend", len(owners))
         self.sync(wait=True)
@@ -214,11 +233,14 @@ class StoredKV:
         self._copies.append(_Copy(ticket=ticket, blocks=blocks, owners=owners))
 
     def restore(self, name: str, pages: torch.Tensor, *, there: Sequence[bool] = ()) -> Ticket:
-        """Copy a sequence's KV to device pages, in its order; call `restored` when the ticket is done.
+        """Begin to copy a sequence's KV to device pages. The caller waits for the ticket and then calls `restored`.
 
-        `there`: of its first pages, whether the device has them already.
+        Args:
+            name: the sequence.
+            pages: int64 [P] on the host, one for each of its blocks, in order.
+            there: of its first pages, whether the device has them already; those are not copied.
         """
-        blocks = torch.tensor(self._records[name].blocks, dtype=torch.int64)
+        blocks = torch.tensor(self._sequences[name].blocks, dtype=torch.int64)
         assert len(blocks) == len(pages), f"{name} has {len(blocks)} pages in the store, {len(pages)} on the device"
         lacking = torch.ones(len(blocks), dtype=torch.bool)
         lacking[: len(there)] = ~torch.tensor(there, dtype=torch.bool)
@@ -226,20 +248,20 @@ class StoredKV:
         return self._engine.load_pages(self._layers, blocks[lacking], pages[lacking])
 
     def restored(self, name: str) -> None:
-        """A sequence's KV is on the device; its open page will be another one when it is full."""
-        record = self._records[name]
+        """Note that a sequence's KV is on the device. Its open page's block is freed: the full page is stored later."""
+        sequence = self._sequences[name]
         if self.exclusive:
-            self._store.free(record.blocks)
-            record.blocks, record.open = [], False
-        elif record.open:
-            self._store.free([record.blocks.pop()])
-            record.open = False
+            self._store.free(sequence.blocks)
+            sequence.blocks, sequence.open = [], False
+        elif sequence.open:
+            self._store.free([sequence.blocks.pop()])
+            sequence.open = False
 
     def forget(self, name: str) -> None:
-        """A sequence has ended. Its blocks are free as soon as no copy to them is under way."""
-        record = self._records.pop(name, None)
-        if record is not None:
-            self._pending_free += record.blocks
+        """Free the blocks of a sequence that has ended, as soon as no copy to them is under way."""
+        sequence = self._sequences.pop(name, None)
+        if sequence is not None:
+            self._pending_free += sequence.blocks
             self._release_idle()
 
     def _release_idle(self) -> None:
@@ -251,9 +273,10 @@ class StoredKV:
             self._pending_free = [block for block in self._pending_free if block in busy]
 
     def copy_rate(self, pages: torch.Tensor) -> float:
-        """Bytes a second that come back to these device pages [P], the fastest of a few copies. Raises CopyError.
+        """Measure copies to these device pages [P], in bytes a second: the fastest of a few. Raises CopyError.
 
-        The pages are in no other use, and are as before when this returns; as many blocks are free.
+        The caller uses the pages for nothing else meanwhile; they hold the same data afterwards. As many blocks are
+        free.
         """
         blocks, took = self.take(len(pages)), []
         try:
@@ -268,7 +291,7 @@ class StoredKV:
         return len(pages) * self._store.geometry.block_bytes / min(took)
 
     def sync(self, *, wait: bool) -> None:
-        """Complete the copies that have ended, of all if `wait`. Raises CopyError where one failed."""
+        """Complete the copies that have ended, or all if `wait`. Raises CopyError if one failed."""
         began = time.perf_counter()
         self.send_known(wait=wait)
         left = []
