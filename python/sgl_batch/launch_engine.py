@@ -1,6 +1,6 @@
-"""`python -m sgl_batch.launch_engine`: the process that has the engine. The server starts it; nobody else does.
+"""`python -m sgl_batch.launch_engine`: the process that has the engine. Only the server starts it.
 
-Its command line is the engine's flags; what concerns the server alone comes on standard input.
+Its command line has the engine's flags. The server's own data (ParentLink) comes on standard input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sgl_batch.program_end import end_with
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer until stopped; returns the exit code: 1 for bad usage, 3 when the engine cannot start."""
+    """Answer until stopped. Return the exit code: 1 for bad usage, 3 when the engine cannot start."""
     link = read_link()
     try:
         parsed = build_arguments(list(sys.argv[1:] if argv is None else argv), near=front_flags())
@@ -45,15 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(parsed: EngineArguments) -> None:
-    """What SGLang's HTTP server cannot do behind ours. Raises ConfigError."""
+    """Raise ConfigError for what SGLang's HTTP server cannot do behind ours."""
     if parsed.server_args.enable_http2:
         raise ConfigError("enable_http2 is given; this server speaks HTTP/1.1: leave it out")
-    # The server has these itself, where a --config file names them.
+    # The server uses these itself. They are here where a --config file names them.
     parsed.server_args.ssl_certfile = parsed.server_args.ssl_keyfile = None
 
 
 def _log_requests_in(server_args: Any, directory: str) -> None:
-    """Have requests logged to files of bounded size, unless the user says where; standard output would not be."""
+    """Log requests to files of bounded size, unless the user says where. SGLang's default is standard output."""
     if not server_args.log_requests_target:
         Path(directory).mkdir(parents=True, exist_ok=True, mode=0o700)
         server_args.log_requests_target = [directory]

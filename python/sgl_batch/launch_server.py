@@ -1,6 +1,6 @@
-"""`python -m sgl_batch.launch_server`: the server. It reads its own flags and hands the others to the engine's process.
+"""`python -m sgl_batch.launch_server`: the server. It reads its own flags; the others go to the engine's process.
 
-It never imports the engine's libraries, but for the list of all their flags.
+It imports the engine's libraries only for --help-all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sgl_batch.program_end import end_with
 
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """Serve until stopped; returns the exit code: 1 for bad usage, 3 when it cannot serve."""
+    """Serve until stopped. Return the exit code: 1 for bad usage, 3 when the server cannot run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if HELP_ALL in arguments:
         return _print_all_help(arguments, program)

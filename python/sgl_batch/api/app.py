@@ -1,4 +1,4 @@
-"""Puts the server's HTTP together: our routes, the engine's for all others, keys, and the shape of errors."""
+"""Assembles the server's HTTP app: our routes, the engine's routes behind them, keys, and the shape of errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OURS = ("/v1/files/", "/v1/batches/", "/v1/sgl_batch/")
 
 
 def make_app(service: BatchService, supervisor: EngineSupervisor, engine: PassThrough, rules: AccessRules) -> FastAPI:
-    """The server's ASGI app."""
-    # The document is made elsewhere: with the engine's operations, and without FastAPI's own shape of errors.
+    """Return the server's ASGI app."""
+    # openapi.py makes the document: with the engine's operations, and without FastAPI's own shape of errors.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(files_router(service))
     app.include_router(batches_router(service))
@@ -37,7 +37,7 @@ def make_app(service: BatchService, supervisor: EngineSupervisor, engine: PassTh
 
 
 class _Rest:
-    """What none of our routes takes: the engine's, but for names below our own."""
+    """Takes what none of our routes takes: 404 for paths below our own, and the engine for all others."""
 
     def __init__(self, engine: ASGIApp) -> None:
         self._engine = engine

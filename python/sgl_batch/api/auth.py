@@ -1,7 +1,7 @@
-"""Decides who may ask for what: users, whoever controls the engine, and web pages of other origins.
+"""Decides which requests are let in: of users, of the administrator, and of web pages of other origins.
 
-A path that is not known to be a user's is the administrator's: SGLang's control and weight-update endpoints, and those
-that a later SGLang may add.
+A path that is not listed for users needs the administrator's key: SGLang's control and weight-update endpoints, and
+whatever a later SGLang adds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sgl_batch.api.errors import error_response
 from sgl_batch.api.front_options import is_loopback
 
-# Read by probes, which have no key; they tell nothing of requests. `/` is the page without any data.
+# Probes without a key read these; they show nothing of requests. `/` is the page without its data.
 _OPEN = frozenset({"/", "/health", "/ping"})
 _METRICS = "/metrics"
 _USER = frozenset(
@@ -35,7 +35,7 @@ _USER_ROOTS = ("/v1/",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a request is not let in."""
+    """Why a request is refused."""
 
     status_code: int
     message: str
@@ -56,7 +56,7 @@ class AccessRules:
     open_metrics: bool = False
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> Refusal | None:
-        """Why this request is not let in; None if it is."""
+        """Return why this request is refused, or None."""
         foreign = self._refusal_of_pages(headers)
         if foreign is not None or path in _OPEN or (self.open_metrics and path == _METRICS):
             return foreign
@@ -67,7 +67,7 @@ class AccessRules:
             return _bad_key(key, "--admin-api-key")
         if is_for_admin(path) and not self.open_control:
             message = (
-                f"{path} is not for users but for control of the engine, which is off on this server: start it with an "
+                f"{path} controls the engine, which is off on this server: start it with an "
                 "admin key (--admin-api-key-file FILE) and send that key here, or start it with "
                 "--allow-unauthenticated-control"
             )
@@ -77,28 +77,28 @@ class AccessRules:
         return _bad_key(key, "--api-key")
 
     def _refusal_of_pages(self, headers: Mapping[str, str]) -> Refusal | None:
-        """A web page of another origin must not use what its reader's browser happens to reach."""
+        """Refuse web pages of other origins: a page must not use what its reader's browser can reach."""
         origin, host = headers.get("origin"), headers.get("host", "")
         if origin is not None and _split(origin).netloc != host:
             message = f"requests of web pages of another origin are not answered (origin: {origin})"
             return Refusal(status_code=403, message=message, code="foreign_origin")
-        # A page can give its own name this machine's address, and then has its own origin.
+        # A page can let its own name point to this machine; then the request has the page's own origin.
         name = _split(f"//{host}").hostname or ""
         if self.api_key is None and is_loopback(self.host) and host and not is_loopback(name):
-            message = f"without an API key this server answers to loopback's names alone, not to {name or host!r}"
+            message = f"without an API key this server answers only to the names of loopback, not to {name or host!r}"
             return Refusal(status_code=403, message=message, code="foreign_host")
         return None
 
 
 def is_for_admin(path: str) -> bool:
-    """Whether an endpoint controls the engine. One whose name is written in roundabout ways is taken for such."""
+    """Return whether a path needs the administrator's key. A path with `.` or `..` in it always does."""
     if {".", ".."} & set(path.split("/")):
         return True
     return not (path in _OPEN or path in _USER or path.startswith(_USER_ROOTS))
 
 
 def _split(url: str) -> SplitResult:
-    """The parts of a URL; one that is none has the empty parts, which are nobody's."""
+    """Return the parts of a URL. A text that is not a URL has empty parts, which match no origin."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -115,13 +115,13 @@ def _same(key: str | None, wanted: str | None) -> bool:
 
 
 def _bad_key(key: str | None, flag: str) -> Refusal:
-    message = "no API key was given" if key is None else "this API key is not right here"
+    message = "no API key was given" if key is None else "this API key is wrong"
     message += f": send the server's {flag} as `Authorization: Bearer KEY`"
     return Refusal(status_code=401, message=message, code="invalid_api_key")
 
 
 class AccessMiddleware:
-    """Answers requests that are not let in; lets the others through as they are."""
+    """Answers refused requests, and passes the others on unchanged."""
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
         self._app, self._rules = app, rules

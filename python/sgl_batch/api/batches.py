@@ -1,4 +1,4 @@
-"""/v1/batches in HTTP. What a job is and what may be done with it, is decided by the service."""
+"""Owns the routes of /v1/batches. The batch service decides what a job is and what may be done with it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sgl_batch.jobs.batch_service.batch_creation import MAX_KEY_CHARACTERS
 from sgl_batch.jobs.batch_service.service import BatchService
 
 MAX_BODY_BYTES = 1 << 20
-# Documented here; the service refuses others, in words of its own.
+# For the API's description alone; the service refuses other lengths itself.
 _KEY = Header(json_schema_extra={"minLength": 1, "maxLength": MAX_KEY_CHARACTERS})
 
 
 def batches_router(service: BatchService) -> APIRouter:
-    """The routes of /v1/batches."""
+    """Return the routes of /v1/batches."""
     router = APIRouter(prefix="/v1/batches")
 
     @router.post("")
@@ -46,7 +46,7 @@ def batches_router(service: BatchService) -> APIRouter:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """A request's body, which must be a JSON object of a moderate size. Raises RequestError."""
+    """Read a request's body, which must be a JSON object of at most 1 MiB. Raises RequestError."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
@@ -55,10 +55,10 @@ async def read_object(request: Request) -> dict[str, Any]:
             raise RequestError(code="request_too_large", message=message, status_code=413)
     try:
         body = json.loads(bytes(data))
-        # Half of a surrogate pair is text in JSON, but cannot be answered, nor stored.
+        # Half of a surrogate pair is valid in JSON, but can be neither stored nor sent back.
         json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except (UnicodeError, ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
-        raise RequestError(code="invalid_json", message=f"the request body is no JSON: {_reason(error)}") from error
+    except (UnicodeError, ValueError, RecursionError) as error:  # a number with too many digits is a ValueError
+        raise RequestError(code="invalid_json", message=f"the request body is not JSON: {_reason(error)}") from error
     if not isinstance(body, dict):
         message = f"the request body is a {type(body).__name__}; it must be a JSON object"
         raise RequestError(code="invalid_json", message=message)
@@ -66,7 +66,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Without the text itself, which may be what cannot be shown."""
+    """Return the reason without the text itself, which may not be encodable."""
     if isinstance(error, UnicodeEncodeError):
         return "it has half of a surrogate pair (\\ud800 to \\udfff) without the other half"
     return str(error)

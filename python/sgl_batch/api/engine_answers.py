@@ -1,4 +1,4 @@
-"""Decides what is changed in SGLang's answers on their way out: the shape of errors, and secrets."""
+"""Decides what is changed in SGLang's answers on their way to the client: the shape of errors, and secrets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SECRET_ENDINGS = ("_api_key", "_password", "_secret")
 
 
 def without_secrets(content: Any) -> Any:
-    """A copy without the values of keys and passwords, at any depth."""
+    """Return a copy without the values of keys and passwords, at any depth."""
     if isinstance(content, dict):
         return {name: None if _is_secret(str(name)) else without_secrets(value) for name, value in content.items()}
     if isinstance(content, list):
@@ -24,7 +24,7 @@ def _is_secret(name: str) -> bool:
 
 
 def as_openai_error(status_code: int, content: Any) -> Any:
-    """An error of SGLang's endpoints as {"error": {...}}; one that has that shape stays."""
+    """Return an error of SGLang's endpoints as {"error": {...}}. An error of that shape stays as it is."""
     if not isinstance(content, dict):
         return error_body(status_code, str(content))
     if isinstance(content.get("error"), dict):
@@ -32,7 +32,7 @@ def as_openai_error(status_code: int, content: Any) -> Any:
     message = content.get("message") or content.get("detail") or content.get("error") or "the request failed"
     code, kind = content.get("code"), content.get("type")
     body = error_body(status_code, str(message), param=content.get("param"))
-    # SGLang's codes of most errors are the HTTP status, and its types the words of HTTP.
+    # For most errors SGLang's code is the HTTP status, and its type is the reason phrase of HTTP.
     body["error"]["code"] = code if isinstance(code, str) else None
     body["error"]["type"] = kind if isinstance(kind, str) and "_" in kind else error_type(status_code)
     return body

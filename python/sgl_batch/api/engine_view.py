@@ -1,4 +1,4 @@
-"""Owns what the progress page and the metrics show of the engine: its last statistics and some minutes of history."""
+"""Owns what the progress page and the metrics show of the engine: its last statistics and minutes of history."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _STATES = ("RUNNING", "READY", "SUSPENDED", "QUEUED", "PREFILLING")
 
 
 class EngineView:
-    """Statistics of the engine, once a second. A restarted engine counts from nothing."""
+    """Statistics of the engine, once a second. A restarted engine counts from 0."""
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
         self._samples: deque[dict[str, Any]] = deque(maxlen=_NUM_SAMPLES)
 
     def begin(self) -> None:
-        """Another engine's statistics follow."""
+        """Begin with the statistics of another engine."""
         self.stats = None
 
     def add(self, stats: EngineStats, time_s: float) -> None:
-        """Take in a reading of the engine. `time_s` is Unix time."""
+        """Add one reading. `time_s` is Unix time."""
         since = stats.since(self.stats) if self.stats is not None else stats
         calls, rows = since.counters.get("expert_calls", 0), since.counters.get("expert_rows", 0)
         self.stats = stats
@@ -38,16 +38,16 @@ class EngineView:
 
     @property
     def has_sequences(self) -> bool:
-        """Whether the engine had any sequence when it last spoke."""
+        """Whether the engine had any sequence at the last reading."""
         return self.stats is not None and any(self.stats.sequences.values())
 
     @property
     def is_paused(self) -> bool:
-        """Whether it was paused when it last spoke."""
+        """Whether the engine was paused at the last reading."""
         return self.stats is not None and self.stats.paused
 
     def to_json(self) -> dict[str, Any]:
-        """As the progress page gets it: `samples` are the last minutes, oldest first; `part_s` since the start."""
+        """Return the JSON for the progress page: `samples` of the last minutes, `part_s` since the start."""
         stats = self.stats
         return {
             "samples": list(self._samples),

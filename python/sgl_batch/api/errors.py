@@ -1,4 +1,4 @@
-"""Owns the shape of errors: {"error": {message, type, param, code}}, whatever went wrong and whoever found it."""
+"""Owns the one shape of all errors of the server: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
 def error_type(status_code: int) -> str:
-    """OpenAI's word for a kind of error."""
+    """Return OpenAI's type of an error with this status."""
     return "server_error" if status_code >= 500 else _TYPES.get(status_code, "invalid_request_error")
 
 
 def error_body(status_code: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """The JSON of an error."""
+    """Return the JSON of an error."""
     return {"error": {"message": message, "type": error_type(status_code), "param": param, "code": code}}
 
 
@@ -38,12 +38,12 @@ def error_response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """An error as it is answered."""
+    """Return the response with an error."""
     return JSONResponse(error_body(status_code, message, code=code, param=param), status_code, headers=headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error of the app in the one shape."""
+    """Answer every error of the app in this shape."""
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -66,7 +66,7 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _methods(request: Request) -> set[str]:
-    """What may be asked of the path: each route knows its own method alone."""
+    """Return the methods that the path allows. Each route knows only its own method."""
     routes = request.app.routes
     return {
         method

@@ -1,4 +1,4 @@
-"""/v1/files in HTTP: uploads as they arrive, listings, contents. What a file is, is decided by the service."""
+"""Owns the routes of /v1/files: uploads as they arrive, listings, contents. The batch service owns the files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PURPOSES = ("batch",)
 
 
 def files_router(service: BatchService) -> APIRouter:
-    """The routes of /v1/files."""
+    """Return the routes of /v1/files."""
     router = APIRouter(prefix="/v1/files")
 
     @router.post("")
@@ -49,7 +49,7 @@ def files_router(service: BatchService) -> APIRouter:
         opened = await service.open_content(file_id)
         headers = {
             "Content-Length": str(opened.num_bytes),
-            # The user's own name of the file goes nowhere where it could mean something.
+            # The user's name of the file is not repeated here: a header could give it a meaning.
             "Content-Disposition": f'attachment; filename="{opened.file.id}.jsonl"',
             "X-Content-Type-Options": "nosniff",
         }
@@ -59,7 +59,7 @@ def files_router(service: BatchService) -> APIRouter:
 
 
 async def _upload(service: BatchService, request: Request) -> FileObject:
-    """The file of a form, written as it arrives."""
+    """Write the file of a form as it arrives, and return it."""
     try:
         async with await service.begin_upload() as upload:
             content_type = request.headers.get("content-type", "")
@@ -74,7 +74,7 @@ async def _upload(service: BatchService, request: Request) -> FileObject:
 
 
 async def _closing(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The chunks; whoever stops reading closes the file."""
+    """Yield the chunks, and close the file when the reader stops."""
     try:
         async for chunk in chunks:
             yield chunk

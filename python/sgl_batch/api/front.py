@@ -1,4 +1,4 @@
-"""Owns the server's life: the socket, the jobs, the engine's process and the HTTP server, their start and their end."""
+"""Owns the start and the end of the server: the socket, the jobs, the engine's process and the HTTP server."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LONGEST_DIRECTORY = 80
 
 
 def serve(options: FrontOptions) -> int:
-    """Serve until stopped; returns the exit code. Raises ConfigError for what cannot be served."""
-    # What files are made, its engine's included, hold what others ask and are answered.
+    """Serve until stopped, and return the exit code. Raises ConfigError for options that cannot work."""
+    # All files of the server and of its engine are private: they hold requests and answers.
     os.umask(0o077)
     logging.basicConfig(level=options.log_level.upper(), format="[%(asctime)s] %(message)s", force=True)
-    # Uvicorn passes the signal that ended it on to whoever listened before: by then all is done.
+    # At its end uvicorn raises the signal again for the earlier handler, which has nothing left to do.
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, lambda *_: None)
     with _listen(options.host, options.port) as listener:
@@ -89,7 +89,7 @@ async def _serve(options: FrontOptions, listener: socket.socket) -> int:
 
 
 def _check_socket_length(directory: str) -> None:
-    """SGLang's sockets lie there too, with names of some length; the kernel takes 107 characters."""
+    """Raise ConfigError where the directory's name is too long for sockets in it: the kernel takes 107 characters."""
     if len(directory) > _LONGEST_DIRECTORY:
         raise ConfigError(
             f"the directory of temporary files {directory} has a name of {len(directory)} characters, too long for the "
@@ -100,7 +100,7 @@ def _check_socket_length(directory: str) -> None:
 async def _until_stopped(
     server: _Server, supervisor: EngineSupervisor, supervising: asyncio.Task[None], listener: socket.socket
 ) -> int:
-    """Serve until asked to stop, also without an engine; but not without one that could ever start."""
+    """Serve until asked to stop, also while there is no engine; but stop where no engine can ever start."""
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await asyncio.wait({serving, supervising}, return_when=asyncio.FIRST_COMPLETED)
     fault = supervising.exception() if supervising.done() else None
@@ -128,7 +128,7 @@ def _uvicorn_config(options: FrontOptions, app: FastAPI) -> uvicorn.Config:
 
 
 class _Stopping:
-    """Jobs stop as soon as the server is asked to; requests that are being answered are answered to their end."""
+    """Stops the jobs as soon as the server is asked to stop. Requests in progress are answered to their end."""
 
     def __init__(self, service: BatchService) -> None:
         self._service = service
@@ -136,7 +136,7 @@ class _Stopping:
         self._task: asyncio.Task[None] | None = None
 
     def started(self) -> None:
-        """The service has something to stop."""
+        """Note that the service has started."""
         self._is_started = True
 
     def begin(self) -> None:
@@ -145,14 +145,14 @@ class _Stopping:
             self._task = asyncio.create_task(self._service.stop())
 
     async def done(self) -> None:
-        """All that is finished is committed."""
+        """Wait until all finished lines are committed."""
         self.begin()
         assert self._task is not None, "it has begun"
         await self._task
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn's server, which tells when it is asked to stop."""
+    """Uvicorn's server, which calls `on_stop` when it is asked to stop."""
 
     def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
         super().__init__(config)
@@ -160,6 +160,6 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop; called by a signal, in the middle of anything."""
+        """Begin to stop. A signal calls this at any point."""
         super().handle_exit(sig, frame)
         self._loop.call_soon_threadsafe(self._on_stop)

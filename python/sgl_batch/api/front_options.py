@@ -1,6 +1,6 @@
-"""Owns the server's own command line; all other flags are the engine's, and judged there.
+"""Owns the server's own flags. All other flags belong to the engine, whose process checks them.
 
-It imports nothing slow, so that mistakes are answered at once.
+It imports nothing slow, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from sgl_batch.jobs.batch_service.settings import (
 
 DEFAULT_JOBS_DIR = "sgl_batch_jobs"
 DEFAULT_STALL_S = 300.0
-# SGLang's flag by which it unpickles what a request says, and calls it.
+# With this flag SGLang unpickles a function from a request, and calls it.
 _RUNS_CODE = "enable_custom_logit_processor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontOptions:
-    """What the server was asked for. `engine_argv` is what the engine's own parser still has to judge.
+    """The options of the server. `engine_argv` is the rest of the command line, for the engine's parser.
 
-    `stall_s`: after how long without any count in the engine, while it has work, it counts as hung (0: never).
+    `stall_s`: an engine that has work and makes no progress for so many seconds counts as hung (0: never).
     """
 
     host: str
@@ -66,46 +66,46 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--jobs-dir",
         default=DEFAULT_JOBS_DIR,
         metavar="DIR",
-        help="directory of files and jobs, which go on after a restart (default: %(default)s)",
+        help="directory of files and jobs; after a restart its jobs go on (default: %(default)s)",
     )
     group.add_argument(
         "--max-in-flight",
         type=int,
         default=DEFAULT_MAX_IN_FLIGHT,
         metavar="N",
-        help="request lines of all jobs that are handed to the engine ahead (default: %(default)s)",
+        help="the most request lines, of all jobs, that the engine has at a time (default: %(default)s)",
     )
     group.add_argument(
         "--max-file-bytes",
         default=DEFAULT_MAX_FILE_BYTES,
         metavar="BYTES",
-        help=f"a larger uploaded file is refused; {HOW_TO_WRITE} (default: %(default)s)",
+        help=f"the largest file that may be uploaded; {HOW_TO_WRITE} (default: %(default)s)",
     )
     group.add_argument(
         "--max-job-lines",
         type=int,
         default=DEFAULT_MAX_JOB_LINES,
         metavar="N",
-        help="a job with more request lines is refused (default: %(default)s)",
+        help="the most request lines of a job (default: %(default)s)",
     )
     group.add_argument(
         "--max-line-bytes",
         default=DEFAULT_MAX_LINE_BYTES,
         metavar="BYTES",
-        help="a job with a longer request line is refused; as --max-file-bytes (default: %(default)s)",
+        help="the longest request line of a job; written as --max-file-bytes (default: %(default)s)",
     )
     group.add_argument(
         "--allow-unauthenticated",
         action="store_true",
-        help="listen on another address than loopback without a key",
+        help="need no key, although --host is not loopback",
     )
     group.add_argument(
         "--allow-unauthenticated-control",
         action="store_true",
-        help="without an admin key, let all users control the engine too: replace its weights (from files, tensors or "
-        "a trainer), pause it, abort all, flush, profile, and dump requests to files, as the server's user",
+        help="without an admin key, let all users control the engine: replace its weights (from files, tensors or a "
+        "trainer), pause it, abort all requests, flush its cache, profile it, and have requests written to files",
     )
-    group.add_argument("--open-metrics", action="store_true", help="answer /metrics without a key, for scrapers")
+    group.add_argument("--open-metrics", action="store_true", help="answer /metrics without a key")
     add_key_file_flags(group)
     _add_stall_flags(group)
 
@@ -116,15 +116,15 @@ def _add_stall_flags(group: Any) -> None:
         type=float,
         default=DEFAULT_STALL_S,
         metavar="SECONDS",
-        help="an engine that has work and counts nothing for so long is unhealthy (0: never; default: %(default)s)",
+        help="an engine that has work and makes no progress for so long hangs; 0: never (default: %(default)s)",
     )
     group.add_argument(
-        "--restart-stalled-engine", action="store_true", help="end such an engine and start another; jobs go on"
+        "--restart-stalled-engine", action="store_true", help="end a hung engine and start another; jobs go on"
     )
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that SGLang has too, and that are this server's."""
+    """Add the flags that SGLang has too, and that this server reads itself."""
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     for flag in ("--api-key", "--admin-api-key", "--ssl-certfile", "--ssl-keyfile"):
@@ -134,7 +134,7 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def front_flags() -> tuple[str, ...]:
-    """Every flag that this server reads itself."""
+    """Return every flag that this server reads itself."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_own_flags(parser)
     _add_shared_flags(parser)
@@ -142,7 +142,7 @@ def front_flags() -> tuple[str, ...]:
 
 
 def parse_front_options(argv: Sequence[str]) -> FrontOptions:
-    """Read the command line. Raises ConfigError for bad values."""
+    """Parse the command line. Raises ConfigError for bad values."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_own_flags(parser)
     _add_shared_flags(parser)
@@ -179,7 +179,7 @@ def parse_front_options(argv: Sequence[str]) -> FrontOptions:
 
 
 def _config_file_values(argv: Sequence[str]) -> dict[str, Any]:
-    """What SGLang's --config FILE says, by the names of flags."""
+    """Return the values of SGLang's --config FILE, by the names of flags."""
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     path = first.parse_known_args(list(argv))[0].config
@@ -195,7 +195,7 @@ def _config_file_values(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _log_level(rest: Sequence[str]) -> str:
-    """SGLang's flag, which is the engine's too."""
+    """Return the value of --log-level, which the engine reads too."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--log-level", default="info")
     return str(parser.parse_known_args(list(rest))[0].log_level)
@@ -220,18 +220,18 @@ def _check(args: argparse.Namespace) -> None:
         setattr(args, name, key_of(name, args, os.environ))
     if args.allow_unauthenticated_control and args.admin_api_key is not None:
         raise ConfigError(
-            "there is an admin key, which control of the engine needs, and --allow-unauthenticated-control: leave one "
-            "of them out"
+            "--allow-unauthenticated-control is given, and there is an admin key, which control of the engine needs: "
+            "leave one of them out"
         )
     if args.api_key is None and not is_loopback(args.host) and not args.allow_unauthenticated:
         raise ConfigError(
             f"--host is {args.host}, where others reach this server, and there is no key: give one (--api-key-file, "
-            f"{VARIABLES['api_key']} or --api-key), or --allow-unauthenticated if whoever reaches it may use it"
+            f"{VARIABLES['api_key']} or --api-key), or --allow-unauthenticated if everyone who reaches it may use it"
         )
 
 
 def _is_runs_code(argument: str) -> bool:
-    """Whether an argument is that flag of the engine, whose parser takes its beginning for it too."""
+    """Return whether an argument is the flag that runs code, or a beginning of it: the engine's parser takes both."""
     flag = f"--{_RUNS_CODE.replace('_', '-')}"
     return argument.startswith("--enable-c") and flag.startswith(argument)
 
@@ -239,14 +239,14 @@ def _is_runs_code(argument: str) -> bool:
 def _check_code_in_requests(args: argparse.Namespace, *, runs_code: bool) -> None:
     if runs_code and args.api_key is None and not args.allow_unauthenticated_control:
         raise ConfigError(
-            "--enable-custom-logit-processor lets each request bring a program, which the engine runs, and there is no "
-            "key: give one (--api-key-file), or --allow-unauthenticated-control if whoever reaches this server may run "
-            "programs as its user"
+            "--enable-custom-logit-processor lets each request bring a program that the engine runs, and there is "
+            "no key: give one (--api-key-file), or --allow-unauthenticated-control if everyone who reaches this server may "
+            "run programs as its user"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""How the server is: whether the engine answers, starts, hangs or is given up, and whether jobs can be written."""
+"""Owns /health: whether the engine answers, starts, hangs or is given up, and whether jobs can be written."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sgl_batch.jobs.batch_service.objects import ServiceSnapshot
 
 
 def health_of(engine: EngineState, service: ServiceSnapshot) -> tuple[int, dict[str, Any]]:
-    """The status and body of /health: 200 as long as the engine answers, also while no job can be written.
+    """Return the status and body of /health: 200 while the engine answers, even if no job can be written.
 
-    Where a part of the batch service has stopped by a fault, starting this server anew is all that helps.
+    After a fault in the batch service it is 503: only a restart of this server helps.
     """
     ready = engine.phase == "ready" and service.fault is None
     status = "ok" if ready else engine.phase
@@ -38,7 +38,7 @@ def health_of(engine: EngineState, service: ServiceSnapshot) -> tuple[int, dict[
 
 
 def health_router(engine: Callable[[], EngineState], service: Callable[[], ServiceSnapshot]) -> APIRouter:
-    """The route of /health."""
+    """Return the route of /health."""
     router = APIRouter()
 
     @router.get("/health")

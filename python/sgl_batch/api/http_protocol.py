@@ -1,8 +1,7 @@
-"""Owns how connections are read: one meaning for every byte, and no waiting for a client that sends nothing.
+"""Owns how connections are read: every byte has one meaning, and no client that sends nothing is waited for.
 
-Another program before this server (a proxy, a balancer) may read a request that is written in two ways otherwise than
-this one does, and then take the end of one for the beginning of the next. Such requests are refused, and their
-connections closed. What a request means is decided by others.
+A program before this server (a proxy, a load balancer) may read an ambiguous request differently, and take the end of
+one request for the beginning of the next. Ambiguous requests are refused, and their connections closed.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _CODES = {400: "invalid_http", 408: "request_timeout"}
 
 
 class _StrictLines(ReceiveBuffer):
-    """h11's buffer, without its patience for lines that end in LF alone or go on in the next."""
+    """h11's buffer, which here refuses lines that end in LF alone or continue on the next line."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """The lines of a head or of trailers, once they are whole."""
-        if self._data[:2] != b"\r\n":  # an empty line, which ends all
+        """Return the lines of a head or of trailers, once they are whole."""
+        if self._data[:2] != b"\r\n":  # an empty line, which ends the head
             end = _LINES_END.search(self._data, self._multiple_lines_search)
             lines = self._data[: end.end()] if end else self._data[:1]
             if _BARE_LF.search(lines):
@@ -41,7 +40,7 @@ class _StrictLines(ReceiveBuffer):
 
 
 class _StrictConnection(h11.Connection):
-    """h11's reading of one connection; `fault` says what was wrong with it."""
+    """h11's reading of one connection. `fault` says what was wrong in it."""
 
     def __init__(self, max_incomplete_event_size: int) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
@@ -50,11 +49,11 @@ class _StrictConnection(h11.Connection):
 
     @property
     def holds_bytes(self) -> bool:
-        """Whether the client has sent what is not read yet."""
+        """Whether bytes of the client are not read yet."""
         return bool(self._receive_buffer)
 
     def next_event(self) -> Any:
-        """See h11. Raises RemoteProtocolError for what it or this server does not take."""
+        """Return h11's next event. Raises RemoteProtocolError for what h11 or this server refuses."""
         try:
             event = super().next_event()
             if isinstance(event, h11.Request):
@@ -66,7 +65,7 @@ class _StrictConnection(h11.Connection):
 
 
 def _check_framing(request: h11.Request) -> None:
-    """That there is one way to find the end of a request's body. Raises RemoteProtocolError."""
+    """Check that the end of a request's body is unambiguous. Raises RemoteProtocolError."""
     names = [name for name, _ in request.headers]
     if b"transfer-encoding" not in names:
         return
@@ -77,11 +76,11 @@ def _check_framing(request: h11.Request) -> None:
 
 
 class StrictProtocol(H11Protocol):
-    """Uvicorn's HTTP/1.1 over a strict reading, with an end to what a client leaves half sent.
+    """Uvicorn's HTTP/1.1 over a strict reading, with time limits for requests that a client leaves half sent.
 
-    `head_within_s`: how long the head of a request may take, from the connection's beginning or from its own first
-    byte. `body_pause_s`: how long a body may pause while it is waited for; one that goes on is never ended. Between
-    requests, uvicorn's own limit holds.
+    `head_within_s`: how long the head of a request may take, from the start of the connection or from its own first
+    byte. `body_pause_s`: how long a body that is waited for may pause; a body that keeps coming is never cut off.
+    Between requests, uvicorn's own limit applies.
     """
 
     head_within_s = 20.0
@@ -113,11 +112,11 @@ class StrictProtocol(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be read, say why, and close."""
+        """Refuse a request that cannot be read, with the reason, and close."""
         self._refuse(400, f"{msg} {self.conn.fault}.")
 
     def _watch(self) -> None:
-        """Look again when what is awaited now is overdue."""
+        """Set the timer for the deadline of what is awaited now."""
         if self.transport.is_closing():
             self._unwatch()
             return
@@ -134,7 +133,7 @@ class StrictProtocol(H11Protocol):
             self._timer = None
 
     def _note_head(self) -> None:
-        """A head has begun with its first byte; the first one with the connection."""
+        """Note when a head began: with its first byte, and the first head with the connection."""
         if self.conn.their_state is not h11.IDLE:
             self._head_since = None
         elif self._head_since is None and self.conn.holds_bytes:
@@ -155,17 +154,17 @@ class StrictProtocol(H11Protocol):
         if self._waits_for_us():
             self._last_data = self.loop.time()
         elif deadline <= self.loop.time():
-            self._refuse(408, "The request is not whole, and nothing more of it has come in time.")
+            self._refuse(408, "The request is incomplete, and the rest of it has not come in time.")
             return
         self._watch()
 
     def _waits_for_us(self) -> bool:
-        """Whether the client may not send its body now: too much lies here already, or it has not been told to."""
+        """Whether the client waits for us: reading is paused, or it waits for the answer 100 Continue."""
         in_body = self.conn.their_state is h11.SEND_BODY
         return in_body and (self.flow.read_paused or self.cycle.waiting_for_100_continue)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer if that is still possible and there is a request, and close."""
+        """Answer if there is a request and an answer is still possible, then close."""
         self._unwatch()
         waiting = self.conn.their_state is h11.IDLE and not self.conn.holds_bytes
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not waiting:

@@ -1,6 +1,6 @@
-"""Owns where the server's keys come from: a flag, a file or the environment. What a key opens is decided by auth.
+"""Owns where the server's keys come from: a flag, a file or the environment. auth.py decides what a key opens.
 
-A key on the command line can be read by everybody on the machine (ps); one in a file or the environment cannot.
+On the command line every user of the machine can read a key (ps); in a file or the environment they cannot.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from sgl_batch.errors import ConfigError
 
 _MOST_BYTES = 4096
-# The name in parsed arguments -> the variable of the environment.
+# Name in the parsed arguments -> environment variable.
 VARIABLES = {"api_key": "SGL_BATCH_API_KEY", "admin_api_key": "SGL_BATCH_ADMIN_API_KEY"}
-_WHAT = {"api_key": "the key that requests need", "admin_api_key": "the key that controlling the engine needs"}
+_WHAT = {"api_key": "the key that requests need", "admin_api_key": "the key that control of the engine needs"}
 
 
 def add_key_file_flags(group: Any) -> None:
@@ -25,12 +25,12 @@ def add_key_file_flags(group: Any) -> None:
         group.add_argument(
             f"{flag}-file",
             metavar="FILE",
-            help=f"a file with {_WHAT[name]}; else {flag}, which ps shows to all, or {variable} of the environment",
+            help=f"file with {_WHAT[name]}; or give {flag} (which ps shows to all users), or set {variable}",
         )
 
 
 def key_of(name: str, args: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """The key, from the flag, else the file, else the environment; None without any. Raises ConfigError."""
+    """Return the key from the flag, else the file, else the environment, else None. Raises ConfigError."""
     flag, variable = _flag(name), VARIABLES[name]
     given, file = getattr(args, name), getattr(args, f"{name}_file")
     if given is not None and file is not None:
@@ -56,11 +56,11 @@ def _read(path: Path, flag: str) -> str:
 
 
 def _checked(key: str, where: str) -> str:
-    """A key that a header can carry."""
+    """Return the key, where a header can carry it. Raises ConfigError."""
     if not key:
         raise ConfigError(f"{where} is empty; leave it out, or give a key")
     if not (key.isascii() and key.isprintable()) or key != key.strip():
-        raise ConfigError(f"{where} has characters that no header carries, or blanks at its ends; give another key")
+        raise ConfigError(f"{where} has characters that a header cannot carry, or blanks at its ends; give another key")
     return key
 
 

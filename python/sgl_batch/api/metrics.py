@@ -1,6 +1,6 @@
-"""Owns /metrics: ours, in SGLang's manner of naming, and the engine's own after them where it keeps any.
+"""Owns /metrics: the server's metrics, and after them the engine's own where it has any.
 
-No metric has a label of a job: their number is not bounded.
+No metric has a job as a label: the number of jobs has no bound.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from sgl_batch.jobs.batch_service.objects import ServiceSnapshot
 _PREFIX = "sgl_batch:"
 _ENGINE_WITHIN_S = 2.0
 _PARTS_TEXT = "Where the engine's time went; idle is the time without work"
-# The service's counters, by their names there.
+# Counter of the service -> name and help of the metric.
 _COUNTERS = {
-    "lines_completed": ("lines_completed", "Request lines of jobs that have their output"),
-    "lines_failed": ("lines_failed", "Request lines of jobs that have their error"),
-    "lines_rerun": ("lines_rerun", "Request lines that were run again, because the engine had died"),
+    "lines_completed": ("lines_completed", "Request lines of jobs that have an answer"),
+    "lines_failed": ("lines_failed", "Request lines of jobs that have an error"),
+    "lines_rerun": ("lines_rerun", "Request lines that ran again because the engine died"),
     "lines_resumed": (
         "lines_resumed",
-        "Request lines that were run again from tokens that a dead engine had generated",
+        "Request lines that resumed from tokens that a dead engine had generated",
     ),
-    "tokens_resumed": ("tokens_resumed", "Tokens that a dead engine had generated, of request lines that went on"),
+    "tokens_resumed": (
+        "tokens_resumed",
+        "Tokens that a dead engine had generated, of request lines that resumed from them",
+    ),
     "tokens_in": ("prompt_tokens", "Prompt tokens of finished request lines"),
     "tokens_out": ("generation_tokens", "Generated tokens of finished request lines"),
     "commits": ("commits", "Group commits of finished lines"),
@@ -52,7 +55,9 @@ class _Ours(Collector):
         yield from _service_metrics(self._snapshot())
         state = self._supervisor.state
         yield _gauge("engine_ready", "Whether the engine answers", int(state.phase == "ready"))
-        yield _gauge("engine_stalled", "Whether the engine has work and counts nothing", int(state.phase == "stalled"))
+        yield _gauge(
+            "engine_stalled", "Whether the engine has work and makes no progress", int(state.phase == "stalled")
+        )
         yield _counter("engine_restarts", "Starts of the engine after its first", state.restarts)
         stats = self._supervisor.view.stats
         if stats is not None:
@@ -66,7 +71,9 @@ def _service_metrics(snapshot: ServiceSnapshot) -> Iterable[Metric]:
     yield jobs
     yield _gauge("num_lines_in_flight", "Request lines of jobs that the engine has", snapshot.in_flight)
     yield _gauge("in_flight_bytes", "Bytes of the request lines that the engine has", snapshot.in_flight_bytes)
-    yield _gauge("recorded_tokens", "Tokens known of unfinished request lines", snapshot.partial_output_tokens)
+    yield _gauge(
+        "recorded_tokens", "Tokens in the partial outputs of unfinished request lines", snapshot.partial_output_tokens
+    )
     yield _gauge("storage_ok", "Whether the jobs directory can be written", int(snapshot.storage.ok))
     for name, (ours, text) in _COUNTERS.items():
         yield _counter(ours, text, snapshot.counters.get(name, 0))
@@ -94,7 +101,7 @@ def _counter(name: str, text: str, value: float) -> Metric:
 
 
 def own_metrics(snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSupervisor) -> CollectorRegistry:
-    """Everything that is counted here, as it is when the registry is asked."""
+    """Return a registry of the server's metrics, read when it is asked."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Ours(snapshot, supervisor))
     return registry
@@ -103,7 +110,7 @@ def own_metrics(snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSuper
 def metrics_router(
     snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSupervisor, engine: PassThrough
 ) -> APIRouter:
-    """The route of /metrics."""
+    """Return the route of /metrics."""
     registry = own_metrics(snapshot, supervisor)
     router = APIRouter()
 

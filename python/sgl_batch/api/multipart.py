@@ -1,4 +1,4 @@
-"""Reads a multipart/form-data body as it arrives: small fields into memory, the one file piece by piece to a sink."""
+"""Reads a multipart/form-data body as it arrives: small fields into memory, the one file in pieces to a callback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_PARTS = 32
 
 @dataclass(slots=True, kw_only=True)
 class Form:
-    """What a form held. `filename` is None while no file has come."""
+    """The fields of a form. `filename` is None until a file comes."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
@@ -31,7 +31,7 @@ def _bad(message: str, param: str | None = None) -> RequestError:
 
 
 class _Reader:
-    """The parser's callbacks: it notes what each piece of the body is, and writes nothing itself."""
+    """The parser's callbacks. They collect the pieces of the body, and write nothing themselves."""
 
     def __init__(self, file_field: str) -> None:
         self.form = Form()
@@ -45,7 +45,7 @@ class _Reader:
         self._value: bytearray | None = None
 
     def callbacks(self) -> MultipartCallbacks:
-        """What the parser calls."""
+        """Return the functions that the parser calls."""
         return {
             "on_part_begin": self.on_part_begin,
             "on_header_field": self.on_header_field,
@@ -107,11 +107,11 @@ async def read_form(
     *,
     file_field: str,
 ) -> Form:
-    """Read a form to its end, and hand each piece of its file to `write`. Raises RequestError for a bad form."""
+    """Read a form to its end, and pass each piece of its file to `write`. Raises RequestError for a bad form."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
-        raise _bad(f"the content type is {content_type!r}; a file comes as multipart/form-data with a boundary")
+        raise _bad(f"the content type is {content_type!r}; send the file as multipart/form-data with a boundary")
     reader = _Reader(file_field)
     try:
         parser = MultipartParser(boundary, reader.callbacks())

@@ -1,6 +1,6 @@
-"""Owns /openapi.json: what our own operations take and answer, and the engine's beside them while there is one.
+"""Owns /openapi.json: what our operations take and answer, and the engine's operations while there is an engine.
 
-It documents; what an operation does is decided where it is. Parameters come from the routes themselves.
+Parameters come from the routes themselves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ _NEW_BATCH = {
             "additionalProperties": {"type": "string", "maxLength": 512},
         },
         "output_expires_after": _EXPIRY,
-        "continue_from": {**_TEXT, "description": "a job that has ended: only what it has not finished is run"},
+        "continue_from": {
+            **_TEXT,
+            "description": "a job that has ended: its answered lines are reused, and only the others run",
+        },
     },
 }
 _NEW_FILE = _object(
@@ -105,24 +108,27 @@ _BODIES = {
 _WHY = {
     400: "a parameter or the body is wrong",
     401: "the API key is missing or wrong",
-    403: "the page or the name that asks is a foreign one",
-    404: "there is none with this ID",
-    409: "it does not fit the state of things",
+    403: "the request comes from a foreign origin or by a foreign host name",
+    404: "there is no object with this ID",
+    409: "it conflicts with the state of the file or job",
     413: "too large",
     503: "the server is starting or ending",
-    507: "the disk takes no more",
+    507: "the disk does not take the write",
 }
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Our operations in OpenAPI's form."""
+    """Return the OpenAPI document of our operations."""
     found = get_openapi(title="sgl_batch", version="1", routes=app.routes)
     for path, operations in found["paths"].items():
         for method, operation in operations.items():
             operation |= _described(method, path)
     found.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     found["components"].setdefault("schemas", {})
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own shape, which is not answered
+    for name in (
+        "HTTPValidationError",
+        "ValidationError",
+    ):  # FastAPI's own shape of errors, which this server does not use
         found["components"]["schemas"].pop(name, None)
     return found
 
@@ -144,8 +150,8 @@ def _described(method: str, path: str) -> dict[str, Any]:
     return described
 
 
-def beside(ours: dict[str, Any], engines: bytes | None) -> dict[str, Any]:
-    """Our document with the engine's operations, where ours are not in their place."""
+def with_engine_operations(ours: dict[str, Any], engines: bytes | None) -> dict[str, Any]:
+    """Return our document with the engine's operations added. Where both have an operation, ours is kept."""
     theirs = json.loads(engines) if engines else {}
     schemas = {**theirs.get("components", {}).get("schemas", {}), **ours["components"]["schemas"]}
     return {
@@ -156,11 +162,13 @@ def beside(ours: dict[str, Any], engines: bytes | None) -> dict[str, Any]:
 
 
 def openapi_router(app: FastAPI, engine: PassThrough) -> APIRouter:
-    """The route of the document."""
+    """Return the route of /openapi.json."""
     router = APIRouter()
 
     @router.get("/openapi.json")
     async def openapi() -> JSONResponse:
-        return JSONResponse(beside(document(app), await engine.fetch("/openapi.json", _ENGINE_WITHIN_S)))
+        return JSONResponse(
+            with_engine_operations(document(app), await engine.fetch("/openapi.json", _ENGINE_WITHIN_S))
+        )
 
     return router

@@ -1,6 +1,6 @@
-"""Owns the way of all other requests: to SGLang's endpoints in the engine's process, and their answers back.
+"""Passes all other requests on to SGLang's endpoints in the engine's process, and their answers back.
 
-Both go through as streams. When the client goes away the request is given up there too, so that the engine aborts it.
+Both are streams. When the client goes away, the request to the engine is given up too, so that the engine aborts it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class ClientGoneError(Exception):
 
 
 class PassThrough:
-    """An ASGI app over the engine that `http` names now; `state` says why there is none."""
+    """An ASGI app over the engine that runs now. `http` returns its address; `state` says why there is none."""
 
     def __init__(self, http: Callable[[], EngineHttp | None], state: Callable[[], EngineState]) -> None:
         self._http, self._state = http, state
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Give up what still goes on."""
+        """Give up the requests in progress."""
         if self._session is not None:
             await self._session.close()
 
     async def fetch(self, path: str, timeout_s: float) -> bytes | None:
-        """What the engine answers to a GET, if it does so with 200 in time."""
+        """Return the engine's answer to a GET, or None unless it is a 200 in time."""
         http = self._http()
         if http is None:
             return None
@@ -63,7 +63,7 @@ class PassThrough:
             return None
 
     def _client(self) -> aiohttp.ClientSession:
-        """Each request has a connection of its own: one that was kept may be closed just as it is used again."""
+        """Return the HTTP client. Each request has its own connection: a kept one may close as it is used again."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -97,7 +97,7 @@ class PassThrough:
 
 
 class _Exchange:
-    """One request there and its answer back."""
+    """One request to the engine, and its answer."""
 
     def __init__(
         self, client: aiohttp.ClientSession, http: EngineHttp, scope: Scope, receive: Receive, send: Send
@@ -108,7 +108,7 @@ class _Exchange:
         self._begun_as: str | None = None
 
     async def run(self) -> None:
-        """Raises ClientGoneError, or aiohttp's errors of the engine's side."""
+        """Run the exchange. Raises ClientGoneError, or aiohttp's errors for the engine's side."""
         working = asyncio.ensure_future(self._work())
         watching = asyncio.ensure_future(self._client_goes())
         try:
@@ -169,7 +169,7 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     def _change(self, answer: aiohttp.ClientResponse) -> Callable[[Any], Any] | None:
-        """What is done to an answer, where it does not go through as it is."""
+        """Return the change that an answer needs, or None where it goes through unchanged."""
         if answer.content_type != "application/json" or answer.headers.get("Content-Encoding"):
             return None
         if self._scope["path"] in _SECRET_PATHS:
@@ -191,9 +191,9 @@ class _Exchange:
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
     async def break_off(self, message: str) -> None:
-        """Tell the client that the engine has gone in the middle.
+        """Report to the client that the engine went away during the request.
 
-        An answer that has begun and is no stream of events is left without its end, which clients take for an error.
+        An answer that has begun, and is not a stream of events, stays without its end: clients see that as an error.
         """
         logger.warning("%s %s: %s", self._scope["method"], self._scope["path"], message)
         if self._begun_as is None:

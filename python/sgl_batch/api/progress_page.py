@@ -1,4 +1,4 @@
-"""Owns the progress page at / and the JSON that it polls. The page itself has no data: it needs no key."""
+"""Owns the progress page at / and the JSON that it polls. The page itself has no data, so it needs no key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.jobs.batch_service.service import BatchService
 
 PROGRESS_PATH = "/v1/sgl_batch/progress"
 _MOST_JOBS = 100
-# The page is one file: nothing in it comes from elsewhere, and it talks to its own server alone.
+# The page is one file: it loads nothing from elsewhere, and connects only to its own server.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -23,7 +23,7 @@ _POLICY = (
 
 
 def progress_router(service: BatchService, supervisor: EngineSupervisor) -> APIRouter:
-    """The routes of the page and its data."""
+    """Return the routes of the page and its data."""
     router = APIRouter()
     page = files("sgl_batch.api").joinpath("progress_page.html").read_bytes()
 

@@ -1,4 +1,4 @@
-"""Tells an engine that hangs from one that works: by its counts, while it has work. The clock is the caller's."""
+"""Decides whether an engine hangs: its counters stand still while it has work. The clock is the caller's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 
 class ProgressWatch:
-    """Watches one engine. `limit_s`: how long it may count nothing while it has work (0: as long as it likes)."""
+    """Watches one engine. `limit_s`: how long its counters may stand still while it has work (0: no limit)."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
         self._limit_s, self._clock = limit_s, clock
@@ -14,7 +14,7 @@ class ProgressWatch:
         self._counters: dict[str, float] = {}
 
     def see(self, counters: Mapping[str, float] | None, *, has_work: bool) -> None:
-        """What the engine says of itself now (None: it has not answered), and whether anybody waits for it."""
+        """Take the engine's counters now (None: it has not answered), and whether it has work."""
         if not has_work or (counters is not None and dict(counters) != self._counters):
             self._moved_s = self._clock()
         if counters is not None:
@@ -22,10 +22,10 @@ class ProgressWatch:
 
     @property
     def still_s(self) -> float:
-        """For how long it has had work and has counted nothing."""
+        """For how many seconds it has had work and its counters have stood still."""
         return self._clock() - self._moved_s
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it counts as hung."""
+        """Whether the engine counts as hung."""
         return 0 < self._limit_s <= self.still_s

@@ -1,4 +1,4 @@
-"""Decides whether and when an engine that has ended is started again; the clock is the caller's."""
+"""Decides whether and when an engine that has ended is started again. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 60.0
-# An engine that answered for so long starts afresh in our eyes.
-_FIRST_MINUTE_S = 60.0
+# After an engine that ran for so long, earlier failures do not count.
+_STABLE_AFTER_S = 60.0
 _SAME_WORDS = 3
-# How much memory a killed process had, say, differs from life to life.
+# Numbers in a message may differ from engine to engine: the memory of a killed process, for example.
 _NUMBER = re.compile(r"\d+(\.\d+)?")
-# Lines are run again, fewer and fewer together, when an engine has died of one of them. Halving 2,048 of them to one
-# takes eleven lives, of which nearly all answer something.
+# When an engine dies of one of its lines, these run again in smaller and smaller groups. Halving 2,048 lines to one
+# takes eleven engines, and nearly all of them answer something.
 _FRUITLESS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnd:
-    """How one engine's life ended. `lived_s`: since it was ready (0: it never was); `busy`: it had lines to answer."""
+    """How one engine ended. `lived_s`: seconds since it was ready (0: it never was); `busy`: it had lines to answer."""
 
     words: str
     lived_s: float
@@ -28,7 +28,7 @@ class SessionEnd:
 
 
 class RestartPolicy:
-    """Counts lives that came to nothing, one after another."""
+    """Counts failures in a row."""
 
     def __init__(self) -> None:
         self._words: str | None = None
@@ -39,13 +39,14 @@ class RestartPolicy:
         self._same = self._fruitless = 0
 
     def delay_after(self, end: SessionEnd) -> float | None:
-        """How long to wait before the next start; None: it would be no use.
+        """Return how many seconds to wait before the next start, or None for no more starts.
 
-        An engine that fails by itself with the same words (but for numbers) three times is not started again, nor one
-        that dies again and again without a single answer. One that dies of its lines is: they are then run alone.
+        There are no more starts after three failures in a row with the same message (apart from numbers) while no line
+        was in flight, and after twelve engines in a row without a single answer. An engine that dies of its lines is
+        started again: the lines then run in smaller groups.
         """
         words = _NUMBER.sub("#", end.words)
-        if end.lived_s >= _FIRST_MINUTE_S:
+        if end.lived_s >= _STABLE_AFTER_S:
             self._forget()
         self._fruitless = 0 if end.num_answered else self._fruitless + 1
         if end.busy:

@@ -1,6 +1,6 @@
-"""Owns the short help of the server: its own flags, and the most used ones of the engine. It imports nothing slow.
+"""Owns the short help of the server: its own flags, and the most used flags of the engine. It imports nothing slow.
 
-What a flag does is decided where it is read; all flags are in the long help, which needs the engine's libraries.
+The long help has all flags, and needs the engine's libraries.
 """
 
 from __future__ import annotations
@@ -13,53 +13,53 @@ from sgl_batch.config import add_some_flags
 HELP_ALL = "--help-all"
 PROGRAM = "python -m sgl_batch.launch_server"
 _DESCRIPTION = """\
-Serve a mixture-of-experts model over HTTP: OpenAI's Files and Batch API with jobs that outlive crashes, and SGLang's
-endpoints (chat, completions, /generate, weight updates), scheduled in groups for whole batches. A page with the
-progress of jobs is at /, metrics for Prometheus at /metrics, the API's description at /openapi.json.
+Serve a mixture-of-experts model over HTTP. The server has OpenAI's Files and Batch API, whose jobs survive crashes, and
+SGLang's endpoints (chat, completions, /generate, weight updates). Requests run in groups, scheduled for the throughput
+of the whole batch. / shows the progress of jobs, /metrics has metrics for Prometheus, /openapi.json describes the API.
 
-These are the flags that matter most; --help-all lists the others of sgl_batch and all of SGLang, which mean what they
-mean there.
+These are the most important flags. --help-all lists all flags of sgl_batch and of SGLang. SGLang's flags mean what they
+mean in SGLang.
 """
 _EPILOG = """\
 examples:
   {program} --model-path ./my-moe --served-model-name my-moe --jobs-dir jobs
   {program} --model-path ./my-moe --host 0.0.0.0 --api-key-file key --admin-api-key-file admin-key
-  {program} --model-path ./my-moe --device-memory 8G --kv-store-bytes 16G     more sequences than memory
+  {program} --model-path ./my-moe --device-memory 8G --kv-store-bytes 16G     more KV than the device holds
   {program} --model-path ./my-moe --weights streamed --b-moe-decode 1024      a model larger than memory
   {program} --model-path ./my-moe --tp 2 --dp 2 --ep 2 --enable-dp-attention  two ranks
 then:
   sgl-batch jobs submit in.jsonl --watch -o out.jsonl
 
-exit codes: 0 stopped in order (SIGTERM, Ctrl-C), 1 bad usage, 3 it cannot serve
+exit codes: 0 stopped by SIGTERM or Ctrl-C, 1 bad usage, 3 the server cannot run
 """
 _ENGINE = ("b_moe_decode", "b_moe_prefill", "b_attn_decode", "b_attn_prefill", "expert_runner", "cpu_weight_dtype")
 _MEMORY = ("device_memory", "kv_store_bytes", "kv_store_dir", "host_memory", "weights", "weight_memory")
-# SGLang's flags, which its own parser reads: flags, the value's name, what it is.
+# SGLang's flags, which its own parser reads: flag, name of the value, help.
 SGLANG_FLAGS = (
     ("--model-path", "PATH", "model directory, or name on the hub"),
     ("--served-model-name", "NAME", 'the name that requests give as "model" (default: PATH)'),
-    ("--host", "ADDRESS", "address to listen on; another than loopback needs a key (default: 127.0.0.1)"),
+    ("--host", "ADDRESS", "address to listen on; an address other than loopback needs a key (default: 127.0.0.1)"),
     ("--port", "PORT", "port to listen on (default: 30000)"),
     ("--dtype", "TYPE", "number type of weights and activations: auto, bfloat16, float32, ... (default: auto)"),
     ("--context-length", "TOKENS", "longest sequence, prompt and output together (default: the model's)"),
-    ("--tp", "N", "ranks; with --dp N --ep N --enable-dp-attention each has sequences of its own (default: 1)"),
-    ("--dp", "N", "data-parallel ranks of attention; as --tp"),
-    ("--ep", "N", "ranks that share the experts of a layer; as --tp"),
-    ("--enable-dp-attention", None, "what several ranks need"),
+    ("--tp", "N", "number of ranks; needs --dp N --ep N --enable-dp-attention (default: 1)"),
+    ("--dp", "N", "ranks of data-parallel attention; equal to --tp"),
+    ("--ep", "N", "ranks of expert parallelism; equal to --tp"),
+    ("--enable-dp-attention", None, "needed by several ranks: each has its own sequences"),
     ("--max-total-tokens", "TOKENS", "size of the KV pool (default: what memory allows)"),
-    ("--mem-fraction-static", "SHARE", "of the device's memory, for weights and the KV pool"),
+    ("--mem-fraction-static", "SHARE", "share of the device's memory for weights and the KV pool"),
     ("--device", "DEVICE", "cuda or cpu (default: what is there)"),
-    ("--chat-template", "FILE", "template of chats, or the name of one (default: the model's)"),
-    ("--tool-call-parser", "NAME", "reads tool calls from answers"),
-    ("--reasoning-parser", "NAME", "parts reasoning from answers"),
+    ("--chat-template", "FILE", "chat template, or the name of one (default: the model's)"),
+    ("--tool-call-parser", "NAME", "parser of tool calls in answers"),
+    ("--reasoning-parser", "NAME", "parser that separates reasoning from answers"),
     ("--trust-remote-code", None, "run code that comes with the model"),
-    ("--enable-metrics", None, "SGLang's metrics too, beside those of sgl_batch"),
+    ("--enable-metrics", None, "add SGLang's metrics to /metrics"),
     ("--log-level", "LEVEL", "debug, info, warning or error (default: info)"),
 )
 
 
 def short_help(program: str = PROGRAM) -> str:
-    """Two pages for the terminal's width."""
+    """Return the short help, wrapped to the terminal's width."""
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} --model-path PATH [options]",

@@ -1,6 +1,6 @@
-"""Owns that there is an engine: starts its process, starts it again when it has died, and says how it is.
+"""Keeps an engine running: starts its process, starts it again after its death, and knows its state.
 
-It knows no jobs and no HTTP. When to give up is decided by the restart policy, what hangs by the progress watch.
+It knows no jobs and no HTTP. The restart policy decides when to give up, the progress watch whether an engine hangs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _STOP_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """How the engine is: starting, ready, stalled, restarting, failed (for good) or stopped. Since when: Unix time.
+    """The state of the engine. `phase`: starting, ready, stalled, restarting, failed (for good) or stopped.
 
-    `forward`: which forward pass computes the model, in words; None until the first engine is ready.
+    `since` is Unix time. `forward` names the forward pass of the model; None until the first engine is ready.
     """
 
     phase: str
@@ -40,10 +40,10 @@ class EngineState:
 
 
 class EngineSupervisor:
-    """Keeps an engine alive; an `EngineSource` for jobs.
+    """Keeps an engine running. It is the `EngineSource` of the jobs.
 
-    `is_refused`: the engine's own parser does not take the command line, and no start can help. `request_logs`: the
-    directory of logs of requests (None: in `directory`, which goes with the server).
+    `is_refused`: the engine refuses the command line, so no start can help. `request_logs`: the directory of request
+    logs (None: in `directory`, which is removed with the server).
     """
 
     def __init__(
@@ -67,40 +67,40 @@ class EngineSupervisor:
         self.view = EngineView()
         self.is_refused = False
 
-    # What jobs ask.
+    # For the jobs.
 
     def current(self) -> LineClient | None:
-        """The engine that is ready now."""
+        """Return the engine that is ready now, or None."""
         return self._ready
 
     async def available(self, other_than: object | None = None) -> LineClient:
-        """Wait for a ready engine that is not `other_than`."""
+        """Wait for a ready engine other than `other_than`."""
         async with self._changed:
             while self._ready is None or self._ready is other_than:
                 await self._changed.wait()
             return self._ready
 
-    # What HTTP asks.
+    # For HTTP.
 
     @property
     def state(self) -> EngineState:
-        """How the engine is."""
+        """The state of the engine."""
         return self._state
 
     @property
     def http(self) -> EngineHttp | None:
-        """Where the ready engine's endpoints are."""
+        """Where the endpoints of the ready engine are, or None."""
         return self._process.http if self._ready is not None and self._process is not None else None
 
-    # What the server does.
+    # For the server.
 
     def start(self) -> asyncio.Task[None]:
-        """Begin to keep an engine alive; the task ends when that is given up."""
+        """Begin to keep an engine running. The returned task ends when the supervisor gives up."""
         self._task = asyncio.create_task(self._keep_alive())
         return self._task
 
     async def stop(self) -> None:
-        """End the engine, in order if it can."""
+        """End the engine: ask it to end, and kill it after 30 s."""
         self._set_phase("stopped", None)
         if self._process is not None:
             await self._process.stop(_STOP_WITHIN_S)
@@ -128,7 +128,7 @@ class EngineSupervisor:
             await asyncio.sleep(delay_s)
 
     async def _one_session(self) -> tuple[EngineError, SessionEnd]:
-        """One engine, from its start to its end."""
+        """Run one engine, from its start to its end."""
         self._process = process = EngineProcess(
             self._command, self._directory, self._state.restarts, self._request_logs
         )
@@ -157,7 +157,7 @@ class EngineSupervisor:
         )
 
     async def _watch(self, process: EngineProcess, arrived: asyncio.Event) -> None:
-        """Announce the engine when it is ready; then ask it for its statistics as long as it lives."""
+        """Publish the engine when it is ready, then read its statistics until it dies."""
         await arrived.wait()
         assert process.client is not None, "it is ready"
         async with self._changed:
@@ -170,11 +170,11 @@ class EngineSupervisor:
         try:
             await self._look_after(process, client)
         except EngineError:
-            return  # whoever reads its answers says what that means
+            return  # `EngineProcess.run` returns why the engine is dead
 
     async def _look_after(self, process: EngineProcess, client: LineClient) -> None:
         watch = ProgressWatch(self._stall_s, time.monotonic)
-        # One question at a time, and none is given up: the engine's process answers them in turn, between two steps.
+        # One reading at a time, and none is cancelled: the engine answers between two steps, in the order of requests.
         asking = asyncio.ensure_future(client.stats())
         try:
             while True:
@@ -186,7 +186,7 @@ class EngineSupervisor:
                     self.view.add(stats, time.time())
                     await asyncio.sleep(_STATS_EVERY_S)
                     asking = asyncio.ensure_future(client.stats())
-                # One that does not even say how it is has work of which nobody here knows; a paused one does none.
+                # An engine that does not answer has work that is not known here. A paused engine does no work.
                 has_work = client.num_in_flight > 0 or self.view.has_sequences or counters is None
                 watch.see(counters, has_work=has_work and not self.view.is_paused)
                 self._judge(process, watch)
@@ -195,7 +195,7 @@ class EngineSupervisor:
 
     def _judge(self, process: EngineProcess, watch: ProgressWatch) -> None:
         if watch.is_stalled and self._state.phase == "ready":
-            message = f"the engine has work and has counted nothing for {watch.still_s:.0f} s"
+            message = f"the engine has work and has made no progress for {watch.still_s:.0f} s"
             logger.error("%s%s", message, "; it is ended" if self._restart_stalled else "")
             self._set_phase("stalled", message)
             if self._restart_stalled:

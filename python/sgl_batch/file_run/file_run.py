@@ -1,6 +1,6 @@
-"""Drives one job from its input lines to its output files: admission, answers, stop and the ticks of a clock.
+"""Drives one run from its input lines to its output files: admission, answers, stop and periodic work.
 
-It does not decide what a line's answer is (the engine) nor what is refused (request_line).
+The engine decides what a line's answer is, and request_line what is refused.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_IN_FLIGHT = 2048
 MAX_IN_FLIGHT_BYTES = 64 << 20  # of input lines; their parsed bodies take several times as much
 STATS_WAIT_S = 10.0
-STATS_WAIT_HALTED_S = 3.0  # a person waits, or the engine is broken
+STATS_WAIT_HALTED_S = 3.0  # shorter: a person waits for the end, or the engine is broken
 STATS_EVERY_S = 2.0
 CANCEL_WAIT_S = 10.0
 SYNC_EVERY_S = 5.0
-_REFUSED_AT_ONCE = 64  # lines; then the event loop, which the engine shares, gets a turn
+_REFUSED_AT_ONCE = 64  # lines between two turns of the event loop, which the engine shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What a run is given besides its lines. `total` is how many lines it reads."""
+    """What a run gets beside its lines. `total` is how many lines it reads."""
 
     run_id: str
     total: int
@@ -52,7 +52,7 @@ class RunSettings:
 
 
 class FileRun:
-    """One run over one input. Every line gives exactly one output or error line, unless the run is halted."""
+    """One run over one input. Every line gets exactly one output or error line, unless the run is halted."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class FileRun:
         self._halted: tuple[RunStatus, str] | None = None
 
     async def run(self, stop: asyncio.Event) -> RunResult:
-        """Run to the end, or until `stop` is set: then what is finished is written, the rest is missing."""
+        """Run to the end, or until `stop` is set. Then finished lines are written, and the others are missing."""
         start_s = self._clock()
         over = asyncio.Event()
         self._display.update(self._tracker.snapshot())
@@ -120,7 +120,7 @@ class FileRun:
             )
 
     async def _admit_lines(self) -> int:
-        """Refuse or start each line in turn; returns how many were read."""
+        """Refuse or start each line in turn. Return how many were read."""
         num_read = num_refused = 0
         done = self._settings.earlier.done if self._settings.earlier else b""
         for raw in islice(self._lines, self._settings.total):
@@ -174,7 +174,7 @@ class FileRun:
         if task.cancelled():
             self._halt(RunStatus.FAILED, f"line {line.number} was cancelled inside the engine")
         elif (error := task.exception()) is not None:
-            # A fault of the program in one line's answer: that line fails, the other lines go on.
+            # A fault of the program with this line: it fails, and the other lines go on.
             logger.error("line %d: the engine raised", line.number, exc_info=error)
             self._sink.crash(line, error)
 
@@ -186,7 +186,7 @@ class FileRun:
             await asyncio.wait(tuple(self._tasks), timeout=CANCEL_WAIT_S)
 
     def _halt(self, status: RunStatus, message: str) -> None:
-        """Stop admitting and give up what is in flight; the first reason stands."""
+        """Stop admitting lines and give up those in flight. The first reason stands."""
         if self._halted is None:
             self._halted = (status, message)
             self._room.set()
@@ -205,7 +205,7 @@ class FileRun:
         await stop.wait()
         self._display.note(
             f"Stopping: {len(self._tasks):,} lines in flight are given up, finished lines are written "
-            "(once more to quit at once)."
+            "(stop once more to quit at once)."
         )
         self._halt(RunStatus.INTERRUPTED, "stopped by a signal")
 
@@ -245,7 +245,7 @@ class FileRun:
         status, message = self._halted or (RunStatus.COMPLETED, None)
         num_ok, num_failed = self._sink.output.num_ok, self._sink.output.num_failed
         if num_ok + num_failed == self._settings.total and not self._sink.is_broken:
-            status, message = RunStatus.COMPLETED, None  # halted when nothing was left to halt
+            status, message = RunStatus.COMPLETED, None  # it was halted when all lines were finished
         if stats is not None and self._baseline is not None:
             stats = stats.since(self._baseline)
         return RunResult(

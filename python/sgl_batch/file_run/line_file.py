@@ -1,4 +1,4 @@
-"""One file that grows by whole lines; decides nothing about their order."""
+"""Owns one file that grows by whole lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgl_batch.jobs.scratch import storage_errors
 
 
 class LineFile:
-    """A file of whole lines, unbuffered, so that what was appended can be read (`tail -f`) at once.
+    """A file of whole lines, unbuffered, so that `tail -f` shows an appended line at once.
 
     `create` or the first `append` creates it. When an append fails half way (disk full), the file is cut back
     to its last whole line.
@@ -30,7 +30,7 @@ class LineFile:
         return self._file
 
     def go_on(self, num_lines: int) -> None:
-        """Append to what is there, if anything: `num_lines` whole lines."""
+        """Continue an existing file of `num_lines` whole lines; a missing one is created by the first `append`."""
         with storage_errors(f"opening {self.path}"):
             if self.path.exists():
                 self._file = FileIO(self.path, "rb+")
@@ -38,7 +38,7 @@ class LineFile:
                 self.num_lines = num_lines
 
     def append(self, lines: list[bytes]) -> None:
-        """Append result lines, each already ended by a newline."""
+        """Append result lines, each with its newline."""
         if not lines:
             return
         file = self._file or self.create()

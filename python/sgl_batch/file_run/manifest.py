@@ -1,4 +1,4 @@
-"""The manifest beside an output: what is needed to repeat the run and what came of it; decides nothing."""
+"""Owns the manifest beside an output: what is needed to repeat the run, and its result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SECRET_FLAGS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known about a run when it starts."""
+    """What is known about a run at its start."""
 
     run_id: str
     argv: Sequence[str]
@@ -62,14 +62,14 @@ class Manifest:
         }
 
     def write(self) -> None:
-        """Write the manifest in one step: a reader sees the old one or the new one, whole."""
+        """Write the manifest in one step: a reader sees the whole old one or the whole new one."""
         draft = self.path.with_name(f".{self.path.name}.draft")
         with storage_errors(f"writing the manifest {self.path}"):
             draft.write_text(json.dumps(self._content, indent=2, default=str) + "\n", encoding="utf-8")
             draft.replace(self.path)
 
     def abort(self, message: str) -> None:
-        """Record that the run ended without a result, and write."""
+        """Note that the run ended without a result, and write."""
         self._content |= {"status": RunStatus.FAILED.value, "message": message, "finished_at": _now()}
         self.write()
 
@@ -99,18 +99,18 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of an earlier run. Raises ConfigError for what is none."""
+    """Return the manifest of an earlier run. Raises ConfigError for a file that is not one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the manifest {path} cannot be read ({error}); start anew with --overwrite") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no manifest of this program ({FORMAT}); start anew with --overwrite")
+        raise ConfigError(f"{path} is not a manifest of this program ({FORMAT}); start anew with --overwrite")
     return found
 
 
 def differences(earlier: Mapping[str, Any], scan: InputScan, model_path: str, job_seed: int) -> dict[str, str]:
-    """What decides the outputs and is not as it was: its name, and in words what it was and is."""
+    """Return what decides the outputs and has changed: by name, a text of what it was and is."""
     found: dict[str, str] = {}
     if earlier["input"]["sha256"] != scan.sha256:
         was = earlier["input"]
@@ -127,7 +127,7 @@ def differences(earlier: Mapping[str, Any], scan: InputScan, model_path: str, jo
 
 
 def redacted(argv: Sequence[str]) -> list[str]:
-    """The arguments with the values of secret flags replaced."""
+    """Return the arguments with the values of secret flags replaced."""
     shown: list[str] = []
     for argument in argv:
         flag, equals, _ = argument.partition("=")
@@ -141,7 +141,7 @@ def redacted(argv: Sequence[str]) -> list[str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions of what decides the outputs; None for what is not installed as a package."""
+    """Return the versions of the packages that decide the outputs; None for one that is not installed."""
     return {"python": platform.python_version(), **versions_of(_PACKAGES)}
 
 

@@ -1,4 +1,4 @@
-"""A hash that tells one model directory from another without reading all of its weights; decides nothing."""
+"""Computes a hash that distinguishes model directories without reading all weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL_HASH_RULE = (
 
 
 def model_hash(directory: Path) -> str:
-    """The hash of a local model by MODEL_HASH_RULE, as 64 hexadecimal digits."""
+    """Return the hash of a local model by MODEL_HASH_RULE, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     files = sorted(path for path in directory.iterdir() if path.suffix in _WEIGHTS + _TEXTS and path.is_file())
     for path in files:

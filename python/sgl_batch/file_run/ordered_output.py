@@ -1,4 +1,4 @@
-"""Writes finished lines to the output and error files, once and in input order; does not decide content."""
+"""Writes finished lines to the output and error files, once and in input order."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from sgl_batch.file_run.waiting_results import Finished, WaitingResults
 
 
 class OrderedOutput:
-    """Takes finished lines in any order and writes those whose earlier lines are all written.
+    """Takes finished lines in any order, and writes each when all earlier lines are written.
 
-    The others are on disk at once too, in `waiting`. Lines that are never added (a run was stopped) are skipped by
-    `write_rest` alone.
+    Until then a finished line waits on disk, in `waiting`. Only `write_rest` skips lines that were never added because
+    the run was stopped.
     """
 
     def __init__(self, output: LineFile, errors: LineFile, waiting: WaitingResults, *, next_index: int = 0) -> None:
-        self.next_index = next_index  # the lines before it are in the files
+        self.next_index = next_index  # all lines before it are in the files
         self._output = output
         self._errors = errors
         self._waiting = waiting
@@ -39,7 +39,7 @@ class OrderedOutput:
         """Take a finished line. Raises StorageError when it has to wait and the disk cannot take it."""
         assert finished.index >= self.next_index, f"line {finished.index} was already written"
         assert finished.index not in self._waiting, f"line {finished.index} was already added"
-        # The line that all others wait for takes no room on the disk but its own.
+        # The line that all others wait for goes straight to its file.
         if finished.index == self.next_index:
             assert self._next is None, f"line {finished.index} was already added"
             self._next = finished
@@ -47,12 +47,12 @@ class OrderedOutput:
             self._waiting.put(finished)
 
     def write_ready(self, limit: int) -> bool:
-        """Write up to `limit` lines that wait for no other; return whether more may be ready."""
+        """Write up to `limit` lines whose earlier lines are written. Return whether more may be ready."""
         batch = [] if self._next is None else [self._next]
         while len(batch) < limit and (finished := self._waiting.get(self.next_index + len(batch))) is not None:
             batch.append(finished)
         self._write(batch)
-        # What waits is given up when it is written, so that a disk that fails takes nothing.
+        # A line leaves `waiting` only when it is written, so that a failing disk loses none.
         for finished in batch:
             if finished is not self._next:
                 self._waiting.release(finished.index)
@@ -61,23 +61,23 @@ class OrderedOutput:
         return len(batch) == limit
 
     def write_rest(self, limit: int) -> bool:
-        """Write up to `limit` of what is left, in order, over the gaps of lines that never finished.
+        """Write up to `limit` of the lines left, in order, and skip lines that never finished.
 
-        Returns whether more is left.
+        Return whether more are left.
         """
         if not self.write_ready(limit) and self.num_waiting:
             self._advance(self._waiting.first_from(self.next_index))
         return self.num_waiting > 0
 
     def sync(self) -> None:
-        """Wait until all that was added is on the disk. It may be called from another thread."""
+        """Wait until all added lines are on the disk. It may be called from another thread."""
         written_out = self._waiting.written_out()
         self._output.sync()
         self._errors.sync()
         self._waiting.sync(written_out)
 
     def close(self) -> None:
-        """Close both files; what waits beside them stays only where it is not all in them."""
+        """Close both files. The waiting files stay where some of their lines are not written."""
         try:
             self._output.close()
             self._errors.close()

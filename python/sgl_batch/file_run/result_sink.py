@@ -1,6 +1,6 @@
 """Turns refused lines and answers into result lines, counts them and hands them to the ordered output.
 
-It does not decide what is refused or answered, nor what a broken disk means for the run.
+The run decides what a broken disk means.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ WRITE_AT_ONCE = 512  # lines; keeps the event loop, which the engine shares, res
 
 
 class ResultSink:
-    """Everything that a finished line passes through.
+    """The way of every finished line into the files.
 
-    The first StorageError goes to `on_storage_error`; from then on nothing is written (`is_broken`).
+    The first StorageError goes to `on_storage_error`. From then on nothing is written (`is_broken`).
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class ResultSink:
         self._step_is_scheduled = False
 
     def refuse(self, line: RefusedLine) -> None:
-        """Take a line that the engine never saw."""
+        """Take a line that was refused before the engine saw it."""
         result_line = refused_result_line(self._token(line.index), line.custom_id, line.number, line.error)
         self.failures.add(line.error.code, line.number, line.error.message)
         self._tracker.line_done(failed=True)
         self._commit(Finished(index=line.index, result_line=result_line, failed=True))
 
     def answer(self, line: RequestLine, response: LineResponse) -> None:
-        """Take a line's response, good or bad."""
+        """Take a line's response, also a failed one."""
         result_line = answered_result_line(self._token(line.index), line.custom_id, line.number, response)
         failed = response.status_code != 200
         if failed:
@@ -67,11 +67,11 @@ class ResultSink:
         self._commit(Finished(index=line.index, result_line=result_line, failed=failed))
 
     def crash(self, line: RequestLine, error: BaseException) -> None:
-        """Take a line on which the engine raised what it should not have."""
+        """Take a line on which the engine raised an unexpected exception."""
         self.answer(line, internal_error_response(self._token(line.index), error))
 
     async def write_rest(self) -> None:
-        """Write all that is finished, over the gaps of lines that are not."""
+        """Write all finished lines, and skip the unfinished ones."""
         try:
             while not self.is_broken and self.output.write_rest(WRITE_AT_ONCE):
                 await asyncio.sleep(0)
@@ -79,7 +79,7 @@ class ResultSink:
             self._break(error)
 
     async def sync(self) -> None:
-        """Wait, off the event loop, until what was written is on the disk."""
+        """Wait, off the event loop, until all written lines are on the disk."""
         try:
             await asyncio.to_thread(self.output.sync)
         except StorageError as error:
@@ -87,7 +87,7 @@ class ResultSink:
 
     def _commit(self, finished: Finished) -> None:
         if self.is_broken:
-            return  # the run is over, and this line is counted as missing
+            return  # the run ends, and this line counts as missing
         try:
             self.output.add(finished)
         except StorageError as error:
@@ -97,7 +97,7 @@ class ResultSink:
                 self._write_step()
 
     def _write_step(self) -> None:
-        """Write what waits for nothing; a long backlog goes in steps, with the event loop's work between."""
+        """Write the lines that are ready, a long backlog in steps between which the event loop does other work."""
         self._step_is_scheduled = False
         if self.is_broken:
             return

@@ -1,4 +1,4 @@
-"""What a run comes to: counts, tokens, status and exit code; decides nothing about how it is shown."""
+"""Owns the result of a run: counts, tokens, status and exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunStatus(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class FailureKind:
-    """The failed lines that share one error code, with the first of them as an example."""
+    """The failed lines with one error code, and the first of them as an example."""
 
     first_line: int
     first_message: str
@@ -44,7 +44,7 @@ class Failures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The end of a run. `message` says why it did not complete; `stats` is None where none came."""
+    """The end of a run. `message` says why it did not complete. `stats` is None where the engine sent none."""
 
     status: RunStatus
     message: str | None
@@ -56,7 +56,7 @@ class RunResult:
     tokens_out: int
     failures: Mapping[str, FailureKind] = field(default_factory=dict)
     stats: EngineStats | None = None
-    kept: int = 0  # lines that an earlier run had done; the tokens and the time are those of this one
+    kept: int = 0  # lines of an earlier run; tokens and time are those of this run
 
     @property
     def missing(self) -> int:
@@ -65,7 +65,7 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0 all well, 2 finished with failed lines, 3 crash, 130 stopped by a signal."""
+        """0 all lines ok, 2 finished with failed lines, 3 crash, 130 stopped by a signal."""
         if self.status is RunStatus.INTERRUPTED:
             return 130
         if self.status is RunStatus.FAILED:

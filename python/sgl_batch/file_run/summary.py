@@ -1,4 +1,4 @@
-"""The text at the end of a run: results, speed, where the time went, expert load; decides nothing."""
+"""Makes the text at the end of a run: results, speed, where the time went, load of experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN_FAILURE_CODES = 8
 
 
 def format_summary(result: RunResult) -> str:
-    """Several lines for a person who comes back to a finished run."""
+    """Return the summary as several lines for a terminal."""
     lines = [_headline(result), *_speed(result)]
     if result.failed:
         lines += _failures(result)
@@ -70,7 +70,7 @@ def _forward(stats: EngineStats) -> list[str]:
 
 
 def _memory(stats: EngineStats) -> list[str]:
-    """What a rank's process had in memory at most, beside its budget."""
+    """Return the peak memory of a rank's process, with its budget."""
     if not stats.peak_memory_bytes:
         return []
     budget = stats.memory_budget_bytes
@@ -87,7 +87,7 @@ def _computed_twice(stats: EngineStats) -> list[str]:
 
 
 def _sharing(stats: EngineStats) -> list[str]:
-    """How much of the prompts was not computed, because another prompt begins alike; nothing where none does."""
+    """Return the share of prompt tokens that were computed once for several prompts; nothing where it is 0."""
     shared = stats.counters.get("prompt_tokens_shared", 0)
     if shared <= 0:
         return []
@@ -96,7 +96,7 @@ def _sharing(stats: EngineStats) -> list[str]:
 
 
 def _store(stats: EngineStats) -> list[str]:
-    """What the host KV store was used for; nothing where no sequence waited there and no step was streamed."""
+    """Return what the host KV store was used for; nothing without suspensions and streamed steps."""
     counters = stats.counters
     suspended, streamed = counters.get("suspensions", 0), counters.get("streamed_steps", 0)
     if not suspended and not streamed:
@@ -109,7 +109,7 @@ def _store(stats: EngineStats) -> list[str]:
 
 
 def _graphs(stats: EngineStats) -> list[str]:
-    """How decode steps ran; nothing where none was captured as a graph."""
+    """Return how many decode steps ran as CUDA graphs; nothing where none was captured."""
     counters = stats.counters
     captured, replays = counters.get("graphs_captured", 0), counters.get("graph_replays", 0)
     if not captured:
@@ -131,7 +131,7 @@ def _time_table(stats: EngineStats) -> list[str]:
 
 
 def _rank_table(stats: EngineStats) -> list[str]:
-    """What each rank did; nothing of a lone one. Routed tokens are those that its experts computed."""
+    """Return what each of several ranks did. Routed tokens are those that its experts computed."""
     if not stats.ranks:
         return []
     names = ("sequences_finished", "output_tokens", "sequences_arrived", "sequences_departed")

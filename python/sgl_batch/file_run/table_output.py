@@ -1,4 +1,4 @@
-"""Owns a run's output that is to be a table: the JSONL files it grows in, which `--resume` goes on with, and its end.
+"""Owns the output of a run that writes a table: the JSONL files that grow, which `--resume` continues, and the table.
 
 A Parquet file cannot be read before it is whole, and nothing can be appended to it. So result lines go to JSONL files
 beside it, and the table is made from them when every request line has one. Either of the two, where it is there and
@@ -17,7 +17,7 @@ from sgl_batch.jobs.tables.results import merged, read_result_lines, write_resul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableOutput:
-    """A table, and the files beside it while it is not whole."""
+    """A table, and the JSONL files beside it until the table is whole."""
 
     table: Path
 
@@ -32,7 +32,7 @@ class TableOutput:
         return self.table.with_name(f"{self.table.name}.errors.jsonl")
 
     def restore(self, run_id: str) -> None:
-        """Where the run had ended, write its lines anew from the table; some of them may be run again."""
+        """Write the JSONL files anew from the table of a run that had ended, so that it can be resumed."""
         if not self.table.exists() or self.output.exists():
             return
         drafts = {path: path.with_name(f".{path.name}.draft") for path in (self.errors, self.output)}
@@ -43,16 +43,16 @@ class TableOutput:
                 for file in (good, bad):
                     file.flush()
                     os.fsync(file.fileno())
-            for path, draft in drafts.items():  # the output last: by it one knows that both are there
+            for path, draft in drafts.items():  # the output last: when it exists, both exist
                 draft.replace(path)
 
     def begin(self) -> None:
-        """A new run: what an earlier one left says nothing of it."""
+        """Remove the table of an earlier run, at the start of a new one."""
         with storage_errors(f"removing the table {self.table}"):
             self.table.unlink(missing_ok=True)
 
     def finish(self, run_id: str, total: int) -> None:
-        """Make the table, and remove the lines. Raises StorageError; then they are still there."""
+        """Make the table and remove the JSONL files. Raises StorageError; then the JSONL files are still there."""
         write_results(merged(self.output, self.errors, [run_id], total), self.table)
         with storage_errors(f"removing the lines of {self.table}"):
             self.output.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from sgl_batch.file_run.line_file import LineFile
 from sgl_batch.jobs.job_store.directory import sync_directory
 from sgl_batch.jobs.scratch import storage_errors
 
-FILE_BYTES = 32 << 20  # a file that has so many is followed by another
+FILE_BYTES = 32 << 20  # a file of this size is followed by another
 _NONE = -1
 _OFFSET_BITS = 40
 _FORGET_AT_ONCE = 4096  # locations
@@ -37,7 +37,7 @@ class Finished:
 
 @dataclass(slots=True, kw_only=True)
 class _KeptFile:
-    """One file. `writer`: None where an earlier run wrote it."""
+    """One file. `writer` is None where an earlier run wrote it."""
 
     path: Path
     reader: BinaryIO
@@ -71,9 +71,9 @@ class WaitingResults:
         self._new_name = False
 
     def read_kept(self, total: int) -> None:
-        """Find what an earlier run left. A torn last line of a file counts as absent.
+        """Read the files of an earlier run. A torn last line of a file counts as absent.
 
-        Raises ConfigError for a line that cannot be one of a run over `total` lines.
+        Raises ConfigError for a line that a run over `total` lines cannot have written.
         """
         for number, path in sorted(kept_files(self._output)):
             self._next_number = number + 1
@@ -127,11 +127,11 @@ class WaitingResults:
         self._leave(location)
 
     def first_from(self, index: int) -> int:
-        """The lowest index that waits; there is one, and none before `index`."""
+        """Return the lowest waiting index. There is one, and none is before `index`."""
         return next(at for at in range(index, self._first + len(self._locations)) if at in self)
 
     def forget_before(self, index: int) -> None:
-        """No line before `index` will wait any more."""
+        """Forget the locations before `index`: no line there will wait any more."""
         num = index - self._first
         if num >= len(self._locations):
             self._locations = array("q")
@@ -141,11 +141,11 @@ class WaitingResults:
             self._first = index
 
     def written_out(self) -> list[int]:
-        """Files that are not needed once the output, as it is now, is on the disk; `sync` takes them."""
+        """Return the files that `sync` may remove once the output, as it is now, is on the disk."""
         return list(self._done)
 
     def sync(self, written_out: list[int]) -> None:
-        """Wait until what waits is on the disk, and remove the files `written_out`."""
+        """Wait until the waiting lines are on the disk, and remove the files `written_out`."""
         for number in written_out:
             self._done.remove(number)
             self._remove(number)
@@ -157,18 +157,18 @@ class WaitingResults:
             self._sync_names()
 
     def close(self) -> None:
-        """Leave the files to a later run."""
+        """Close the files, and leave them to a later run."""
         for kept in self._files.values():
             kept.close()
         self._files = {}
 
     def remove(self) -> None:
-        """Close and remove all files: what they hold is in the output, on the disk, or not wanted any more."""
+        """Close and remove all files. Their lines are in the output on the disk, or no longer wanted."""
         for number in tuple(self._files):
             self._remove(number)
 
     def remove_new(self) -> None:
-        """Close all files and remove those that this run has begun."""
+        """Close all files, and remove those of this run."""
         for number, kept in tuple(self._files.items()):
             if kept.writer is not None:
                 self._remove(number)
@@ -228,7 +228,7 @@ def kept_files(output: Path) -> list[tuple[int, Path]]:
 
 
 def forget_kept(output: Path) -> None:
-    """Remove what waits for `output`."""
+    """Remove the waiting files of `output`."""
     for _, path in kept_files(output):
         LineFile(path).discard()
 

@@ -1,1 +1,1 @@
-"""Jobs: request lines, their validation, and the files of a job. Knows nothing of SGLang."""
+"""Jobs: request lines, their validation, and the files of a job. It knows nothing of SGLang."""

@@ -1,4 +1,4 @@
-"""What is refused in a line's body before the engine sees it; everything else is the engine's to judge."""
+"""Decides what is refused in a line's body before the engine sees it. The engine judges everything else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN_CHARACTERS = 80
 
 
 def check_body(url: str, body: Mapping[str, object], served_model_names: Sequence[str]) -> None:
-    """Raise RequestError, with a code of its own for each fault that no engine need see."""
+    """Raise RequestError for a fault that needs no engine to be found. Each fault has a code of its own."""
     _check_model(body, served_model_names)
     if url == CHAT_URL:
         _check_messages(body)
@@ -44,7 +44,7 @@ def refuse(code: str, message: str, param: str | None = None) -> NoReturn:
 
 
 def show(value: object) -> str:
-    """A value as JSON, cut to a length that fits a message."""
+    """Return a value as JSON, cut to a length that fits a message."""
     try:
         text = json.dumps(value)
     except RecursionError:
@@ -118,6 +118,6 @@ def _check_positive_integer(body: Mapping[str, object], param: str, *, code: str
     value = body.get(param)
     if value is None:
         return
-    # bool is an int for Python, not for a reader of JSON.
+    # In Python a bool is an int; in JSON it is not.
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         refuse(code, f"{param} is {show(value)}, but must be a whole number from 1; without it, {default}", param)

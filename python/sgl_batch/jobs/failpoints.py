@@ -1,7 +1,7 @@
-"""Places where a test can end or fail the process, one for each step of durability; off unless the environment asks.
+"""Owns the failpoints: at each step of durability a test can kill the process or fail a write.
 
-SGL_BATCH_FAILPOINT=NAME[:COUNT] kills the process (SIGKILL) when it passes NAME for the COUNT-th time (1 by default);
-NAME=enospc[:COUNT] and NAME=eio[:COUNT] raise that OSError there instead, once.
+They are off unless the environment asks. SGL_BATCH_FAILPOINT=NAME[:COUNT] kills the process (SIGKILL) when it passes
+NAME for the COUNT-th time (1 by default). NAME=enospc[:COUNT] and NAME=eio[:COUNT] raise that OSError instead, once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FAULTS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 
 @dataclass(slots=True, kw_only=True)
 class Failpoint:
-    """What is to happen at one failpoint, and at how many passes from now. `fault`: an errno, None to be killed."""
+    """What happens at one failpoint, and after how many passes. `fault`: the errno to raise; None kills the process."""
 
     name: str
     fault: int | None
@@ -29,7 +29,7 @@ class Failpoint:
 
 
 def parse_failpoint(text: str | None) -> Failpoint | None:
-    """The failpoint that the variable asks for. Raises ConfigError for one that is not there."""
+    """Return the failpoint that the variable asks for. Raises ConfigError for an unknown one."""
     if not text:
         return None
     rest, _, count = text.partition(":")
@@ -43,7 +43,7 @@ def parse_failpoint(text: str | None) -> Failpoint | None:
 
 
 def failpoint(name: str) -> None:
-    """Be killed, or raise OSError, if the environment asks for it here and now."""
+    """Kill the process, or raise OSError, if the environment asks for it at this pass."""
     armed = _armed
     if armed is None or armed.name != name or armed.passes_left <= 0:
         return
@@ -58,7 +58,7 @@ def failpoint(name: str) -> None:
 
 
 def failpoint_names() -> tuple[str, ...]:
-    """Every failpoint in the source of the jobs."""
+    """Return the names of all failpoints in the source of this room."""
     names = [name for path in sorted(Path(__file__).parent.rglob("*.py")) for name in _names_in(path)]
     return tuple(sorted(set(names)))
 
@@ -74,5 +74,5 @@ def _names_in(path: Path) -> list[str]:
     ]
 
 
-# One process has one environment, read once: a failpoint then costs one comparison.
+# The environment is read once: a failpoint then costs one comparison.
 _armed: Failpoint | None = parse_failpoint(os.environ.get(VARIABLE))

@@ -1,4 +1,4 @@
-"""Reads the input as raw lines, counted and hashed beforehand; decides nothing about what a line says."""
+"""Reads an input file as raw lines, and counts and hashes it beforehand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_TEXT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputScan:
-    """What one pass over the input found; `num_lines` counts the lines that are not blank."""
+    """What one pass over the input found. `num_lines` counts the lines that are not blank."""
 
     num_lines: int
     num_bytes: int
@@ -34,7 +34,7 @@ class InputScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawLine:
-    """One line that is not blank. `data` is None when the line is longer than the limit."""
+    """One line that is not blank. `data` is None where the line is longer than the limit."""
 
     index: int  # position among the lines that are not blank, from 0
     number: int  # line in the file as an editor counts, from 1
@@ -45,7 +45,7 @@ class RawLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineStart:
-    """Where reading begins: the first byte of a line, how many lines and how many that are not blank lie before it."""
+    """Where reading begins: the first byte of a line. `index` counts the lines before it that are not blank."""
 
     offset: int
     index: int
@@ -53,7 +53,7 @@ class LineStart:
 
 
 def scan_input(path: Path) -> InputScan:
-    """Count the request lines and hash the file, in blocks. Raises ConfigError where it is no JSONL text."""
+    """Count the request lines and hash the file, in blocks. Raises ConfigError where it is not JSONL text."""
     digest = hashlib.sha256()
     num_bytes = num_lines = 0
     line_has_text = False
@@ -72,7 +72,7 @@ def scan_input(path: Path) -> InputScan:
 
 
 def read_lines(path: Path, max_line_bytes: int, start: LineStart | None = None) -> Iterator[RawLine]:
-    """Yield the lines that are not blank, holding at most `max_line_bytes` of one line in memory.
+    """Yield the lines that are not blank, with at most `max_line_bytes` of one line in memory.
 
     Raises StorageError when the file cannot be read to its end.
     """

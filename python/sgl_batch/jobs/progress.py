@@ -1,4 +1,4 @@
-"""How far a run is and how fast it goes, from counts and a clock; decides nothing about how it is shown."""
+"""Owns how far a run is and how fast it goes, from counts and a clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Snapshot:
     tokens_in_per_s: float
     tokens_out_per_s: float
     eta_s: float | None
-    idle_s: float  # since anything was last finished or counted
+    idle_s: float  # since a line was finished or a token counted
     lines_per_s: float = 0.0
 
 
@@ -37,7 +37,7 @@ class _Sample:
 
 
 class ProgressTracker:
-    """Keeps the counts of a run and the samples of the last minute. `ok` and `failed` were done before it."""
+    """The counts of a run and the samples of the last minute. `ok` and `failed` lines were done before the run."""
 
     def __init__(self, total: int, clock: Callable[[], float], *, ok: int = 0, failed: int = 0) -> None:
         self.total = total
@@ -68,13 +68,13 @@ class ProgressTracker:
         self._last_change_s = self._clock()
 
     def live_tokens(self, tokens_in: int, tokens_out: int) -> None:
-        """Tokens computed so far, in lines still running too; from then on rates come from these."""
+        """Set the tokens computed so far, unfinished lines included. From then on rates come from these."""
         if self._live_tokens != (tokens_in, tokens_out):
             self._last_change_s = self._clock()
         self._live_tokens = (tokens_in, tokens_out)
 
     def snapshot(self, in_flight: int = 0) -> Snapshot:
-        """The run as it is now."""
+        """Return the state of the run now."""
         now = self._clock()
         tokens_in, tokens_out = self._live_tokens or (self.tokens_in, self.tokens_out)
         newest = _Sample(now, self.done, tokens_in, tokens_out)
@@ -104,7 +104,7 @@ class ProgressTracker:
         return self._samples[0]
 
     def _eta_s(self, newest: _Sample, oldest: _Sample) -> float | None:
-        """Remaining lines at the window's rate, or at the whole run's where the window finished none."""
+        """Return the time for the remaining lines at the rate of the last minute, or of the run where that is 0."""
         if newest.done == self._done_before:
             return None if newest.done < self.total else 0.0
         finished, span_s = newest.done - oldest.done, newest.time_s - oldest.time_s

@@ -1,4 +1,4 @@
-"""Shows a run's progress on a stream: a bar, plain lines or nothing; decides nothing about the numbers."""
+"""Shows a run's progress on a stream: a bar, plain lines or nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProgressDisplay(Protocol):
         ...
 
     def note(self, message: str) -> None:
-        """Say something once without disturbing the progress."""
+        """Write a message once, without disturbing the progress."""
         ...
 
     def close(self, snapshot: Snapshot) -> None:
@@ -33,7 +33,7 @@ class ProgressDisplay(Protocol):
 
 
 def choose_display(mode: str, stream: TextIO) -> ProgressDisplay:
-    """The display for a mode of MODES; `auto` is a bar on a terminal and plain lines elsewhere."""
+    """Return the display for a mode of MODES; `auto` is a bar on a terminal and plain lines elsewhere."""
     if mode == "bar" or (mode == "auto" and stream.isatty()):
         return BarDisplay(stream)
     return NoDisplay(stream) if mode == "off" else PlainDisplay(stream)
@@ -42,8 +42,7 @@ def choose_display(mode: str, stream: TextIO) -> ProgressDisplay:
 def write_line(stream: TextIO, message: str) -> None:
     """Write a line on a stream.
 
-    A stream that is gone (a closed terminal, a reader that ended) is no reason to end a run of ten hours, so
-    what cannot be shown is not shown.
+    A stream that is gone (a closed terminal, a reader that ended) must not end a run of ten hours: the line is dropped.
     """
     with suppress(OSError):
         stream.write(f"{message}\n")
@@ -68,7 +67,7 @@ class NoDisplay:
 
 
 class PlainDisplay:
-    """One line every few seconds, and fewer once a run is long, so that a log of ten hours can be read."""
+    """One line every few seconds; fewer in a long run, so that a log of ten hours stays readable."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -129,7 +128,7 @@ class BarDisplay:
 
 
 def plain_line(snapshot: Snapshot) -> str:
-    """The moment as one line of a log."""
+    """Return the snapshot as one line of a log."""
     percent = 100 * snapshot.done / max(snapshot.total, 1)
     return (
         f"[{duration(snapshot.elapsed_s)}] {snapshot.done:,}/{snapshot.total:,} lines ({percent:.1f}%), "
@@ -138,7 +137,7 @@ def plain_line(snapshot: Snapshot) -> str:
 
 
 def details(snapshot: Snapshot) -> str:
-    """Failures, rates, ETA, and a warning when nothing has moved for a while."""
+    """Return failures, rates and ETA, with a warning when nothing has moved for a while."""
     parts = [f"{snapshot.failed:,} failed"] if snapshot.failed else []
     parts.append(f"in {snapshot.tokens_in_per_s:,.0f} tok/s")
     parts.append(f"out {snapshot.tokens_out_per_s:,.0f} tok/s")
@@ -151,7 +150,7 @@ def details(snapshot: Snapshot) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 12:34, 1:02:03 or 2d 03:04:05."""
+    """Return seconds as 12:34, 1:02:03 or 2d 03:04:05."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

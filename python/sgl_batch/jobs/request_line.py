@@ -1,4 +1,4 @@
-"""Parses and validates one request line; decides whether it is refused, not what the engine answers."""
+"""Parses and checks one request line, and decides whether it is refused before the engine sees it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from sgl_batch.jobs.seeds import line_seed
 SUPPORTED_URLS = (CHAT_URL, COMPLETIONS_URL)
 DEFAULT_MAX_LINE_BYTES = 16 << 20
 
-
-# Faults of a line that is JSON to a parser which takes more than the standard: that line's own, also on a server.
+# A strict JSON parser refuses such a line, a lenient one reads it. On a server it fails alone, not its job.
 INVALID_NUMBER, INVALID_UNICODE = "invalid_number", "invalid_unicode"
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"the line holds {name}, which is no JSON number; leave the field out or write null")
+    raise ValueError(f"the line holds {name}, which is not a JSON number; leave the field out or write null")
 
 
 def _any_integer(digits: str) -> float:
@@ -36,12 +35,12 @@ _LENIENT_DECODER = json.JSONDecoder(parse_int=_any_integer)
 _HALF_PAIR = "{} has half of a surrogate pair (\\ud800 to \\udfff) without the other half"
 
 ClaimId = Callable[[str, int], int | None]
-"""Records (custom_id, line number); returns the line that already used the id, or None."""
+"""Remembers (custom_id, line number); returns the earlier line with this id, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineRules:
-    """What lines are checked against."""
+    """The models and limits that lines are checked against."""
 
     served_model_names: Sequence[str]
     job_seed: int = 0
@@ -50,7 +49,7 @@ class LineRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine:
-    """A line that may go to the engine; `body` has a seed."""
+    """A line that may go to the engine. Its `body` has a seed."""
 
     index: int
     number: int
@@ -62,7 +61,7 @@ class RequestLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedLine:
-    """A line that has its own error; `custom_id` is None where the line does not show one."""
+    """A line that is refused with its own error. `custom_id` is None where the line shows none."""
 
     index: int
     number: int
@@ -71,7 +70,7 @@ class RefusedLine:
 
 
 def parse_request_line(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> RequestLine | RefusedLine:
-    """Validate one line. Never raises for what is in it: a fault becomes a RefusedLine."""
+    """Check one line. It raises nothing for what is in the line: a fault becomes a RefusedLine."""
     custom_id: str | None = None
     try:
         line, fault = parse_object(raw, rules.max_line_bytes)
@@ -91,14 +90,14 @@ def parse_request_line(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> Req
 
 
 def claim_custom_id(raw: RawLine, rules: LineRules, claim_id: ClaimId) -> None:
-    """Claim the id of a line that is not run again, if it shows one: a later line may repeat it."""
+    """Claim the id of a line that does not run again, if it shows one, so that a later line cannot repeat it."""
     with suppress(RequestError):
         line, _ = parse_object(raw, rules.max_line_bytes)
         refuse_repeated(parse_custom_id(line), raw.number, claim_id)
 
 
 def custom_id_of(raw: RawLine) -> str | None:
-    """The line's custom_id, if it shows one."""
+    """Return the line's custom_id, or None where it shows none."""
     try:
         return parse_custom_id(parse_object(raw, raw.num_bytes)[0])
     except RequestError:
@@ -106,7 +105,7 @@ def custom_id_of(raw: RawLine) -> str | None:
 
 
 def parse_object(raw: RawLine, max_line_bytes: int) -> tuple[dict[str, object], RequestError | None]:
-    """The line as a JSON object, and what is wrong in it that a lenient parser reads. Raises RequestError."""
+    """Return the line as a JSON object, and a fault in it that a lenient parser accepts. Raises RequestError."""
     if raw.data is None:
         refuse(
             "line_too_long",
@@ -130,13 +129,13 @@ def parse_object(raw: RawLine, max_line_bytes: int) -> tuple[dict[str, object], 
 
 
 def _decode(text: str) -> tuple[object, RequestError | None]:
-    """The JSON in a text; a number or a text in it that JSON does not have is a fault of the line alone."""
+    """Return the JSON value of a text, and the fault of a number or text in it that JSON does not allow."""
     fault = None
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError:
         raise
-    except ValueError as error:  # of a number: NaN, or one of more digits than Python reads
+    except ValueError as error:  # a number: NaN, or with more digits than Python reads
         fault = RequestError(code=INVALID_NUMBER, message=_of_line(error))
         value = _LENIENT_DECODER.decode(text)
     if ("\\ud" in text or "\\uD" in text) and not _is_unicode(value):
@@ -169,7 +168,7 @@ def refuse_repeated(custom_id: str, number: int, claim_id: ClaimId) -> None:
 
 
 def parse_custom_id(line: dict[str, object]) -> str:
-    """The line's custom_id. Raises RequestError."""
+    """Return the line's custom_id. Raises RequestError."""
     custom_id = line.get("custom_id")
     if custom_id is None:
         refuse("missing_custom_id", 'the line has no "custom_id"; give each line a text of its own', "custom_id")
@@ -185,7 +184,7 @@ def parse_custom_id(line: dict[str, object]) -> str:
 
 
 def parse_envelope(line: dict[str, object]) -> tuple[str, dict[str, object]]:
-    """The url and the body of a line. Raises RequestError."""
+    """Return the url and the body of a line. Raises RequestError."""
     method, url, body = line.get("method"), line.get("url"), line.get("body")
     supported = " and ".join(SUPPORTED_URLS)
     if method is None:

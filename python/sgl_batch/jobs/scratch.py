@@ -1,4 +1,4 @@
-"""Temporary SQLite files for what must not stay in memory; decides nothing about what is put there."""
+"""Owns private files: temporary SQLite databases, and the modes and errors of all files of a job."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 from sgl_batch.errors import SglBatchError
 
 CACHE_KIB = 4096
-PRIVATE_MODE = 0o600  # prompts and answers are their owner's alone, whatever the umask says
+PRIVATE_MODE = 0o600  # only the owner may read prompts and answers, whatever the umask is
 
 
 class StorageError(SglBatchError):
-    """A file of the job cannot be written or read (disk full, permission, input/output error)."""
+    """A file of a job cannot be written or read (disk full, permission, input/output error)."""
 
 
 @contextmanager
 def storage_errors(doing: str) -> Iterator[None]:
-    """Turn errors of the disk into StorageError saying what was being done."""
+    """Turn errors of the disk into StorageError, which says what was being done."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -28,12 +28,12 @@ def storage_errors(doing: str) -> Iterator[None]:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """For `open(..., opener=private_opener)`: a file that is made then is its owner's alone."""
+    """Open a file so that only its owner may read it, for `open(..., opener=private_opener)`."""
     return os.open(path, flags, PRIVATE_MODE)
 
 
 def make_private(path: Path) -> None:
-    """Make an empty file unless there is one, its owner's alone: SQLite by itself asks the umask. Raises OSError."""
+    """Make a file private, and create it empty if it is missing. SQLite itself follows the umask. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
     try:
         os.fchmod(descriptor, PRIVATE_MODE)
@@ -42,7 +42,7 @@ def make_private(path: Path) -> None:
 
 
 def open_scratch(path: Path) -> sqlite3.Connection:
-    """Open a throw-away database: bounded cache, no journal, one transaction, of no use after a crash."""
+    """Open a throw-away database: bounded cache, no journal, one transaction, worthless after a crash."""
     with storage_errors(f"opening the temporary file {path}"):
         make_private(path)
         connection = sqlite3.connect(path, isolation_level=None)

@@ -1,4 +1,4 @@
-"""The seed of a request line that brings none; decides nothing about how a seed is used in sampling."""
+"""Decides the seed of a request line that has none."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SEED_RULE = (
 
 
 def line_seed(job_seed: int, index: int) -> int:
-    """The seed (0 .. 2**31 - 1) of the line at `index` in a job, by SEED_RULE.
+    """Return the seed (0 .. 2**31 - 1) of the line at `index` in a job, by SEED_RULE.
 
-    Counter-based: it depends on nothing but its two arguments, so neither order nor batch can change it.
+    It depends on its two arguments alone, so neither order nor batch changes it.
     """
     assert 0 <= job_seed <= MAX_JOB_SEED, f"job seed {job_seed} outside 0..{MAX_JOB_SEED}"
     counter = job_seed.to_bytes(8, "little") + index.to_bytes(8, "little")

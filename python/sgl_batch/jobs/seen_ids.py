@@ -1,4 +1,4 @@
-"""Which custom_ids a job has already seen, on disk; decides nothing about what a repeated one means."""
+"""Owns which custom_ids a job has used, on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SeenIds:
             self._db.execute("CREATE TABLE seen (digest BLOB PRIMARY KEY, line INTEGER) WITHOUT ROWID")
 
     def claim(self, custom_id: str, line: int) -> int | None:
-        """Record that `line` uses `custom_id`; return the earlier line that already does, or None."""
+        """Note that `line` uses `custom_id`. Return the earlier line that uses it, or None."""
         digest = blake2b(custom_id.encode("utf-8"), digest_size=16).digest()
         with storage_errors(f"recording a custom_id in {self._path}"):
             added = self._db.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (digest, line)).rowcount

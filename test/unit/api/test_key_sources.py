@@ -56,8 +56,8 @@ def test_a_config_file_may_name_the_file(tmp_path: Path, file: Path) -> None:
         (b"secret-1\nsecret-2\n", "more than one line"),
         (b"s" * 5000, "more than one line"),
         (b"secret \xff", "cannot be read"),
-        ("sécret".encode(), "no header carries"),
-        (b"secret\x00", "no header carries"),
+        ("sécret".encode(), "a header cannot carry"),
+        (b"secret\x00", "a header cannot carry"),
     ],
 )
 def test_a_file_without_one_key_is_refused_and_not_shown(tmp_path: Path, content: bytes, words: str) -> None:

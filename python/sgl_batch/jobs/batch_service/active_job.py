@@ -1,4 +1,4 @@
-"""A job that has not ended, as the service holds it in memory; decides nothing about what is done with it."""
+"""Owns the state in memory of a job that has not ended. Its driver and the dispatcher decide what happens to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_batch.jobs.progress import ProgressTracker
 
 
 class ActiveJob:
-    """`row` is what was last written; counts and states of lines follow each commit."""
+    """A job that has not ended. `row` is the row that was last written; counts and line states follow each commit."""
 
     def __init__(self, row: JobRow, clock: Callable[[], float]) -> None:
         self.row = row
@@ -39,7 +39,7 @@ class ActiveJob:
         self.tracker = ProgressTracker(0, clock)
         self.accepts_results = True
         self.num_in_flight = 0
-        self.over = asyncio.Event()  # nothing more is to be run: all is done, or the job was cancelled or expired
+        self.over = asyncio.Event()  # no more lines start: all are done, or the job was cancelled or expired
         self._clock = clock
 
     @property
@@ -59,33 +59,33 @@ class ActiveJob:
 
     @property
     def runs(self) -> bool:
-        """Whether its lines are being run."""
+        """Whether its lines may run: `begin` was called."""
         return self._input_reader is not None
 
     @property
     def input_reader(self) -> InputReader:
-        """Where its lines come from, once it runs."""
+        """What reads its lines, once it runs."""
         assert self._input_reader is not None, f"job {self.id} does not run yet"
         return self._input_reader
 
     def changed(self, **changes: object) -> None:
-        """What was just written to the job's row."""
+        """Take over what was just written to the job's row."""
         self.row = replace(self.row, **changes)  # type: ignore[arg-type]
 
     def begin(self, input_reader: InputReader) -> None:
-        """Its lines can be run from now on; rates and the time left count from here."""
+        """Let its lines run from now on. Rates and the time left count from here."""
         self._input_reader = input_reader
         self.tracker = ProgressTracker(self.lines.total - self.lines.num_done, self._clock)
         self.end_if_done()
 
     def committed(self, index: int, totals: Totals) -> None:
-        """One line's record is on the disk."""
+        """Count a line whose result line is on the disk."""
         self.lines.finish(index)
         self.totals += totals
         self.tracker.line_done(failed=totals.failed > 0, tokens_in=totals.input_tokens, tokens_out=totals.output_tokens)
         self.end_if_done()
 
     def end_if_done(self) -> None:
-        """The job is over when all its lines are."""
+        """Set `over` when all lines are done."""
         if self.lines.num_done == self.lines.total:
             self.over.set()

@@ -1,4 +1,4 @@
-"""Makes a job in one transaction: idempotency, its input, the job that it continues; decides not when it runs."""
+"""Makes a job in one transaction: checks its idempotency key, its input file and the job that it continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_KEY_CHARACTERS = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreatedJob:
-    """The job, and whether this request made it."""
+    """The job, and whether this request made it or found it by its key."""
 
     row: JobRow
     is_new: bool
@@ -41,7 +41,7 @@ class CreatedJob:
 def creation(
     body: Mapping[str, object], idempotency_key: str | None, now: int
 ) -> Callable[[sqlite3.Connection], CreatedJob]:
-    """The transaction that makes the job, or finds the one made before. Both raise RequestError."""
+    """Return the transaction that makes the job, or finds it by its key. Both raise RequestError."""
     request = parse_batch_request(body)
     if idempotency_key is not None and not 1 <= len(idempotency_key) <= MAX_KEY_CHARACTERS:
         refuse(
@@ -70,13 +70,13 @@ def creation(
 
 
 def conflict(code: str, message: str, param: str | None = None) -> NoReturn:
-    """Raise the RequestError of a request that does not fit the state of things."""
+    """Raise the RequestError of a request that conflicts with the state of a job or file."""
     raise RequestError(code=code, message=message, param=param, status_code=409)
 
 
 def not_found(kind: str, one_id: str, param: str | None = None) -> NoReturn:
-    """Raise the RequestError of an id that nothing has."""
-    message = f"there is no {kind} {show(one_id)}; it never was, or was deleted or has expired"
+    """Raise the RequestError of an unknown id."""
+    message = f"there is no {kind} {show(one_id)}; it never existed, was deleted or has expired"
     raise RequestError(code=f"{kind}_not_found", message=message, param=param, status_code=404)
 
 
@@ -108,7 +108,7 @@ def _new_row(db: sqlite3.Connection, request: BatchRequest, now: int) -> JobRow:
 
 
 def _continued(db: sqlite3.Connection, request: BatchRequest) -> JobRow:
-    """The job that the new one continues. Raises RequestError where that cannot be done."""
+    """Return the job that the new one continues. Raises RequestError where it cannot be continued."""
     earlier_id = request.continue_from or ""
     earlier = get_job(db, earlier_id) if is_batch_id(earlier_id) else None
     if earlier is None:

@@ -1,4 +1,4 @@
-"""The body of POST /v1/batches, checked field by field; decides nothing about the files and jobs that it names."""
+"""Checks the body of POST /v1/batches field by field; batch_creation checks the files and jobs that it names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sgl_batch.jobs.request_line import SUPPORTED_URLS
 MAX_METADATA_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
 _FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after", "continue_from")
-# What is asked for under another name, or in another place.
-_PLACES = {
+# Fields that users write by mistake, and what they mean.
+_MEANT = {
     "priority": 'metadata.priority, as in {"metadata": {"priority": "5"}}',
     "weight": 'metadata.priority, as in {"metadata": {"priority": "5"}}',
     "name": 'metadata.name, as in {"metadata": {"name": "nightly"}}',
@@ -37,7 +37,7 @@ _PLACES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """What was asked for; the fields that a continued job brings itself may be None."""
+    """The checked body. With `continue_from`, fields that come from the continued job may be None."""
 
     input_file_id: str | None
     endpoint: str | None
@@ -48,7 +48,7 @@ class BatchRequest:
 
 
 def parse_batch_request(body: Mapping[str, object]) -> BatchRequest:
-    """Raises RequestError naming the field at fault."""
+    """Check the body. Raises RequestError, which names the field at fault."""
     unknown = sorted(set(body) - set(_FIELDS))
     if unknown:
         refuse("unknown_parameter", _unknown_field(unknown[0]), unknown[0])
@@ -74,7 +74,7 @@ def parse_batch_request(body: Mapping[str, object]) -> BatchRequest:
 
 
 def parse_expiry(value: object, param: str) -> int | None:
-    """The seconds of {anchor: "created_at", seconds}; a form gives them as text. Raises RequestError."""
+    """Return the seconds of {anchor: "created_at", seconds}. In a form they are text. Raises RequestError."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or value.get("anchor") != "created_at":
@@ -92,14 +92,14 @@ def parse_expiry(value: object, param: str) -> int | None:
 
 
 def body_digest(body: Mapping[str, object]) -> bytes:
-    """Equal for equal JSON objects, in whatever order their fields come."""
+    """Return a digest that is equal for equal JSON objects, whatever the order of their fields."""
     return sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode("utf-8")).digest()
 
 
 def _unknown_field(name: str) -> str:
     plain = name.lower().replace("-", "_")
-    close = get_close_matches(plain, [*_FIELDS, *_PLACES], n=1, cutoff=0.8)
-    meant = _PLACES.get(close[0], close[0]) if close else None
+    close = get_close_matches(plain, [*_FIELDS, *_MEANT], n=1, cutoff=0.8)
+    meant = _MEANT.get(close[0], close[0]) if close else None
     hint = f"use {meant}" if meant else f"there are {', '.join(_FIELDS)}"
     return f"there is no field {show(name)}; {hint}"
 

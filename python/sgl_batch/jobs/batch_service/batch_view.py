@@ -1,4 +1,4 @@
-"""The job and file objects that the service shows, from rows and running state; decides nothing about either."""
+"""Makes the job and file objects that the API shows, from rows and the state of running jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMES = (
 
 
 def file_object(row: FileRow) -> FileObject:
-    """A whole file."""
+    """Return the object of a whole file."""
     return FileObject(
         id=row.id,
         bytes=row.num_bytes,
@@ -31,7 +31,7 @@ def file_object(row: FileRow) -> FileObject:
 
 
 def running_output(job: ActiveJob, file_id: str, num_bytes: int) -> FileObject:
-    """What can be read so far of a file that a job is to write."""
+    """Return the object of the output of a running job, with what can be read so far."""
     return FileObject(
         id=file_id,
         bytes=num_bytes,
@@ -44,14 +44,17 @@ def running_output(job: ActiveJob, file_id: str, num_bytes: int) -> FileObject:
 
 
 def output_name(job: JobRow, file_id: str) -> str:
-    """The filename of a job's output or error file."""
+    """Return the filename of a job's output or error file."""
     return f"{job.id}_{'output' if file_id == job.output_file_id else 'error'}.jsonl"
 
 
 def batch_object(
     row: JobRow, active: ActiveJob | None, *, now: float, engine_ready: bool, storage: StorageState
 ) -> BatchObject:
-    """A job; `active` where it has not ended. Its files are named from the first line on that is committed to them."""
+    """Return the object of a job; `active` is given while it has not ended.
+
+    Its files are named from the first line on that is committed to them.
+    """
     if active is not None:
         row = active.row
     completed = active.totals.completed if active else row.completed
@@ -114,7 +117,7 @@ def _progress(job: ActiveJob, now: float) -> dict[str, Any]:
         side = "after" if at_risk else "before"
         text = f"at this rate the job ends {abs(expires_at - done_at):,.0f} s {side} its window"
         if at_risk:
-            text += "; lines that are not finished then get the error batch_expired"
+            text += "; lines that are not finished by then get the error batch_expired"
         extra |= {
             "eta_s": round(shown.eta_s, 1),
             "expected_completion_at": int(done_at),

@@ -1,4 +1,4 @@
-"""Which of the lines that were in flight when an engine died run together next. Pure: knows no engine."""
+"""Decides which suspects run together next: lines that were in flight when an engine died. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ALONE_UP_TO = 16
 
 
 def split_suspects(lines: Sequence[T]) -> list[tuple[T, ...]]:
-    """The groups to run one after another: halves of many lines, each of a few alone.
+    """Return the groups to run one after another: two halves, or each line alone where there are at most 16.
 
-    A group that ends without a death clears its lines; one that kills the engine again is split again. So a line that
-    kills engines is found in about log2(lines / 16) + 1 deaths, and most of its neighbours run in large groups.
+    A group that ends without a death clears its lines. A group that kills the engine again is split again. So a line
+    that kills engines is found in about log2(lines / 16) + 1 deaths, and most of its neighbours run in large groups.
     """
     if not lines:
         return []

@@ -1,6 +1,6 @@
-"""Group commit: appends finished lines to their segments, syncs, and commits them to the database in one transaction.
+"""Owns the group commit: finished lines are appended to their segments, synced, and added to the database at once.
 
-It does not decide what a result line says, nor what is done when the disk refuses (storage_guard).
+When the disk does not take a write, `storage_guard` repeats the commit.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ MAX_LINES_AT_ONCE = 1024
 
 
 class Committer:
-    """Lines that are submitted while one commit runs go into the next. A line is committed once, by its row's key."""
+    """Commits finished lines in groups. Lines that are submitted during a commit go into the next one.
+
+    The key of its row (job, line) makes a line count once.
+    """
 
     def __init__(self, store: JobStore, guard: StorageGuard, counters: ServiceCounters) -> None:
         self._store = store
         self._guard = guard
         self._counters = counters
-        self._segments = Segments()  # of the thread that writes
+        self._segments = Segments()  # used by the writing thread alone
         self._after_failure = False  # likewise
         self._pending: deque[FinishedLine] = deque()
         self._wake = asyncio.Event()
@@ -48,20 +51,20 @@ class Committer:
         self._flushes: list[tuple[int, asyncio.Future[None]]] = []
 
     def submit(self, line: FinishedLine) -> None:
-        """Take a finished line; `run` commits it."""
+        """Queue a finished line, which `run` commits."""
         self._pending.append(line)
         self._num_submitted += 1
         self._wake.set()
 
     async def flush(self) -> None:
-        """Wait until all that was submitted so far is committed."""
+        """Wait until all lines that were submitted so far are committed."""
         if self._num_committed < self._num_submitted:
             reached = asyncio.get_running_loop().create_future()
             self._flushes.append((self._num_submitted, reached))
             await reached
 
     async def run(self) -> None:
-        """Commit until cancelled. Whoever cancels has flushed first, or gives up what is not committed."""
+        """Commit until cancelled. The caller flushes before, or loses the lines that are not committed."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -70,12 +73,12 @@ class Committer:
                 await self._commit(batch)
 
     async def close_segment(self, job: ActiveJob) -> None:
-        """Nothing more comes for this job."""
+        """Close the segment of a job for which nothing more comes."""
         path = self._store.directory.segment(job.id)
         await self._store.on_writer(lambda connection: self._segments.close(path))
 
     async def close(self) -> None:
-        """Nothing more comes at all."""
+        """Close all segments."""
         await self._store.on_writer(lambda connection: self._segments.close_all())
 
     async def _commit(self, batch: list[FinishedLine]) -> None:
@@ -94,12 +97,12 @@ class Committer:
                 reached.set_result(None)
 
     def _write(self, batch: Sequence[FinishedLine], connection: sqlite3.Connection) -> list[ResultLine]:
-        """Runs in the thread that writes."""
+        """Append and commit a group of lines. It runs in the writing thread."""
         result_lines = [line.encode() for line in batch]
         try:
             self._write_result_lines(connection, _by_job(batch, result_lines))
         except BaseException:
-            # What a failed sync left in the page cache is not trusted: everything not committed is written again.
+            # After a failed sync, cached pages may never reach the disk: all that is not committed is written again.
             self._segments.close_all()
             self._after_failure = True
             raise
@@ -111,7 +114,7 @@ class Committer:
     ) -> None:
         added: list[tuple[int, list[ResultRow], Totals, int]] = []
         for job, lines in by_job:
-            if self._after_failure:  # nobody knows whether the transaction that failed was committed after all
+            if self._after_failure:  # the failed transaction may have been committed all the same
                 finished = finished_among(connection, job.row.seq, [index for index, _ in lines])
                 lines = [one for one in lines if one[0] not in finished]
             committed_bytes = segment_bytes(connection, job.row.seq)
@@ -127,7 +130,7 @@ class Committer:
     def _append(
         self, job: ActiveJob, committed_bytes: int, lines: Sequence[tuple[int, ResultLine]]
     ) -> tuple[list[ResultRow], Totals, int]:
-        """The rows, the totals and the new end of one job's segment."""
+        """Append to one job's segment. Return the rows, their totals and the new end of the segment."""
         path = self._store.directory.segment(job.id)
         offsets = self._segments.write(path, committed_bytes, [result_line.data for _, result_line in lines])
         rows = [

@@ -1,4 +1,4 @@
-"""Reads files, and outputs of running jobs, in chunks off the event loop; decides nothing about who may read them."""
+"""Reads files, and the outputs of running jobs, in chunks off the event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK_BYTES = 256 << 10
 
 
 async def whole_file(file: BinaryIO, num_bytes: int) -> AsyncIterator[bytes]:
-    """The first `num_bytes` of an open file, which is closed at the end (it may be deleted meanwhile)."""
+    """Yield the first `num_bytes` of an open file, and close it at the end. The file may be deleted meanwhile."""
     with file:
         left = num_bytes
         while left:
@@ -25,7 +25,7 @@ async def whole_file(file: BinaryIO, num_bytes: int) -> AsyncIterator[bytes]:
 async def segment_extents(segment: BinaryIO | None, extents: array[int]) -> AsyncIterator[bytes]:
     """Yield the result lines at (offset, length) pairs of an open segment, in that order, and close it at the end.
 
-    A job of which nothing is committed has no segment, and no extents.
+    A job without a committed line has no segment and no extents.
     """
     if segment is None:
         assert not extents, "result lines without a segment"

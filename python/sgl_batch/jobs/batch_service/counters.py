@@ -1,4 +1,4 @@
-"""What the service counts from its start, for metrics; decides nothing about how it is shown."""
+"""Owns what the service counts since its start, for metrics."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True, kw_only=True)
 class ServiceCounters:
-    """Numbers that only grow. They are of this process: after a restart they begin again."""
+    """Numbers that only grow. After a restart of the server they begin at 0."""
 
     lines_completed: int = 0
     lines_failed: int = 0
-    lines_rerun: int = 0  # suspects that were run again
-    lines_resumed: int = 0  # those of them of which tokens were known
-    tokens_resumed: int = 0  # these tokens
+    lines_rerun: int = 0  # suspects that ran again
+    lines_resumed: int = 0  # those of them that had a partial output
+    tokens_resumed: int = 0  # the tokens of these partial outputs
     tokens_in: int = 0
     tokens_out: int = 0
     commits: int = 0
@@ -24,5 +24,5 @@ class ServiceCounters:
     jobs_ended: int = 0
 
     def as_dict(self) -> dict[str, float]:
-        """By name."""
+        """Return the numbers by name."""
         return {one.name: float(getattr(self, one.name)) for one in fields(self)}

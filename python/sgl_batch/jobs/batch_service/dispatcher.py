@@ -1,6 +1,7 @@
-"""Keeps the engine supplied with lines of all jobs, and goes on with the next engine when one dies.
+"""Owns the lines in flight: keeps the engine supplied with lines of all jobs, and goes on with the next engine.
 
-It does not decide whose line is next (job_feeder), what suspects run together (bisect_suspects), or when a job is over.
+It does not decide whose line is next (fair_share), which suspects run together (bisect_suspects), or when a job is over
+(lifecycle_driver).
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from sgl_batch.jobs.line_engine import EngineSource
 from sgl_batch.jobs.request_line import RefusedLine, RequestLine
 from sgl_batch.jobs.result_lines import engine_crashed_response, result_token
 
-REPLACED_WAIT_S = 0.02  # an engine that went away in peace: whoever keeps it may not have told all of us yet
-DEATHS_ALONE = 2  # of engines under one line; then it is failed
+REPLACED_WAIT_S = 0.02  # after an engine that ended without a death: the supervisor may still report it as current
+DEATHS_ALONE = 2  # a line under which so many engines die while it runs alone is failed
 
 
 class Dispatcher:
-    """A line is in flight from when it is started until its result line is committed or it is given up."""
+    """Gives the lines of all jobs to the engine that runs now.
+
+    A line is in flight from its start until its result line is committed or it is given up.
+    """
 
     def __init__(
         self,
@@ -64,13 +68,13 @@ class Dispatcher:
         guard.subscribe(self._wake.set)
 
     def add(self, job: ActiveJob) -> None:
-        """Run a job's lines from now on."""
+        """Start the job's lines from now on."""
         join(job.share, (one.share for one in self._jobs.values()), self._clock())
         self._jobs[job.row.seq] = job
         self._wake.set()
 
     async def withdraw(self, job: ActiveJob) -> None:
-        """Give up what the job has in flight; when this returns, all its answers are committed."""
+        """Give up what the job has in flight. When this returns, all its answers are committed."""
         job.accepts_results = False
         self._jobs.pop(job.row.seq, None)
         if job in self._fills:
@@ -81,7 +85,7 @@ class Dispatcher:
         await self._committer.flush()
 
     async def run(self) -> None:
-        """Run until cancelled; then everything in flight is given up."""
+        """Start lines until cancelled; then everything in flight is given up."""
         session: EngineSession | None = None
         try:
             while True:
@@ -99,7 +103,7 @@ class Dispatcher:
                 await session.close()
 
     async def _serve(self, session: EngineSession) -> None:
-        """Use one engine until it dies, or is replaced while it has nothing to do."""
+        """Use one engine until it dies, or until it is replaced and has nothing in flight."""
         group: SuspectGroup | None = None
         while session.death is None:
             if self._engines.current() is not session.engine and not session.num_in_flight:
@@ -116,7 +120,7 @@ class Dispatcher:
         await self._after_death(session.death, group, await session.take_suspects())
 
     async def _start_lines(self, session: EngineSession) -> None:
-        """Start some lines of the job whose turn it is, or wait until something changes."""
+        """Start some lines of the job whose turn it is, or wait for a change."""
         self._wake.clear()
         self._read_ahead()
         turn = self._next_turn() if self._may_start(session) else None
@@ -201,9 +205,9 @@ class Dispatcher:
         self._wake.set()
 
     async def _run_group(self, session: EngineSession, group: SuspectGroup) -> None:
-        """Run suspects with nothing beside them; returns when all are committed, or the engine is dead."""
+        """Run a group of suspects with no other lines. Return when all are committed, or the engine is dead."""
         if self._deaths_alone[group.number]:
-            # If the partial output killed the engine, the line survives without it.
+            # The partial output itself may have killed the engine: the last try begins without it.
             self.partial_outputs.forget(group.lines[0])
         for one in await self._lines_of(group):
             self._counters.lines_rerun += 1
@@ -229,7 +233,7 @@ class Dispatcher:
     async def _after_death(self, death: EngineError, group: SuspectGroup | None, suspects: list[LineInFlight]) -> None:
         if group is not None and len(group.lines) == 1:
             if not self._is_guilty(death, group):
-                return  # it runs again, alone
+                return  # it runs alone once more
             for one in suspects:
                 self._crashed(one)
             await self._committer.flush()
@@ -238,9 +242,10 @@ class Dispatcher:
             await self._suspects.split(group, sorted((one.job.row.seq, one.line.index) for one in suspects))
 
     def _is_guilty(self, death: EngineError, group: SuspectGroup) -> bool:
-        """A line is to blame for the second engine that dies while it runs alone: somebody may have killed the first.
+        """Whether a line that ran alone is to blame for this death.
 
-        No line is for a death whose reason is known, a full disk say.
+        It is to blame for the second engine: the first may have been killed from outside. It is never to blame for a
+        death with a known reason (a full disk, say).
         """
         if death.code is None:
             self._deaths_alone[group.number] += 1

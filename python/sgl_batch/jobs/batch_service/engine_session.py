@@ -23,7 +23,7 @@ CANCEL_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineInFlight:
-    """A line with its job, and what is known of its answer."""
+    """A line with its job and its partial output."""
 
     job: ActiveJob
     line: RequestLine
@@ -31,7 +31,10 @@ class LineInFlight:
 
 
 class EngineSession:
-    """`on_answer` gets each answer, `on_dropped` each line without one that nobody wants any more."""
+    """The lines that one engine has.
+
+    `on_answer` gets each answer. `on_dropped` gets each line that leaves the engine without an answer.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class EngineSession:
 
     @property
     def num_in_flight(self) -> int:
-        """Lines that the engine has not answered."""
+        """How many lines the engine has not answered."""
         return len(self._tasks)
 
     def start(self, one: LineInFlight) -> None:
@@ -58,15 +61,15 @@ class EngineSession:
         task.add_done_callback(partial(self._ended, one))
 
     async def drop(self, job: ActiveJob) -> None:
-        """Give up the lines of a job that takes no more results."""
+        """Abort the lines of a job that takes no more results."""
         await self._cancel([task for task, one in self._tasks.items() if one.job is job])
 
     async def close(self) -> None:
-        """Give up everything in flight; no job takes results any more."""
+        """Abort everything in flight. No job takes results any more."""
         await self._cancel(list(self._tasks))
 
     async def take_suspects(self) -> list[LineInFlight]:
-        """After the death: the lines that were in flight, none of which has an answer."""
+        """Return, after the death, the lines that were in flight without an answer, once none is in flight."""
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=CANCEL_WAIT_S)
         await self._cancel(list(self._tasks))
@@ -93,7 +96,7 @@ class EngineSession:
         elif task.cancelled():
             self._on_answer(one, self._failed(one, asyncio.CancelledError("cancelled inside the engine")))
         elif error is not None:
-            # A fault of the program in one line's answer: that line fails, the other lines go on.
+            # A fault of the program with this line: it fails, and the other lines go on.
             logger.error("line %d of %s: the engine raised", one.line.number, one.job.id, exc_info=error)
             self._on_answer(one, self._failed(one, error))
         else:

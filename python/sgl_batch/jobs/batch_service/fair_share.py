@@ -1,21 +1,21 @@
 """Decides whose line is next, so that completion windows are met, priorities hold and no job starves.
 
-It is pure: the time and the pace of the service come in as arguments. The rule:
+It is pure: the time and the pace of the service are arguments. The service's rate is the measured rate at which lines
+are answered. The rule:
 
-1. A job needs the rate at which its lines that are not handed out yet all are in time: their number over the time that
-   is left to hand them out (to the end of its window, less what a line takes that is handed out now), with a safety
-   factor of 1.25. As a share of the service, this is over the measured rate at which lines are answered.
-2. Needs are granted by the end of the window, the earliest first, up to 90 % of the service together. Where this does
-   not suffice for all windows, jobs of the lowest priority, and of these the latest, are granted nothing: they have
-   their priority's part alone. So has a job that cannot meet its window any more with all of the 90 %, and so has every
-   job while the pace is not known yet.
-3. Above that, shares are in proportion to priorities: each job has the larger of its need and of its priority's
-   part, and jobs of the same priority without need of more have equal parts. At least a tenth of the service is
-   shared out in this way.
-4. No job starves: one that has had no line for a minute is next, with one line. Where so many jobs run that this would
-   be more than a tenth of the service, it waits longer: ten times as long as the service takes for a line of each.
+1. The need of a job is the rate that it needs to meet its window: its lines that are not started yet, over the time
+   left to start them, with a safety factor of 1.25. That time ends with the window, less the time that a line started
+   now takes. As a share of the service, the need is this rate over the service's rate.
+2. Needs are granted in the order of the ends of windows, up to 90 % of the service together. If that is too little for
+   all windows, jobs of the lowest priority (of equals, those with the latest window) are granted nothing, and have
+   only the share of their priority. So has a job that cannot meet its window even with the whole 90 %, and so has
+   every job while the pace is unknown.
+3. Each job has the larger of its need and of the share of its priority, which is in proportion to the priority. Jobs of
+   equal priority that need no more have equal shares. At least a tenth of the service is divided by priority.
+4. No job starves: a job that has had no line for a minute is next, with one line. With so many jobs that this would
+   take more than a tenth of the service, the wait is longer: ten times what the service takes for a line of each.
 
-Lines are given out so that, at each moment, each job has had its share to within a burst of lines (16).
+At each moment each job has had its share, to within a burst of 16 lines.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 
 @dataclass(slots=True, kw_only=True)
 class JobShare:
-    """What the feeder knows of one job.
+    """What the decision knows of one job.
 
-    `num_left`: lines that are not handed out yet. `fed_at`: when it had its last line, or began to run (as `deadline`,
-    in seconds of the caller's clock). `credit`: lines that it should have had and has not.
+    `num_left`: lines that are not started yet. `fed_at`: when its last line started, or the job began to run. It and
+    `deadline`, the end of the window, are in seconds of the caller's clock. `credit`: lines that its share entitles it
+    to and that have not started.
     """
 
     order: int  # of creation
@@ -56,7 +57,7 @@ class JobShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast lines are answered, of all jobs together (None: not known), and how long one takes by now."""
+    """How fast lines of all jobs are answered (None: unknown), and how long a line that starts now takes."""
 
     lines_per_s: float | None = None
     delay_s: float = 0.0
@@ -64,7 +65,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The job whose lines are next, and the part of the service that each job has at this moment (their sum is 1)."""
+    """The job whose lines are next, and the share of the service that each job has now (their sum is 1)."""
 
     share: JobShare
     most_lines: int
@@ -72,7 +73,7 @@ class Turn:
 
 
 def next_turn(shares: Iterable[JobShare], now: float, pace: Pace) -> Turn | None:
-    """The turn of one of `shares`, which have a line ready each; those past their window get nothing."""
+    """Decide the next turn among `shares`, jobs that have a line ready. Jobs past their window get nothing."""
     running = [one for one in shares if one.deadline > now]
     if not running:
         return None
@@ -85,7 +86,7 @@ def next_turn(shares: Iterable[JobShare], now: float, pace: Pace) -> Turn | None
 
 
 def charge(turn: Turn, num_lines: int, now: float) -> None:
-    """The job whose turn it was has been given these lines."""
+    """Account for the lines that the job whose turn it was has started."""
     for share, part in turn.parts:
         share.credit += num_lines * part
     turn.share.credit -= num_lines
@@ -93,7 +94,7 @@ def charge(turn: Turn, num_lines: int, now: float) -> None:
 
 
 def join(share: JobShare, others: Iterable[JobShare], now: float) -> None:
-    """A job begins to run: it does not get what the others had before it."""
+    """Let a job begin with the mean credit of the others: it does not catch up on lines from before its start."""
     credits = [one.credit for one in others]
     share.credit = sum(credits) / len(credits) if credits else 0.0
     share.fed_at = now
@@ -106,7 +107,7 @@ def _starves_after_s(num_jobs: int, pace: Pace) -> float:
 
 
 def _parts(shares: Sequence[JobShare], now: float, pace: Pace) -> list[float]:
-    """The part of each job: the larger of its need and of a common level times its weight; their sum is 1."""
+    """Return the share of each job: the larger of its need and of a common level times its weight. Their sum is 1."""
     needs = _needs(shares, now, pace)
     weights = [one.weight for one in shares]
     free_part, free_weight = 1.0, sum(weights)
@@ -119,7 +120,7 @@ def _parts(shares: Sequence[JobShare], now: float, pace: Pace) -> list[float]:
 
 
 def _needs(shares: Sequence[JobShare], now: float, pace: Pace) -> list[float]:
-    """The part of the service that each job is granted for its window's sake."""
+    """Return the share of the service that each job is granted to meet its window."""
     needs = [0.0] * len(shares)
     if not pace.lines_per_s:
         return needs
@@ -132,9 +133,9 @@ def _needs(shares: Sequence[JobShare], now: float, pace: Pace) -> list[float]:
 
 
 def _meetable(shares: Sequence[JobShare], start: float, lines_per_s: float) -> list[int]:
-    """Jobs whose windows can all be met at this pace, by the ends of their windows (after Moore and Hodgson)."""
+    """Return the jobs whose windows can all be met at this pace, by the end of the window (Moore and Hodgson)."""
     order = sorted(range(len(shares)), key=lambda index: (shares[index].deadline, shares[index].order))
-    num_lines, accepted = 0, list[tuple[int, int]]()  # a heap by weight; of equals the latest comes first
+    num_lines, accepted = 0, list[tuple[int, int]]()  # a heap by weight; of equal weights the latest window comes first
     for position, index in enumerate(order):
         most_lines = lines_per_s * (shares[index].deadline - start)
         if not 0 < shares[index].num_left <= most_lines:
@@ -148,7 +149,7 @@ def _meetable(shares: Sequence[JobShare], start: float, lines_per_s: float) -> l
 
 
 def window_s(window: str) -> int:
-    """The seconds of a completion window. Raises RequestError."""
+    """Return the seconds of a completion window. Raises RequestError."""
     match = _WINDOW.fullmatch(window)
     if match is None:
         raise RequestError(
@@ -160,7 +161,7 @@ def window_s(window: str) -> int:
 
 
 def weight_of(metadata: Mapping[str, str] | None) -> int:
-    """The job's weight: metadata["priority"], 1 to 100. Raises RequestError."""
+    """Return the job's weight: metadata["priority"], 1 to 100. Raises RequestError."""
     text = (metadata or {}).get("priority", str(DEFAULT_PRIORITY))
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= MAX_PRIORITY:
         raise RequestError(

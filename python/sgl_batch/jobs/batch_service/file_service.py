@@ -1,4 +1,4 @@
-"""Files as callers ask for them, outputs of running jobs among them; decides nothing about what jobs write."""
+"""Owns files as the API sees them, among them the outputs of running jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_FILES_LISTED = 10_000
 
 
 class FileService:
-    """`active` gives a job that has not ended by its id."""
+    """Uploads, lists, reads and deletes files. `active` returns the job of an id that has not ended, or None."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class FileService:
         self._active = active
 
     def begin_upload(self) -> FileUpload:
-        """A file that is to be written."""
+        """Begin a new file."""
         return FileUpload(self._store.directory.new_partial(), self._max_file_bytes, self._register)
 
     async def list_files(self, *, purpose: str | None, limit: int, order: str, after: str | None) -> FilePage:
-        """One page. Raises RequestError."""
+        """Return one page of files. Raises RequestError."""
         if order not in ("asc", "desc"):
             refuse("invalid_order", f"order is {show(order)}; give asc or desc", "order")
         check_limit(limit, MAX_FILES_LISTED)
@@ -61,11 +61,11 @@ class FileService:
         return FilePage(data=tuple(file_object(row) for row in rows[:limit]), has_more=len(rows) > limit)
 
     async def get(self, file_id: str) -> FileObject:
-        """One file. Raises RequestError."""
+        """Return one file. Raises RequestError."""
         running = await self._running(file_id)
         if running is not None:
-            job, records = running
-            return running_output(job, file_id, sum(records[1::2]))
+            job, extents_found = running
+            return running_output(job, file_id, sum(extents_found[1::2]))
         return file_object(await self._row(file_id))
 
     async def delete(self, file_id: str) -> None:
@@ -78,14 +78,14 @@ class FileService:
         await asyncio.to_thread(unlink_file, self._store, file_id)
 
     async def open_content(self, file_id: str) -> FileContent:
-        """A file's bytes. Raises RequestError."""
+        """Open a file's bytes. Raises RequestError."""
         running = await self._running(file_id)
         if running is not None:
-            job, records = running
+            job, extents_found = running
             segment = await asyncio.to_thread(_opened, self._store.directory.segment(job.id))
-            if segment is not None or not records:
-                file = running_output(job, file_id, sum(records[1::2]))
-                return FileContent(file=file, num_bytes=file.bytes, chunks=segment_extents(segment, records))
+            if segment is not None or not extents_found:
+                file = running_output(job, file_id, sum(extents_found[1::2]))
+                return FileContent(file=file, num_bytes=file.bytes, chunks=segment_extents(segment, extents_found))
         row = await self._row(file_id)
         opened = await asyncio.to_thread(_opened, self._store.directory.file(file_id))
         if opened is None:
@@ -99,7 +99,7 @@ class FileService:
         return row
 
     async def _running(self, file_id: str) -> tuple[ActiveJob, array[int]] | None:
-        """The job that has not ended and is to write this file, with where its records are that can be read already."""
+        """Return the running job that will write this file, and the extents of the result lines readable now."""
         if not is_file_id(file_id):
             return None
         row = await self._store.read(lambda db: job_of_file(db, file_id))
@@ -108,12 +108,12 @@ class FileService:
             return None
         end = job.lines.contiguous
 
-        def records(db: sqlite3.Connection) -> array[int] | None:
+        def read_extents(db: sqlite3.Connection) -> array[int] | None:
             found = extents(db, row.seq, end, failed=file_id == row.error_file_id)
-            # Results are deleted only after the end: before it, what was found is whole.
+            # Result rows are deleted only after the job's end: before it, what was found is complete.
             return found if known_job(db, row.id).ended_at is None else None
 
-        found = await self._store.read(records)
+        found = await self._store.read(read_extents)
         return None if found is None else (job, found)
 
     async def _register(self, partial: Path, num_bytes: int, filename: str, expires_after_s: int | None) -> FileObject:
@@ -140,7 +140,7 @@ class FileService:
 
 
 def check_limit(limit: int, most: int) -> None:
-    """Raise RequestError for a page's size that is not there."""
+    """Raise RequestError for a page size out of range."""
     if not 1 <= limit <= most:
         refuse("invalid_limit", f"limit is {limit}; give 1 to {most}", "limit")
 

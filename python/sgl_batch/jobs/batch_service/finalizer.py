@@ -1,4 +1,4 @@
-"""Writes a job's output and error files, whole and in input order, from its segment; decides not its status."""
+"""Writes a job's output and error files, whole and in input order, from its segment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered:
-    """What is said of the lines that have no answer."""
+    """The error of the lines that have no answer."""
 
     code: str
     message: str
@@ -35,14 +35,17 @@ class Unanswered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSizes:
-    """Bytes of the two files; a file without lines is not made."""
+    """Bytes of the two files. A file without lines is not made."""
 
     output: int
     errors: int
 
 
 class Finalizer:
-    """Writes the files of one job; it may be run again after a crash or a full disk, and gives the same."""
+    """Writes the files of one job. After a crash or a full disk it may run again, and writes the same bytes.
+
+    `unanswered`: the error of lines without an answer; None where all lines have one.
+    """
 
     def __init__(
         self, directory: JobsDirectory, job: JobRow, unanswered: Unanswered | None, stop: threading.Event
@@ -53,7 +56,7 @@ class Finalizer:
         self._stop = stop
 
     def run(self, max_line_bytes: int) -> OutputSizes:
-        """Write, sync and name both files. Raises StorageError, or StoppedError once `stop` is set."""
+        """Write, sync and then name both files. Raises StorageError, or StoppedError once `stop` is set."""
         output, errors = self._directory.new_partial(), self._directory.new_partial()
         with storage_errors(f"writing the output of {self._job.id}"):
             try:
@@ -111,7 +114,7 @@ def _new_file(path: Path) -> BinaryIO:
 
 
 def _opened_segment(path: Path) -> BinaryIO:
-    """The segment for reading; a job none of whose lines is finished has none."""
+    """Open the segment for reading. A job without a finished line has none: then an empty file."""
     return (path if path.exists() else Path(os.devnull)).open("rb", buffering=_BUFFER_BYTES)
 
 

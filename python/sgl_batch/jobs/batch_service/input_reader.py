@@ -1,4 +1,4 @@
-"""Reads a running job's lines ahead of the engine, off the event loop; decides nothing about whose line is next."""
+"""Reads the lines of a running job ahead of the engine, off the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Line = RequestLine | RefusedLine
 
 
 class InputReader:
-    """Hands out each line that is to do, once, in input order. Taken lines that come back are read by `read`."""
+    """Hands out each line to do once, in input order. `read` reads lines again that were taken before."""
 
     def __init__(self, path: Path, offsets: LineOffsets, rules: LineRules, lines: LineStates) -> None:
         self._path = path
@@ -34,29 +34,29 @@ class InputReader:
 
     @property
     def num_ready(self) -> int:
-        """How many lines can be taken at once."""
+        """How many lines can be taken without waiting."""
         return len(self._ahead)
 
-    def wants_filling(self, share: int) -> bool:
-        """Whether more should be read, where `share` feeds read ahead at once."""
-        return self._next is not None and len(self._ahead) <= max(READ_AHEAD_LINES // share // 2, FEWEST_LINES)
+    def wants_filling(self, num_jobs: int) -> bool:
+        """Whether to read more ahead, where `num_jobs` jobs share the read-ahead."""
+        return self._next is not None and len(self._ahead) <= max(READ_AHEAD_LINES // num_jobs // 2, FEWEST_LINES)
 
     def take(self) -> Line:
-        """The next line, which is then taken."""
+        """Take the next line."""
         line = self._ahead.popleft()
         self._lines.take(line.index)
         return line
 
-    async def fill(self, share: int) -> None:
-        """Read some lines ahead, one call at a time. Raises StorageError; then nothing was lost: call it again."""
-        self._ahead.extend(await asyncio.to_thread(self._read_some, share))
+    async def fill(self, num_jobs: int) -> None:
+        """Read some lines ahead, one call at a time. After a StorageError nothing is lost: call it again."""
+        self._ahead.extend(await asyncio.to_thread(self._read_some, num_jobs))
 
     async def read(self, indexes: Sequence[int]) -> list[Line]:
-        """These lines, in ascending order. Raises StorageError."""
+        """Return these lines, in ascending order. Raises StorageError."""
         return await asyncio.to_thread(lambda: [self._parse(raw) for raw in self._raw(sorted(indexes))])
 
-    def _read_some(self, share: int) -> list[Line]:
-        max_lines, max_bytes = max(READ_AHEAD_LINES // share, 2 * FEWEST_LINES), READ_AHEAD_BYTES // share
+    def _read_some(self, num_jobs: int) -> list[Line]:
+        max_lines, max_bytes = max(READ_AHEAD_LINES // num_jobs, 2 * FEWEST_LINES), READ_AHEAD_BYTES // num_jobs
         if self._next is None:
             return []
         if self._reader is None:
@@ -102,4 +102,4 @@ class InputReader:
 
 
 def _seen_in_validation(custom_id: str, number: int) -> None:
-    """No custom_id comes twice in an input that was validated."""
+    """Accept every custom_id: validation has found that none comes twice."""

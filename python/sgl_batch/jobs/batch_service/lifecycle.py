@@ -1,4 +1,4 @@
-"""The states of a job and every way from one to another, in one table; decides nothing about when a job moves."""
+"""Owns the statuses of a job and the table of all moves between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class JobStatus(StrEnum):
-    """OpenAI's names."""
+    """The statuses, with OpenAI's names."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -34,7 +34,7 @@ ENDED = frozenset(status for status, following in TRANSITIONS.items() if not fol
 
 
 class TransitionError(Exception):
-    """A job is not in a state from which it can move there (somebody else moved it first)."""
+    """A job's status does not allow this move. Another request moved it first, for example."""
 
     def __init__(self, status: JobStatus, to: JobStatus) -> None:
         super().__init__(f"a job that is {status} cannot become {to}")
@@ -42,7 +42,7 @@ class TransitionError(Exception):
 
 
 def time_column(status: JobStatus) -> str:
-    """The column of a job's row that says when it came to this status."""
+    """Return the column of a job's row with the time at which it came to this status."""
     return f"{status}_at"
 
 

@@ -1,6 +1,6 @@
-"""Takes one job from where it is to its end: validation, running, files, tidying up.
+"""Takes one job from its status to its end: validation, running, writing its files, tidying up.
 
-It does not decide which moves are allowed (lifecycle), nor which line runs when (job_runner).
+It does not decide which moves are allowed (lifecycle), nor which line runs when (dispatcher).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _UNANSWERED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverParts:
-    """What every job is driven with."""
+    """The parts of the service that every driver uses."""
 
     settings: ServiceSettings
     store: JobStore
@@ -73,11 +73,11 @@ class DriverParts:
     suspects: SuspectQueue
     dispatcher: Dispatcher
     clock: Callable[[], float]
-    long_reads: asyncio.Semaphore  # whole files read or written in threads, of which there are few
+    long_reads: asyncio.Semaphore  # limits how many jobs read or write whole files at once: threads are few
 
 
 class LifecycleDriver:
-    """`drive` may be given a job in any state, at a start of the service too; cancelled, it leaves the job as it is."""
+    """Drives one job, from any status: also a job of an earlier server. Cancelling `drive` leaves the job as it is."""
 
     def __init__(self, job: ActiveJob, parts: DriverParts) -> None:
         self._job = job
@@ -98,7 +98,7 @@ class LifecycleDriver:
             self._stop.set()
 
     async def tidy(self) -> None:
-        """Remove what an ended job needs no more; what it leaves behind in a crash is removed at the next start."""
+        """Remove the segment and the result rows of an ended job. After a crash the next start goes on with it."""
         job, store = self._job, self._parts.store
         more = True
         while more:
@@ -110,7 +110,7 @@ class LifecycleDriver:
         await self._persist(lambda db: update_job(db, job.id, {"is_tidy": 1}))
 
     async def _unless_over(self, step: Coroutine[None, None, None]) -> None:
-        """Run a step, or give it up as soon as the job is over (cancelled, expired)."""
+        """Run a step, and give it up as soon as the job is over (cancelled, expired)."""
         work, over = asyncio.ensure_future(step), asyncio.ensure_future(self._job.over.wait())
         try:
             await asyncio.wait({work, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +121,7 @@ class LifecycleDriver:
                 work.cancel()
                 await asyncio.wait({work})
                 self._stop = threading.Event()
-        # Where somebody cancelled the job between two moves of it, the job is over, and `drive` goes on from there.
+        # A request may cancel the job just before the step moves it. Then the job is over, and `drive` goes on.
         with suppress(TransitionError, asyncio.CancelledError):
             work.result()
 
@@ -148,7 +148,7 @@ class LifecycleDriver:
         failpoint("driver.validation_written")
 
     async def _begin(self) -> None:
-        """Bring the job's lines to where they were committed, and have the rest run."""
+        """Load which lines are committed, and let the others run."""
         parts, job = self._parts, self._job
         offsets, suspects = await parts.guard.persist(self._load)
         if not job.row.taken_over:
@@ -208,10 +208,10 @@ class LifecycleDriver:
     async def _finish(self) -> None:
         parts, job = self._parts, self._job
         await parts.dispatcher.withdraw(job)
-        # A step that was given up may have been written all the same.
+        # The transaction of a step that was given up may have been committed.
         job.row = await self._persist(partial(known_job, job_id=job.id))
         ending = await self._settle_ending()
-        if not job.row.total:  # it was never validated: there are no lines to write
+        if not job.row.total:  # it was not validated: there are no lines to write
             await self._move(ending)
             return
         finalizer = Finalizer(parts.store.directory, job.row, _UNANSWERED.get(ending), self._stop)
@@ -228,7 +228,7 @@ class LifecycleDriver:
         failpoint("driver.ended")
 
     async def _settle_ending(self) -> JobStatus:
-        """How the job ends. Who has asked to cancel it before its files are begun is heard."""
+        """Settle how the job ends. A request to cancel it counts until the job is `finalizing`."""
         job = self._job
         if job.status is JobStatus.CANCELLING:
             return JobStatus.CANCELLED
@@ -263,13 +263,13 @@ class LifecycleDriver:
     async def _move(
         self, to: JobStatus, also: Callable[[sqlite3.Connection], None] | None = None, **changes: object
     ) -> None:
-        """Bring the job to a status, with whatever must happen in the same transaction. Raises TransitionError."""
+        """Move the job to a status; `also` runs in the same transaction. Raises TransitionError."""
         changes = {"status": str(to), time_column(to): int(self._parts.clock()), **changes}
 
         def work(db: sqlite3.Connection) -> None:
             row = known_job(db, self._job.id)
             if row.status == to:
-                return  # an earlier attempt was committed, though the disk said no
+                return  # an earlier attempt was committed, although it raised
             check_transition(JobStatus(row.status), to)
             update_job(db, self._job.id, changes)
             if also is not None:

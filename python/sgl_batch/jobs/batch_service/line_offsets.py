@@ -1,4 +1,4 @@
-"""Where every 1000th line of an input begins, so that reading can start near any line; decides nothing about order."""
+"""Owns where every 1000th line of an input begins, so that reading can start near any line."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ LINES_APART = 1000
 
 
 class LineOffsets:
-    """Built while the input is validated, in the order of its lines; 16 bytes for each 1000 of them."""
+    """The offsets of one input, collected during validation: 16 bytes for each 1000 lines."""
 
     def __init__(self, packed: bytes = b"") -> None:
         self._values = array("Q")
         self._values.frombytes(packed)
 
     def note(self, line: RawLine) -> None:
-        """See the next line."""
+        """Take note of the next line."""
         if line.index % LINES_APART == 0:
             self._values.extend((line.offset, line.number - 1))
 
     def packed(self) -> bytes:
-        """For the job's row."""
+        """Return the offsets as they are stored in the job's row."""
         return self._values.tobytes()
 
     def before(self, index: int) -> LineStart:
-        """The nearest start at or before the line `index`."""
+        """Return the nearest start at or before the line `index`."""
         position = index // LINES_APART
         offset, lines_before = self._values[2 * position : 2 * position + 2]
         return LineStart(offset=offset, index=position * LINES_APART, lines_before=lines_before)

@@ -1,4 +1,4 @@
-"""What the service shows of files, jobs and itself, and OpenAI's JSON of it; decides nothing about their state."""
+"""Owns the objects that the service returns: files, jobs and its own state, each with OpenAI's JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class FileObject:
     """A file of a user (`batch`) or of a finished job (`batch_output`). Times are Unix seconds.
 
-    `status` is `processed`, or `uploaded` for the output of a running job, of which `bytes` is what can be read so far.
+    `status` is `processed`, or `uploaded` for the output of a running job: then `bytes` is what can be read so far.
     """
 
     id: str
@@ -24,7 +24,7 @@ class FileObject:
     status_details: str | None = None
 
     def to_openai(self) -> dict[str, Any]:
-        """The JSON object of the API."""
+        """Return the JSON object of the API."""
         return {"object": "file", **_as_dict(self)}
 
 
@@ -32,13 +32,12 @@ class FileObject:
 class BatchObject:
     """A job as it is now. Times are Unix seconds.
 
-    `output_file_id` and `error_file_id` are there from the first committed line of each on; while the job runs the
-    content is the lines before the first that is not finished. `errors` has {object: "list", data: [{code, line,
-    message, param}]} or is None. `x_sgl_batch` holds, where known: name
-    (metadata.name, else the input's filename), priority, percent, lines_per_s, tokens_in_per_s,
-    tokens_out_per_s, eta_s, expected_completion_at, window_at_risk (bool), window_text, contiguous_lines (of the input,
-    from its first line), output_file_id and error_file_id (from the start), in_flight, seed, continue_from,
-    engine ("ready" | "absent"), storage ({ok, message, since}).
+    `output_file_id` and `error_file_id` are None until the first line of that file is committed. While the job runs,
+    the content is the lines before the first unfinished one. `errors` is None, or {object: "list", data: [{code, line,
+    message, param}]}. `x_sgl_batch` holds, where known: name (metadata.name, else the input's filename), priority,
+    percent, lines_per_s, tokens_in_per_s, tokens_out_per_s, eta_s, expected_completion_at, window_at_risk (bool),
+    window_text, contiguous_lines (finished lines before the first unfinished one), output_file_id and error_file_id
+    (known from the start), in_flight, seed, continue_from, engine ("ready" | "absent"), storage ({ok, message, since}).
     """
 
     id: str
@@ -65,7 +64,7 @@ class BatchObject:
     x_sgl_batch: Mapping[str, Any] = field(default_factory=dict)
 
     def to_openai(self) -> dict[str, Any]:
-        """The JSON object of the API."""
+        """Return the JSON object of the API."""
         return {"object": "batch", **_as_dict(self)}
 
 
@@ -77,7 +76,7 @@ class FilePage:
     has_more: bool
 
     def to_openai(self) -> dict[str, Any]:
-        """The JSON object of the API."""
+        """Return the JSON object of the API."""
         return _page([one.to_openai() for one in self.data], self.has_more)
 
 
@@ -89,13 +88,13 @@ class BatchPage:
     has_more: bool
 
     def to_openai(self) -> dict[str, Any]:
-        """The JSON object of the API."""
+        """Return the JSON object of the API."""
         return _page([one.to_openai() for one in self.data], self.has_more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileContent:
-    """A file's bytes, in chunks; `num_bytes` are exactly what the chunks come to, fixed when it was opened."""
+    """A file's bytes in chunks. `num_bytes` is the exact sum of the chunks, fixed when the file was opened."""
 
     file: FileObject
     num_bytes: int
@@ -104,22 +103,22 @@ class FileContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageState:
-    """Whether the jobs directory takes writes. While it does not, no line is admitted and the service retries."""
+    """Whether the jobs directory takes writes. While it does not, no line starts and the service retries."""
 
     ok: bool = True
     message: str | None = None
     since: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in `x_sgl_batch` and in /health."""
+        """Return the JSON of it in `x_sgl_batch` and in /health."""
         return _as_dict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSnapshot:
-    """The service at one moment, for the progress page, /health and /metrics; taken without waiting for anything.
+    """The service at one moment, for the progress page, /health and /metrics.
 
-    `jobs` are those not ended. `counters` only grow, from the service's start: lines_completed, lines_failed,
+    `jobs` are those that have not ended. `counters` only grow, from the service's start: lines_completed, lines_failed,
     lines_rerun, lines_resumed, tokens_resumed, tokens_in, tokens_out, commits, commit_s, committed_bytes,
     engine_deaths, storage_failures, jobs_created and jobs_ended. `partial_output_tokens` are those known of lines
     without an answer, which are kept when the engine dies. `finished_s_ago` is the time since a line was finished

@@ -1,4 +1,4 @@
-"""Removes what nobody needs: leftovers of a crash, and files whose time is over; decides not what jobs keep."""
+"""Removes leftovers of a crash, expired files and deleted files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.jobs.scratch import storage_errors
 
 
 async def recover(store: JobStore) -> tuple[list[JobRow], list[JobRow]]:
-    """Clear what a crash left; returns the jobs that have still to be run, and those that have to be tidied up."""
+    """Clear what a crash left. Return the jobs that have not ended, and the ended jobs that are not tidied up."""
     store.directory.clear_leftovers()
     names = [path.name for path in (store.directory.path / "files").iterdir()]
     for unknown in await store.read(lambda db: unknown_files(db, names)):
@@ -31,7 +31,7 @@ async def recover(store: JobStore) -> tuple[list[JobRow], list[JobRow]]:
 
 
 async def remove_expired(store: JobStore, now: float) -> int:
-    """Delete the files whose time is over and that no job needs; returns how many."""
+    """Delete the expired files that no job needs. Return how many."""
     removed = 0
     for file_id in await store.read(lambda db: expired_files(db, int(now))):
         if await store.write(partial(delete_unless_needed, file_id=file_id)) is None:
@@ -41,7 +41,7 @@ async def remove_expired(store: JobStore, now: float) -> int:
 
 
 def delete_unless_needed(db: sqlite3.Connection, file_id: str) -> str | None:
-    """Delete the file from the database; where a job that has not ended needs it, return that job instead."""
+    """Delete the file's row. Where a job that has not ended needs the file, keep it and return that job's id."""
     job = job_needing(db, file_id)
     if job is None:
         delete_file(db, file_id)
@@ -49,7 +49,7 @@ def delete_unless_needed(db: sqlite3.Connection, file_id: str) -> str | None:
 
 
 def unlink_file(store: JobStore, file_id: str) -> None:
-    """Remove a file that no row knows any more; after a crash in between, the next start does it."""
+    """Remove a file whose row is deleted. After a crash in between, the next start removes it."""
     failpoint("retention.row_deleted")
     with storage_errors(f"deleting the file {file_id}"):
         store.directory.file(file_id).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The service as the API layer sees it: files, batches, state. It does not decide how HTTP shows any of it.
+"""Owns the batch service as the API sees it: files, batches and their state. The package says how it works.
 
-Every method raises RequestError (code, message, param, status_code: 400, 404, 409, 413, 503, 507) for what the caller
-got wrong or the disk cannot take, and nothing else on purpose.
+Every method raises RequestError (code, message, param, status_code) where the caller is wrong (400, 404, 409, 413), the
+service is not open (503), or the disk does not take a write (507). It raises nothing else on purpose.
 """
 
 from __future__ import annotations
@@ -58,7 +58,18 @@ RETENTION_EVERY_S = 60.0
 
 
 class BatchService:
-    """Files and jobs in one directory, run with the engines of `engines`. Everything runs on one event loop."""
+    """Files and jobs in one directory, run with the engines of `engines`.
+
+    All methods are called on one event loop, between `start` and `stop`; blocking work goes to threads. A caller may
+    cancel any call: a step that changes a job (`create_batch`, `cancel_batch`) is finished all the same.
+
+    Args:
+        settings: The jobs directory, and limits of files, jobs and lines in flight.
+        engines: Gives the engine that runs now. It outlives the service.
+        clock: Unix time in seconds.
+        tick_s: How often the ends of windows are looked for, in seconds.
+        first_retry_s: The wait before the first repetition of a failed write, in seconds. It doubles up to 10 s.
+    """
 
     def __init__(
         self,
@@ -98,10 +109,13 @@ class BatchService:
         self._is_open = False
 
     async def start(self) -> None:
-        """Open the directory, recover what was running, begin to run jobs.
+        """Open the jobs directory, recover the jobs of an earlier server, and begin to run them.
 
-        Raises ConfigError where another server holds the directory or its database is newer than this program, and
-        StorageError where the directory cannot be read or written.
+        It returns without waiting for an engine. It is called once; `stop` undoes it.
+
+        Raises:
+            ConfigError: Another server holds the directory, or its database is newer than this program.
+            StorageError: The directory cannot be read or written. Then nothing runs, and the directory is free.
         """
         await asyncio.to_thread(self._store.open)
         try:
@@ -112,7 +126,7 @@ class BatchService:
             raise
         self._ended.update({status: number for status, number in counts.items() if status in ENDED})
         self._loops = [
-            self._watched(work) for work in (self._committer.run(), self._dispatcher.run(), self._look_at_the_clock())
+            self._watched(work) for work in (self._committer.run(), self._dispatcher.run(), self._check_times())
         ]
         for row in running:
             self._begin(ActiveJob(row, self._clock))
@@ -121,7 +135,11 @@ class BatchService:
         self._is_open = True
 
     async def stop(self) -> None:
-        """Admit nothing more, give up lines in flight, commit what is finished, let go of the directory."""
+        """Give up the lines in flight, commit the finished ones, and let go of the directory. Idempotent.
+
+        All methods of files and jobs raise 503 from now on. Jobs that have not ended go on at the next `start`. Where
+        the disk does not take the last commit within 10 s, the lines of that commit run again then.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -135,43 +153,64 @@ class BatchService:
         await asyncio.to_thread(self._store.close)
 
     async def begin_upload(self) -> FileUpload:
-        """A file of unknown length: `async with await service.begin_upload() as upload`, then write and finish."""
+        """Begin a file of unknown length.
+
+        The caller enters the upload (`async with await service.begin_upload() as upload`), awaits `upload.write` for
+        each piece, and then `upload.finish`, which returns the FileObject. From then on the file is durable. Leaving
+        the block without `finish` removes what was written.
+        """
         self._check_open()
         return self._files.begin_upload()
 
     async def list_files(
         self, *, purpose: str | None = None, limit: int = 10_000, order: str = "desc", after: str | None = None
     ) -> FilePage:
-        """Files by creation, `order` asc or desc."""
+        """Return one page of files, without outputs of running jobs.
+
+        Args:
+            purpose: "batch", "batch_output", or None for both.
+            limit: The most files in the page, 1 to 10,000.
+            order: "asc" or "desc", by creation.
+            after: The id of the last file of the page before.
+        """
         with self._refusals():
             return await self._files.list_files(purpose=purpose, limit=limit, order=order, after=after)
 
     async def get_file(self, file_id: str) -> FileObject:
-        """One file, or the output of a running job."""
+        """Return one file. The output of a running job has the status `uploaded`, and the size that can be read now."""
         with self._refusals():
             return await self._files.get(file_id)
 
     async def delete_file(self, file_id: str) -> None:
-        """Delete a file; 409 (file_in_use) while a job that has not ended needs it."""
+        """Delete a file. Raises 409 (file_in_use) while a job that has not ended needs it.
+
+        A reader that has opened its content reads on to the end.
+        """
         with self._refusals():
             await self._files.delete(file_id)
 
     async def open_content(self, file_id: str) -> FileContent:
-        """A file's bytes; of a running job's output, the lines before the first that is not finished."""
+        """Open the bytes of a file; of a running job's output, the lines before the first unfinished one.
+
+        The size is fixed when this returns. The caller iterates `chunks` to the end, or closes it.
+        """
         with self._refusals():
             return await self._files.open_content(file_id)
 
     async def create_batch(self, body: Mapping[str, object], *, idempotency_key: str | None = None) -> BatchObject:
-        """Check the request body of POST /v1/batches (and its `continue_from`) and queue the job for validation.
+        """Make a job from the body of POST /v1/batches. It is durable when this returns, and validated afterwards.
 
-        The same key with the same body gives the same job; with another body, 409 (idempotency_key_reused).
+        Args:
+            body: OpenAI's fields, or `continue_from`: the id of an ended job whose answered lines are reused.
+            idempotency_key: The same key with the same body returns the same job. With another body it raises 409
+                (idempotency_key_reused).
         """
         create = creation(body, idempotency_key, int(self._clock()))
         with self._refusals():
             return await self._finished(self._create(create))
 
     async def get_batch(self, batch_id: str) -> BatchObject:
-        """One job as it is now."""
+        """Return one job as it is now. Jobs are never deleted."""
         with self._refusals():
             row = await self._store.read(lambda db: get_job(db, batch_id)) if is_batch_id(batch_id) else None
         if row is None:
@@ -179,7 +218,7 @@ class BatchService:
         return self._shown(row)
 
     async def list_batches(self, *, limit: int = 20, after: str | None = None) -> BatchPage:
-        """Jobs, newest first."""
+        """Return one page of jobs, newest first: up to `limit` (1 to 100) of those created before the job `after`."""
         check_limit(limit, MAX_BATCHES_LISTED)
         if after is not None:
             await self.get_batch(after)
@@ -188,13 +227,17 @@ class BatchService:
         return BatchPage(data=tuple(self._shown(row) for row in rows[:limit]), has_more=len(rows) > limit)
 
     async def cancel_batch(self, batch_id: str) -> BatchObject:
-        """Begin to cancel; a job that has ended raises 409 (batch_not_cancellable); it may be asked for twice."""
+        """Begin to cancel a job. Idempotent while it is `cancelling`.
+
+        Raises 409 (batch_not_cancellable) for a job that is `finalizing` or has ended. The job is `cancelling` until
+        its files are written. Lines that are finished keep their results.
+        """
         await self.get_batch(batch_id)
         with self._refusals():
             return await self._finished(self._cancel(batch_id))
 
     def snapshot(self) -> ServiceSnapshot:
-        """The service at this moment."""
+        """Return the state of the service at this moment. It waits for nothing and raises nothing."""
         by_status = self._ended + Counter(str(job.row.status) for job in self._jobs.values())
         idle_s = min((job.tracker.snapshot().idle_s for job in self._jobs.values() if job.runs), default=None)
         return ServiceSnapshot(
@@ -212,7 +255,7 @@ class BatchService:
 
     @property
     def storage(self) -> StorageState:
-        """Whether the directory takes writes."""
+        """Whether the jobs directory takes writes."""
         return self._guard.state
 
     async def _create(self, create: Callable[[sqlite3.Connection], CreatedJob]) -> BatchObject:
@@ -220,7 +263,7 @@ class BatchService:
         if created.is_new:
             failpoint("creation.committed")
             self._counters.jobs_created += 1
-        # A job found by its key may have been written by a request that was told the disk had failed.
+        # A job found by its key may come from a request that got 507, although its transaction was committed.
         if created.row.status not in ENDED and created.row.id not in self._jobs:
             self._begin(ActiveJob(created.row, self._clock))
         return self._shown(created.row)
@@ -258,17 +301,17 @@ class BatchService:
         self._counters.jobs_ended += 1
         await driver.tidy()
 
-    async def _look_at_the_clock(self) -> None:
-        """Endpoints jobs whose window is over, and deletes files whose time is over."""
-        looked_at_files = self._clock()
+    async def _check_times(self) -> None:
+        """End jobs whose window is over, and delete expired files."""
+        files_checked_at = self._clock()
         while True:
             await asyncio.sleep(self._tick_s)
             now = self._clock()
             for job in self._jobs.values():
                 if job.row.expires_at <= now and job.status in (JobStatus.VALIDATING, JobStatus.IN_PROGRESS):
                     job.over.set()
-            if now - looked_at_files >= RETENTION_EVERY_S:
-                looked_at_files = now
+            if now - files_checked_at >= RETENTION_EVERY_S:
+                files_checked_at = now
                 try:
                     await remove_expired(self._store, now)
                 except StorageError as error:
@@ -289,7 +332,7 @@ class BatchService:
         task.add_done_callback(self._tasks.discard)
 
     def _watched(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """A task whose fault, which can only be the program's, is said instead of lost."""
+        """Return a task whose exception, which can only be a fault of the program, is logged and shown in /health."""
         task = asyncio.ensure_future(work)
         task.add_done_callback(self._ended_task)
         return task
@@ -300,7 +343,7 @@ class BatchService:
             logger.critical("a fault of the program stopped a part of the batch service", exc_info=error)
 
     async def _finished(self, work: Coroutine[None, None, T]) -> T:
-        """The result of a step that is done whole even where its caller goes away."""
+        """Return the result of a step that is finished even where its caller is cancelled."""
         return await asyncio.shield(asyncio.ensure_future(work))
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""Measures how fast the service answers lines, over the time in which it has any; the clock is the caller's."""
+"""Measures how fast the service answers lines, over the time in which lines are in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SAMPLE_EVERY_S = 1.0
 
 
 class ServicePace:
-    """Lines answered by seconds in which lines were in flight: times without work say nothing of the pace."""
+    """Counts answered lines over busy seconds: times without a line in flight say nothing about the pace."""
 
     def __init__(self, now: float) -> None:
         self._seen_at = now
@@ -20,7 +20,7 @@ class ServicePace:
         self._samples: deque[tuple[float, int]] = deque([(0.0, 0)])
 
     def note_time(self, now: float, *, was_busy: bool) -> None:
-        """Time has gone by, in which lines were in flight or not. Call it before their number changes from or to 0."""
+        """Account for the time since the last call. Call it before the number in flight changes from or to 0."""
         if was_busy:
             self._busy_s += max(now - self._seen_at, 0.0)
         self._seen_at = now
@@ -34,7 +34,7 @@ class ServicePace:
         self._num_answered += 1
 
     def pace(self, num_in_flight: int) -> Pace:
-        """The pace of the last busy half minute. It is not known before a busy second, nor before an answer."""
+        """Return the pace of the last busy half minute. It is unknown before one busy second and one answer."""
         busy_s, num_answered = self._busy_s - self._samples[0][0], self._num_answered - self._samples[0][1]
         if busy_s < _SAMPLE_EVERY_S or not num_answered:
             return Pace()

@@ -1,4 +1,4 @@
-"""What an operator sets of the batch service; decides nothing itself."""
+"""Owns the settings of the batch service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_MAX_LINE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
-    """Where jobs live and how large they may be."""
+    """Where jobs lie, and the limits of files, jobs, lines and lines in flight."""
 
     jobs_dir: Path
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES

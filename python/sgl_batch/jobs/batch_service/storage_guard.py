@@ -1,4 +1,4 @@
-"""Whether the jobs directory takes writes, and retries of what must be written; decides not what that is."""
+"""Owns whether the jobs directory takes writes, and the repetition of writes that failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_RETRY_S = 10.0
 
 
 class StorageGuard:
-    """Work that must not be lost is tried again, ever slower, until the disk takes it; meanwhile `state` says so."""
+    """Repeats work that must not be lost, ever slower, until the disk takes it. Meanwhile `state` shows the failure."""
 
     def __init__(self, clock: Callable[[], float], first_retry_s: float = FIRST_RETRY_S) -> None:
         self.num_failures = 0
@@ -30,7 +30,7 @@ class StorageGuard:
 
     @property
     def state(self) -> StorageState:
-        """The oldest failure that still lasts, or that all is well."""
+        """The oldest failure that still lasts, or that there is none."""
         return next(iter(self._failing.values()), StorageState())
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
@@ -38,7 +38,7 @@ class StorageGuard:
         self._on_change.append(on_change)
 
     async def persist(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, however often the disk refuses it first. `work` may be run again from its start."""
+        """Run `work` until it raises no StorageError, and return its result. Each try begins at its start."""
         attempt, retry_s = object(), self._first_retry_s
         try:
             while True:
@@ -58,17 +58,17 @@ class StorageGuard:
             logger.error("the jobs directory does not take writes; what is committed is kept: %s", error)
         self._failing[attempt] = StorageState(
             ok=False,
-            message=f"{error}. No line is admitted until there is room or the disk works again; what is committed is "
+            message=f"{error}. No line is started until there is room or the disk works again; what is committed is "
             "kept, and writing is tried again",
             since=since,
         )
-        self._tell()
+        self._notify()
 
     def _ended(self, attempt: object) -> None:
         if self._failing.pop(attempt, None) is not None and not self._failing:
             logger.warning("the jobs directory takes writes again")
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for on_change in self._on_change:
             on_change()

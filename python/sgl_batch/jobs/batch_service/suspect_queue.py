@@ -1,4 +1,4 @@
-"""Owns the groups of suspects that are still to be run, in memory and on disk. `bisect_suspects` splits them."""
+"""Owns the groups of suspects that have to run again, in memory and on disk. `bisect_suspects` splits them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sgl_batch.jobs.job_store.store import JobStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspectGroup:
-    """Lines that are run together, with nothing beside them."""
+    """Lines that run together, with no other lines."""
 
     number: int
     lines: tuple[LineKey, ...]
 
 
 class SuspectQueue:
-    """Committing a line removes it from the disk; a group leaves the memory when it has been run."""
+    """The groups, by number. A line leaves the disk when it is committed; a group leaves the memory when it has run."""
 
     def __init__(self, store: JobStore, guard: StorageGuard) -> None:
         self._store = store
@@ -30,24 +30,24 @@ class SuspectQueue:
         self._next_number = 1
 
     def first(self) -> SuspectGroup | None:
-        """The group to run now."""
+        """Return the group to run now, or None."""
         return self._groups[min(self._groups)] if self._groups else None
 
     def restore(self, lines: Iterable[tuple[int, LineKey]]) -> None:
-        """Take up suspects of one job, with the numbers of their groups, after a restart."""
+        """Add the suspects of one job, with the numbers of their groups, after a restart."""
         for number, line in lines:
             before = self._groups[number].lines if number in self._groups else ()
             self._groups[number] = SuspectGroup(number=number, lines=(*before, line))
             self._next_number = max(self._next_number, number + 1)
 
     def remove(self, group: SuspectGroup) -> None:
-        """The group has been run, and its lines are committed or their jobs are over."""
+        """Remove a group that has run: its lines are committed, or their jobs are over."""
         del self._groups[group.number]
 
     async def split(self, group: SuspectGroup | None, suspects: Sequence[LineKey]) -> None:
-        """Put the lines that a dead engine was computing in smaller groups.
+        """Put the lines that a dead engine was computing into smaller groups, on disk first.
 
-        `group`: None where lines of all kinds ran.
+        `group`: the group that ran, or None where lines ran that were not suspected before.
         """
         groups = [
             SuspectGroup(number=self._next_number + position, lines=lines)
@@ -57,7 +57,7 @@ class SuspectQueue:
         old = None if group is None else group.number
         rows = [(one.number, one.lines) for one in groups]
         await self._guard.persist(lambda: self._store.write(lambda db: replace_group(db, old, suspects, rows)))
-        failpoint("suspects.lots_written")
+        failpoint("suspects.groups_written")
         if group is not None:
             self.remove(group)
         self._groups.update((one.number, one) for one in groups)

@@ -1,4 +1,4 @@
-"""A file on its way to the disk, counted as it comes; decides nothing about what its lines say."""
+"""Owns the upload of one file: writes the pieces as they come, up to the limit, and syncs the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ MAX_FILENAME_CHARACTERS = 255
 
 
 class FileUpload:
-    """`register(partial, num_bytes, filename, expires_after)` makes a synced file a FileObject."""
+    """One upload, as an async context manager. Leaving it without `finish` removes what was written.
+
+    `register(partial, num_bytes, filename, expires_after)` gives the synced file its name and row.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class FileUpload:
         self._num_bytes = 0
 
     async def write(self, chunk: bytes) -> None:
-        """Append bytes. Raises RequestError: 413 beyond the limit, 507 where the disk takes no more."""
+        """Append bytes. Raises RequestError: 413 beyond the limit, 507 where the disk does not take them."""
         self._num_bytes += len(chunk)
         if self._num_bytes > self._max_bytes:
             raise RequestError(
@@ -52,7 +55,7 @@ class FileUpload:
     async def finish(
         self, *, filename: str, purpose: str, expires_after: Mapping[str, object] | None = None
     ) -> FileObject:
-        """Sync the file and make it a FileObject. Raises RequestError."""
+        """Sync the file and register it. It is durable when this returns. Raises RequestError."""
         if purpose != "batch":
             refuse("invalid_purpose", f'purpose is {show(purpose)}; the only one is "batch"', "purpose")
         name = filename.encode("utf-8", "replace").decode("utf-8")[:MAX_FILENAME_CHARACTERS]
@@ -96,7 +99,7 @@ class FileUpload:
 
 
 def storage_refusal(error: StorageError) -> RequestError:
-    """What a caller is told when the disk does not take a write."""
+    """Return the RequestError for a write that the disk does not take."""
     return RequestError(
         code="storage_failed",
         message=f"{error}. Make room in the jobs directory, or mend its disk, and send the request again",

@@ -1,6 +1,6 @@
-"""Whether a job's input can be run at all: the faults that fail the whole job, streaming, in bounded memory.
+"""Finds the faults that fail a whole job, reading its input once in bounded memory.
 
-What the online endpoint would answer with 4xx is not looked for here: that is the line's own error when it is run.
+Faults for which the online endpoint answers 4xx are not looked for here: such a line gets its own error when it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sgl_batch.jobs.request_line import (
 from sgl_batch.jobs.seen_ids import SeenIds
 
 MAX_ERRORS = 100
-# What request_line tells apart and OpenAI's clients know under one code.
+# Codes of request_line, and the coarser codes that OpenAI's clients know.
 _CODES = {
     "line_not_an_object": "invalid_json_line",
     "missing_url": "url_mismatch",
@@ -35,19 +35,17 @@ _CODES = {
     "invalid_custom_id": "missing_custom_id",
     "invalid_body": "missing_body",
 }
-
-
-# Of these a line is told when it is run.
-_LINES_OWN = (INVALID_NUMBER, INVALID_UNICODE)
+# Faults that do not fail the job: such a line gets its own error when it runs.
+_LINE_FAULTS = (INVALID_NUMBER, INVALID_UNICODE)
 
 
 class StoppedError(Exception):
-    """Nobody wants the result any more."""
+    """The work was stopped: its result is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationRules:
-    """What the lines are checked against."""
+    """The endpoint, models and limits that lines are checked against."""
 
     endpoint: str
     served_model_names: Sequence[str]
@@ -57,7 +55,7 @@ class ValidationRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFault:
-    """One reason why the job fails; `line` as an editor counts, None where it is the whole file."""
+    """One reason why the job fails. `line` counts from 1 as in an editor; None where it is the whole file."""
 
     code: str
     message: str
@@ -67,7 +65,7 @@ class JobFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidatedInput:
-    """What is known of an input: with faults, the job fails."""
+    """What validation found. With any fault, the job fails."""
 
     total: int
     model: str | None
@@ -76,7 +74,7 @@ class ValidatedInput:
 
 
 def validate_input(path: Path, scratch: Path, rules: ValidationRules, stop: threading.Event) -> ValidatedInput:
-    """Read the whole input once; stops at 100 faults. Raises StorageError, or StoppedError once `stop` is set."""
+    """Read the input once, up to 100 faults. Raises StorageError, or StoppedError once `stop` is set."""
     seen = SeenIds(scratch)
     try:
         return _Validation(rules, seen.claim).run(path, stop)
@@ -109,7 +107,7 @@ class _Validation:
             if len(self._faults) >= MAX_ERRORS:
                 break
         if total == 0:
-            self._add("empty_batch", "the input has no line that is not blank; give at least one request")
+            self._add("empty_batch", "the input has only blank lines; give at least one request")
         return ValidatedInput(
             total=total, model=self._model, offsets=self._offsets.packed(), faults=tuple(self._faults[:MAX_ERRORS])
         )
@@ -118,7 +116,7 @@ class _Validation:
         try:
             check(raw)
         except RequestError as error:
-            if error.code in _LINES_OWN:
+            if error.code in _LINE_FAULTS:
                 return
             self._add(_CODES.get(error.code, error.code), error.message, raw.number, error.param)
 
@@ -131,7 +129,7 @@ class _Validation:
         self._check_model(body, raw.number)
 
     def _check_model(self, body: dict[str, object], number: int) -> None:
-        """All lines ask for one model, which is served; a line that names none has its own error later."""
+        """Check that all lines ask for one model, which is served. A line that names none gets its own error later."""
         model = body.get("model")
         if not isinstance(model, str):
             return

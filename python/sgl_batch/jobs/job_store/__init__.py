@@ -1,1 +1,1 @@
-"""The jobs directory: a SQLite database, the users' files and the segments of running jobs. Decides nothing."""
+"""The jobs directory: a SQLite database, the users' files and the segments of running jobs."""

@@ -1,4 +1,4 @@
-"""Opens the jobs' SQLite database, in the schema of this program; decides nothing about what is written."""
+"""Opens the jobs' SQLite database and brings its schema up to date."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BUSY_S = 30.0
 
 
 def migrations() -> dict[int, str]:
-    """The numbered scripts of the package, by the version that each of them makes."""
+    """Return the numbered scripts of the package, by the schema version that each makes."""
     folder = files("sgl_batch.jobs.job_store") / "migrations"
     found = {
         int(match[1]): one.read_text("utf-8")
@@ -29,7 +29,7 @@ def migrations() -> dict[int, str]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection for one thread: every commit is on the disk when it returns."""
+    """Open a connection for one thread. Every commit is on the disk when it returns."""
     connection = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S)
     for pragma in (
         "journal_mode = WAL",
@@ -43,7 +43,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Bring the database to this program's version. Raises ConfigError for one that is newer."""
+    """Bring the database to this program's version. Raises ConfigError for a newer database."""
     scripts = migrations()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > len(scripts):
@@ -57,7 +57,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All of what is written within, or nothing."""
+    """Run the block in one transaction, which an exception rolls back."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield

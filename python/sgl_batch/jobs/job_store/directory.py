@@ -1,4 +1,4 @@
-"""The jobs directory: who holds it and where what lies in it; decides nothing about what is kept or removed."""
+"""Owns the jobs directory: its lock, its layout and the modes of its files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _FOLDERS = ("files", "segments", "partial", "scratch")
 
 
 class JobsDirectory:
-    """`files/<id>`, `segments/<job id>`, `jobs.sqlite`; `partial/` and `scratch/` are worth nothing after a crash."""
+    """One jobs directory: `files/<id>`, `segments/<job id>`, `jobs.sqlite`, and `partial/` and `scratch/`.
+
+    After a crash `partial/` and `scratch/` are worthless.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
 
     def acquire(self) -> None:
-        """Make the directory if need be and hold it. Raises ConfigError where another process holds it."""
+        """Make the directory if it is missing, and lock it. Raises ConfigError where another process holds it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             for folder in _FOLDERS:
@@ -50,7 +53,7 @@ class JobsDirectory:
         return ConfigError(f"the jobs directory {self.path} cannot be used: {error}; name another with --jobs-dir")
 
     def _tighten(self) -> None:
-        """Take from others what an earlier program or a copy of the directory lets them read: prompts and answers.
+        """Make files private that an earlier program or a copy left readable for others: prompts and answers.
 
         SQLite gives the files beside the database the mode of the database.
         """
@@ -60,7 +63,7 @@ class JobsDirectory:
             (self.path / folder).chmod(0o700)
             own += (self.path / folder).iterdir()
         for path in own:
-            _take_from_others(path)
+            _make_private_for_owner(path)
 
     def release(self) -> None:
         """Let another process hold the directory. Idempotent."""
@@ -74,38 +77,38 @@ class JobsDirectory:
         return self.path / "jobs.sqlite"
 
     def file(self, file_id: str) -> Path:
-        """Where a whole file lies."""
-        assert is_file_id(file_id), f"{file_id!r} is no id of a file"
+        """Return the path of a whole file."""
+        assert is_file_id(file_id), f"{file_id!r} is not the id of a file"
         return self.path / "files" / file_id
 
     def segment(self, job_id: str) -> Path:
-        """Where the result lines of a running job lie, in the order in which they were committed."""
-        assert is_batch_id(job_id), f"{job_id!r} is no id of a job"
+        """Return the path of a running job's segment: its result lines in the order of their commits."""
+        assert is_batch_id(job_id), f"{job_id!r} is not the id of a job"
         return self.path / "segments" / job_id
 
     def new_partial(self) -> Path:
-        """A path for a file that is not whole yet."""
+        """Return a new path for a file that is not whole yet."""
         return self.path / "partial" / secrets.token_hex(12)
 
     def new_scratch(self) -> Path:
-        """A path for a temporary database."""
+        """Return a new path for a temporary database."""
         return self.path / "scratch" / secrets.token_hex(12)
 
     def clear_leftovers(self) -> None:
-        """Remove what an earlier process left unfinished."""
+        """Remove the partial and scratch files of an earlier process."""
         with storage_errors(f"clearing {self.path}"):
             for folder in ("partial", "scratch"):
                 for path in (self.path / folder).iterdir():
                     path.unlink()
 
     def publish(self, partial: Path, file_id: str) -> None:
-        """Give a synced file its name, durably; one of that name from before a crash is replaced."""
+        """Give a synced file its name, durably. A file of that name from before a crash is replaced."""
         target = self.file(file_id)
         os.replace(partial, target)
         sync_directory(target.parent)
 
 
-def _take_from_others(path: Path) -> None:
+def _make_private_for_owner(path: Path) -> None:
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

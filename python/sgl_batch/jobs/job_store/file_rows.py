@@ -1,4 +1,4 @@
-"""Rows of files, in SQL; decides nothing about which files there are to be."""
+"""Owns the SQL of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sgl_batch.jobs.job_store.job_rows import NOT_ENDED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRow:
-    """One whole file. `expires_at` is None for one that stays."""
+    """One whole file. `expires_at` is None for a file that does not expire."""
 
     id: str
     num_bytes: int
@@ -25,20 +25,20 @@ _COLUMNS = ", ".join(one.name for one in fields(FileRow))
 
 
 def insert_file(connection: sqlite3.Connection, row: FileRow) -> None:
-    """Add a file, which lies whole and synced under its id."""
+    """Add a file. It lies whole and synced under its id already."""
     values = [getattr(row, one.name) for one in fields(FileRow)]
     connection.execute(f"INSERT INTO files ({_COLUMNS}) VALUES ({', '.join('?' * len(values))})", values)
 
 
 def get_file(connection: sqlite3.Connection, file_id: str) -> FileRow | None:
-    """One file, if there is one of that id."""
+    """Return the file of this id, or None."""
     return next(_rows(connection.execute(f"SELECT {_COLUMNS} FROM files WHERE id = ?", (file_id,))), None)
 
 
 def list_files(
     connection: sqlite3.Connection, *, purpose: str | None, limit: int, ascending: bool, after: str | None
 ) -> list[FileRow]:
-    """Up to `limit` files by creation, of those after the file `after`."""
+    """Return up to `limit` files in the order of creation, from the one after the file `after`."""
     comes_after, order = (">", "ASC") if ascending else ("<", "DESC")
     where, values = ["1"], []
     if purpose is not None:
@@ -52,12 +52,12 @@ def list_files(
 
 
 def delete_file(connection: sqlite3.Connection, file_id: str) -> bool:
-    """Forget a file; returns whether there was one."""
+    """Delete a file's row. Return whether there was one."""
     return connection.execute("DELETE FROM files WHERE id = ?", (file_id,)).rowcount > 0
 
 
 def job_needing(connection: sqlite3.Connection, file_id: str) -> str | None:
-    """A job that has not ended and reads this file, or is to write it."""
+    """Return a job that has not ended and reads this file or will write it, or None."""
     row = connection.execute(
         f"""SELECT id FROM jobs WHERE {NOT_ENDED} AND (
             ? IN (input_file_id, output_file_id, error_file_id)
@@ -68,12 +68,12 @@ def job_needing(connection: sqlite3.Connection, file_id: str) -> str | None:
 
 
 def expired_files(connection: sqlite3.Connection, now: int) -> list[str]:
-    """The files whose time is over."""
+    """Return the files that have expired."""
     return [str(row[0]) for row in connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,))]
 
 
 def unknown_files(connection: sqlite3.Connection, ids: Iterable[str]) -> list[str]:
-    """Those of `ids` that no row knows."""
+    """Return those of `ids` that have no row."""
     known = {str(row[0]) for row in connection.execute("SELECT id FROM files")}
     return [one for one in ids if one not in known]
 

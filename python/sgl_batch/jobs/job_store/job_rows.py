@@ -1,4 +1,4 @@
-"""Rows of jobs, in SQL; decides nothing about which state a job may be in."""
+"""Owns the SQL of jobs. lifecycle.py decides which status a job may have."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-# Each end of a job has its time; a job has ended when it has one of them.
+# Each way to end has its time; a job has ended when one of them is set.
 NOT_ENDED = "coalesce(completed_at, failed_at, expired_at, cancelled_at) IS NULL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """A job as it is on the disk; migrations/0001_files_and_jobs.sql says what the columns mean."""
+    """A job's row. migrations/0001_files_and_jobs.sql says what the columns mean."""
 
     seq: int = 0  # given by the database
     id: str
@@ -49,16 +49,16 @@ class JobRow:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    input_filename: str | None = None  # of the file's row, as long as there is one
+    input_filename: str | None = None  # from the file's row, while it exists
 
     @property
     def ended_at(self) -> int | None:
-        """When the job came to its end; None for one that has not."""
+        """When the job ended, or None."""
         return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at
 
 
 _NAMES = tuple(one.name for one in fields(JobRow) if one.name != "input_filename")
-# A million lines have 16 KB of offsets: only who reads lines asks for them.
+# A million lines have 16 KB of offsets: only the function `line_offsets` reads them.
 _COLUMNS = ", ".join("NULL" if name == "line_offsets" else name for name in _NAMES)
 _FILENAME = "(SELECT filename FROM files WHERE files.id = jobs.input_file_id)"
 
@@ -71,12 +71,12 @@ def insert_job(connection: sqlite3.Connection, row: JobRow) -> None:
 
 
 def get_job(connection: sqlite3.Connection, job_id: str) -> JobRow | None:
-    """One job, without its line offsets, if there is one of that id."""
+    """Return the job of this id without its line offsets, or None."""
     return next(_select(connection, "WHERE id = ?", job_id), None)
 
 
 def known_job(connection: sqlite3.Connection, job_id: str) -> JobRow:
-    """A job that is there, since no job is ever deleted."""
+    """Return a job that exists. No job is ever deleted."""
     row = get_job(connection, job_id)
     assert row is not None, f"job {job_id} is gone"
     return row
@@ -96,22 +96,22 @@ def list_jobs(connection: sqlite3.Connection, *, limit: int, after: str | None) 
 
 
 def jobs_not_ended(connection: sqlite3.Connection) -> list[JobRow]:
-    """Every job that has still to be run or finished, oldest first."""
+    """Return the jobs that have not ended, oldest first."""
     return list(_select(connection, f"WHERE is_tidy = 0 AND {NOT_ENDED} ORDER BY seq"))
 
 
 def jobs_not_tidy(connection: sqlite3.Connection) -> list[JobRow]:
-    """Ended jobs of which a segment and results may be left."""
+    """Return the ended jobs whose segment and result rows may still exist."""
     return list(_select(connection, f"WHERE is_tidy = 0 AND NOT ({NOT_ENDED}) ORDER BY seq"))
 
 
 def count_by_status(connection: sqlite3.Connection) -> dict[str, int]:
-    """How many jobs have each status."""
+    """Return how many jobs have each status."""
     return {str(row[0]): int(row[1]) for row in connection.execute("SELECT status, count(*) FROM jobs GROUP BY status")}
 
 
 def line_offsets(connection: sqlite3.Connection, job_id: str) -> bytes:
-    """Where every 1000th line of a validated job begins."""
+    """Return where every 1000th line of a validated job begins, packed."""
     (offsets,) = connection.execute("SELECT line_offsets FROM jobs WHERE id = ?", (job_id,)).fetchone()
     assert offsets is not None, f"job {job_id} is not validated"
     return bytes(offsets)
@@ -126,7 +126,7 @@ def update_job(connection: sqlite3.Connection, job_id: str, changes: Mapping[str
 
 
 def find_idempotency_key(connection: sqlite3.Connection, key: str) -> tuple[bytes, str] | None:
-    """The digest of the body and the job made under this key."""
+    """Return the digest of the body and the id of the job made under this key, or None."""
     row = connection.execute("SELECT body_digest, job FROM idempotency_keys WHERE key = ?", (key,)).fetchone()
     return (bytes(row[0]), str(row[1])) if row else None
 

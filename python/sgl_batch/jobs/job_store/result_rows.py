@@ -13,7 +13,7 @@ LineKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What lines add to their job's row."""
+    """What finished lines add to the counts of their job's row."""
 
     completed: int = 0
     failed: int = 0
@@ -44,14 +44,14 @@ class ResultRow:
 
 
 def segment_bytes(connection: sqlite3.Connection, job_seq: int) -> int:
-    """How much of a job's segment is committed."""
+    """Return how many bytes of a job's segment are committed."""
     return int(connection.execute("SELECT segment_bytes FROM jobs WHERE seq = ?", (job_seq,)).fetchone()[0])
 
 
 def add_results(
     connection: sqlite3.Connection, job_seq: int, rows: Sequence[ResultRow], totals: Totals, segment_bytes: int
 ) -> None:
-    """Commit lines of one job: their places, and what they add to the counts of the job."""
+    """Add the rows of one job's lines, and add `totals` to the job's counts."""
     values = [(job_seq, one.line_index, one.offset, one.num_bytes, one.failed) for one in rows]
     connection.executemany("INSERT INTO results VALUES (?, ?, ?, ?, ?)", values)
     connection.execute(
@@ -66,19 +66,19 @@ def add_results(
 
 
 def finished_among(connection: sqlite3.Connection, job_seq: int, indexes: Iterable[int]) -> set[int]:
-    """Which of these lines are committed."""
+    """Return which of these lines are committed."""
     sql = "SELECT 1 FROM results WHERE job = ? AND line_index = ?"
     return {index for index in indexes if connection.execute(sql, (job_seq, index)).fetchone()}
 
 
 def finished_lines(connection: sqlite3.Connection, job_seq: int) -> Iterator[int]:
-    """The indexes of all committed lines, in order."""
+    """Return the indexes of all committed lines, in order."""
     cursor = connection.execute("SELECT line_index FROM results WHERE job = ? ORDER BY line_index", (job_seq,))
     return (int(row[0]) for row in cursor)
 
 
 def result_rows(connection: sqlite3.Connection, job_seq: int) -> Iterator[ResultRow]:
-    """All committed lines in input order."""
+    """Yield all committed lines in input order."""
     cursor = connection.execute(
         "SELECT line_index, place, num_bytes, failed FROM results WHERE job = ? ORDER BY line_index", (job_seq,)
     )
@@ -99,7 +99,7 @@ def extents(connection: sqlite3.Connection, job_seq: int, end: int, *, failed: b
 
 
 def delete_some_results(connection: sqlite3.Connection, job_seq: int, limit: int) -> bool:
-    """Forget up to `limit` lines of an ended job; returns whether more may be left."""
+    """Delete up to `limit` rows of an ended job. Return whether more may be left."""
     deleted = connection.execute(
         """DELETE FROM results WHERE job = ? AND line_index IN
             (SELECT line_index FROM results WHERE job = ? ORDER BY line_index LIMIT ?)""",
@@ -131,10 +131,10 @@ def replace_group(
 
 
 def clear_suspects(connection: sqlite3.Connection, lines: Iterable[LineKey]) -> None:
-    """These lines are finished."""
+    """Delete the suspicion of lines that are finished."""
     connection.executemany("DELETE FROM suspects WHERE job = ? AND line_index = ?", lines)
 
 
 def clear_suspects_of_job(connection: sqlite3.Connection, job_seq: int) -> None:
-    """No line of an ended job is run again."""
+    """Delete the suspects of an ended job: none of its lines runs again."""
     connection.execute("DELETE FROM suspects WHERE job = ?", (job_seq,))

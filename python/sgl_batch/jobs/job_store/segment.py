@@ -1,4 +1,4 @@
-"""A job's segment: result lines in the order in which they were committed; decides nothing about what is committed."""
+"""Owns the segments: files with a job's result lines in the order of their commits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRITE_BYTES = 1 << 30  # Linux writes less than 2 GiB at a time
 
 
 class Segments:
-    """The segments being written. What lies beyond the committed bytes of one is worth nothing and written over."""
+    """The open segments. Bytes beyond the committed ones are worthless, and the next write replaces them."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
@@ -63,7 +63,7 @@ class Segments:
 
 
 def cut(path: Path, committed_bytes: int) -> None:
-    """Remove what a crash left behind the committed bytes. Raises OSError, also where committed bytes are missing."""
+    """Cut off what lies beyond the committed bytes. Raises OSError, also where committed bytes are missing."""
     if not path.exists():
         if committed_bytes:
             raise FileNotFoundError(f"{path} is gone, and {committed_bytes} bytes of it were committed")

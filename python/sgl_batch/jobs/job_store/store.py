@@ -1,6 +1,6 @@
-"""The jobs directory at work: one thread writes, another reads, the event loop waits for neither.
+"""Owns the threads of the database: one writes, another reads, and the event loop blocks on neither.
 
-It decides nothing about what is written; the functions of the *_rows modules say it in SQL.
+The SQL is in the *_rows modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _DatabaseThread:
-    """One thread with one connection, made anew after an error: what the old one still believes is not trusted."""
+    """One thread with one connection. After an error the connection is replaced: its state is not trusted."""
 
     def __init__(self, directory: JobsDirectory, name: str) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class _DatabaseThread:
 
 
 class JobStore:
-    """Holds the directory from `open` to `close`."""
+    """The jobs directory and its database, locked from `open` to `close`."""
 
     def __init__(self, directory: JobsDirectory) -> None:
         self.directory = directory
@@ -58,7 +58,7 @@ class JobStore:
         self._reader = _DatabaseThread(directory, "jobs-reader")
 
     def open(self) -> None:
-        """Hold the directory and bring its database up to date. Raises ConfigError or StorageError."""
+        """Lock the directory and bring its database up to date. Raises ConfigError or StorageError."""
         self.directory.acquire()
         try:
             with storage_errors(f"opening {self.directory.database}"):
@@ -72,13 +72,13 @@ class JobStore:
             raise
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the connections and release the directory."""
         self._writer.close()
         self._reader.close()
         self.directory.release()
 
     async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work` in a transaction of its own: when this returns, it is on the disk. Raises StorageError."""
+        """Run `work` in a transaction of its own. When this returns, it is on the disk. Raises StorageError."""
 
         def in_transaction(connection: sqlite3.Connection) -> T:
             with transaction(connection):
@@ -87,9 +87,9 @@ class JobStore:
         return await self._writer.run(in_transaction)
 
     async def on_writer(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work`, which makes its own transactions, on the thread that writes. Raises StorageError."""
+        """Run `work`, which makes its own transactions, in the writing thread. Raises StorageError."""
         return await self._writer.run(work)
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work`, which writes nothing, beside the thread that writes. Raises StorageError."""
+        """Run `work`, which writes nothing, in the reading thread. Raises StorageError."""
         return await self._reader.run(work)

@@ -1,4 +1,4 @@
-"""Decides what request line a row of a table is; a line that is wrong is refused later, as one of a JSONL file is."""
+"""Decides which request line a row of a table becomes. A wrong line is refused later, as in a JSONL file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sgl_batch.jobs.tables.sources import Table, UnreadableCell
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRules:
-    """Which columns make a line. Without a name, the first there is of `body`, `messages` and `prompt` does.
+    """Which columns make a line. Without a name it is the first of `body`, `messages` and `prompt` that exists.
 
-    `body`: fields of every line that its row does not have itself.
+    `body`: fields for every line; a field in the row itself takes precedence.
     """
 
     model: str
@@ -30,7 +30,7 @@ class RowRules:
 
 
 def write_lines(table: Table, rules: RowRules, target: Path) -> int:
-    """Write each row as a line of a JSONL file; returns their number. Raises ConfigError and StorageError."""
+    """Write each row as a line of a JSONL file. Return their number. Raises ConfigError and StorageError."""
     maker = _LineMaker(table, rules)
     with storage_errors(f"writing the lines of {table.path} to {target}"), target.open("wb") as file:
         return _write(table, maker, file)
@@ -58,7 +58,7 @@ class _LineMaker:
         found = asked or [one for one in ("body", "messages", "prompt") if one in there]
         if not found:
             raise ConfigError(
-                f"{table.path} has no column body, messages or prompt; name the one with the questions with "
+                f"{table.path} has no column body, messages or prompt; name the column of prompts with "
                 f"--chat-column or --prompt-column; there are {', '.join(table.columns)}"
             )
         self._source = found[0]
@@ -68,7 +68,7 @@ class _LineMaker:
         self.columns = tuple(dict.fromkeys([self._source, *envelope, *([self._id_column] if self._id_column else [])]))
 
     def line(self, number: int, row: Mapping[str, Any]) -> bytes:
-        """The line of row `number`, counted from 0, with its end."""
+        """Return the line of row `number`, counted from 0, with its newline."""
         url, body = self._body(row[self._source])
         head = self._head(number, row, url)
         try:
@@ -85,9 +85,9 @@ class _LineMaker:
         }
 
     def _body(self, value: Any) -> tuple[str, Any]:
-        """The endpoint of a value of the column, unless its row names one, and the body."""
+        """Return the body for a value of the column, and its endpoint unless the row names one."""
         if isinstance(value, UnreadableCell):
-            return CHAT_URL, str(value)  # no body is a text: the line's own error shows it
+            return CHAT_URL, str(value)  # a body that is a text is refused, and the line's own error shows it
         if self._source == self._rules.chat_column:
             return CHAT_URL, self._with_rest({"messages": _messages(value)})
         if self._source == self._rules.prompt_column:
@@ -109,18 +109,18 @@ class _LineMaker:
 
 
 def parse_body_fields(text: str) -> dict[str, Any]:
-    """The value of --body. Raises ConfigError."""
+    """Parse the value of --body. Raises ConfigError."""
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--body is no JSON ({error}); give an object such as '{{\"max_tokens\": 64}}'") from error
+        raise ConfigError(f"--body is not JSON ({error}); give an object such as '{{\"max_tokens\": 64}}'") from error
     if not isinstance(found, dict):
         raise ConfigError(f"--body is {text[:80]}; give an object such as '{{\"max_tokens\": 64}}'")
     return found
 
 
 def _messages(value: Any) -> Any:
-    """A text is what the user says; a list of messages may also be written as JSON."""
+    """Return a list of messages. A text is one user message, or a list of messages as JSON."""
     if not isinstance(value, str):
         return _without_nulls(value)
     parsed = _parsed(value) if value.lstrip().startswith("[{") else value
@@ -135,7 +135,7 @@ def _parsed(text: str) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A struct of Arrow has each of its fields in every row: a null one is one that is not there."""
+    """Remove null fields. An Arrow struct has all its fields in every row: null means that a field is absent."""
     if isinstance(value, dict):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -148,5 +148,5 @@ def _encode(line: dict[str, Any]) -> bytes:
 
 
 def _as_text(value: Any) -> str:
-    """What JSON does not have: bytes, times, decimals."""
+    """Return the text for a value that JSON does not have: bytes, times, decimals."""
     return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else str(value)

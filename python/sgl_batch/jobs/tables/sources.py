@@ -1,6 +1,6 @@
 """Reads the rows of a table, a few at a time: Parquet, an Arrow file, a folder of Hugging Face `datasets`.
 
-It does not decide what a row means. Only some rows of one row group are in memory at a time.
+Only some rows of one row group are in memory at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INSTALL = "pip install pyarrow (the extra `tables` of sgl-batch brings the versi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableCell:
-    """A value that is there and cannot be read."""
+    """A value that exists and cannot be read."""
 
     reason: str
 
@@ -32,7 +32,7 @@ class UnreadableCell:
 
 
 def is_table(path: Path) -> bool:
-    """Whether the path is a table and not a JSONL file, by what is in it."""
+    """Return whether the path is a table and not a JSONL file, by its content."""
     if path.is_dir():
         return True
     if not path.is_file():
@@ -42,13 +42,13 @@ def is_table(path: Path) -> bool:
 
 
 def check_table(path: Path) -> None:
-    """Raise ConfigError where a table cannot be read here, or is a directory without one; it is not opened."""
+    """Raise ConfigError where pyarrow is missing, or a directory holds no table. The table is not opened."""
     need_pyarrow(f"the input {path} is a table, and reading it")
     _files_of(path)
 
 
 def need_pyarrow(what: str) -> None:
-    """Raise ConfigError, saying how to get it, where pyarrow is not installed."""
+    """Raise ConfigError, which says how to install it, where pyarrow is missing."""
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
@@ -56,7 +56,7 @@ def need_pyarrow(what: str) -> None:
 
 
 class Table:
-    """One table in one or several files. Raises ConfigError for what is none, or cannot be read to its end."""
+    """One table in one or several files. Raises ConfigError for a file that is not a table, or cannot be read."""
 
     def __init__(self, path: Path) -> None:
         need_pyarrow(f"the input {path} is a table, and reading it")
@@ -65,7 +65,7 @@ class Table:
         self.columns: tuple[str, ...] = self._columns()
 
     def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Every row, in order, with these columns; what is in a cell is of Python, or an UnreadableCell."""
+        """Yield every row, in order, with these columns. A cell is a Python value or an UnreadableCell."""
         for file in self._files:
             with _faults(file):
                 for batch in _batches(file, list(columns)):
@@ -158,7 +158,7 @@ def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
 def _rows(batch: Any) -> Iterator[dict[str, Any]]:
     try:
         rows = batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is no UTF-8, a time beyond Python's: then cell by cell
+    except (ValueError, OverflowError):  # text that is not UTF-8, a time beyond Python's range: then cell by cell
         rows = [
             {name: _cell(column[index]) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
             for index in range(batch.num_rows)

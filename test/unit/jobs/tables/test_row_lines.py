@@ -108,7 +108,7 @@ def test_values_that_json_lacks_are_written_as_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        (RULES, "no column body, messages or prompt; name the one with the questions .* there are question"),
+        (RULES, "no column body, messages or prompt; name the column of prompts .* there are question"),
         (RowRules(model="tiny", chat_column="q"), "no column q; there are question"),
         (RowRules(model="tiny", chat_column="question", id_column="key"), "no column key"),
     ],
