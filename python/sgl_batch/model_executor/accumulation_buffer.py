@@ -1,4 +1,4 @@
-"""Owns the rows of one group between its attention sub-batches and its expert calls."""
+"""Owns the rows of a group between the attention of its sub-batches and its expert calls."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from typing import Protocol
 import torch
 
 
-def _bring(rows: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy rows to their place, unless that is where they are: norms of a GPU answer in the memory they are given."""
-    if rows.data_ptr() != place.data_ptr():
-        place.copy_(rows)
+def _copy_unless_there(rows: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy rows to their part of the buffer. A GPU's norms write in place, so that rows may lie there already."""
+    if rows.data_ptr() != target.data_ptr():
+        target.copy_(rows)
 
 
 class Buffer(Protocol):
-    """What sub-batches yield in a layer, until the experts take it. Rows are counted from the group's first.
+    """The rows that sub-batches yield in a layer, until the experts take them. Row 0 is the group's first.
 
-    One buffer serves all layers of a forward pass: when every row was taken, it is empty for the next one.
+    One buffer serves all layers of a forward pass: when every row is taken, it is empty for the next layer.
     """
 
     def put(self, span: tuple[int, int], hidden: torch.Tensor, residual: torch.Tensor) -> None:
-        """Checkpoint what a sub-batch yields, of rows [start, end): hidden states and residuals [rows, hidden].
+        """Store the hidden states and residuals [rows, hidden] of a sub-batch's rows [start, end).
 
-        Spans of a layer do not meet, and come in any order.
+        The spans of a layer do not overlap and come in any order. The tensors may be kept without a copy: the caller
+        does not write to them until their rows are taken.
         """
 
     def ready(self) -> int:
-        """How many rows can be combined now."""
+        """Return how many rows can be taken now."""
 
     def take(self, limit: int) -> tuple[tuple[int, int], torch.Tensor, torch.Tensor]:
-        """Combine up to `limit` rows that lie together, the first that are ready: their span and what was put there.
+        """Return the first ready rows that lie together, at most `limit`: their span, hidden states and residuals.
 
-        They are the taker's until the next layer's rows are put in their place.
+        The caller may use and overwrite them until the next layer's rows are put into the same span.
         """
 
 
 class AccumulationBuffer:
-    """A `Buffer` that has rows ready when all of the group are there (BatchGen Algorithm 1, lines 7 and 8).
+    """A `Buffer` whose rows are ready when all rows of the group are there (BatchGen Algorithm 1, lines 7 and 8).
 
-    A sub-batch that is the whole group is handed on as it is, without a copy.
+    A sub-batch that is the whole group passes through without a copy.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -59,8 +60,8 @@ class AccumulationBuffer:
         if self._hidden is None or self._residual is None:
             shape = (self._num_rows, hidden.shape[-1])
             self._hidden, self._residual = hidden.new_empty(shape), residual.new_empty(shape)
-        _bring(residual, self._residual[start:end])
-        _bring(hidden, self._hidden[start:end])
+        _copy_unless_there(residual, self._residual[start:end])
+        _copy_unless_there(hidden, self._hidden[start:end])
         self._spans.append(span)
         self._written += end - start
 

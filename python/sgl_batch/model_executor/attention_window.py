@@ -1,6 +1,6 @@
-"""Owns the refusal of attention windows at loading, for models of which no config could be read before the start.
+"""Owns the refusal of attention windows at loading, for models whose config could not be read before the start.
 
-What a window is, and which adapters cover one, is decided in core.
+core/model_refusals decides what a window is and which adapters cover one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from sgl_batch.errors import ConfigError
 
 
 class TextConfig(Protocol):
-    """Of the text model, as transformers reads it."""
+    """The text model's config, as transformers reads it."""
 
     def to_dict(self) -> Mapping[str, object]:
-        """By name, all of its fields."""
+        """Return all fields by name."""
 
 
 def check_window(architectures: Sequence[str], config: TextConfig, context_length: int) -> None:
-    """Raise ConfigError where a sequence may become longer than the window that its tokens attend to.
+    """Raise ConfigError if a sequence may become longer than the window that its tokens attend to.
 
-    Up to the window's length attention is the same without one.
+    Up to the window's length, attention is the same with and without a window.
     """
     name = next(filter(has_adapter, architectures), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""Owns cutting a part of a pass into attention sub-batches. Which rows these are is given."""
+"""Owns cutting a part of a pass into attention sub-batches, at rows that the caller gives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 @dataclass(slots=True, kw_only=True)
 class SubBatch:
-    """Rows [start, end) of a pass, the forward batch that describes them, and the attention plan for it.
+    """Rows [start, end) of a pass, the forward batch that describes them, and its attention metadata.
 
-    `number`: its place in its part of the pass; `end_in_part`: the last of its rows there, plus one; `staging`: the
-    part's.
+    `number`: its index in its part of the pass; `end_in_part`: its last row plus one, counted in the part; `staging`:
+    the part's.
     """
 
     span: tuple[int, int]
@@ -31,9 +31,10 @@ class SubBatch:
 def split(
     forward_batch: ForwardBatch, spans: Sequence[tuple[int, int]], *, staging: Staging | None = None, first_row: int = 0
 ) -> list[SubBatch]:
-    """Sub-batches of a part's rows `spans`, which cover every row once.
+    """Return the sub-batches of a part, one for each of the row ranges `spans`, which cover every row once.
 
-    `staging`: where the part's KV goes through; `first_row`: the row of the pass with which the part begins.
+    `staging`: the memory through which the part's KV passes; `first_row`: the row of the pass with which the part
+    begins.
     """
     if staging is not None:
         forward_batch = copy.copy(forward_batch)
@@ -62,7 +63,7 @@ def _decode_part(forward_batch: ForwardBatch, span: tuple[int, int]) -> ForwardB
 def _extend_part(forward_batch: ForwardBatch, span: tuple[int, int]) -> ForwardBatch:
     lengths, prefixes = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
     assert lengths is not None, "an extend batch has the lengths of its sequences"
-    assert prefixes is not None, "and says what of each was computed before"
+    assert prefixes is not None, "an extend batch has the number of tokens of each that were computed before"
     pieces = cut_sequences(lengths, span)
     return extend_slice(
         forward_batch,

@@ -1,7 +1,7 @@
-"""Owns how the blocks of some families compute on a CPU, in place of SGLang's own forwards of them.
+"""Owns how the blocks of some families compute on a CPU, in place of SGLang's own forwards.
 
-Those need kernels of which there is no build, or torch operators of which a row's result depends on the rows beside it.
-Routed experts are added up in float32, then come the shared experts' output and one rounding.
+SGLang's forwards need kernels that have no CPU build, or torch operators whose result for a row depends on the other
+rows. Here routed experts are summed in float32, the shared experts' output is added, and the sum is rounded once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _ATTENTION = "DeepseekV2AttentionMLA"
 _MOES = ("DeepseekV2MoE", "Glm4MoeSparseMoeBlock", "Qwen2MoeSparseMoeBlock")
 _MLPS = ("DeepseekV2MLP", "Glm4MoeMLP", "Qwen2MoeMLP", "DenseMlp")
 _GATES = ("MoEGate", "Glm4MoeGate")
-# What the configuration of a model with such blocks may ask for and is not computed here.
+# Options of the config of a model with such blocks that are not computed here.
 _OPTIONS = ("index_topk", "swiglu_limit", "llama_4_scaling", "quantization_config")
-# Of a number that stands for itself, without a scale beside it.
+# Number types below this size come with scales, which are not computed here.
 _LEAST_BYTES = 2
 
 
 class CpuBlocks:
-    """Puts its methods under the blocks of a loaded model of the family."""
+    """Replaces the forwards of the blocks of a loaded model of the family by its own methods."""
 
     def __init__(
         self, family: CommunicatingFamily, weights: PackedWeights, expert_call: ExpertCall, counters: Counters
@@ -44,9 +44,10 @@ class CpuBlocks:
         self._expert_call, self._counters = expert_call, counters
 
     def adopt(self, model: torch.nn.Module) -> None:
-        """Pack the blocks' weights and let them compute here. Before the model's other linear layers are packed.
+        """Pack the blocks' weights and replace the blocks' forwards.
 
-        Raises ConfigError for a model that asks for what is not computed here.
+        Call it before the model's other linear layers are packed. Raises ConfigError for a model with an option that
+        is not computed here.
         """
         forwards: dict[str, Callable[..., object]] = {
             _ATTENTION: self._attention,
@@ -90,12 +91,12 @@ class CpuBlocks:
         return add_shared(block, sums_TM, hidden)
 
     def _mlp(self, module: DenseMlp, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """A dense layer, or the shared experts of one, as a lone expert that every row goes to."""
+        """Compute a dense layer, or the shared experts of a layer, as a single expert that takes every row."""
         with self._counters.clock.part("experts"):
             return self._weights.mlp(hidden, module.gate_up_proj.weight, module.down_proj.weight)
 
     def _gate(self, module: Weighted, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Logits in float32 [T, E], as SGLang has them on a GPU: in bf16 many experts would tie."""
+        """Return the logits [T, E] in float32, as SGLang has them on a GPU: in bf16 many experts would tie."""
         rows = hidden.to(torch.float32)
         if module.weight in self._weights:
             return self._weights.linear(rows, module.weight)
@@ -103,7 +104,7 @@ class CpuBlocks:
 
 
 def _check(config: object, weights: Iterable[torch.Tensor]) -> None:
-    """Refuse what is not computed here, by name (invariant 3)."""
+    """Raise ConfigError for options and weights that are not computed here, by name (invariant 3)."""
     asked = [f"{name}={value}" for name in _OPTIONS if (value := getattr(config, name, None)) is not None]
     asked += sorted({f"weights of {weight.dtype}" for weight in weights if weight.dtype.itemsize < _LEAST_BYTES})
     if asked:

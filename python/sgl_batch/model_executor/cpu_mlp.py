@@ -1,6 +1,6 @@
-"""Owns how the MLPs of dense families compute on a CPU: as a lone expert that every row goes to, in one call.
+"""Owns how the MLPs of dense families compute on a CPU: as a single expert that takes every row, in one call.
 
-What lies between their two products then stays in the caches, instead of three passes over memory.
+The intermediate values then stay in the caches, instead of three passes over memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _NAMES = ("LlamaMLP", "Qwen2MLP")
 
 
 class CpuMlps:
-    """Puts its method under the MLPs of a loaded model whose weights the kernels take; others stay SGLang's."""
+    """Replaces the forwards of a loaded model's MLPs whose weights the kernels accept; others stay SGLang's."""
 
     def __init__(self, weights: PackedWeights) -> None:
         self._weights = weights
 
     def adopt(self, model: torch.nn.Module) -> None:
-        """Pack the MLPs' weights and let them compute here. Before the model's other linear layers are packed."""
+        """Pack the MLPs' weights and replace their forwards, before the model's other linear layers are packed."""
         for mlp in plain_mlps(model, _NAMES):
             self._weights.add_experts(mlp.gate_up_proj.weight, mlp.down_proj.weight)
         replace_forwards(model, dict.fromkeys(_NAMES, self._mlp))

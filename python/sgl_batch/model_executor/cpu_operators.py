@@ -1,4 +1,4 @@
-"""Owns putting our CPU operators under SGLang's layers in this process, and counting what they do."""
+"""Owns replacing the operators of SGLang's layers by our CPU operators in this process, and counting their calls."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ from sgl_batch.weights.weight_streamer import WeightStreamer
 
 
 class CpuOperators:
-    """The operators of one scheduler process: `register` before the model is built, `adopt` after it is loaded.
+    """The CPU operators of one scheduler process.
 
-    `expert_runner`: the flag's value; then what computes the experts. `weight_dtype`: the flag's value.
+    Call `register` before SGLang builds the model, `stream` (with --weights streamed) after it is loaded, and then
+    `adopt`. `expert_runner` and `weight_dtype` are the flags' values; the attribute `expert_runner` is the name of the
+    runner that computes.
     """
 
     def __init__(self, counters: Counters, expert_runner: str, weight_dtype: str) -> None:
@@ -55,7 +57,7 @@ class CpuOperators:
         self._weights = PackedWeights(self._kernels, int8=self._int8)
         self._streamer: WeightStreamer[ExpertSlots] | None = None
         self.fitted_streamer: WeightStreamer[ExpertSlots] | None = None
-        """Streamed experts that take the memory that forward passes leave: nobody has said how much."""
+        """The streamer of experts that take the memory that forward passes leave; None if --weight-memory is given."""
         self.expert_runner = expert_runner
         if expert_runner == "auto":
             self.expert_runner = "torch" if self._kernels is None else "native"
@@ -68,9 +70,9 @@ class CpuOperators:
             self._run = create_expert_runner(self.expert_runner)
 
     def register(self) -> None:
-        """Register attention, experts and their choice, row operators and grammar masks with SGLang."""
+        """Register attention, experts, their choice, row operators and grammar masks with SGLang."""
 
-        # SGLang binds it to its expert method as a plain function, which a bound method is not.
+        # SGLang binds it to its expert method, which works for a plain function only, not for a bound method.
         def experts_forward(
             method: ExpertMethod, layer: ExpertLayer, dispatch_output: RoutedRows
         ) -> StandardCombineInput:
@@ -87,7 +89,7 @@ class CpuOperators:
         allow_plain_positions()
 
     def stream(self, model: torch.nn.Module, files: Sequence[str], memory: MemoryConfig, *, expert_shard: int) -> None:
-        """Read the experts of a loaded model from a checkpoint's files from now on. Before `adopt`."""
+        """Read the experts of a loaded model from a checkpoint's files from now on. Call it before `adopt`."""
         assert self._kernels is not None, "streaming is refused where there are no kernels"
         self._streamer = stream_experts(
             model,
@@ -107,15 +109,15 @@ class CpuOperators:
 
     @property
     def streamed_bytes(self) -> int:
-        """What streamed experts are to have of memory whatever else needs it."""
+        """The memory that streamed experts must have, whatever else needs memory."""
         if self.fitted_streamer is not None:
             return self.fitted_streamer.bytes_to_stream
         return 0 if self._streamer is None else self._streamer.slots.tensors.num_bytes
 
     def adopt(self, model: torch.nn.Module) -> None:
-        """Pack the weights of a loaded model for the native kernels, and compute its linear layers with them.
+        """Pack the weights of a loaded model for the native kernels, and let its layers compute with them.
 
-        Routers and the output projection are never rounded: they choose experts and tokens.
+        Routers and the output projection are never rounded to int8: they choose experts and tokens.
         """
         family = family_of(model)
         if isinstance(family, CommunicatingFamily):
@@ -135,7 +137,7 @@ class CpuOperators:
                 self._weights.add_experts(layer.w13_weight, layer.w2_weight, clamped=clamped)
 
     def plain_weights(self) -> AbstractContextManager[None]:
-        """For whoever reads or writes weights: inside, they lie in their plain order."""
+        """Inside, all weights lie in their plain order, so that they can be read and written."""
         return self._weights.plain()
 
     def call_experts(
@@ -157,7 +159,7 @@ class CpuOperators:
 
 
 def _routers(model: torch.nn.Module, family: Family | None) -> list[Router]:
-    """The modules that choose experts; none are known of a family without an adapter."""
+    """Return the routers of a model; none are known for a family without an adapter."""
     if family is None:
         return []
     blocks = (family.expert_block(layer) for layer in family.layers(model))

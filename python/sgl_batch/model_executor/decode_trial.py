@@ -1,6 +1,6 @@
-"""Owns decode steps on a loaded model before it has any sequence: how long they take in a mode, and their tokens.
+"""Owns trial decode steps on a loaded model before it has any sequence: their time in a mode, and their tokens.
 
-Which modes are tried, and what follows, is decided elsewhere.
+startup/decode_setup decides which modes are tried and which one is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sgl_batch.core.decode_choice import DEFAULT, Measured, TimeUp
 from sgl_batch.sglang_adapter.trial_batches import trial_decode_batch
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
 
-# A size is captured as a graph when it has been met a few times: steps before are neither timed nor compared.
+# A size is captured as a graph after a few passes of that size: the steps before are neither timed nor compared.
 _FIRST_TIMED = 6
 _COMPARED = range(_FIRST_TIMED, _FIRST_TIMED + 4)
 _MOST_STEPS = 18
@@ -36,25 +36,28 @@ class _RequestTable(Protocol):
 
 
 class TrialRunner(Protocol):
-    """What a trial takes of a model runner. Its pool of KV and its table of slots are used by nobody else meanwhile."""
+    """The part of a model runner that a trial uses. Nothing else uses its KV pool and request table meanwhile."""
 
     device: str
     max_total_num_tokens: int
     req_to_token_pool: _RequestTable
 
     def compute_decode_by(self, mode: str) -> None:
-        """From now on decode groups are computed in this mode."""
+        """Compute decode groups in this mode from now on."""
 
     def graph_serves(self, forward_batch: ForwardBatch) -> bool:
-        """Whether the default mode leaves a decode group to a CUDA graph of SGLang's."""
+        """Return whether the default mode leaves a decode group to a CUDA graph of SGLang's."""
 
     def forward(self, forward_batch: ForwardBatch) -> _Output:
-        """One pass."""
+        """Run one forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Steps of one size of group; `host_s`: of one, until it is launched. The rest is of the compared steps' rows."""
+    """The steps of one group size: seconds of a step, seconds of the host until it is launched, and compared rows.
+
+    `tokens` and `margins` are those of the rows of the compared steps.
+    """
 
     step_s: float
     host_s: float
@@ -63,10 +66,10 @@ class _Run:
 
 
 class DecodeTrial:
-    """Steps of groups of `sizes` sequences, the largest first, each from its first token on.
+    """Runs decode steps of groups of `sizes` sequences, the largest size first, each from its first token on.
 
-    All sequences have the same tokens put in, whatever the model answers: a step has the same inputs in each mode, so
-    that tokens can be compared one by one. `page_size`: of KV; each sequence has pages of its own.
+    The input tokens are fixed, whatever the model answers: a step has the same inputs in each mode, so that output
+    tokens can be compared one by one. Each sequence has pages of its own, of `page_size` tokens.
     """
 
     def __init__(self, runner: TrialRunner, sizes: Sequence[int], *, page_size: int, vocabulary: int) -> None:
@@ -82,15 +85,15 @@ class DecodeTrial:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The groups' sizes, as far as the pool has room; none where it has room for no sequence."""
+        """The sizes of the groups that fit into the pool; empty if it has room for no sequence."""
         return self._sizes
 
     def graph_serves(self) -> bool:
-        """Whether the default mode leaves the largest group to a CUDA graph of SGLang's."""
+        """Return whether the default mode leaves the largest group to a CUDA graph of SGLang's."""
         return self._runner.graph_serves(self._batch(self._sizes[0], 0))
 
     def run_steps(self, mode: str, time_is_up: Callable[[], bool]) -> Measured:
-        """Run the steps in this mode; afterwards the runner is in its default mode. Raises TimeUp between two steps."""
+        """Run the steps in this mode, and set the runner back to its default mode. Raises TimeUp between two steps."""
         runs: list[_Run] = []
         with torch.no_grad(), self._request_table_filled():
             self._runner.compute_decode_by(mode)
@@ -124,7 +127,7 @@ class DecodeTrial:
             took.append(time.perf_counter() - begun)
             assert logits is not None, "a decode step gives logits"
             if step in _COMPARED:
-                # At once: the logits of one step take as much as the device may have left.
+                # Read at once: the logits of one step may take all the memory that the device has left.
                 two = logits.topk(2, dim=-1)
                 best, second = two.values.float().unbind(-1)
                 tokens += two.indices[:, 0].tolist()
@@ -135,13 +138,13 @@ class DecodeTrial:
     def _batch(self, size: int, step: int) -> ForwardBatch:
         rows = torch.arange(1, size + 1, device=self._runner.device)
         first_pages = 1 + (rows - 1) * self._pages_each
-        slots = first_pages * self._page_size + step
+        kv_indices = first_pages * self._page_size + step
         runner: Any = self._runner
-        return trial_decode_batch(runner, self._ids[step, :size], slots, rows, step)
+        return trial_decode_batch(runner, self._ids[step, :size], kv_indices, rows, step)
 
     @contextmanager
     def _request_table_filled(self) -> Iterator[None]:
-        """Inside, the table of slots has those of the sequences."""
+        """Inside, the request table has the KV indices of the trial's sequences."""
         table = self._runner.req_to_token_pool.req_to_token
         rows, steps = slice(1, self._sizes[0] + 1), slice(0, self._num_steps)
         before = table[rows, steps].clone()

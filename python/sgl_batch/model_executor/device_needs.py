@@ -1,6 +1,6 @@
-"""Owns finding out what a loaded model takes of its device: weights, working memory, the size of a page.
+"""Owns measuring the device memory that a loaded model needs: weights, working memory, the size of a page.
 
-Whether a budget holds it is decided in core/device_budget.
+core/device_budget decides whether a budget holds it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from sgl_batch.sglang_adapter.types.scheduler import ModelConfig
 
 _SCALE_BYTES = 4
 _FLOAT_BYTES = 4
-# What flashinfer's plans and partial results take, as SGLang gives it.
+# The workspace that SGLang gives to attention backends, for metadata and partial results.
 _WORKSPACE_BYTES = {"flashinfer": 512 << 20, "trtllm_mha": 512 << 20}
 
 
 def resident_weight_bytes(model: torch.nn.Module, *, int8: bool = False) -> int:
-    """What the weights of a model take of the device for as long as it runs.
+    """Return the device memory of a model's weights while it runs.
 
-    `int8`: those of experts and linear layers will be rounded. Parameters that share memory count once; those that only
-    stand for streamed ones have none.
+    `int8`: weights of experts and linear layers will be rounded to int8. Parameters that share memory count once;
+    parameters that stand for streamed weights count as nothing.
     """
     sizes: dict[int, int] = {}
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
@@ -39,7 +39,7 @@ def resident_weight_bytes(model: torch.nn.Module, *, int8: bool = False) -> int:
 
 
 def model_shape(model_config: ModelConfig) -> ModelShape:
-    """The shape of SGLang's model configuration; what it does not have counts as nothing."""
+    """Return the shape that SGLang's model configuration describes; a field that it lacks counts as 0."""
     return shape_of(
         _values(model_config),
         hidden=model_config.hidden_size,

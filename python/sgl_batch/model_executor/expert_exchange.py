@@ -1,6 +1,7 @@
-"""Owns the expert half of a layer where experts lie on several ranks: route here, compute there, add up here.
+"""Owns the expert half of a layer whose experts lie on several ranks: route here, compute there, add up here.
 
-Every rank takes part in every exchange, with zero rows where it has none. Whoever plans the step agrees how often.
+Every rank takes part in every exchange, with zero rows if it has none. The ranks agree on the number of exchanges
+before the step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 
 class ExpertExchange:
-    """One dispatch, one combined expert call and one combine for the rows of all ranks."""
+    """Runs one dispatch, one combined expert call and one combine for the rows of all ranks.
+
+    `expert_call` computes the experts that this rank holds.
+    """
 
     def __init__(self, dispatcher: TokenDispatcher, expert_call: ExpertCall, counters: Counters) -> None:
         self._dispatcher, self._expert_call, self._counters = dispatcher, expert_call, counters
@@ -23,7 +27,7 @@ class ExpertExchange:
     def run(
         self, family: Family, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None
     ) -> torch.Tensor:
-        """The expert half of `layer` for this rank's rows; a layer without experts needs no exchange."""
+        """Run the expert half of `layer` for this rank's rows; a layer without experts needs no exchange."""
         block = family.expert_block(layer)
         if block is None:
             return family.expert_half(layer, hidden, batch) if len(hidden) else hidden
@@ -42,7 +46,7 @@ class ExpertExchange:
 
 
 def add_shared(block: ExpertBlock, sums_TM: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """A layer's output: what the routed experts add, in float32, and what its shared experts do; rounded once."""
+    """Return a layer's output: the routed experts' sums in float32 plus its shared experts' output, rounded once."""
     if block.shared is not None and len(hidden):
         sums_TM = sums_TM + block.shared(hidden)
     return sums_TM.to(hidden.dtype)

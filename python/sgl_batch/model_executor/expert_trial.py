@@ -1,6 +1,6 @@
-"""Owns calls of a loaded model's experts on rows that are made up: how long a runner takes, and how its outputs differ.
+"""Owns trial calls of a loaded model's experts on random rows: the time of a runner, and the error of its outputs.
 
-Which runners are tried, and what follows, is decided elsewhere.
+startup/expert_setup decides which runners are tried and which one is used.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from sgl_batch.core.expert_runner_choice import RunnerMeasured
 from sgl_batch.layers.moe.expert_runner import ExpertCall
 from sgl_batch.sglang_adapter.types.models import ExpertLayer
 
-# Calls go through several layers in turn: one layer's weights might lie in a cache that a model's do not fit.
+# Calls go through several layers in turn: the weights of one layer might stay in a cache, those of a model do not.
 _MOST_LAYERS = 8
 _TIMED_CALLS = 8
 _WARMING_CALLS = 2
 _COMPARED_ROWS = 256
-# Some milliseconds, in which the host launches the timed calls.
+# Some milliseconds, during which the host launches the timed calls.
 _AHEAD_CYCLES = 20_000_000
 _SEED = 21
 
 
 class ExpertTrial:
-    """Calls of `num_tokens` rows each, ascending, the same for all runners; experts are chosen evenly.
+    """Calls experts with each of `num_tokens` rows, in ascending order; the rows are the same for all runners.
 
-    The first runner to compute all is the reference of errors. `call_of`: how a runner of a name calls a layer.
+    Experts are chosen evenly. The outputs of the first runner that completes are the reference for errors. `call_of`
+    gives the call of a layer by a runner's name.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ExpertTrial:
         self._reference: list[torch.Tensor] = []
 
     def run(self, name: str, time_is_up: Callable[[], bool]) -> RunnerMeasured:
-        """Call each layer by this runner a few times. Raises TimeUp between two calls, and what the runner raises."""
+        """Call each layer a few times by this runner. Raises TimeUp between two calls, and the runner's own errors."""
         call = self._call_of(name)
         outputs, seconds, device_seconds = [], [], []
         with torch.no_grad():
@@ -64,19 +65,19 @@ class ExpertTrial:
     def _calls(
         self, call: ExpertCall, given: Sequence[torch.Tensor], calls: int, time_is_up: Callable[[], bool]
     ) -> torch.Tensor:
-        """Make calls; the first one's output."""
+        """Make some calls; return the output of the first."""
         x_TM, weights_TK, ids_TK = given
         first = x_TM
         for number in range(calls):
             if time_is_up():
                 raise TimeUp
-            # SGLang's own may write its output over its rows.
+            # A call may write its output over its rows.
             output = call(self._layers[number % len(self._layers)], x_TM.clone(), weights_TK, ids_TK)
             first = output if number == 0 else first
         return first
 
     def _device_s(self, call: ExpertCall, given: Sequence[torch.Tensor], time_is_up: Callable[[], bool]) -> float:
-        """Seconds of a call on the device, which idles at first so that the host is ahead of it, as a graph is."""
+        """Return the seconds of a call on the device. It idles first, so that launches cost no time, as in a graph."""
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_AHEAD_CYCLES)
         begun.record()
@@ -100,5 +101,5 @@ class ExpertTrial:
 
 
 def _error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """How far an output is from the reference's, as a share of that one's size."""
+    """Return the norm of an output's difference from the reference, relative to the reference's norm."""
     return float((output - reference).norm() / reference.norm().clamp(min=1e-30))

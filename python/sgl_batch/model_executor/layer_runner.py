@@ -1,7 +1,26 @@
-"""Owns the loop over layers (BatchGen Algorithm 1): attention by sub-batch, experts by group (of all ranks).
+"""Owns the loop over layers: attention by sub-batch, experts by group (BatchGen Algorithm 1).
 
-It decides neither sizes nor order: those are the plan's and core/units's, and the ranks' agreement on how many expert
-calls a layer takes. It works for any family with an adapter in `families`.
+A forward pass computes one *group*: prompts, or one token of each running sequence. Attention is cheap to split and
+needs memory for each row; experts are efficient only with many rows. So each layer splits the group for attention and
+combines it again for the experts:
+
+    embedding -> hidden states [rows, hidden]
+    each layer:
+        sub-batch 1 --> norm, attention, norm --> yield --+
+        sub-batch 2 --> norm, attention, norm --> yield --+--> accumulation buffer
+        sub-batch 3 --> norm, attention, norm --> yield --+         |
+                                                                    v
+        hidden states of the group <-- one call of the router and the experts
+                                       (several ranks: dispatch, experts, combine)
+    last norm -> logits
+
+The work between two yield points is a *unit* (core/units.py): the attention of one sub-batch in one layer, or the
+expert call of one group. `LayerRunner` runs the units in the order that core/units gives. A pass may have two *parts*,
+decode rows and prompts: attention takes each by itself, the experts take the rows of both. KV is written to the pool's
+own pages, or to a `Staging` that brings it from the host store or takes it there. A decode pass may run as one captured
+graph (`LayerGraphs`), which records this same loop.
+
+The plan decides the sizes of sub-batches and groups; the ranks agree on the number of expert calls per layer.
 """
 
 from __future__ import annotations
@@ -28,17 +47,27 @@ from sgl_batch.sglang_adapter.types.models import AttentionBackend, CausalModel
 
 
 class LayerRunner:
-    """Runs one forward pass of a group. The attention backend keeps its plan for a batch in `forward_metadata`.
+    """Runs forward passes of one loaded model, each of one group, from one thread.
 
-    `can_reenter`: whether that plan may be swapped between sub-batches; otherwise a group is one sub-batch.
-    `expert_part`: the part of the clock that an expert call counts to, beside what kernels count themselves.
-    `exchange`: where experts lie on several ranks, the way to them; then `expert_calls` says how many calls each layer
-    takes on every rank in the coming forward passes.
-    `layer_graphs`: runs passes of decode groups as captured graphs, where there is neither an exchange nor `on_yield`;
-    with a decode source, or prompts beside the group, all run eagerly. `prefill_sink`, `decode_source`: what takes the
-    KV of prompts away, and what brings that of decode rows, in the coming passes. `order`: the units of a pass, in any
-    order that is admissible; all but the static one are for passes whose KV is in the pool's own pages, on one rank.
-    `on_yield`: called for a sub-batch after its attention in a layer.
+    Args:
+        model: SGLang's loaded model, of a family that has an adapter.
+        family: The adapter (families/base.py).
+        attn_backend: SGLang's attention backend. It keeps its metadata of a batch in `forward_metadata`.
+        in_force: The plan that gives the limits of groups and sub-batches. It is read anew in each pass.
+        counters: Counts passes, rows and calls, and the time of each part.
+        can_reenter: Whether `forward_metadata` may be swapped between sub-batches. Otherwise a group is one sub-batch.
+        expert_part: The part of the clock to which an expert call counts, but for the time that kernels count.
+        exchange: The exchange with the ranks that hold the other experts; None where this rank holds all.
+        layer_graphs: Runs decode passes as captured graphs. It needs a rank without an exchange and without `on_yield`.
+            Passes with a decode source or with prompts run eagerly.
+        on_yield: Called after the attention of a sub-batch in each layer. KV must be in the pool's own pages.
+
+    Attributes that the caller sets between two passes:
+        expert_calls: How many expert calls each layer takes on every rank; all ranks set the same number.
+        order: Gives the units of a pass in an admissible order. Any but the static one needs one rank, and KV in the
+            pool's own pages.
+        prefill_sink: Takes the KV of prompts away; None leaves it in the pool.
+        decode_source: Brings the KV of decode rows; None finds it in the pool.
     """
 
     def __init__(
@@ -73,19 +102,25 @@ class LayerRunner:
         return self._in_force.plan
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
-        """Logits for a prefill group or a decode group, as the model's own forward gives them."""
+        """Return the logits of a prefill group or a decode group, as the model's own forward gives them."""
         return self.forward_parts([forward_batch])[0]
 
     def forward_parts(self, batches: Sequence[ForwardBatch]) -> list[LogitsOutput]:
-        """Logits for each batch of one pass: a prefill group, a decode group, or a decode group and prompts beside it.
+        """Run one pass over a prefill group, a decode group, or a decode group and prompts.
 
-        Attention takes each batch by itself, in its forward mode; experts take the rows of all. An attention backend
-        that cannot hold the plans of several sub-batches (`can_reenter`) takes one batch a pass.
+        Attention takes each batch by itself, in its forward mode; experts take the rows of all batches.
+
+        Args:
+            batches: One batch, or a decode batch and then a prefill batch. Two need `can_reenter`. They have at least
+                one row each, and KV indices for all of their tokens.
+
+        Returns:
+            The logits of each batch, in order. They are the caller's.
         """
-        assert len(batches) == 1 or self.can_reenter, "the attention backend holds the plan of one batch"
+        assert len(batches) == 1 or self.can_reenter, "the attention backend holds the metadata of one batch"
         begun = time.perf_counter()
         self._count(batches)
-        hidden = self._graph_pass(batches)
+        hidden = self._pass_by_graph(batches)
         if hidden is None:
             hidden = self._pass(batches)
         logits, first_row = [], 0
@@ -107,8 +142,8 @@ class LayerRunner:
         if len(batches) > 1:
             self.counters.add("mixed_passes")
 
-    def _graph_pass(self, batches: Sequence[ForwardBatch]) -> torch.Tensor | None:
-        """What the pass of a decode group leaves, where it runs as a captured graph."""
+    def _pass_by_graph(self, batches: Sequence[ForwardBatch]) -> torch.Tensor | None:
+        """Return the hidden states of a pass that runs as a captured graph, or None for one that runs eagerly."""
         if self.layer_graphs is None or not batches[0].forward_mode.is_decode():
             return None
         hidden = None
@@ -119,7 +154,7 @@ class LayerRunner:
         return hidden
 
     def _pass(self, batches: Sequence[ForwardBatch]) -> torch.Tensor:
-        """The hidden states [rows of all batches, hidden] that a pass leaves, its last norm included."""
+        """Run a pass eagerly; return its hidden states after the last norm [rows of all batches, hidden]."""
         with self.counters.clock.part("attention"):
             parts = self._parts(batches)
             self._init_attn_metadata(parts)
@@ -136,11 +171,11 @@ class LayerRunner:
         return parts
 
     def _staging(self, batch: ForwardBatch) -> Staging | None:
-        """What the KV of a batch goes through, if not the pool's own pages."""
+        """Return the memory through which the KV of a batch passes, or None for the pool's own pages."""
         return self.decode_source if batch.forward_mode.is_decode() else self.prefill_sink
 
     def _spans(self, batch: ForwardBatch) -> Sequence[tuple[int, int]]:
-        """The rows of each sub-batch of a batch."""
+        """Return the rows [start, end) of each sub-batch of a batch."""
         staging, num_rows = self._staging(batch), len(batch.input_ids)
         spans = None if staging is None else staging.spans
         if spans is not None:
@@ -154,7 +189,10 @@ class LayerRunner:
         return model.logits_processor(batch.input_ids, hidden, model.lm_head, batch)
 
     def forward_without_rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Take part in the exchanges of a forward pass in which this rank has no rows of its own, if there are any."""
+        """Take part in the exchanges of a forward pass in which this rank has no rows.
+
+        A rank that has no rows must call this whenever other ranks run a pass. Without an exchange it returns at once.
+        """
         if self.exchange is None:
             return
         nothing = torch.empty(0, hidden_size, dtype=dtype, device=device)
@@ -179,7 +217,7 @@ class LayerRunner:
                 staging.restore_pool()
 
     def _run_units(self, parts: Sequence[Part], hidden: torch.Tensor) -> torch.Tensor:
-        """Run the units of a pass over these rows, one after the other; the rows that its head leaves."""
+        """Run the units of a pass over these rows, one after the other; return the rows after the last norm."""
         state = self._begin(parts, hidden)
         for unit in self.order(state.shape):
             if unit.kind == HEAD:
@@ -206,13 +244,13 @@ class LayerRunner:
         return state
 
     def _limits(self, parts: Sequence[Part]) -> PhasePlan:
-        """The limits of a pass of these parts."""
+        """Return the plan's limits for a pass of these parts."""
         if len(parts) > 1:
             return self.plan.mixed
         return self.plan.decode if parts[0].batch.forward_mode.is_decode() else self.plan.prefill
 
     def _attend(self, state: GroupPass, index: int, number: int) -> None:
-        """One attention coroutine of a sub-batch in a layer, up to its yield point before the experts."""
+        """Run the attention of a sub-batch in a layer, up to its yield point before the experts."""
         sub, group = state.sub_batches[number], state.group_of(number)
         if sub.staging is not None:
             with self.counters.clock.part("copies"):
@@ -232,14 +270,14 @@ class LayerRunner:
     def _attention(
         self, state: GroupPass, index: int, sub: SubBatch, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The attention half of a layer for a sub-batch's rows, under its own plan."""
+        """Run the attention half of a layer for a sub-batch's rows, with its own attention metadata."""
         if len(state.sub_batches) > 1:
             self.attn_backend.forward_metadata = sub.attn_metadata
         batch = sub.forward_batch
         return self.family.attention_half(state.layers[index], batch.positions, hidden, residual, batch)
 
     def _combine(self, state: GroupPass, index: int, number: int) -> None:
-        """The expert coroutine of a group in a layer: one call, or several where it has more rows than one may have."""
+        """Run the experts of a layer for a group: one call, or several if the group has more rows than one may have."""
         group, layer = state.group_of(number), state.layers[index]
         outputs, residuals = [], []
         with self.counters.clock.part(self.expert_part):
@@ -257,7 +295,7 @@ class LayerRunner:
         return self.family.expert_half(layer, hidden, group.batch)
 
     def _join_exchanges(self, state: GroupPass, group: Group, layer: torch.nn.Module, calls: int) -> None:
-        """After a layer's last group, take part without rows in the calls that other ranks have more of."""
+        """After a layer's last group, join the calls that only other ranks still make, without rows."""
         if self.exchange is None:
             return
         state.calls += calls
@@ -268,7 +306,7 @@ class LayerRunner:
             state.calls = 0
 
     def _head(self, state: GroupPass) -> torch.Tensor:
-        """The last norm, over all rows."""
+        """Apply the model's last norm to the rows of all groups."""
         hiddens, residuals = [], []
         for group in state.groups:
             assert group.residual is not None, "a model has at least one layer"

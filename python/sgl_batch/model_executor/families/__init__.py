@@ -1,4 +1,4 @@
-"""Owns what differs between model families: an adapter of tens of lines each, under its SGLang model classes."""
+"""Owns what differs between model families: one adapter each, of tens of lines, for SGLang's model classes."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(model: torch.nn.Module) -> Family | None:
-    """The adapter for a loaded SGLang model, or None when its family is unknown."""
+    """Return the adapter for a loaded SGLang model, or None if its family has none."""
     name = type(model).__name__
     return next((family for family in FAMILIES if name in family.architectures), None)

@@ -1,4 +1,7 @@
-"""Owns what an adapter of a model family is: the two halves of a layer. The loop over layers is layer_runner's."""
+"""Owns the contract of a family adapter: the two halves of a decoder layer. The loop over layers is layer_runner's.
+
+To add a family, subclass `Family` (or `PlainNormFamily` or `CommunicatingFamily`), and add it to `FAMILIES`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,16 @@ from sgl_batch.sglang_adapter.types.models import CausalModel, ExpertChooser, Ex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBlock:
-    """SGLang's modules of one layer: router weights, choice of experts, the experts, and experts of every row.
+    """SGLang's modules of one layer with experts.
 
-    `scale`: what the weights of the choice are still to be multiplied by. `gate_dtype`: the number type of the rows
-    that the router takes, where it is not theirs. Shared experts are whole on every rank.
+    Attributes:
+        gate: The router.
+        topk: Chooses experts from the router's logits.
+        experts: The experts that this rank holds.
+        shared: Computes the shared experts, which every row goes to: [rows, hidden] to [rows, hidden]. They are whole
+            on every rank. None if the layer has none.
+        scale: The factor by which the weights of the choice must still be multiplied.
+        gate_dtype: The number type to which rows are converted for the router; None leaves them as they are.
     """
 
     gate: Router
@@ -30,7 +39,10 @@ class ExpertBlock:
     gate_dtype: torch.dtype | None = None
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and global ids, int32, of each row's experts: [rows, top_k] both."""
+        """Choose experts for rows [rows, hidden]; return weights (float32) and global ids (int32), both [rows, top_k].
+
+        Zero rows give empty tensors: SGLang's modules are not called.
+        """
         if not len(hidden):
             shape = (0, self.experts.top_k)
             device = hidden.device
@@ -41,9 +53,17 @@ class ExpertBlock:
 
 
 class Family(ABC):
-    """The halves of a decoder layer. Hidden states and residuals are [rows, hidden]."""
+    """Splits SGLang's decoder layers of one family into an attention half and an expert half.
+
+    An adapter has no state: one object serves every model and rank of a process. It computes with SGLang's own modules.
+    A layer must give the same rows whatever rows it is called with: a row's result may not depend on the others.
+
+    Hidden states and residuals are [rows, hidden] in the model's number type. A method may write its results over its
+    arguments; the caller uses the returned tensors only.
+    """
 
     architectures: tuple[str, ...]
+    """The names of SGLang's model classes that this adapter serves."""
     yield_options: tuple[str, ...] = YIELD_OPTIONS
     """Where sequences may yield inside a layer (core/units)."""
     latent: bool = False
@@ -51,16 +71,17 @@ class Family(ABC):
     sinks: bool = False
     """Whether attention has sinks."""
     clamped_experts: bool = False
-    """Whether experts have biases and a clamped activation, and those of a layer are one tensor in a checkpoint."""
+    """Whether experts have biases and a clamped activation, and a checkpoint has those of a layer in one tensor."""
     dense: bool = False
     """Whether no layer has experts: then accumulation gains nothing for prompts."""
 
     def embed(self, model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [rows, hidden] of token ids [rows]."""
         own = cast(CausalModel, model)
         return own.model.embed_tokens(input_ids)
 
     def layers(self, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
-        """The layers that this process holds, in order."""
+        """Return the decoder layers that this process holds, in order."""
         own = cast(CausalModel, model)
         body = own.model
         return [body.layers[i] for i in range(body.start_layer, body.end_layer)]
@@ -74,22 +95,44 @@ class Family(ABC):
         residual: torch.Tensor | None,
         batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm, attention, and the norm before the experts; returns (hidden, residual)."""
+        """Run the norm, attention, and the norm before the experts.
+
+        Args:
+            layer: One of `layers`.
+            positions: The rows' positions in their sequences [rows], int64.
+            hidden: The output of the layer before, or the embeddings.
+            residual: The residual of the layer before; None in the first layer.
+            batch: The sub-batch. Attention reads and writes KV as it says; the backend has its metadata.
+
+        Returns:
+            The rows for the experts, and the residual.
+        """
 
     @abstractmethod
     def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
-        """Router and experts over the combined rows."""
+        """Run the router and the experts over combined rows; return what they add to each row.
+
+        Only for a rank that holds all experts; several ranks use `expert_block`. In a dense layer it runs the MLP.
+        `batch` is the group's forward batch; None in a rank without rows.
+        """
 
     @abstractmethod
     def expert_block(self, layer: torch.nn.Module) -> ExpertBlock | None:
-        """What routes a layer's rows and computes them, for the exchange between ranks; None for a dense layer."""
+        """Return the modules that route and compute a layer's rows, for the exchange between ranks.
+
+        None for a layer without experts.
+        """
 
     def finish_layer(
         self, layer: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What follows the experts in a layer; most families leave the residual to the next norm."""
+        """Run what follows the experts in a layer; most families leave the residual to the next norm.
+
+        Returns the hidden states and the residual for the next layer's `attention_half`.
+        """
         return hidden, residual
 
     def final_norm(self, model: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Add the residual after the last layer and apply the model's last norm."""
         own = cast(CausalModel, model)
         return own.model.norm(hidden, residual)[0]

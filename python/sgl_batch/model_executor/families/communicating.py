@@ -1,4 +1,4 @@
-"""What families share of which SGLang's layer communicator holds the norms."""
+"""Owns what families share whose norms are held by SGLang's layer communicator."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from sgl_batch.sglang_adapter.types.models import (
 
 
 class CommunicatingFamily(Family):
-    """Families of which SGLang's layer communicator holds the norms, and what tensor parallelism adds around them."""
+    """A family whose norms are held by SGLang's layer communicator, with what tensor parallelism adds around them."""
 
     def attend(
         self, layer: torch.nn.Module, positions: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """A layer's attention, between its norms."""
+        """Run a layer's attention, without its norms."""
         own = cast(AttendingLayer, layer)
         return own.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
 
     def mlp_of(self, layer: torch.nn.Module) -> DenseBlock | SparseBlock:
-        """What follows a layer's attention."""
+        """Return the module that follows a layer's attention."""
         return cast(CommunicatingLayer, layer).mlp
 
     @abstractmethod
     def block_of(self, moe: ExpertModules) -> ExpertBlock:
-        """SGLang's modules of a layer that has experts."""
+        """Return SGLang's modules of a layer with experts."""
 
     def attention_half(
         self,
@@ -65,7 +65,10 @@ class CommunicatingFamily(Family):
 
 
 def scaled_block(moe: ExpertModules) -> ExpertBlock:
-    """A block whose routed experts are scaled beside its shared ones. On a GPU its top-k or its runner scales them."""
+    """Return a block whose routed experts are scaled, unlike its shared ones.
+
+    On a GPU, SGLang's top-k or its expert runner scales them.
+    """
     own = cast(ScaledMoe, moe)
     return ExpertBlock(
         gate=moe.gate,

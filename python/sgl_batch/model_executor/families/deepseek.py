@@ -1,4 +1,4 @@
-"""The adapter of DeepSeek-V2 and V3, and of what has their architecture (Kimi-K2)."""
+"""The adapter of DeepSeek-V2 and V3, and of models with their architecture (Kimi-K2)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sgl_batch.sglang_adapter.types.models import ExpertModules, LatentLayer
 
 
 class DeepseekFamily(CommunicatingFamily):
-    """DeepSeek-V2 and V3: latent attention, dense first layers, and experts that every row goes to beside the chosen.
+    """DeepSeek-V2 and V3: latent attention, dense first layers, and shared experts.
 
-    Attention reads a batch through the layer communicator, or itself on a CPU.
+    Attention gets its batch from the layer communicator; on a CPU it reads the batch itself.
     """
 
     architectures = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")

@@ -1,4 +1,4 @@
-"""The adapters of families without experts. The second half of a layer is its MLP."""
+"""The adapters of families without experts. The expert half of a layer is its MLP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_batch.sglang_adapter.types.models import DenseLayer, ExpertModules
 
 
 class Qwen3Family(CommunicatingFamily):
-    """Qwen3: queries and keys are normed by head."""
+    """Qwen3: the heads of queries and keys are normed."""
 
     architectures = ("Qwen3ForCausalLM",)
     dense = True
@@ -24,7 +24,7 @@ class Qwen3Family(CommunicatingFamily):
 
 
 class LlamaFamily(PlainNormFamily):
-    """Llama, and the families of SGLang's that are built alike: Qwen2 (with biases) and Mistral."""
+    """Llama, and the families that SGLang builds in the same way: Qwen2 (with biases) and Mistral."""
 
     architectures = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
     dense = True

@@ -8,7 +8,7 @@ from sgl_batch.sglang_adapter.types.models import ExpertModules
 
 
 class Glm4MoeFamily(CommunicatingFamily):
-    """GLM-4.5 to 4.7: dense first layers, and experts that every row goes to beside the chosen."""
+    """GLM-4.5 to 4.7: dense first layers, and shared experts."""
 
     architectures = ("Glm4MoeForCausalLM",)
 

@@ -10,7 +10,7 @@ from sgl_batch.sglang_adapter.types.models import ExpertModules, GptOssMoe
 
 
 class GptOssFamily(CommunicatingFamily):
-    """gpt-oss: attention with sinks, in every other layer over a window; experts with biases, as the router has."""
+    """gpt-oss: attention with sinks, in every other layer over a window; experts and router with biases."""
 
     architectures = ("GptOssForCausalLM",)
     sinks = True

@@ -12,7 +12,7 @@ from sgl_batch.sglang_adapter.types.models import DenseBlock, ExpertModules, Min
 
 
 class MinimaxM2Family(CommunicatingFamily):
-    """MiniMax-M2: its router takes rows in float32."""
+    """MiniMax-M2: its router needs rows in float32."""
 
     architectures = ("MiniMaxM2ForCausalLM",)
 

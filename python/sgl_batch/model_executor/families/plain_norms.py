@@ -1,4 +1,4 @@
-"""What families share of which a layer itself holds the norms before attention and before what follows it."""
+"""Owns what families share whose layers hold their two norms themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_batch.sglang_adapter.types.models import PlainLayer
 
 
 class PlainNormFamily(Family, ABC):
-    """Families of which a layer norms, attends, and norms again, with nothing between."""
+    """A family whose layers run a norm, attention and a second norm, with nothing between."""
 
     def attention_half(
         self,

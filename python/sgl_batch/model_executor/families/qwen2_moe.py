@@ -12,7 +12,7 @@ from sgl_batch.sglang_adapter.types.models import ExpertModules, GatedSharedMoe
 
 
 class Qwen2MoeFamily(CommunicatingFamily):
-    """Qwen2-MoE (Qwen1.5-MoE): an expert that every row goes to, weighted by a gate of its own."""
+    """Qwen2-MoE (Qwen1.5-MoE): a shared expert, weighted by a gate of its own."""
 
     architectures = ("Qwen2MoeForCausalLM",)
 

@@ -8,7 +8,7 @@ from sgl_batch.sglang_adapter.types.models import ExpertModules
 
 
 class Qwen3MoeFamily(CommunicatingFamily):
-    """Qwen3-MoE; some of its layers may be dense."""
+    """Qwen3-MoE: some of its layers may be dense."""
 
     architectures = ("Qwen3MoeForCausalLM",)
 
