@@ -1,7 +1,7 @@
-"""Owns the actions that `decide` returns and the executor carries out, in the order in which they stand.
+"""Owns the actions that `decide` returns. The executor carries them out in the order of the list.
 
-A list of actions ends with one that says what the device does next (Prefill, PrefillChoices, Step, Idle), or with one
-after which `decide` is asked again. An action names sequences and numbers of pages; it holds no request and no tensor.
+The last action of a list either says what the device does next (Prefill, PrefillChoices, Step, Idle), or `decide` is
+called again after it. An action names sequences and numbers of pages; it holds no request and no tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PagesOf = tuple[tuple[SequenceState, int], ...]
 class Chunk:
     """Tokens [start, start + tokens) of a sequence's prompt, which one forward pass computes.
 
-    `start` is a whole number of pages; so is the end, unless it is the prompt's.
+    The chunk begins and ends at the edge of a page; the last chunk ends with the prompt.
     """
 
     sequence: SequenceState
@@ -29,21 +29,24 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """Complete the copies to the store that have ended; all of them, where `wait`."""
+    """Complete the copies to the store that have ended. `wait`: wait until all copies have ended."""
 
     wait: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Combine into the decode group the sequences whose KV has come to the device; `wait`: for all on their way."""
+    """Combine into the decode group the sequences whose KV has arrived on the device.
+
+    `wait`: wait for all sequences whose KV is on its way.
+    """
 
     wait: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspend:
-    """Move running sequences to the store, where they wait."""
+    """Move running sequences to the store, where they wait until they are restored."""
 
     sequences: tuple[SequenceState, ...]
     why: str
@@ -58,42 +61,47 @@ class Evict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extend:
-    """Let each sequence hold so many pages of the device from now on."""
+    """Let each sequence hold the given number of device pages from now on."""
 
     pages: PagesOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """Begin to copy the KV of waiting sequences to the device, where each holds so many pages. Asynchronous: Join."""
+    """Begin to copy the KV of waiting sequences to the device, where each holds the given number of pages.
+
+    The copies are asynchronous: Join combines the sequences into the decode group when they have ended.
+    """
 
     pages: PagesOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """Combine these waiting sequences into the decode group; their KV lies where the coming steps find it."""
+    """Combine waiting sequences into the decode group. Their KV already lies where decode steps read it."""
 
     sequences: tuple[SequenceState, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamDecode:
-    """Decode with KV that is streamed from the store from now on, or no longer. Nothing runs when this comes."""
+    """Switch streaming of decode KV from the store on or off. No sequence runs at that time."""
 
     on: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginInterval:
-    """The boundary is over; decode steps are counted from here."""
+    """End the boundary: decode steps of the next interval are counted from here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Prefill these units as one group. `on_device`: pages of the device that each leader keeps, where they stay.
+    """Prefill these units as one group.
 
-    `rest`: what is left of a prompt that decode steps have begun; it is computed first.
+    `on_device`: with an exclusive store, by unit, the device pages that the leader keeps; None if the prompts go to the
+    store.
+    `rest`: the rest of a prompt whose first chunks decode steps have computed; it is computed first.
     """
 
     units: tuple[Admission, ...]
@@ -103,16 +111,16 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChoices:
-    """Prefill the last prompt token of up to `most` choices whose leader has computed the rest of their prompt."""
+    """Prefill the last prompt token of up to `most` choices, whose leader has computed the rest of their prompt."""
 
     most: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Run one decode step of `decode` (None: all of the running group), and these chunks in the same forward pass.
+    """Run one decode step of `decode` (None: of all running sequences), with the chunks `prefill` in the same pass.
 
-    `on_device`: as in Prefill, of those sequences whose first chunk this is.
+    `on_device`: as in Prefill, for the sequences whose first chunk this is.
     """
 
     prefill: tuple[Chunk, ...] = ()
@@ -122,7 +130,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """End these sequences of this rank before their time; `why` is their answer's error, with the numbers."""
+    """Abort these sequences of this rank. `why` is the error of their answers, with the numbers."""
 
     sequences: tuple[SequenceState, ...]
     why: str
@@ -132,8 +140,8 @@ class Abort:
 class Migrate:
     """Move these sequences, with their KV, from rank `source` to rank `target`, where they are READY.
 
-    It stands in the list of every rank of the group, before all that depends on it: the ranks make their moves at the
-    same time. A move may fail; its sequence stays where it is.
+    It is in the action list of every rank of the group, before all actions that depend on it, because the ranks move
+    sequences at the same time. If a move fails, its sequence stays on `source`.
     """
 
     sequences: tuple[SequenceState, ...]
@@ -142,14 +150,14 @@ class Migrate:
 
 
 class Phase(enum.Enum):
-    """What the forward passes of a group of ranks are for."""
+    """What the forward passes of a group of ranks compute."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class ParallelForm(enum.Enum):
-    """What each of several ranks has of the experts: all of them, or its share, with exchanges between the ranks."""
+    """Which experts a rank holds: DATA all of them, EXPERT its share, with exchanges between the ranks."""
 
     DATA = "data"
     EXPERT = "expert"
@@ -157,9 +165,9 @@ class ParallelForm(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchPhase:
-    """Run this phase from here on, in this parallel form (BatchGen 5.2): weights and buffers are laid out for it.
+    """Switch to this phase and parallel form (BatchGen 5.2): weights and buffers are laid out for them.
 
-    All ranks do it at the same boundary, with no step in flight.
+    All ranks switch at the same boundary, with no step in flight.
     """
 
     phase: Phase
@@ -168,9 +176,9 @@ class SwitchPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Let these sequences belong to all of these ranks from here on, each of which attends a part of their KV.
+    """Let these sequences belong to all of these ranks, each of which computes attention over a part of their KV.
 
-    For the long tail, when few sequences are left. It stands in the list of each of these ranks.
+    It is for the long tail, when few sequences are left, and is in the action list of each of these ranks.
     """
 
     sequences: tuple[SequenceState, ...]

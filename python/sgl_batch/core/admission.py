@@ -1,4 +1,8 @@
-"""Decides which queued sequences make the next prefill group (BatchGen Algorithm 2, SELECTBATCH)."""
+"""Decides which queued sequences form the next prefill group (BatchGen Algorithm 2, SELECTBATCH).
+
+Admission is the promise that an admitted sequence can run to its end: its pages are reserved for all tokens that it
+can ever have. Functions here only choose; `reserve` writes the choice into the ledger.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,17 @@ from sgl_batch.core.sequence_queue import of_prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """One unit of work taken from the queue: a sequence alone, or a leader with its other choices."""
+    """One unit of prefill work: a sequence alone, or the leader of a prompt group with other choices of the group.
+
+    The leader computes the prompt; the followers begin from its KV.
+    """
 
     leader: SequenceState
     followers: tuple[SequenceState, ...] = ()
 
     @property
     def members(self) -> tuple[SequenceState, ...]:
+        """The leader and its followers."""
         return (self.leader, *self.followers)
 
 
@@ -29,10 +37,16 @@ def refusal(
     *,
     most_prompt_tokens: int | None = None,
 ) -> str | None:
-    """Why a sequence can never fit, with the numbers; None if it can (invariant 4: a line's own error).
+    """Return why a sequence can never fit, with the numbers, or None if it can.
 
-    `store`: the account of the host KV store, where there is one. `most_prompt_tokens`: where the device has a budget,
-    the longest prompt that it has working memory for.
+    The reason becomes the error of that sequence's own line; no other line is affected.
+
+    Args:
+        sequence: the sequence that has arrived.
+        ledger: the account of device pages.
+        store: the account of the host KV store's pages; None without a store.
+        most_prompt_tokens: the longest prompt, in tokens, for which the device's budget has working memory; None
+            without a budget.
     """
     need, page = ledger.whole_pages(sequence), ledger.page_size
     if most_prompt_tokens is not None and sequence.prompt_tokens > most_prompt_tokens:
@@ -54,9 +68,14 @@ def refusal(
 
 
 def group_by_prompt(queued: Sequence[SequenceState], *, most_members: int) -> Iterator[Admission]:
-    """Units of the queue in its order: the choices of one request go together, leader first.
+    """Yield the queue as units, in its order; the choices of one request form one unit, at the first of them.
 
-    A follower whose leader is not queued, or that is past `most_members`, computes its prompt itself.
+    A choice whose leader is not queued is a unit of its own and computes its prompt itself.
+
+    Args:
+        queued: queued sequences in the order of the policy. It is read only as far as the caller reads units.
+        most_members: the most sequences of a unit. Choices beyond it stay queued, and later compute their prompt
+            themselves.
     """
     led: dict[str, SequenceState | None] = {}
     for sequence in queued:
@@ -75,12 +94,12 @@ def group_by_prompt(queued: Sequence[SequenceState], *, most_members: int) -> It
 
 
 def unit_pages(unit: Admission, ledger: PageLedger) -> int:
-    """Pages that a unit needs: those of its leader that no prompt before it has, then each follower's own."""
+    """Return the pages that a unit needs: the leader's without those that it shares, and each follower's own."""
     return sum(member_pages(unit, ledger))
 
 
 def member_pages(unit: Admission, ledger: PageLedger) -> list[int]:
-    """Pages that each member of a unit needs for itself alone, the leader first."""
+    """Return the pages that each member of a unit needs for itself, the leader first."""
     leader = ledger.whole_pages(unit.leader) - unit.leader.shared_tokens // ledger.page_size
     return [leader, *(ledger.own_pages(follower) for follower in unit.followers)]
 
@@ -88,11 +107,21 @@ def member_pages(unit: Admission, ledger: PageLedger) -> list[int]:
 def select_prefill_group(
     units: Iterable[Admission], ledger: PageLedger, *, b_moe: int, free_request_slots: int, taken: int = 0
 ) -> list[Admission]:
-    """Take units from the head while the tokens they compute fit `b_moe` and pages and slots suffice.
+    """Take units from the head of the queue while the tokens to compute fit `b_moe` and pages and slots suffice.
 
-    A prompt longer than `b_moe` makes a group of its own. `taken`: tokens that the group has already. A head that does
-    not fit now blocks those behind it, so that nobody starves. A unit too large to fit even an empty device is taken
-    without its followers, who then queue for themselves, next.
+    A unit that does not fit now blocks the units behind it, so that no sequence starves. A prompt longer than `b_moe`
+    forms a group of its own. A unit that is too large even for an empty device is taken without its followers, which
+    then queue as units of their own and come next.
+
+    Args:
+        units: candidates in the order of the queue; read one past the last that is taken.
+        ledger: the account of admission. It is not changed; the caller calls `reserve` for each unit it prefills.
+        b_moe: the most tokens that the group computes.
+        free_request_slots: how many more sequences the device can hold.
+        taken: tokens that the group has to compute already.
+
+    Returns:
+        The chosen units, a prefix of `units`.
     """
     chosen: list[Admission] = []
     needs: list[int] = []
@@ -113,9 +142,14 @@ def select_prefill_group(
 
 
 def reserve(unit: Admission, ledger: PageLedger, *, held: int, new: int) -> None:
-    """Write a unit's pages into the ledger: the leader's prompt has `held` pages that can be shared, `new` of them.
+    """Write the pages of a unit that is about to be prefilled into the ledger.
 
-    These are no sequence's own; followers hold those of them that they can share as well.
+    Args:
+        unit: the unit.
+        ledger: the account of admission, where the pages fit.
+        held: shareable pages of the leader's prompt, which count as prompt pages and belong to no single sequence.
+            Followers hold those of them that they can share as well.
+        new: how many of `held` no earlier prompt has reserved.
     """
     ledger.add_prompt_pages(new)
     ledger.reserve(unit.leader.sequence_id, ledger.whole_pages(unit.leader) - held)

@@ -1,4 +1,4 @@
-"""The plain values that an engine hands to a job: the answer to one request line, and counters."""
+"""Owns the plain values that an engine hands to a job: the answer to one request line, and counters."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ class LineResponse:
 class EngineStats:
     """Counters since the engine started.
 
-    `counters` holds expert_calls, expert_rows, expert_gemms and whatever else the engine counts; where it also
-    holds prompt_tokens and output_tokens, the progress takes its rates from them while long lines still run.
-    `part_s` holds seconds by part (attention, experts, router, copies, sampling, idle, other; of several ranks also
-    exchange, agreement, stall, boundary): idle is the time without work; on a GPU those inside forward passes are the
-    device's, by samples. `tokens_per_expert` holds the tokens routed to each expert, summed over the layers.
-    `sequences` holds how many sequences are in each state (QUEUED, RUNNING, ...) now. `ranks` holds each rank's own
-    where there are several; the rest is then of all of them.
-    `forward`: which forward pass computes the model (core/supported_models), "" where that is not known.
-    `paused`: whether somebody has paused it; then it counts nothing.
-    `peak_memory_bytes` is the most that a rank's process had in memory since the model was loaded (0: not known), and
-    `memory_budget_bytes` what it may have (0: no budget is set); of several ranks, those of the one with the most.
+    counters: expert_calls, expert_rows, expert_gemms and others. If it has prompt_tokens and output_tokens, the
+        progress takes its rates from them while long lines still run.
+    part_s: seconds by part (attention, experts, router, copies, sampling, idle, other; with several ranks also
+        exchange, agreement, stall, boundary). Idle is the time without work. On a GPU the parts of forward passes are
+        the device's time, by samples.
+    tokens_per_expert: tokens routed to each expert, summed over the layers.
+    sequences: how many sequences are in each state (QUEUED, RUNNING, ...) now.
+    ranks: the counters of each rank, if there are several; the other fields are then of all ranks together.
+    peak_memory_bytes: the most that a rank's process had in memory since the model was loaded; 0 if not known.
+    memory_budget_bytes: what a rank's process may have in memory; 0 without a budget. With several ranks, both are of
+        the rank with the most.
+    paused: whether the engine is paused; it counts nothing then.
+    forward: which forward pass computes the model (core/supported_models); "" if not known.
     """
 
     counters: Mapping[str, float] = field(default_factory=dict)
@@ -44,15 +46,15 @@ class EngineStats:
 
     @property
     def waiting_share(self) -> float:
-        """Which share of the time was waited: for requests, or for other ranks in exchanges and agreements.
+        """Return the share of the time that was spent waiting: for requests, or for other ranks.
 
-        Where waits for other ranks are not told apart (`stall` is 0), exchanges count whole.
+        If waits inside exchanges are not measured (`stall` is 0), all time of exchanges counts as waiting.
         """
         waits = ("idle", "agreement", "stall" if self.part_s.get("stall") else "exchange")
         return sum(self.part_s.get(part, 0.0) for part in waits) / max(sum(self.part_s.values()), 1e-9)
 
     def since(self, earlier: EngineStats) -> EngineStats:
-        """What was counted after `earlier`, a reading of the same engine."""
+        """Return what was counted after `earlier`, a reading of the same engine."""
         before = list(earlier.tokens_per_expert) or [0] * len(self.tokens_per_expert)
         ranks_before = list(earlier.ranks) or [EngineStats()] * len(self.ranks)
         return EngineStats(

@@ -1,4 +1,4 @@
-"""Decides of what the next forward pass between boundaries consists: decode rows, and chunks of prompts beside them."""
+"""Decides what the next forward pass between boundaries computes: decode rows, and with them chunks of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepView:
-    """What a step is composed from. `in_flight`: steps that were submitted and have no results yet."""
+    """The input of a step policy. `in_flight`: steps that were submitted and have no results yet."""
 
     state: State
     kv: KVState
@@ -28,33 +28,33 @@ class StepView:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens that are not computed yet."""
+        """Prompt tokens that are not yet computed."""
         rest = self.state.rest
         return self.state.queued_tokens + (0 if rest is None else rest.tokens)
 
     @property
     def free_rate(self) -> float:
-        """Which part of all pages of KV that sequences can have is free."""
+        """The free share of all KV pages that sequences can have."""
         ledger = self.kv.admission
         return ledger.free_pages / max(1, ledger.total_pages + ledger.overflow_pages)
 
     @property
     def running(self) -> int:
-        """Sequences that decode."""
+        """The number of sequences that decode."""
         return self.state.running
 
 
 class StepPolicy(Protocol):
-    """Composes each step between boundaries; it may look at the head of the queue, never at all of it."""
+    """Composes each step between boundaries. It may read the head of the queue, never all of it."""
 
     name: str
 
     def compose(self, view: StepView, policy: KVPolicy) -> Step:
-        """The step; `policy` says where the KV of prompts is to lie."""
+        """Return the next step. `policy` decides where the KV of prompts is to lie."""
 
 
 class DecodeOnly:
-    """All that runs decodes; prompts are computed in groups of their own."""
+    """All running sequences decode; prompts are computed in groups of their own."""
 
     name = "decode only"
 
@@ -63,11 +63,12 @@ class DecodeOnly:
 
 
 class MixPrefill:
-    """All that runs decodes, and up to `plan.mix_prefill` prompt tokens go along, in the order of the queue.
+    """All running sequences decode, and the step also computes up to `plan.mix_prefill` tokens of queued prompts.
 
-    A prompt is cut at a page where the step has no room for more of it, and goes on in the next step. Prompts with
-    several choices, and longer ones that cannot be cut, wait for a prefill group. None is cut where a page of KV lies
-    on the device or in the store: while it had a part of its pages, neither tier could count on the other's room.
+    Prompts are taken in the order of the queue. If the step has no room for all of a prompt, the prompt is cut at the
+    edge of a page, and the next step continues it. Prompts with several choices, and prompts that are too long and
+    cannot be cut, wait for a prefill group. With an exclusive store no prompt is cut: while a sequence had only some of
+    its pages, neither tier could count on room in the other.
     """
 
     name = "mix prefill"
@@ -95,7 +96,7 @@ class MixPrefill:
         return Step(prefill=tuple(chunks), on_device=pages)
 
     def _new(self, view: StepView, policy: KVPolicy, room: int) -> list[Admission]:
-        """Units of which the first chunk goes along, the last of them cut where it has to be."""
+        """Return the units whose first chunk the step computes; only the last of them may be cut."""
         state, kv, plan = view.state, view.kv, view.plan
         capacity = policy.capacity(state, kv, plan)
         heads = list(_heads(state, room))
@@ -114,7 +115,7 @@ class MixPrefill:
 
 
 def _heads(state: State, room: int) -> Iterator[Admission]:
-    """The first units of the queue, each a sequence alone, until their prompts have `room` tokens."""
+    """Yield the first units of the queue, each a sequence alone, until their prompts have `room` tokens."""
     for unit in group_by_prompt(state.queued, most_members=state.request_slots):
         if unit.followers or room <= 0:
             return
@@ -123,12 +124,12 @@ def _heads(state: State, room: int) -> Iterator[Admission]:
 
 
 def _head(chunk: Chunk, room: int, plan: Plan) -> Chunk:
-    """As much of a chunk as there is room for; it ends with a page, unless the prompt does."""
+    """Return as much of a chunk as there is room for. It ends at the edge of a page or with the prompt."""
     if chunk.tokens <= room:
         return chunk
     return Chunk(sequence=chunk.sequence, start=chunk.start, tokens=room // plan.page_size * plan.page_size)
 
 
 def step_policy(plan: Plan) -> StepPolicy:
-    """What the plan asks for."""
+    """Return the step policy that the plan asks for."""
     return MixPrefill() if plan.mix_prefill else DecodeOnly()

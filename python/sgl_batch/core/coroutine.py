@@ -1,4 +1,4 @@
-"""Owns the one table of transitions of a sequence. Who fires an event, and when, is decided elsewhere."""
+"""Owns the one table of a sequence's state transitions. When an event happens is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TERMINAL = frozenset({Status.FINISHED, Status.ABORTED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """One change of state, as it is written to a trace."""
+    """One change of a sequence's state, as it is written to a trace."""
 
     sequence_id: str
     before: Status
@@ -61,9 +61,9 @@ class Transition:
 
 
 def advance(sequence: SequenceState, event: Event, why: str) -> Transition:
-    """Apply `event` to `sequence` in place and say what changed.
+    """Apply `event` to `sequence` in place and return the change.
 
-    Raises AssertionError when the table has no such transition: that is a fault of ours, never of a user.
+    Raises AssertionError if the table has no such transition: that is a fault of this program, never of a user.
     """
     before = sequence.status
     after = TRANSITIONS.get((before, event))

@@ -1,6 +1,6 @@
-"""Owns decisions as plain data: what each was made from, and its actions. How one is made again is said in `replay`.
+"""Owns records of decisions as plain data: what each decision was made from, and its actions. `replay` reads them.
 
-Of the sequences that wait a record holds those that the decision looked at, in their order, and how many there were.
+Of the waiting sequences a record holds those that the decision read, in their order, and how many there were.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ COUNTS = {
 Plain = dict[str, Any]
 
 
-class _Read(Sequence[SequenceState]):
-    """A view that keeps what is read of it."""
+class _RecordingView(Sequence[SequenceState]):
+    """A view that remembers which of its sequences were read."""
 
     def __init__(self, view: Sequence[SequenceState]) -> None:
         self._view = view
@@ -61,15 +61,19 @@ class _Read(Sequence[SequenceState]):
         return found
 
     def rows(self) -> Plain:
-        """What was read, and how many sequences there are."""
+        """Return the sequences that were read, as plain data, and how many the view has."""
         return {"rows": rows_of(self._read.values()), "count": len(self._view)}
 
 
 class Observed:
-    """The views of a decision; after it was made from `state` and `kv`, `record` says what it was made from."""
+    """Wraps the views of one decision. After a decision was made from `state` and `kv`, `record` returns its record."""
 
     def __init__(self, state: State, kv: KVState) -> None:
-        self._queued, self._ready, self._choices = _Read(state.queued), _Read(state.ready), _Read(kv.choices)
+        self._queued, self._ready, self._choices = (
+            _RecordingView(state.queued),
+            _RecordingView(state.ready),
+            _RecordingView(kv.choices),
+        )
         self._runners: list[SequenceState] = []
         self._own_kv = kv
         self.state = replace(state, queued=self._queued, ready=self._ready)
@@ -82,10 +86,10 @@ class Observed:
     def record(
         self, plan: Plan, policy: str, actions: Actions, *, decision: str = "next", others_run: bool = False
     ) -> Plain:
-        """The decision as plain data. `decision`: what was to be decided.
+        """Return the decision as plain data.
 
-        That is what comes next; of one of several ranks, what it does at a boundary at which none prefills
-        ("boundary"), or of what its part in a step consists ("step").
+        `decision`: what was decided. "next": what the rank does next. With several ranks, "boundary": what a rank does
+        at a boundary at which no rank prefills; "step": its part in a step.
         """
         counts_alone = decision != "boundary" and not plan.mix_prefill and _from_counts_alone(actions)
         return {
@@ -133,23 +137,23 @@ class Observed:
 
 
 def _from_counts_alone(actions: Actions) -> bool:
-    """Whether a decision looked at no more than the counts of a state: it was made between boundaries."""
+    """Return whether a decision read only the counts of a state, since it was made between boundaries."""
     return actions in ((Step(),), (Join(),)) or isinstance(actions[0], PrefillChoices)
 
 
 def rows_of(sequences: Iterable[SequenceState]) -> list[Plain]:
-    """Sequences as plain data."""
+    """Return sequences as plain data."""
     return [{**asdict(one), "status": one.status.value, "ranks": sorted(one.ranks)} for one in sequences]
 
 
 def numbers_of(state: State) -> Plain:
-    """The counts of a state, and the sequence whose prompt is computed in part."""
+    """Return the counts of a state as plain data, and the sequence whose prompt is computed in part."""
     begun = None if state.begun is None else rows_of([state.begun])[0]
     return {**{name: getattr(state, attribute) for name, attribute in COUNTS.items()}, "begun": begun}
 
 
 def plain_actions(actions: Iterable[Any]) -> list[Plain]:
-    """Actions as plain data: sequences by their ids."""
+    """Return actions as plain data, with sequences by their ids."""
     return [
         {"action": type(action).__name__, **{one.name: _plain(getattr(action, one.name)) for one in fields(action)}}
         for action in actions
@@ -177,7 +181,7 @@ def arrival_record(
     most_prompt_tokens: int | None,
     actions: Actions,
 ) -> Plain:
-    """A decision over a sequence that has come as plain data."""
+    """Return the decision about a sequence that has arrived, as plain data."""
     return {
         "version": VERSION,
         "decision": "arrival",
@@ -191,7 +195,7 @@ def arrival_record(
 
 
 def group_record(states: Sequence[RankState], plan: Plan, migration: Migration, decision: GroupDecision) -> Plain:
-    """A decision for several ranks as plain data, from the states that they told."""
+    """Return a decision for several ranks, as plain data, with the states that the ranks sent."""
     return {
         "version": VERSION,
         "decision": "group",
@@ -203,7 +207,7 @@ def group_record(states: Sequence[RankState], plan: Plan, migration: Migration, 
 
 
 def plain_group(decision: GroupDecision) -> Plain:
-    """What was decided for several ranks."""
+    """Return what was decided for several ranks, as plain data."""
     return {
         "actions": [plain_actions(actions) for actions in decision.actions],
         "busy": decision.busy,

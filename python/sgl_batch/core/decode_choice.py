@@ -1,6 +1,6 @@
-"""Decides which forward pass computes decode groups, from what each was measured to take and to answer.
+"""Decides which forward pass computes decode groups, from the measured time and tokens of each.
 
-How steps are run and timed, and where the choice is kept, is decided elsewhere.
+The steps are run and timed, and the choice is kept, in startup/.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from dataclasses import dataclass
 
 from sgl_batch.core.start_choices import WINS_BY, Choice
 
-# Values of --decode-forward. The first two are settled at the start; the others are modes.
+# Values of --decode-forward. The first two are resolved to a mode at the start; the others are modes.
 AUTO, MEASURE = "auto", "measure"
 # `default`: SGLang's own forward for a group that one of its CUDA graphs serves, the coroutine forward for any other.
 # `eager`: the coroutine forward without the CUDA graphs that it may have.
 DEFAULT, COROUTINE, EAGER, SGLANG = "default", "coroutine", "eager", "sglang"
 MODES = (DEFAULT, COROUTINE, EAGER, SGLANG)
 
-# Behind a mode's name in the numbers of a choice: the host's part of a step.
+# Suffix of a mode's name in the numbers of a choice: the host's part of a step.
 _LAUNCHED = ", until the host has launched it"
-# Two best logits that are nearer than this share of the best one's size: bfloat16 keeps 8 bits of each of many sums.
+# The two best logits nearly tie if they differ by less than this share of the best one: bfloat16 keeps 8 bits of each
+# of many sums.
 NEAR_TIE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Decode steps of one mode. Steps are the same in all modes: the same sequences, with the same tokens put in.
+    """Measured decode steps of one mode. All modes run the same steps: the same sequences with the same input tokens.
 
-    `seconds`: of one step, for each size of group, the largest first. `tokens`: the likeliest, of all steps and rows in
-    one order. `margins`: by how much each beats the second, as a share of its size; empty where it is not known.
-    `host_seconds`: how much of each step passes until the host has launched all of it; empty where it is not known.
+    seconds: time of one step by size of group, the largest group first.
+    tokens: the likeliest token of each row of each step, in the same order for all modes.
+    margins: by how much each token's logit exceeds the second best, as a share of its size; empty if not known.
+    host_seconds: the part of each step until the host has launched all of it; empty if not known.
     """
 
     seconds: tuple[float, ...]
@@ -49,15 +51,17 @@ Outcome = Measured | Failed
 
 
 class TimeUp(Exception):  # noqa: N818 (a name that says what has happened)
-    """The budget of time ended while a mode was measured."""
+    """Raised when the time for measurements ends while a mode is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeForms:
-    """What an engine has for its decode groups.
+    """The forward passes that an engine has for its decode groups.
 
-    `has_adapter`: the coroutine forward; `sglang_graph`: a graph of SGLang's for the largest group; `own_graph`: graphs
-    of ours; `obstacle`: why SGLang's own forward cannot compute them, or None.
+    has_adapter: whether it has the coroutine forward.
+    sglang_graph: whether it has one of SGLang's CUDA graphs for the largest group.
+    own_graph: whether it has CUDA graphs of the coroutine forward.
+    obstacle: why SGLang's own forward cannot compute the groups; None if it can.
     """
 
     has_adapter: bool
@@ -67,7 +71,7 @@ class DecodeForms:
 
 
 def candidates(forms: DecodeForms) -> tuple[str, ...]:
-    """The modes that compute the largest group each in another way; first the one without a measurement."""
+    """Return the modes that compute the largest group in different ways; the first is used without a measurement."""
     if not forms.has_adapter:
         return (DEFAULT,)
     own = (EAGER,) if forms.own_graph else ()
@@ -77,7 +81,7 @@ def candidates(forms: DecodeForms) -> tuple[str, ...]:
 
 
 def refusal(mode: str, forms: DecodeForms) -> str | None:
-    """Why an engine's decode groups cannot be computed in a mode that was asked for; None where they can."""
+    """Return why an engine's decode groups cannot be computed in a requested mode, or None if they can."""
     if mode == SGLANG:
         return forms.obstacle
     if mode in (COROUTINE, EAGER) and not forms.has_adapter:
@@ -86,10 +90,12 @@ def refusal(mode: str, forms: DecodeForms) -> str | None:
 
 
 def choose(modes: Sequence[str], outcomes: Mapping[str, Outcome], *, deterministic: bool = False) -> Choice:
-    """The mode to use. `modes`: as `candidates` gives them; one without an outcome was not measured.
+    """Return the mode to use.
 
-    The first stays unless another gives its tokens, up to near ties, and takes at most 1 / 1.05 of its time with the
-    largest group and at most 1.05 of it with the others.
+    The first mode stays unless another mode gives the same tokens, up to near ties, and takes at most 1 / 1.05 of the
+    first one's time with the largest group and at most 1.05 of it with the others.
+
+    `modes`: as `candidates` returns them. A mode without an outcome was not measured.
     """
     default = modes[0]
     if deterministic:
@@ -110,7 +116,7 @@ def choose(modes: Sequence[str], outcomes: Mapping[str, Outcome], *, determinist
 
 
 def step_of(choice: Choice) -> tuple[float | None, float | None]:
-    """Seconds of a step of the largest group in the chosen mode, and of them the host's; None where not measured."""
+    """Return the seconds of a largest group's step in the chosen mode, and the host's part; None if not measured."""
     step, host = (choice.numbers.get(name) for name in (choice.mode, choice.mode + _LAUNCHED))
     return step[0] if step else None, host[0] if host else None
 
@@ -124,7 +130,7 @@ def _sentence(mode: str, reference: str, seconds: Mapping[str, Sequence[float]],
 
 
 def _why_not(outcome: Outcome | None, reference: Outcome, name: str) -> str | None:
-    """Why a mode is not taken in place of the reference; None where it is faster."""
+    """Return why a mode does not replace the reference, or None if it is faster."""
     assert isinstance(reference, Measured), "the reference was measured"
     if outcome is None:
         return "was not measured: the time was up"
@@ -143,7 +149,7 @@ def _why_not(outcome: Outcome | None, reference: Outcome, name: str) -> str | No
 
 
 def _differing(outcome: Measured, reference: Measured) -> int:
-    """How many tokens are others, where the reference's logits were no near tie."""
+    """Return how many tokens differ where the reference's best logits do not nearly tie."""
     margins = reference.margins or (1.0,) * len(reference.tokens)
     rows = zip(outcome.tokens, reference.tokens, margins, strict=True)
     return sum(token != wanted and margin > NEAR_TIE for token, wanted, margin in rows)

@@ -1,8 +1,8 @@
-"""Decides which rows of a decode group have their KV on the device together, where it is brought there by layer and
-sub-batch, and in which pages; and whether that pays (BatchGen 5.3).
+"""Decides how streamed decode cuts a group into sub-batches whose KV is on the device together, in which pages the KV
+lies, and whether streaming pays (BatchGen 5.3).
 
-The device's memory is two halves for sub-batches that follow each other, so that one comes while the other is attended.
-How the bytes move is the affair of others.
+The device's memory is two halves for consecutive sub-batches: one is copied in while attention reads the other. The
+copies themselves are in kv_offload/.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_CLEARLY = 1.5  # times as fast: then the other is not tried again for a group of twice or half the size
+# If one way is this many times as fast, the other is not measured for groups of twice or half the size.
+_CLEARLY = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedRow:
-    """Where the KV of a row's full pages lies (`store_blocks`), and how many pages it needs behind them."""
+    """One row of a group: the store blocks of its full pages, and the number of pages that it needs after them."""
 
     store_blocks: tuple[int, ...]
     own_pages: int
@@ -24,10 +25,12 @@ class StreamedRow:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StreamedPart:
-    """Rows [start, end) of a group. `pages`: of each, where in a half its pages lie, own ones one after the other.
+    """A sub-batch: rows [start, end) of a group.
 
-    `page_of`: by store block, where its page lies. A full page that several rows have in the same block lies there
-    once. A part of more pages than a half has (`large`) takes both halves.
+    large: whether it has more pages than a half; it takes both halves then.
+    num_pages: its pages in the half.
+    pages: by row, the indices of its pages in the half, full pages first, then own pages in a row.
+    page_of: by store block, the index of its page. A block that several rows share is in the half once.
     """
 
     start: int
@@ -39,9 +42,9 @@ class StreamedPart:
 
 
 def lay_out(rows: Sequence[StreamedRow], *, half_pages: int, most_rows: int) -> list[StreamedPart]:
-    """Cut rows into sub-batches of at most `most_rows`, in their order, each as much as a half holds.
+    """Cut rows, in their order, into sub-batches of at most `most_rows` rows, each as large as a half holds.
 
-    A row that alone needs more has a sub-batch of its own.
+    A row that alone needs more pages than a half has a sub-batch of its own.
     """
     parts: list[StreamedPart] = []
     for number, row in enumerate(rows):
@@ -76,9 +79,11 @@ def _append(part: StreamedPart, row: StreamedRow) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One sub-batch in one layer. Turns are numbered layer by layer; `half`: which one it begins in, 0 or 1.
+    """One sub-batch in one layer. Turns are numbered layer by layer.
 
-    `frees`: the turns before it whose pages it takes; `then`: those that may begin to come when it has been attended.
+    half: the half in which its pages begin, 0 or 1.
+    frees: earlier turns whose pages it takes.
+    then: turns whose copies may begin when attention of this one is done.
     """
 
     layer: int
@@ -89,10 +94,10 @@ class Turn:
 
 
 def take_turns(parts: Sequence[StreamedPart], layers: int) -> list[Turn]:
-    """The turns of a forward pass. The first, and the second where it takes other pages, come before any is attended.
+    """Return the turns of a forward pass.
 
-    A turn comes one turn early, to the half that is not attended meanwhile, or, where one of both is large, when the
-    one before it has been attended.
+    The KV of a turn is copied in during the turn before it, to the half that attention does not read meanwhile. If one
+    of the two is large, the copy begins when attention of the turn before is done.
     """
     large = [part.large for part in parts] * layers
     halves = [0 if is_large else number % 2 for number, is_large in enumerate(large)]
@@ -112,31 +117,32 @@ def take_turns(parts: Sequence[StreamedPart], layers: int) -> list[Turn]:
 
 
 def first_turns(turns: Sequence[Turn]) -> list[int]:
-    """Those that come before any is attended."""
+    """Return the turns whose copies begin before any attention: the first, and the second if it takes other pages."""
     later = {number for turn in turns for number in turn.then}
     return [number for number in range(len(turns)) if number not in later]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rates:
-    """Rows a second of groups of about one size; None where not measured."""
+    """Rows decoded per second by groups of about one size; None if not measured."""
 
     resident: float | None = None
     streamed: float | None = None
 
 
 class StreamingChoice:
-    """Whether the next page of steps is streamed, from what pages of either kind were measured to bring.
+    """Decides whether the next interval is streamed, from the measured rates of intervals of either kind.
 
-    By the number of sequences alive, in powers of two: while they fit the device nothing is streamed. Otherwise both
-    ways are measured for one page each, unless one was clearly faster for groups of twice or half the size.
+    Rates are kept by the number of sequences alive, in powers of two. While all sequences fit the device, nothing is
+    streamed. Otherwise both ways are measured for one interval each, unless one was clearly faster for groups of twice
+    or half the size.
     """
 
     def __init__(self) -> None:
         self._rates: dict[int, _Rates] = {}
 
     def note(self, alive: int, *, streamed: bool, rows: int, seconds: float) -> None:
-        """A page of steps has computed so many rows."""
+        """Note that an interval has decoded `rows` rows in `seconds`."""
         rates = self._rates.setdefault(_size_class(alive), _Rates())
         rate = rows / max(seconds, 1e-9)
         if streamed:
@@ -145,7 +151,7 @@ class StreamingChoice:
             rates.resident = rate
 
     def choose(self, alive: int, *, fits: bool) -> bool:
-        """Whether to stream the next page for so many sequences, who all have room on the device if `fits`."""
+        """Return whether to stream the next interval. `fits`: whether all `alive` sequences have room on the device."""
         if fits:
             return False
         size = _size_class(alive)

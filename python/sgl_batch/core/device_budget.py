@@ -1,4 +1,4 @@
-"""Decides how much of a device's budget is left for pages of KV, and whether that is enough. Pure arithmetic."""
+"""Decides how much of a device's memory budget is left for KV pages, and whether that is enough. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sgl_batch.core.plan import Plan
 from sgl_batch.core.residency import FREE_PAGES
 from sgl_batch.errors import ConfigError
 
-# What the heap keeps of memory given back, and threads and libraries take by and by.
+# What the heap keeps of freed memory, and what threads and libraries take over time.
 _SLACK_BYTES = 64 << 20
 _STAGED_LAYERS = 2
 _FLOAT_BYTES = 4
@@ -21,8 +21,9 @@ _FLOAT_BYTES = 4
 class ModelShape:
     """The numbers of a model that its working memory depends on.
 
-    `attention_width`: numbers that attention makes of a row, queries, keys and values of all heads. `dense_width`: of
-    the widest layer that all rows go through, or of the experts that all do. `item_bytes`: of a hidden state's number.
+    attention_width: numbers that attention computes for a row: queries, keys and values of all heads.
+    dense_width: width of the widest MLP that all rows go through, or of the shared experts.
+    item_bytes: bytes of one number of a hidden state.
     """
 
     hidden: int
@@ -38,7 +39,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNeeds:
-    """What a device holds beside pages, and what a page takes in all layers; bytes. `reserves`: a GPU's, by name."""
+    """Bytes that a device holds besides KV pages, and bytes of one page in all layers.
+
+    `reserves`: on a GPU, further reserves by name (gpu_reserves).
+    """
 
     program: int
     weights: int
@@ -50,10 +54,10 @@ class DeviceNeeds:
 def working_bytes(
     plan: Plan, shape: ModelShape, *, max_running: int, page_bytes: int, staged: bool, by_torch: bool, num_ranks: int
 ) -> int:
-    """The most that a forward pass of the plan's largest groups takes beside weights and pages of KV; an upper bound.
+    """Return an upper bound in bytes of what a forward pass of the plan's largest groups takes besides weights and KV.
 
-    `staged`: prefill groups have two layers of KV in pages of their own. `by_torch`: experts are computed by torch's
-    operators, with copies of all routed rows. Prompts longer than a group take more.
+    `staged`: whether prefill groups have two layers of KV in pages of their own. `by_torch`: whether torch's operators
+    compute the experts, with copies of all routed rows. Prompts longer than a group take more.
     """
     rows = max(plan.prefill.b_moe, plan.mixed.b_moe) if plan.mix_prefill else plan.prefill.b_moe
     sequences = min(rows, max_running)
@@ -74,12 +78,13 @@ def pass_bytes(
     num_ranks: int = 1,
     greedy: bool = False,
 ) -> int:
-    """The most that a forward pass of `rows` tokens of `sequences` takes beside weights and KV; an upper bound.
+    """Return an upper bound in bytes of what a forward pass of `rows` tokens takes besides weights and KV.
 
-    `greedy`: nobody's tokens are sampled, which takes the probabilities of all.
+    `sequences`: those whose logits are computed. `greedy`: no token is sampled; sampling takes the probabilities of
+    all tokens.
     """
     item = shape.item_bytes
-    # Hidden states and residuals: the layer's input, the accumulation buffer, what is combined, and sums in float32.
+    # Hidden states and residuals: the layer's input, the accumulation buffer, the combined rows, and sums in float32.
     group = rows * shape.hidden * (6 * item + _FLOAT_BYTES)
     attention = min(b_attn, rows) * (2 * shape.attention_width + 3 * shape.hidden) * item
     routed = rows * shape.top_k * (shape.expert_width * item + 24)
@@ -90,22 +95,25 @@ def pass_bytes(
     exchange = 0 if num_ranks == 1 else num_ranks * rows * shape.hidden * (item + _FLOAT_BYTES)
     layer = group + max(attention, experts + exchange, dense)
     logits = sequences * shape.vocabulary * (item + (1 if greedy else 2) * _FLOAT_BYTES)
-    # The heap keeps pieces of what was given back, so that layers and logits do not take the same memory by turns.
+    # The heap keeps pieces of freed memory, so that logits cannot reuse all memory of the layers: both count.
     return layer + logits + _SLACK_BYTES
 
 
 def kv_bytes(budget: int, needs: DeviceNeeds, plan: Plan) -> int:
-    """What a budget leaves for pages of KV. Raises ConfigError where running sequences would lack their free pages."""
-    # One page more than are given out, which takes what padding writes.
+    """Return the bytes that a budget leaves for KV pages.
+
+    Raises ConfigError if running sequences would lack their free pages.
+    """
+    # One extra page takes the writes of padded rows.
     left = budget - needs.program - needs.weights - needs.working - needs.page - sum(needs.reserves.values())
     least = FREE_PAGES * plan.decode.b_moe
     if left >= least * needs.page:
         return left
     whole = budget - left + least * needs.page
     kept = {**({"the program": needs.program} if needs.program else {}), **needs.reserves}
-    words = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in kept.items())
+    listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in kept.items())
     raise ConfigError(
-        f"device_memory is {format_bytes(budget)}, and {format_bytes(whole)} are needed: {words}, weights "
+        f"device_memory is {format_bytes(budget)}, and {format_bytes(whole)} are needed: {listed}, weights "
         f"{format_bytes(needs.weights)}, groups of {plan.prefill.b_moe} prompt tokens and their logits "
         f"{format_bytes(needs.working)}, and {FREE_PAGES} pages of KV for each of {plan.decode.b_moe} running "
         f"sequences {format_bytes(least * needs.page)}; raise --device-memory, or lower "

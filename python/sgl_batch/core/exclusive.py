@@ -1,21 +1,24 @@
-"""Decides where prompts go if a page of KV lies on the device or in the store, not in both, and how many sequences that
-admits. Who moves from one tier to the other later is decided in `residency`.
+"""Decides where prompts go if a KV page lies on the device or in the store, not in both, and how many sequences that
+admits. Which sequences move between the tiers later is decided in `residency`.
 
-A sequence lies in one tier as a whole, but while it is copied. Each admitted sequence i can need w_i pages, at most all
-of the device's. Let D and S be the pages of the device and of the store. Admission keeps (PageLedger.fits)
+A sequence lies in one tier as a whole, except while it is copied. Each admitted sequence i can need w_i pages, at most
+all of the device's. Let D and S be the pages of the device and of the store, and M the largest w_i. Admission keeps
+(PageLedger.fits)
 
-    sum of all w_i <= D + max(0, S - M)        M: the largest w_i
+    sum of all w_i <= D + max(0, S - M)
 
-and nobody is ever stuck then. Pages of the device lack only where those on it, X, want more than D together; each wants
-no more than its w_i, so that the w_i of X are more than D, and those of all others less than S - M. What these have in
-the store is no more than that: more than M slots are free, enough for anyone of X to leave. The same holds, with a
-smaller X, for the next that has to leave, until the others have room. (Where M > S, all w_i fit the device together,
-and pages never lack.) Slots of a sequence on its way back are free when its copy has ended: whoever needs them waits
-for that, which depends on nobody.
+and then no sequence is ever stuck:
 
-Whoever waits in the store comes back in its turn, in the end when nobody runs: alone, any sequence fits the device. Its
-turn comes, because prompts may stay on the device only while nobody waits in the store, so that those that wait on the
-device always come first; and a queued prompt finds room at last, because nobody passes the head of the queue.
+- A sequence that has to leave the device finds room in the store. Pages of the device lack only if the sequences on it,
+  X, want more than D pages together. Each wants no more than its w_i, so the w_i of X add up to more than D, and those
+  of all others to less than S - M. The others hold no more than that in the store, so more than M blocks of the store
+  are free: enough for any sequence of X. The same holds, with a smaller X, for the next one that has to leave, until
+  the rest have room. (If M > S, all w_i fit the device together, and pages never lack.) Blocks of a sequence on its way
+  back are free when its copy has ended. A sequence that needs them waits for that, which depends on no other sequence.
+- A sequence that waits in the store comes back in its turn, at the latest when no sequence runs: alone, any sequence
+  fits the device. Its turn comes, because prompts may stay on the device only while no sequence waits in the store, so
+  that those that wait on the device always come first.
+- A queued prompt finds room at last, because no prompt passes the head of the queue.
 """
 
 from __future__ import annotations
@@ -31,9 +34,12 @@ from sgl_batch.core.residency import pages_to_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCapacity:
-    """Pages free for prompts in each tier now; `device` is None where somebody waits in the store.
+    """Pages that are free for prompts in each tier now.
 
-    `to_store`: whether prompts can be computed on their way to the store. Where they cannot, they wait for the device.
+    device: free pages of the device; None if a sequence waits in the store, because prompts may not stay on the device
+        then.
+    store: free pages of the store.
+    to_store: whether prompts can be computed on their way to the store. If not, they wait for the device.
     """
 
     device: int | None
@@ -44,15 +50,15 @@ class TierCapacity:
 def assign_tier(
     units: Iterable[Admission], capacity: TierCapacity, ledger: PageLedger, plan: Plan
 ) -> Iterator[Admission]:
-    """Units from the head on as far as their prompts have room, all of them in the tier that has it for the first.
+    """Yield units from the head of the queue while their prompts have room in the tier that the first of them goes to.
 
-    Choices of one prompt begin in the store, each with references to it that count as its own; a prompt too large for
-    that comes without its choices, which then queue for themselves, and so does any where prompts cannot be computed on
-    their way there. `ledger` is that of admission.
+    Choices of one prompt begin in the store, where each counts its references to the prompt as its own. If the prompt
+    is too large for that, or prompts cannot be computed on their way to the store, the unit comes without its
+    followers, which then queue as units of their own. `ledger`: the account of admission.
     """
     room = on_device = None
     for whole in units:
-        cut = whole.followers and (not capacity.to_store or _slots(whole, ledger) > ledger.overflow_pages)
+        cut = whole.followers and (not capacity.to_store or _store_blocks(whole, ledger) > ledger.overflow_pages)
         unit = Admission(leader=whole.leader) if cut else whole
         if room is None:
             on_device = stays_on_device([unit], capacity, ledger, plan)
@@ -61,7 +67,7 @@ def assign_tier(
             room = (capacity.device or 0) if on_device else capacity.store
         if on_device and unit.followers:
             return
-        room -= pages_to_run(unit.leader, ledger, plan) if on_device else _slots(unit, ledger)
+        room -= pages_to_run(unit.leader, ledger, plan) if on_device else _store_blocks(unit, ledger)
         if room < 0:
             return
         yield unit
@@ -70,12 +76,12 @@ def assign_tier(
 
 
 def stays_on_device(units: Iterable[Admission], capacity: TierCapacity, ledger: PageLedger, plan: Plan) -> bool:
-    """Whether these prompts are computed in pages of the device, from where each can go on, not on their way out."""
+    """Return whether these prompts are computed in device pages and stay there, rather than leave for the store."""
     units = list(units)
     if capacity.device is None or any(unit.followers for unit in units):
         return False
     return sum(pages_to_run(unit.leader, ledger, plan) for unit in units) <= capacity.device
 
 
-def _slots(unit: Admission, ledger: PageLedger) -> int:
+def _store_blocks(unit: Admission, ledger: PageLedger) -> int:
     return len(unit.members) * pages_for(unit.leader.kv_tokens, ledger.page_size)

@@ -1,6 +1,6 @@
-"""Decides which expert runner computes a call, by its number of tokens, from what each was measured to take and give.
+"""Decides which expert runner computes a call, by its number of tokens, from the measured time and output of each.
 
-How runners are called and timed, and where the choice is kept, is decided elsewhere.
+Runners are called and timed, and the choice is kept, in startup/.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from sgl_batch.core.decode_choice import Failed
 from sgl_batch.core.start_choices import WINS_BY, Choice
 
-# The most by which outputs may differ from the reference's, as a share of its size (norms over the compared rows). A
-# runner rounds a few times, each by at most half a unit in the last place: 2^-9 of a number in bfloat16, 2^-12 in
-# float16. Matrix units round float32 factors to 11 bits.
+# By number type, the most by which outputs may differ from the reference's, as a share of its size (norms over the
+# compared rows). A runner rounds a few times, each by at most half a unit in the last place: 2^-9 of a number in
+# bfloat16, 2^-12 in float16. Matrix units round float32 factors to 11 bits.
 TOLERANCES = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 3e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerMeasured:
-    """Calls of one runner, for each number of tokens, ascending.
+    """Measured calls of one runner; each tuple has one value for each number of tokens, ascending.
 
-    `seconds`: of a call, on the device alone where it has a clock of its own, as in a CUDA graph; `host_seconds`: as
-    the host sees calls that follow each other, empty where that is the same. `errors`: how far the output is from the
-    reference's, as a share of that one's size.
+    seconds: time of a call; on a device with a clock of its own, as in a CUDA graph, the device's time alone.
+    errors: distance of the output from the reference's, as a share of the reference's size.
+    host_seconds: time of a call as the host sees calls in a row; empty if it is the same as `seconds`.
     """
 
     seconds: tuple[float, ...]
@@ -34,12 +34,12 @@ class RunnerMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerTable:
-    """Runners by the number of tokens from which they compute, ascending."""
+    """Runners, each with the number of tokens from which on it computes, ascending."""
 
     best: tuple[tuple[int, str], ...]
 
     def runner_for(self, num_tokens: int) -> str:
-        """The runner of a call; fewer tokens than the first number get the first."""
+        """Return the runner of a call; the first one also computes calls with fewer tokens than its number."""
         found = self.best[0][1]
         for from_tokens, name in self.best:
             if num_tokens >= from_tokens:
@@ -48,6 +48,7 @@ class RunnerTable:
 
     @property
     def names(self) -> frozenset[str]:
+        """The runners in the table."""
         return frozenset(name for _, name in self.best)
 
     def __str__(self) -> str:
@@ -55,7 +56,7 @@ class RunnerTable:
 
     @classmethod
     def parse(cls, text: str) -> RunnerTable:
-        """The table that `str` has written. Raises ValueError for another text."""
+        """Read the table from the text that `str` makes of it. Raises ValueError for another text."""
         best = []
         for part in text.split(", "):
             name, has_from, tokens = part.removesuffix(" tokens").partition(" from ")
@@ -70,11 +71,15 @@ def choose_runners(
     *,
     dtype: str,
 ) -> Choice:
-    """A table of runners, as text. `names`: first the one without a measurement; `tokens`: of the calls, ascending.
+    """Return a choice whose mode is a table of runners, as text.
 
-    For each number of tokens the first stays unless another takes at most 1 / 1.05 of its time, as the host sees it at
-    most 1.05 of it, and gives its outputs, for all numbers, within the tolerance of `dtype`. Between two numbers the
-    nearer by ratio decides. Where the first was not measured, there is nothing to compare with, and it stays.
+    For each number of tokens the first runner stays unless another one takes at most 1 / 1.05 of its time (as the host
+    sees it at most 1.05), and gives the same outputs for all numbers within the tolerance of `dtype`. Between two
+    numbers the nearer one by ratio decides. If the first runner was not measured, there is nothing to compare with, and
+    it stays.
+
+    `names`: runners, first the one that is used without a measurement. `tokens`: numbers of tokens of the measured
+    calls, ascending.
     """
     measured = {name: found for name in names if isinstance(found := outcomes.get(name), RunnerMeasured)}
     seconds = {name: found.seconds for name, found in measured.items()}

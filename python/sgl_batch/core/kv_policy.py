@@ -1,4 +1,8 @@
-"""Decides at a boundary where KV lies: the interface of the forms of KV, and the form that has the device alone."""
+"""Decides at a boundary where KV lies: the interface of KV policies, and the policy for the device alone.
+
+The policies for a host KV store are in `store_policies`. What a policy decides, the same form in kv_offload/ carries
+out.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +18,72 @@ from sgl_batch.core.rank_agreement import Movable
 
 
 class KVPolicy(Protocol):
-    """What differs between the forms of KV, as far as it is decided.
+    """Decides where the KV of sequences lies; one implementation for each form of KV.
 
-    `name` stands for it in records of decisions.
-    `is_local`: of several ranks, each decides for itself what happens at a boundary once nothing is prefilled.
+    A rank has one policy object for its life. A policy decides only: it changes neither `state` nor `kv`, which are
+    valid during the call, and may keep what it has measured of past intervals. The same calls in the same order give
+    the same answers, so that a replay can repeat them.
+
+    name: the policy's name in records of decisions; `replay.POLICIES` makes a policy of it.
+    is_local: with several ranks, whether each rank decides by itself what happens at a boundary without prefill. If
+        not, the control rank decides for all of them.
     """
 
     name: str
     is_local: bool
 
     def capacity(self, state: State, kv: KVState, plan: Plan) -> TierCapacity | None:
-        """What each tier has for prompts, where a page lies in one of them alone."""
+        """Return the pages that each tier has for prompts now.
+
+        Returns None if the account of admission (`kv.admission`) alone limits a prefill group: without a store, and
+        with an inclusive one. Only an exclusive store limits each tier by itself.
+        """
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
-        """Where the KV of a prefill group is to lie."""
+        """Return the prefill of a group, with where its KV is to lie.
+
+        `units` were chosen within `capacity` of the same `state` and `kv`. Before it asks again, the caller carries out
+        the prefill, or a step with its `on_device`.
+        """
 
     def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
-        """What is done at a boundary at which nothing is prefilled.
+        """Return the actions of a boundary at which nothing is prefilled.
 
-        `others_run`: whether another rank has rows, which waiting here would hold up.
+        Args:
+            state: the rank's sequences.
+            kv: where their KV lies.
+            plan: the plan in force.
+            others_run: whether another rank has rows to decode, which would be held up if this rank waited for copies.
+
+        Returns:
+            Actions in the order in which they are carried out, never empty. They end with Step or Idle, or the caller
+            decides again after them. A list without BeginInterval does not end the boundary.
         """
 
     def movable(
         self, ready: list[Movable], running: list[Movable], kv: KVState, plan: Plan
     ) -> tuple[list[Movable], list[Movable]]:
-        """Of waiting and running sequences that can change their rank, those whose KV may leave now."""
+        """Return the sequences whose KV may leave the rank now, of those that can migrate.
+
+        Args:
+            ready: waiting sequences, READY and SUSPENDED.
+            running: running sequences.
+            kv: where their KV lies.
+            plan: the plan in force.
+
+        Returns:
+            The sequences of `ready` and those of `running` that may leave, as two lists.
+        """
 
 
 class DeviceOnly:
-    """KV lies on the device alone: a sequence holds from its admission on all pages that it can need."""
+    """KV lies on the device alone: from its admission on, a sequence holds all pages that it can need."""
 
     name = "device"
     is_local = False
 
     def capacity(self, state: State, kv: KVState, plan: Plan) -> None:
-        """There is one tier."""
+        """Return None: there is one tier."""
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
         return Prefill(units=units)

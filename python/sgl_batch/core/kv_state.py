@@ -1,7 +1,7 @@
-"""Owns the view of where a rank's KV lies, from which decisions are made; decides nothing.
+"""Owns the view of where a rank's KV lies, from which decisions are made.
 
-The scheduler gives it over requests, a simulator over numbers. Sequences come in the order of their turn: a decision
-reads as many of them as it takes, never all that wait.
+The scheduler makes it over requests, a simulator over numbers. Sequences are in the order in which their turn comes: a
+decision reads as many of them as it takes, never all that wait.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sgl_batch.core.sequence import SequenceState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """What was measured since a boundary: `rows` tokens decoded in `seconds`. `number` counts intervals from 0.
+    """One interval between boundaries as measured: `rows` tokens were decoded in `seconds`.
 
-    `alive`: sequences that ran or waited with KV when it began.
+    `number` counts intervals from 0. `alive`: sequences that ran or waited with KV when the interval began.
     """
 
     number: int = 0
@@ -30,16 +30,24 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVState:
-    """Where the KV of a rank's sequences lies.
+    """Where the KV of a rank's sequences lies, at one moment.
 
-    `device` is the account of pages of the device, `admission` that of all that admitted sequences can need; they are
-    one where KV lies on the device alone. `runners` gives the running sequences, with their tokens up to date, and
-    `estimate_shared` notes of sequences that are to be prefilled in this order what their prompts share.
-    `prompts`: pages of prompts on the device that several sequences may hold, `pages_of` those of a sequence's prompt.
-    `choices`: waiting sequences whose last prompt token is to be computed. `store_free`: pages of an
-    exclusive store that this rank can take. `arrived`: whether sequences whose KV was on its way to the device can join
-    the decode group now.
-    `streams`: whether decode steps find their KV in the store.
+    Accounts and callables are live: a KVState is valid until the rank next changes a sequence. Decisions read it and
+    change nothing but what `estimate_shared` notes.
+
+    device: the account of device pages.
+    admission: the account of all pages that admitted sequences can need. It is `device` itself if KV lies on the device
+        alone.
+    runners: returns the running sequences, with their token counts up to date. Costs one pass over them.
+    estimate_shared: notes in each of the given sequences, which would be prefilled in this order, how many tokens its
+        prompt shares (`SequenceState.shared_tokens`).
+    prompts: prompt pages on the device that several sequences may hold.
+    pages_of: returns the prompt pages of a sequence, by its id, that can be shared.
+    choices: waiting sequences whose last prompt token is still to be computed.
+    store_free: pages of an exclusive store that this rank can take now.
+    arrived: whether sequences whose KV was on its way to the device can join the decode group now.
+    streams: whether decode steps read their KV from the store.
+    interval: the last interval between boundaries, as measured.
     """
 
     device: PageLedger

@@ -1,7 +1,8 @@
-"""Decides from a model's config which models cannot be computed rightly here, and says why.
+"""Decides from a model's config which models cannot be computed correctly here, and why.
 
-Reasons are read from what the config holds, so that a model of tomorrow is judged as well; names alone decide where a
-config does not tell. Where a model's files are, and that SGLang knows its architecture, is checked elsewhere.
+Reasons are read from the fields of the config, so that they apply to new models too; the architecture's name decides
+only where no field does. Whether a model's files exist, and whether SGLang knows its architecture, is checked elsewhere
+(checkpoint/, startup/).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _SPARSE = re.compile(r"index_(topk|n_heads|head_dim)|sparse_att|compress_r|(use_
 _KINDS = ("layer_types", "layers_block_type", "block_types")
 _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
 _UNEQUAL = ("block_configs", "global_head_dim", "swa_head_dim", "num_kv_shared_layers", "use_cla")
-# Of these SGLang's models divide hidden_size among the heads, whatever head_dim is; its pools of KV follow head_dim.
+# SGLang's models of these divide hidden_size among the heads, whatever head_dim is; its KV pools follow head_dim.
 _HEADS_DIVIDE_HIDDEN_SIZE = frozenset({"MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM"})
-# SGLang gives these a second pool for the KV of layers with a window.
+# Models for which SGLang has a second pool for the KV of layers with a window.
 _TWO_POOLS = re.compile(r"^(GptOss|MiMoV2|Step3p[57]|Gemma4|Laguna|Mellum|Inkling)")
-# Devices on which SGLang's own models may have windows; on a CPU their tokens have not been compared with others.
+# Devices on which SGLang's own models may have windows; on a CPU their tokens have not been checked.
 _WINDOW_DEVICES = (GPU,)
-# Those of SGLang's models that attend within windows; the others ignore them.
+# SGLang's models that attend within windows; the others ignore them.
 _WINDOWS_BY_SGLANG = re.compile(r"^(Afmoe|Cohere2|Exaone4|ExaoneMoE|Gemma[23]|Olmo3|Transformers)")
 _SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap")
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
@@ -46,7 +47,13 @@ QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedConfig:
-    """A config under judgement. `device`: None asks for what holds on all; `context`: tokens of a sequence, at most."""
+    """A config to be judged.
+
+    architecture: the architecture that it names.
+    whole: the config.
+    device: one of supported_models.DEVICES; None for reasons that hold on all devices.
+    context: the most tokens of a sequence; None for the model's own number.
+    """
 
     architecture: str
     whole: Config
@@ -55,36 +62,37 @@ class JudgedConfig:
 
     @property
     def parts(self) -> Iterator[Config]:
-        """The config, and the parts of it that are about text."""
+        """The config, and its parts that describe the text model."""
         yield self.whole
         yield from (part for name in TEXT_PARTS if isinstance(part := self.whole.get(name), Mapping))
 
     def get(self, *names: str) -> Any:
-        """The first of these that the config has and that is not empty, 0 or false."""
+        """Return the first of these fields whose value is not empty, 0 or false, or None."""
         found = (part.get(name) for part in self.parts for name in names)
         return next((value for value in found if value), None)
 
     def matching(self, pattern: re.Pattern[str]) -> str | None:
-        """The first name that matches from its beginning, of a value that is not empty, 0 or false."""
+        """Return the first field whose name begins with the pattern and whose value is not empty, 0 or false."""
         named = ((name, value) for part in self.parts for name, value in part.items())
         return next((name for name, value in named if value and pattern.match(name.lower())), None)
 
     @property
     def family(self) -> ModelFamily | None:
+        """The family's row in the table of supported models."""
         return family_named(self.architecture)
 
 
 def text_part(config: Config) -> Config:
-    """The part of a config that is about text: the config itself in most."""
+    """Return the part of a config that describes the text model; of most models, the config itself."""
     found = (config.get(name) for name in TEXT_PARTS)
     return next((part for part in found if isinstance(part, Mapping)), config)
 
 
 def refusal(config: Config, *, device: str | None = None, context: int | None = None) -> str | None:
-    """Why a model with this config is refused, as the end of a sentence; None where it may run.
+    """Return why a model with this config is refused, as the end of a sentence, or None if it may run.
 
-    `device`: one of supported_models.DEVICES, or None for reasons that hold on all. `context`: the most tokens of a
-    sequence, where it is not the model's own number.
+    `device`: one of supported_models.DEVICES, or None for reasons that hold on all devices. `context`: the most tokens
+    of a sequence, or None for the model's own number.
     """
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "an unknown architecture"
@@ -93,7 +101,7 @@ def refusal(config: Config, *, device: str | None = None, context: int | None = 
 
 
 def number_type(config: Config, asked: str = "auto") -> str:
-    """The number type in which SGLang loads a model's plain weights; `asked`: the value of --dtype."""
+    """Return the number type in which SGLang loads a model's plain weights. `asked`: the value of --dtype."""
     if asked != "auto":
         return {"half": "float16", "float": "float32"}.get(asked, asked)
     parts = (config, text_part(config))
@@ -103,12 +111,12 @@ def number_type(config: Config, asked: str = "auto") -> str:
 
 
 def check_without_adapter(architecture: str, config: BatchConfig, *, num_ranks: int) -> None:
-    """Refuse what SGLang's own forward pass, which models without an adapter run through, does not do.
+    """Raise ConfigError for options that SGLang's own forward pass, which computes models without an adapter, lacks.
 
-    `num_ranks`: those that share experts; without any, each rank may hold the model whole. Raises ConfigError.
+    `num_ranks`: the ranks that share experts; 1 if each rank holds the whole model.
     """
     values = {**config.flat(), "dp_size": num_ranks}
-    missing: dict[str, tuple[tuple[object, ...], str, str]] = {  # values that go there, why others do not, flags
+    missing: dict[str, tuple[tuple[object, ...], str, str]] = {  # possible values, why no others, flags
         "on_yield": ((None,), "no sequence yields there", "--on-yield"),
         "mix_prefill": ((0,), "it computes prompts by themselves", "--mix-prefill"),
         "kv_store_mode": (
@@ -130,15 +138,15 @@ def check_without_adapter(architecture: str, config: BatchConfig, *, num_ranks: 
 def _kind_of_model(judged: JudgedConfig) -> str | None:
     name = judged.architecture
     if judged.get("is_encoder_decoder"):
-        return "it has an encoder beside its decoder, and here decoders run alone"
+        return "it has an encoder, and only decoders run here"
     if judged.get(*_OTHER_SENSES) or _MULTIMODAL.search(name):
-        return "it takes images or sound beside text, and here models of text run"
+        return "it takes images or sound, and only models of text run here"
     if _DRAFT.search(name):
-        return "it is a draft for speculative decoding, which group phases do not do"
+        return "it is a draft model for speculative decoding, which does not run here"
     if name in _BY_DIFFUSION:
-        return "it makes text by diffusion, not one token after the other"
+        return "it generates text by diffusion, not one token after another"
     if _NO_GENERATION.search(name):
-        return "it makes no text: embeddings, rewards and classes are not computed here"
+        return "it generates no text: embeddings, rewards and classes are not computed here"
     return None
 
 
@@ -146,17 +154,17 @@ def _kind_of_layers(judged: JudgedConfig) -> str | None:
     kinds = judged.get(*_KINDS)
     odd = sorted({str(kind) for kind in kinds} - _PLAIN_KINDS) if isinstance(kinds, list) else []
     if odd == ["chunked_attention"] or judged.get("attention_chunk_size") or judged.architecture.startswith("Llama4"):
-        return "its layers attend within chunks, and here attention covers the whole context"
+        return "its layers attend within chunks, and attention here covers the whole context"
     if any("sparse" in kind or "compressed" in kind for kind in odd):
-        return f"it has layers of {odd[0]}, and here attention covers the whole context"
+        return f"it has layers of {odd[0]}, and attention here covers the whole context"
     state = judged.matching(_STATES)
     by_layer = judged.get("attn_type_list")
     if odd or state or (isinstance(by_layer, list) and 0 in by_layer):
-        told = f"layers of {odd[0]}" if odd else f"{state or 'attn_type_list'} in its config"
-        return f"it carries a state from token to token beside KV ({told}), which no tier here keeps"
+        sign = f"layers of {odd[0]}" if odd else f"{state or 'attn_type_list'} in its config"
+        return f"it carries a state from token to token besides KV ({sign}), which no memory tier here keeps"
     sparse = judged.matching(_SPARSE)
     if sparse:
-        return f"it attends to chosen tokens alone ({sparse} in its config), and here to the whole context"
+        return f"it attends to chosen tokens only ({sparse} in its config), and attention here covers the whole context"
     return None
 
 
@@ -166,7 +174,7 @@ def _unequal_layers(judged: JudgedConfig) -> str | None:
     if unequal is not None:
         return f"the KV of its layers differs in form ({unequal} in its config), and pages here have one form"
     if _TWO_POOLS.match(judged.architecture) and not covers_windows(judged):
-        return "SGLang keeps the KV of its sliding windows in a second pool, of which admission here knows nothing"
+        return "SGLang keeps the KV of its sliding windows in a second pool, which admission here does not count"
     return None
 
 
@@ -184,10 +192,10 @@ def _heads(judged: JudgedConfig) -> str | None:
 
 def _latent(judged: JudgedConfig) -> str | None:
     if judged.get("kv_lora_rank") and not (judged.family is not None and judged.family.latent):
-        return "its attention is latent, for which it needs an adapter of its own"
+        return "its attention is latent, which needs an adapter of its own"
     value_dim, head_dim = judged.get("v_head_dim"), judged.get("head_dim")
     if value_dim and head_dim not in (None, value_dim) and not judged.get("kv_lora_rank") and judged.device == CPU:
-        return f"its values have {value_dim} channels and its keys {head_dim}, and pages on a CPU have room for equals"
+        return f"its values have {value_dim} channels and its keys {head_dim}, and pages on a CPU need the same number"
     return None
 
 
@@ -206,18 +214,18 @@ def _windows(judged: JudgedConfig) -> str | None:
     if by_sglang or covers_windows(judged):
         return None
     return (
-        f"its layers attend to the last {window} tokens alone, and attention here covers the whole context "
-        f"(--context-length {window} or less makes them the same)"
+        f"its layers attend only to the last {window} tokens, and attention here covers the whole context "
+        f"(with --context-length {window} or less both are the same)"
     )
 
 
 def covers_windows(judged: JudgedConfig) -> bool:
-    """Whether the model's adapter attends within its windows."""
+    """Return whether the model's adapter attends within its windows."""
     return judged.family is not None and judged.family.windows
 
 
 def window_of(judged: JudgedConfig) -> int | None:
-    """To how many of the last tokens some layers attend; None where all attend to the whole context."""
+    """Return the number of last tokens to which some layers attend, or None if all attend to the whole context."""
     window, kinds = _number(judged.get("sliding_window", "sliding_window_size")), judged.get("layer_types")
     if isinstance(kinds, list):
         return window if "sliding_attention" in kinds else None
@@ -226,7 +234,7 @@ def window_of(judged: JudgedConfig) -> int | None:
 
 
 def _number(value: object) -> int | None:
-    """A number of a config, which may hold anything."""
+    """Return a value of a config if it is an integer; a config may hold anything."""
     return value if isinstance(value, int) else None
 
 
@@ -234,7 +242,7 @@ def _cpu_alone(judged: JudgedConfig) -> str | None:
     if judged.device != CPU:
         return None
     if judged.get(*_SOFT_CAPS):
-        return "it caps the logits of attention, which attention on a CPU does not"
+        return "it caps the logits of attention, which attention on a CPU does not do"
     asked = judged.get(*QUANTIZATION_FIELDS)
     if asked:
         method = str(asked.get("quant_method", "unknown")) if isinstance(asked, Mapping) else str(asked)
@@ -245,7 +253,7 @@ def _cpu_alone(judged: JudgedConfig) -> str | None:
 
 
 def _by_its_row(judged: JudgedConfig) -> str | None:
-    """What the table says of the family, where a run has shown it."""
+    """Return why the table of supported models refuses the family on this device, as a run has shown."""
     if judged.family is None or judged.device is None:
         return None
     cell = judged.family.on(judged.device)

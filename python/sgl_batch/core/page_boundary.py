@@ -1,6 +1,6 @@
-"""Decides when a boundary is due, and which of prefill, refill and decode comes at one (Algorithm 2).
+"""Decides when a boundary is due, and whether prefill, refill or decode follows (BatchGen Algorithm 2).
 
-A decision over one rank's own state is made from this in `decide`, one over several ranks in `rank_agreement`.
+`decide` uses this for the state of one rank and explains the whole boundary; `rank_agreement` for several ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,24 @@ from sgl_batch.core.sequence import SequenceState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """How many sequences a rank has in each place, and its queue. `steps`: decode steps since the last boundary.
+    """The sequences of a rank, by what they do, at one moment.
 
-    `queued` and `ready` may be views, each in the order of their turn: a state is good until the next change of what
-    they show. Only a boundary looks at more than their lengths.
-    `changed`: whether a sequence arrived, was prefilled or finished since the last boundary.
-    `request_slots`: how many sequences the device can hold; `free_request_slots`: how many more it can take now.
-    `returning` counts those that neither run nor wait, because their KV is on its way back to the device, `forked` the
-    choices whose leader has computed their prompt. `begun`: the sequence of whose prompt decode steps have computed a
-    part. `queued_tokens`: of all queued prompts together. `urgent`: whether a boundary was asked for before its time,
-    by an arrival that cannot wait or by memory that runs short.
+    `queued` and `ready` may be views of live collections: a State is valid until they change. Only a boundary reads
+    more than their lengths.
+
+    queued: sequences to prefill, in the order of the policy.
+    ready: READY and SUSPENDED sequences, which wait to run, in the order of their turn.
+    running: number of sequences that decode.
+    steps: decode steps since the last boundary.
+    request_slots: how many sequences the device can hold (rows of SGLang's request table).
+    free_request_slots: how many more it can take now.
+    filling: whether prefill has begun and goes on until enough sequences are ready.
+    changed: whether a sequence arrived, was prefilled or finished since the last boundary.
+    returning: number of sequences whose KV is on its way back to the device; they neither run nor wait.
+    forked: number of choices whose leader has computed their prompt, and that have yet to compute its last token.
+    queued_tokens: tokens of all queued prompts together.
+    begun: the sequence whose prompt decode steps have computed in part; None if there is none.
+    urgent: whether a boundary is asked for at once, by an arrival that cannot wait or by memory that runs short.
     """
 
     queued: Sequence[SequenceState]
@@ -47,7 +55,7 @@ class State:
 
     @property
     def rest(self) -> Chunk | None:
-        """What is left of the prompt that decode steps have begun."""
+        """The rest of the prompt that decode steps have begun; None if there is none."""
         if self.begun is None:
             return None
         start = self.begun.computed_tokens
@@ -58,11 +66,11 @@ BoundaryAction = Prefill | Refill | Step | Idle
 
 
 def boundary_due(state: State, plan: Plan) -> bool:
-    """A boundary comes every `boundary_tokens` steps, or at once when the waiting could double the runners.
+    """Return whether a boundary is due: every `boundary_tokens` steps, or if waiting sequences could double the group.
 
-    The second rule keeps the ramp at the start of a job short: sequences that arrive during the first interval
-    need not wait for its end while the group is small. It asks only when something has changed: where pages keep the
-    group small, each step would be a boundary otherwise.
+    The second rule keeps the ramp at the start of a job short: sequences that arrive during the first interval do not
+    wait for its end while the group is small. It applies only if something has changed; otherwise each step would be a
+    boundary while a lack of pages keeps the group small.
     """
     if state.running == 0 or state.urgent or state.steps >= plan.boundary_tokens:
         return True
@@ -73,7 +81,7 @@ def boundary_due(state: State, plan: Plan) -> bool:
 def decide_at_boundary(
     state: State, plan: Plan, ledger: PageLedger, capacity: TierCapacity | None = None
 ) -> BoundaryAction:
-    """The action at a boundary, however it came about, where KV lies on the device. Pure."""
+    """Return the action at a boundary, for any reason that it came, when KV lies on the device. Pure."""
     units = prefill_units(state, plan, ledger, capacity)
     if units or (state.begun is not None and prefill_wanted(state, plan)):
         return Prefill(units=tuple(units), rest=state.rest)
@@ -81,9 +89,9 @@ def decide_at_boundary(
 
 
 def refill_or_go_on(state: State, plan: Plan) -> Refill | Step | Idle:
-    """The action at a boundary at which nothing is prefilled: READY sequences join in the order of arrival.
+    """Return the action at a boundary without prefill: READY sequences join the group in the order of arrival.
 
-    They hold pages of the device, so that there are never many.
+    READY sequences hold device pages here, so that there are never many to sort.
     """
     room = max(0, plan.decode.b_moe - state.running)
     refill = tuple(nsmallest(room, state.ready, key=lambda sequence: sequence.arrival))
@@ -93,9 +101,9 @@ def refill_or_go_on(state: State, plan: Plan) -> Refill | Step | Idle:
 
 
 def prefill_wanted(state: State, plan: Plan) -> bool:
-    """Whether so few sequences run or are ready that queued ones are to be prefilled, as far as they fit.
+    """Return whether so few sequences run or are ready that queued ones are to be prefilled, as far as they fit.
 
-    Once begun (`filling`), prefill goes on until enough are ready.
+    Once prefill has begun (`filling`), it goes on until `ready_target` is reached.
     """
     resident = state.running + len(state.ready) + state.returning
     target = plan.ready_target if state.filling else plan.refill_watermark * plan.decode.b_moe
@@ -105,9 +113,9 @@ def prefill_wanted(state: State, plan: Plan) -> bool:
 def prefill_units(
     state: State, plan: Plan, ledger: PageLedger, capacity: TierCapacity | None = None
 ) -> list[Admission]:
-    """Return the queued units to prefill now.
+    """Return the queued units to prefill now; empty if prefill is not wanted or nothing fits.
 
-    `capacity`: what each tier has for prompts, where a page lies in one tier alone.
+    `capacity`: with an exclusive store, the pages that each tier has for prompts.
     """
     if not prefill_wanted(state, plan):
         return []

@@ -1,4 +1,4 @@
-"""Owns the first tokens of an answer that is not whole yet. Who goes on from them is decided elsewhere."""
+"""Owns the first tokens of an answer that is not complete yet. Whether they are continued is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _TYPE = "i"
 
 
 class TokenBudget:
-    """How many tokens the records that share it may still take together."""
+    """The number of tokens that the partial outputs which share it may still take together."""
 
     def __init__(self, num_tokens: int) -> None:
         self.left = num_tokens
 
 
 class PartialOutput:
-    """The first tokens of one answer; without a `budget` as many as there are.
+    """The first tokens of one answer, limited by `budget` if there is one.
 
-    Any number of its first tokens is as good a record, only a shorter one.
+    Any number of first tokens is a valid partial output, so one may be cut at any time.
     """
 
     def __init__(self, packed: bytes = b"", *, budget: TokenBudget | None = None) -> None:
@@ -33,17 +33,17 @@ class PartialOutput:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The tokens, to read only."""
+        """The tokens; read only."""
         return self._tokens
 
     def pack(self) -> bytes:
-        """As another process of this machine reads them."""
+        """Return the tokens as bytes, for another process of this machine (`unpack`)."""
         return self._tokens.tobytes()
 
     def put(self, start: int, tokens: Sequence[int]) -> None:
-        """The answer has these tokens from position `start` on; what there was behind it counts no more.
+        """Replace all tokens from position `start` on with `tokens`.
 
-        What is beyond the budget is left out, and what follows after a gap.
+        Tokens beyond the budget are left out, and so are tokens that begin after a gap.
         """
         if start > len(self) or self._is_closed:
             return
@@ -55,7 +55,7 @@ class PartialOutput:
         self._has_update = True
 
     def cut(self, num_tokens: int) -> None:
-        """Keep so many tokens at most."""
+        """Keep at most `num_tokens` tokens."""
         if self._budget is not None:
             self._budget.left += max(0, len(self) - num_tokens)
         del self._tokens[num_tokens:]
@@ -63,12 +63,15 @@ class PartialOutput:
         self._has_update = True
 
     def close(self) -> None:
-        """Nobody goes on from it any more: it is empty, and stays so."""
+        """Drop all tokens for good: it is empty from now on and takes none."""
         self.cut(0)
         self._is_closed = True
 
     def take_update(self) -> tuple[int, bytes] | None:
-        """What `put` takes, packed, to bring a record up to date that had all news before; None where there is none."""
+        """Return the start and the packed tokens that have changed since the last call, or None if none have.
+
+        `put` with them brings a copy up to date that has taken all updates before.
+        """
         if not self._has_update:
             return None
         start, self._num_taken, self._has_update = self._num_taken, len(self), False
@@ -76,5 +79,5 @@ class PartialOutput:
 
 
 def unpack(packed: bytes) -> Sequence[int]:
-    """The tokens of `pack` or `take_update`."""
+    """Return the tokens of `pack` or `take_update`."""
     return array(_TYPE, packed)

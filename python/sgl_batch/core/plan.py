@@ -1,4 +1,7 @@
-"""Owns the plan: all static choices of a run, and the arithmetic of cutting a group by them."""
+"""Owns the plan: all static choices of a run, and the arithmetic that cuts groups by them.
+
+A plan is fixed while it is in force. `plan_in_force` replaces it as a whole, between two steps.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from sgl_batch.core.units import FUSED, SPLIT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """Group limits of one phase: tokens in prefill, sequences in decode (BatchGen 5.1).
+    """Group limits of one phase, in tokens (prefill) or sequences (decode) (BatchGen 5.1).
 
-    `yield_option`: where sequences yield inside a layer (core/units).
+    b_attn: the most of one attention sub-batch.
+    b_moe: the most of one group, which one expert call combines.
+    yield_option: where sequences yield inside a layer: SPLIT or FUSED (core/units).
     """
 
     b_attn: int
@@ -23,15 +28,22 @@ class PhasePlan:
 
     @property
     def expert_rows(self) -> int:
-        """The most rows of one expert call: the group's limit, or a sub-batch's where it yields after its experts."""
+        """The most rows of one expert call: the group's limit, or a sub-batch's if sub-batches are not combined."""
         return self.b_moe if self.yield_option == SPLIT else self.b_attn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All static choices. Sizes are in tokens (prefill, pages, boundary) or sequences (decode, ready).
+    """All static choices of a run.
 
-    `mix_prefill`: prompt tokens that a decode step may take along; 0: none.
+    prefill: limits of a prefill group, in tokens.
+    decode: limits of a decode group, in sequences; `decode.b_moe` is the most that run at once.
+    page_size: tokens of a KV page.
+    boundary_tokens: decode steps between boundaries.
+    refill_watermark: prefill begins when running and ready sequences are fewer than this share of `decode.b_moe`.
+    ready_target: prefill, once begun, goes on until so many sequences run or are ready.
+    share_prefixes: whether prompts share pages with which they begin.
+    mix_prefill: prompt tokens that a decode step may compute as well; 0 for none.
     """
 
     prefill: PhasePlan
@@ -44,25 +56,31 @@ class Plan:
     mix_prefill: int = 0
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, as records and manifests hold it."""
         return asdict(self)
 
     @property
     def mixed(self) -> PhasePlan:
-        """The limits of a decode step that takes prompt tokens along; `b_attn` is that of its sequences."""
+        """The limits of a decode step with prompt tokens; `b_attn` is the limit of its sequences."""
         return replace(self.decode, b_moe=self.decode.b_moe + self.mix_prefill)
 
 
-# Sequences of an attention sub-batch where none are asked for and groups are cut.
+# Sequences of an attention sub-batch of decode if the configuration does not say, and groups are cut.
 B_ATTN_DECODE = 256
 
 
 def make_plan(
     config: BatchConfig, *, page_size: int, max_running: int, whole_groups: bool = False, dense: bool = False
 ) -> Plan:
-    """Fit the configured choices to what the engine can hold (`max_running` sequences).
+    """Return the plan for a configuration, fitted to what the engine can hold. Pure.
 
-    `whole_groups`: a decode group goes through attention as one sub-batch unless its limit is given. `dense`: the model
-    has no experts; then a prompt's rows are enough for each weight, and the rows of a decode step are not.
+    Args:
+        config: the configuration.
+        page_size: tokens of a KV page.
+        max_running: the most sequences that the engine can hold.
+        whole_groups: whether a decode group is one attention sub-batch, unless the configuration limits it.
+        dense: whether the model has no experts. The rows of a sub-batch of prompts are then enough for each weight, so
+            that prompts are not accumulated by default; the rows of a decode step are.
     """
     forward, schedule = config.forward, config.schedule
     b_moe_decode = min(forward.b_moe_decode, max_running)
@@ -87,19 +105,19 @@ def make_plan(
 
 
 def row_spans(num_rows: int, limit: int) -> list[tuple[int, int]]:
-    """Cut `num_rows` rows into ceil(num_rows / limit) contiguous spans [start, end) of at most `limit`."""
+    """Return `num_rows` rows cut into ceil(num_rows / limit) contiguous spans [start, end) of at most `limit` rows."""
     assert limit > 0, f"limit {limit} must be positive"
     return [(start, min(start + limit, num_rows)) for start in range(0, num_rows, limit)]
 
 
 def num_expert_calls(num_rows: int, phase: PhasePlan) -> int:
-    """How many expert calls a layer takes for the rows of one rank; at least one."""
+    """Return how many expert calls a layer takes for the rows of one rank; at least one."""
     return max(1, len(row_spans(num_rows, phase.expert_rows)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Part of one sequence in an attention sub-batch: rows [start, end) of that sequence's new tokens."""
+    """A part of one sequence in an attention sub-batch: rows [start, end) of the new tokens of sequence `index`."""
 
     index: int
     start: int
@@ -107,9 +125,10 @@ class Piece:
 
 
 def cut_sequences(lengths: list[int], span: tuple[int, int]) -> list[Piece]:
-    """The pieces of sequences (of `lengths` new tokens each, laid end to end) that lie in rows `span`.
+    """Return the pieces of sequences that lie in rows `span` [start, end) of a group.
 
-    A sequence that crosses the edge of a span is chunked there, so no row is padded and none wasted.
+    `lengths`: new tokens of each sequence; the sequences lie end to end. A sequence that crosses the edge of a span is
+    cut there, so that no row is padded.
     """
     pieces, offset = [], 0
     for index, length in enumerate(lengths):

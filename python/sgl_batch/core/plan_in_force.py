@@ -1,6 +1,6 @@
-"""Owns the configuration in force and the plan made of it, once per scheduler process; all others read them here.
+"""Owns the configuration in force and its plan, one object per scheduler process, from which all others read them.
 
-It decides which changes a running engine takes. When they come into force is decided by the scheduler.
+It decides which changes a running engine accepts. The scheduler decides when they come into force.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.errors import ConfigError
 
-# What an engine is built with, by section of BatchConfig; the rest can change while it runs.
+# By section of BatchConfig, the options that an engine is built with (None: all); the others can change while it runs.
 _BUILT_WITH: dict[str, tuple[str, ...] | None] = {
     "forward": (
         "expert_runner",
@@ -33,7 +33,7 @@ _BUILT_WITH: dict[str, tuple[str, ...] | None] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
-    """What a plan is fitted to."""
+    """The properties of a device that a plan is fitted to; see `PlanInForce.fit`."""
 
     page_size: int
     max_running: int
@@ -75,10 +75,17 @@ class PlanInForce:
         whole_groups: bool = False,
         dense: bool = False,
     ) -> Plan:
-        """Fit the plan to the device: pages of so many tokens, and at most so many sequences that run.
+        """Fit the plan to the device, and return it. Called again when more is known of the device.
 
-        `can_reenter`: whether attention can take up one of several sub-batches; prompts share prefixes only then.
-        `whole_groups`, `dense`: as in make_plan. Called again where more is known of the device.
+        Args:
+            page_size: tokens of a KV page.
+            max_running: the most sequences that can run.
+            can_reenter: whether attention can switch between several sub-batches; prompts share prefixes only then.
+            whole_groups: as in make_plan.
+            dense: as in make_plan.
+
+        Raises:
+            ConfigError: the configuration cannot work on this device.
         """
         self._device = _Device(
             page_size=page_size,
@@ -91,18 +98,18 @@ class PlanInForce:
         return self._plan
 
     def reserve(self) -> None:
-        """From now on no group may be larger than in the plan as it is: the device has working memory for these."""
+        """Allow no larger groups than the present plan's from now on: the device has working memory for these."""
         self._reserved = self.plan
 
     @property
     def most_prompt_tokens(self) -> int | None:
-        """The longest prompt that working memory was reserved for; None where none was. Changes leave it as it is."""
+        """The longest prompt that working memory was reserved for; None if none was. Changes of the plan keep it."""
         return None if self._reserved is None else self._reserved.prefill.b_moe
 
     def prepare(self, changes: Mapping[str, Any]) -> BatchConfig:
-        """Return the configuration with these changes of flat names, for `apply` to put in force.
+        """Return the configuration with these changes, by flag names, for `apply` to put in force.
 
-        Raises ConfigError for what a running engine cannot take; nothing has changed then.
+        Raises ConfigError for a change that a running engine cannot accept; nothing has changed then.
         """
         wanted = from_mapping({**self._prepared.flat(), **changes})
         self._check_built_with(wanted)
@@ -113,7 +120,7 @@ class PlanInForce:
         return wanted
 
     def apply(self, config: BatchConfig) -> None:
-        """Put a configuration that `prepare` returned in force, with its plan. Called between two steps."""
+        """Put a configuration that `prepare` has returned in force, with its plan. Must run between two steps."""
         self._config, self._plan = config, self._made_of(config)
 
     def _made_of(self, config: BatchConfig) -> Plan:
@@ -136,39 +143,39 @@ class PlanInForce:
                 if getattr(now, name) != getattr(then, name):
                     raise ConfigError(
                         f"{name} is {getattr(now, name)!r} and cannot become {getattr(then, name)!r} while the engine "
-                        f"runs: start it anew with --{name.replace('_', '-')}"
+                        f"runs: restart it with --{name.replace('_', '-')}"
                     )
 
 
 def _check_mixing(plan: Plan, device: _Device) -> None:
-    """Refuse prompt tokens beside decode rows where they cannot be. Raises ConfigError."""
+    """Raise ConfigError if decode steps cannot compute prompt tokens as the plan asks."""
     tokens = plan.mix_prefill
     if 0 < tokens < plan.page_size:
         raise ConfigError(
-            f"mix_prefill is {tokens}, less than a page ({plan.page_size} tokens), at which prompts are cut: name at "
-            f"least {plan.page_size}, or 0"
+            f"mix_prefill is {tokens}, less than a page ({plan.page_size} tokens), and prompts are cut at pages: give "
+            f"at least {plan.page_size}, or 0"
         )
     if tokens and not device.can_reenter:
         raise ConfigError(
             f"mix_prefill is {tokens}, and the attention backend cannot hold the plans of decode rows and prompts at "
-            "once: name another one (--attention-backend), or leave out mix_prefill"
+            "once: choose another one (--attention-backend), or leave out mix_prefill"
         )
 
 
 def _check_reserved(wanted: BatchConfig, plan: Plan, reserved: Plan) -> None:
-    """Refuse groups larger than working memory was reserved for. Raises ConfigError."""
+    """Raise ConfigError for groups larger than working memory was reserved for."""
     asked, limits = wanted.flat(), _sizes(reserved)
     for name, size in _sizes(plan).items():
         if size > limits[name]:
             raise ConfigError(
-                f"{name} is {asked[name]}, and the device's budget has had working memory for {limits[name]} since the "
-                f"engine started: name at most {limits[name]}, or start the engine anew with a larger "
+                f"{name} is {asked[name]}, and the device's budget has working memory for {limits[name]}, "
+                f"reserved when the engine started: give at most {limits[name]}, or restart the engine with a larger "
                 f"--{name.replace('_', '-')} (and --device-memory)"
             )
 
 
 def _sizes(plan: Plan) -> dict[str, int]:
-    """What working memory depends on, by the flags' names."""
+    """Return the sizes that working memory depends on, by the names of their flags."""
     return {
         "b_moe_prefill": plan.prefill.b_moe,
         "b_attn_prefill": plan.prefill.b_attn,

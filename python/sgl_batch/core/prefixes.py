@@ -1,6 +1,7 @@
-"""Decides which pages of prompts are the same: whole pages of tokens, compared one after the other from the first.
+"""Decides which pages of prompts are the same: whole pages of tokens, compared in order from the first.
 
-Who holds such a page is counted here; which prompts may share, and the copies, are the affair of others.
+It counts how many sequences hold each page. Which prompts may share, and where pages are copied, is decided in
+kv_offload/prompt_sharing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ _UNKNOWN = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefixPage:
-    """One page of tokens behind its parent's. `kv_location`: where its KV lies, once that is known."""
+    """One page of tokens that follows its parent's.
+
+    key: its tokens, as bytes.
+    holders: number of sequences that hold it.
+    kv_location: number of the device page or store block with its KV, once it is known.
+    """
 
     key: bytes
     parent: PrefixPage | None
@@ -26,24 +32,28 @@ class PrefixPage:
 
     @property
     def has_kv_location(self) -> bool:
+        """Whether it is known where its KV lies."""
         return self.kv_location != _UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMatch:
-    """The full pages of a prompt, from its first on, that can be shared: the first `shared` of them others compute."""
+    """The full pages of a prompt, from its first on, that can be shared.
+
+    Earlier prompts compute the first `shared` of them.
+    """
 
     pages: tuple[PrefixPage, ...]
     shared: int
 
     @property
     def found(self) -> tuple[PrefixPage, ...]:
-        """Pages that the prompt finds computed, or that are computed before its own rows."""
+        """Pages that are computed already, or are computed before the prompt's own rows."""
         return self.pages[: self.shared]
 
     @property
     def own(self) -> tuple[PrefixPage, ...]:
-        """Pages that the prompt computes, for itself and whoever comes after it."""
+        """Pages that the prompt computes, for itself and for later prompts."""
         return self.pages[self.shared :]
 
 
@@ -51,7 +61,7 @@ NO_MATCH = PrefixMatch(pages=(), shared=0)
 
 
 class PrefixTree:
-    """Pages of the prompts that are alive, as a tree. A page lives as long as somebody holds it."""
+    """The pages of prompts of living sequences, as a tree. A page lives as long as a sequence holds it."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -60,18 +70,20 @@ class PrefixTree:
         self.num_pages = 0
 
     def invalidate(self) -> None:
-        """Nobody finds a page any more that is there now; who holds it keeps it."""
+        """Let no later prompt find the present pages. Sequences that hold them keep them."""
         self._root = PrefixPage(key=b"", parent=None)
 
     def match_of(self, name: str) -> PrefixMatch:
-        """The match of a sequence."""
+        """Return the match of a sequence; NO_MATCH if it holds no pages."""
         return self._matches.get(name, NO_MATCH)
 
     def match_and_insert(self, name: str, tokens: array[int], *, listed: bool = True) -> PrefixMatch:
-        """Find a prompt's pages, as many as others have, and enter its others.
+        """Find the pages of a prompt that other sequences hold, insert its other pages, and return the match.
 
-        Never all of a prompt is found: its last token has to be computed, and with it the page it is in.
-        Without `listed` nothing is found, and nobody will find these pages but by `match_as`.
+        The sequence holds all of them until `release`. The page of a prompt's last token is never found, because that
+        token has to be computed.
+
+        `listed`: if false, no page is found, and later sequences find these pages only by `match_as`.
         """
         assert name not in self._matches, f"{name} holds pages already"
         pages = self._found(tokens) if listed else []
@@ -79,7 +91,7 @@ class PrefixTree:
         for number in range(shared, len(tokens) // self.page_size):
             key = self._key(tokens, number)
             if listed and key in parent.children:
-                break  # the page of the last token, which this prompt computes for itself alone
+                break  # the page of the last token, which this prompt computes for itself
             page = PrefixPage(key=key, parent=parent)
             if listed:
                 parent.children[key] = page
@@ -89,7 +101,7 @@ class PrefixTree:
         return self._enter(name, PrefixMatch(pages=tuple(pages), shared=shared))
 
     def match_as(self, name: str, other: str, num_pages: int) -> PrefixMatch:
-        """Let a sequence hold the first pages of another's, all of them found."""
+        """Let a sequence hold the first `num_pages` pages of another sequence, and return the match."""
         pages = self._matches[other].pages[:num_pages]
         assert name not in self._matches, f"{name} holds pages already"
         assert len(pages) == num_pages, f"{other} holds {len(pages)} pages, {num_pages} are asked for"
@@ -116,7 +128,10 @@ class PrefixTree:
         return tokens[number * size : (number + 1) * size].tobytes()
 
     def release(self, name: str) -> tuple[PrefixPage, ...]:
-        """A sequence has ended or left; returns the pages that nobody holds any more. Of one without pages, none."""
+        """Let a sequence hold no pages any more, and return those that no sequence holds now.
+
+        A sequence that holds no pages may be released as well.
+        """
         match = self._matches.pop(name, None)
         if match is None:
             return ()
@@ -132,10 +147,15 @@ class PrefixTree:
 
 
 def estimate_shared(queued: Iterable[tuple[SequenceState, array[int] | None]], tree: PrefixTree, *, rows: int) -> None:
-    """Note of each queued sequence how many tokens it would share if it were prefilled with all those before it.
+    """Note in each queued sequence how many tokens it would share if it were prefilled with all those before it.
 
-    A group is a head of the queue, so that this is what each of its members will share. It goes on until `rows` tokens
-    to be computed are exceeded. None in place of a prompt's tokens: it shares nothing.
+    A group is a head of the queue, so that this is what each of its members will share. The tree is unchanged
+    afterwards.
+
+    Args:
+        queued: sequences in order, each with the tokens of its prompt, or None if the prompt shares nothing.
+        tree: the pages of living sequences.
+        rows: stop when the sequences have more than this number of tokens to compute.
     """
     names, total = [], 0
     for sequence, tokens in queued:

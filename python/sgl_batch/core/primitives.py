@@ -1,4 +1,4 @@
-"""The coroutine primitives (BatchGen 4.2) over sequences. They change states; effects live with the caller."""
+"""Owns the coroutine primitives (BatchGen 4.2). They change the state of sequences; the caller carries out effects."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from sgl_batch.core.sequence import SequenceState
 
 
 def yield_(sequence: SequenceState, *, finished: bool, why: str) -> Transition:
-    """Give control back after prefill: the sequence is READY with its KV kept, or FINISHED."""
+    """Yield after prefill: the sequence becomes READY and keeps its KV, or FINISHED."""
     return advance(sequence, Event.FINISH if finished else Event.YIELD_PREFILLED, why)
 
 
 def combine(sequences: Iterable[SequenceState], event: Event, why: str) -> list[Transition]:
-    """Resume sequences by combining them into one group; `event` says for which phase."""
+    """Resume sequences by combining them into one group. `event`: the phase, COMBINE_PREFILL or COMBINE_DECODE."""
     assert event in (Event.COMBINE_PREFILL, Event.COMBINE_DECODE), f"{event.name} combines nothing"
     return [advance(sequence, event, why) for sequence in sequences]
 
 
 def migrate(sequence: SequenceState, event: Event, why: str) -> Transition:
-    """A sequence leaves this rank with its KV and state, or goes on here as READY."""
+    """Let a sequence leave this rank with its KV and state (DEPART), or continue here as READY (ARRIVE)."""
     assert event in (Event.DEPART, Event.ARRIVE), f"{event.name} is no migration"
     return advance(sequence, event, why)

@@ -1,7 +1,7 @@
-"""Decides for a group of ranks: the phase that all run next, each rank's part in it, and which sequences move.
+"""Decides for a group of ranks: the phase that all run next, each rank's part in it, and which sequences migrate.
 
-Pure, as the decisions for one rank in `page_boundary`, of which these are made: the ranks run their steps together, so
-that they never stand in different exchanges. Who gathers the states and hands out the orders is not decided here.
+The ranks run their steps together, so that they always call the same collectives. Decisions are pure and made of those
+for one rank in `page_boundary`. managers/rank_group gathers the states and sends each rank its actions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sgl_batch.core.sequence import SequenceState
 
 
 class StepKind(enum.Enum):
-    """What all ranks do next. FORKS: prefill the choices whose leader has just computed their prompt."""
+    """What all ranks do next. FORKS: they prefill the choices whose leader has just computed their prompt."""
 
     IDLE = "idle"
     DECODE = "decode"
@@ -29,7 +29,7 @@ class StepKind(enum.Enum):
 
 
 class Migration(enum.Enum):
-    """Which sequences change their rank at a boundary. ALWAYS moves everything that can: for tests."""
+    """Which sequences change their rank at a boundary. EVEN evens out counts; ALWAYS moves all that can (for tests)."""
 
     EVEN = "even"
     NEVER = "never"
@@ -38,10 +38,10 @@ class Migration(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHeader:
-    """What a rank says of itself before each step: sequences that run, that wait, and that wait as forks.
+    """What a rank sends before each step: how many of its sequences run, wait, and wait as forks.
 
-    `due`: whether this rank alone would have a boundary now. `plan_changes`: how many changes (of the plan, of weights,
-    pauses) have reached it since start; all ranks get the same ones, each at its own moment.
+    `due`: whether this rank by itself would have a boundary now. `plan_changes`: how many changes (of the plan, of
+    weights, pauses) have reached it since start. All ranks get the same changes, but not at the same moment.
     """
 
     running: int
@@ -53,10 +53,11 @@ class RankHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStep:
-    """One step of the group, and how many expert calls a layer takes in it on every rank.
+    """One step of all ranks.
 
-    `plan_changes`: how many changes are in force from the next step on, because all ranks know them.
-    `any_rank_decodes`: whether any rank has sequences to decode, which a rank that waits for copies would hold up.
+    expert_calls: how many expert calls a layer takes, on every rank.
+    plan_changes: how many changes are in force from the next step on, because they have reached all ranks.
+    any_rank_decodes: whether any rank has sequences to decode; a rank that waits for copies would hold them up.
     """
 
     kind: StepKind
@@ -66,14 +67,14 @@ class GroupStep:
 
 
 def next_step(headers: Sequence[RankHeader], plan: Plan) -> GroupStep:
-    """The step that all ranks take under `plan`, which is in force on all of them."""
+    """Return the step that all ranks take under `plan`, which is in force on all of them."""
     known = min(header.plan_changes for header in headers)
     runs = any(header.running for header in headers)
     return replace(_next_step(headers, plan), plan_changes=known, any_rank_decodes=runs)
 
 
 def _next_step(headers: Sequence[RankHeader], plan: Plan) -> GroupStep:
-    """A rank that waits while nobody runs makes a boundary, due or not."""
+    """If a rank has waiting sequences and no rank runs any, a boundary comes, due or not."""
     forked = max(header.forked for header in headers)
     if forked:
         rows = min(forked, plan.prefill.b_moe)
@@ -88,7 +89,7 @@ def _next_step(headers: Sequence[RankHeader], plan: Plan) -> GroupStep:
 
 
 def rank_is_due(state: State, plan: Plan) -> bool:
-    """Whether a rank would have a boundary now. Unlike a lone rank, one without runners may wait for the others."""
+    """Return whether a rank wants a boundary now. Unlike a single rank, one without runners may wait for the others."""
     if state.urgent or state.steps >= plan.boundary_tokens:
         return state.running > 0
     waiting = len(state.ready) + len(state.queued)
@@ -99,9 +100,9 @@ def rank_is_due(state: State, plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
-    """A sequence that may change its rank: one that waits or runs, with `tokens` of KV and `pages` reserved for it.
+    """A waiting or running sequence that may change its rank, with `tokens` of KV and `pages` reserved for it.
 
-    One that belongs to several ranks stays with them.
+    A sequence that belongs to several ranks stays with them.
     """
 
     sequence: SequenceState
@@ -111,9 +112,10 @@ class Movable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """A rank at a boundary: its own state, its account of pages for admission, and what may leave it.
+    """A rank at a boundary: its state, its account of pages for admission, and the sequences that may leave it.
 
-    `overflow_pages`, `largest` and `capacity` are of use where a page lies on the device or in the store alone.
+    `overflow_pages`, `largest` and `capacity` are for an exclusive store. `ready` and `running`: the waiting and the
+    running sequences that may leave.
     """
 
     state: State
@@ -126,7 +128,7 @@ class RankState:
     running: Sequence[Movable] = ()
 
     def ledger(self, page_size: int) -> PageLedger:
-        """The account as `page_boundary` wants it: what is reserved has no names."""
+        """Return the account as a ledger, in which the reservations have no owners."""
         ledger = PageLedger(self.total_pages, page_size, overflow_pages=self.overflow_pages)
         if self.largest:
             ledger.reserve("largest", self.largest)
@@ -136,7 +138,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A sequence goes from rank `source` to rank `target`: a Migrate as it is carried out, one by one."""
+    """One sequence moves from rank `source` to rank `target`; a Migrate consists of such moves."""
 
     sequence_id: str
     source: int
@@ -145,7 +147,13 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDecision:
-    """What each rank does, in order: all of them every Migrate, then each its own part. `busy`: any rank has rows."""
+    """What all ranks do at a boundary.
+
+    actions: by rank, its actions in order: every Migrate of the group, then the rank's own action.
+    busy: whether any rank has rows to compute.
+    prefill: whether the ranks prefill.
+    expert_calls: how many expert calls a layer takes in the next pass, on every rank.
+    """
 
     actions: tuple[Actions, ...]
     busy: bool
@@ -154,7 +162,7 @@ class GroupDecision:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """The moves of all ranks, one sequence each."""
+        """The moves of all ranks, one for each sequence."""
         migrates = (action for action in self.actions[0] if isinstance(action, Migrate))
         return tuple(
             Move(sequence_id=sequence.sequence_id, source=migrate.source, target=migrate.target)
@@ -164,7 +172,15 @@ class GroupDecision:
 
 
 def decide_group(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> GroupDecision:
-    """What every rank does at a boundary. All prefill or all decode: a rank without a part takes part with no rows."""
+    """Return what every rank does at a boundary.
+
+    All ranks prefill or all decode: a rank without work takes part with no rows, because exchanges include all ranks.
+
+    Args:
+        ranks: the state of each rank, by rank, as gathered at this boundary.
+        plan: the plan in force on all ranks.
+        migration: which sequences may change their rank.
+    """
     actions = [_at_boundary(rank, plan) for rank in ranks]
     if any(isinstance(action, Prefill) for action in actions):
         return _prefill_phase(ranks, actions, plan)
@@ -172,7 +188,7 @@ def decide_group(ranks: Sequence[RankState], plan: Plan, migration: Migration) -
     decoding = _decoding(ranks, moves)
     actions = [_at_boundary(rank, plan) for rank in decoding]
     rows = max(_decode_rows(rank, action) for rank, action in zip(decoding, actions, strict=True))
-    # A move may fail, and its source then has more rows than is planned here, up to a whole group.
+    # A move may fail; its source then has more rows than planned here, up to a whole group.
     most = max(rows, plan.decode.b_moe, *(rank.state.running for rank in ranks)) if moves else rows
     calls = num_expert_calls(most, plan.decode)
     migrates = _migrates(ranks, moves)
@@ -181,7 +197,7 @@ def decide_group(ranks: Sequence[RankState], plan: Plan, migration: Migration) -
 
 
 def _migrates(ranks: Sequence[RankState], moves: Sequence[Move]) -> tuple[Migrate, ...]:
-    """The moves as actions: one for moves in a row between the same two ranks."""
+    """Return the moves as actions, one action for consecutive moves between the same two ranks."""
     made = []
     for (source, target), together in groupby(moves, key=lambda move: (move.source, move.target)):
         named = _movable_by_name(ranks[source])
@@ -203,7 +219,7 @@ def _decode_rows(rank: RankState, action: BoundaryAction) -> int:
 
 
 def _prefill_phase(ranks: Sequence[RankState], actions: list[BoundaryAction], plan: Plan) -> GroupDecision:
-    """Ranks that could decode on prefill along where they have room, rather than wait for those that must."""
+    """Let ranks that could decode on prefill too, as far as they have room, instead of waiting for those that must."""
     parts: list[BoundaryAction] = []
     for rank, action in zip(ranks, actions, strict=True):
         units = action.units if isinstance(action, Prefill) else ()
@@ -225,11 +241,15 @@ def _prefill_rows(action: BoundaryAction) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Load:
-    """What a rank has while moves are planned: sequences of every kind, and room for more.
+    """What a rank has while moves are planned: its sequences, and room for more.
 
-    `open_places`: how many more it would decode at once; none where it has a queue of its own, whose head may be
-    waiting for just the pages that somebody else would take. `free_tokens`: for which the store has pages, where those
-    are not part of `free_pages`.
+    total: all its sequences.
+    movable: those that may leave, in the order in which they are moved.
+    free_pages: pages in the account of admission.
+    free_tokens: tokens for which an exclusive store has pages; None without one.
+    free_request_slots: how many more sequences it can hold.
+    free_rows: how many more it would decode at once; 0 if it has a queue, whose head may wait for the very pages that
+        a sequence of another rank would take.
     """
 
     total: int
@@ -237,7 +257,7 @@ class _Load:
     free_pages: int
     free_tokens: int | None
     free_request_slots: int
-    open_places: int
+    free_rows: int
 
     def fits(self, item: Movable) -> bool:
         stored = self.free_tokens is None or item.tokens <= self.free_tokens
@@ -245,7 +265,7 @@ class _Load:
 
 
 def plan_moves(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
-    """Moves that even out how many sequences the ranks have: READY ones first, then those with the least KV."""
+    """Return moves that even out the ranks' numbers of sequences: waiting ones first, then those with the least KV."""
     if migration is Migration.NEVER or len(ranks) < 2:
         return ()
     loads = [_load_of(rank, plan) for rank in ranks]
@@ -258,10 +278,10 @@ def plan_moves(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> 
 
 
 def _evening_move(loads: list[_Load]) -> Move | None:
-    """A move from the fullest rank to the emptiest that can make one, if it leaves them less uneven."""
+    """Return a move from the fullest possible rank to the emptiest, if it leaves them less uneven; else None."""
     by_total = sorted(range(len(loads)), key=lambda rank: loads[rank].total)
     for target in by_total:
-        if loads[target].open_places <= 0:
+        if loads[target].free_rows <= 0:
             continue
         for source in reversed(by_total):
             if loads[source].total - loads[target].total < 2:
@@ -282,7 +302,7 @@ def _load_of(rank: RankState, plan: Plan) -> _Load:
         free_pages=rank.free_pages,
         free_tokens=None if rank.capacity is None else rank.capacity.store * plan.page_size,
         free_request_slots=state.free_request_slots,
-        open_places=0 if state.queued else plan.decode.b_moe - active,
+        free_rows=0 if state.queued else plan.decode.b_moe - active,
     )
 
 
@@ -295,12 +315,12 @@ def _move(loads: list[_Load], item: Movable, source: int, target: int) -> Move:
     if left is not None:
         loads[target].free_tokens = left - item.tokens
     loads[target].free_request_slots -= 1
-    loads[target].open_places -= 1
+    loads[target].free_rows -= 1
     return Move(sequence_id=item.sequence.sequence_id, source=source, target=target)
 
 
 def _move_all(loads: list[_Load]) -> tuple[Move, ...]:
-    """Everything that fits goes to the next rank; what leaves makes no room before the next boundary."""
+    """Move every sequence that fits to the next rank. Sequences that leave make no room before the next boundary."""
     moves = []
     for source, load in enumerate(loads):
         target = (source + 1) % len(loads)
@@ -311,9 +331,9 @@ def _move_all(loads: list[_Load]) -> tuple[Move, ...]:
 
 
 def _decoding(ranks: Sequence[RankState], moves: Sequence[Move]) -> list[RankState]:
-    """What each rank has to decode when the moves have been made: who runs there, and who is READY.
+    """Return the states of the ranks after the moves, without their queues.
 
-    Without its queue: with room that moves have made it might prefill, and on that the next boundary decides.
+    With room that the moves have made, a rank might prefill; that is decided at the next boundary.
     """
     decoding = [replace(rank, state=replace(rank.state, queued=(), begun=None)) for rank in ranks]
     for move in moves:

@@ -1,4 +1,4 @@
-"""Owns the account of KV that is computed a second time. Whether that is worth it is decided elsewhere."""
+"""Owns the account of KV that is computed a second time. Whether to recompute is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from sgl_batch.core.sequence import SequenceState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed:
-    """Tokens whose KV a prefill computes although it was there before: by the plan, and against it."""
+    """Tokens whose KV a prefill computes again: as planned, and unplanned, which must always be 0."""
 
     planned: int = 0
     unplanned: int = 0
 
 
 def note_prefill(sequence: SequenceState, start: int, end: int) -> Recomputed:
-    """Note that a prefill computes a sequence's KV at positions [start, end), and say what of it had been computed.
+    """Note that a prefill computes a sequence's KV at positions [start, end), and return what of it is computed again.
 
-    What a sequence has had itself is never to be computed again, unless it was retracted. A choice that is not its
-    prompt's leader computes the last token of the prompt again, to sample from it, and all of a prompt that it cannot
-    share: that is the plan.
+    Planned: the KV of a retracted sequence; and of a choice other than its group's leader, the last token of the
+    prompt, from which it samples, and all of a prompt that it cannot share. KV that a sequence has is never to be
+    computed again otherwise: that is unplanned.
     """
     before, sequence.computed_tokens = sequence.computed_tokens, max(sequence.computed_tokens, end)
     again = max(0, min(before, end) - start)

@@ -1,6 +1,6 @@
-"""Makes recorded decisions again, and says where the actions differ: the same code decides in an engine and here.
+"""Makes recorded decisions again, with the code that the engine runs, and reports where the actions differ.
 
-Records are read in their order, since what a policy has measured decides as well.
+Records are read in order, because a policy may decide by what it measured in earlier intervals.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 
 Record = Mapping[str, Any]
 
+# By the name of a policy in records, what makes it.
 POLICIES: dict[str, Callable[[], KVPolicy]] = {
     "device": DeviceOnly,
     "inclusive": Inclusive,
@@ -36,20 +37,20 @@ POLICIES: dict[str, Callable[[], KVPolicy]] = {
 
 
 class ReplayError(Exception):
-    """A record that cannot be replayed: another version, or a decision that reads more than was recorded."""
+    """A record cannot be replayed: it has another version, or the decision reads more than was recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A decision that came out otherwise. `number` counts records from 1."""
+    """A decision whose replayed actions differ. `number` counts records from 1."""
 
     number: int
     recorded: Any
     replayed: Any
 
 
-class _Told(Sequence[SequenceState]):
-    """The recorded head of a view of `count` sequences."""
+class _RecordedView(Sequence[SequenceState]):
+    """The recorded head of a view. Its length is that of the whole view."""
 
     def __init__(self, plain: Record) -> None:
         self._rows, self._count = [_sequence(row) for row in plain["rows"]], int(plain["count"])
@@ -66,12 +67,12 @@ class _Told(Sequence[SequenceState]):
         raise AssertionError("decisions read a view in its order")
 
     def of_prompt(self, group: str) -> list[SequenceState]:
-        """All of a group, of which the decision has read the first."""
+        """Return the sequences of a prompt group; a decision that reads its first has recorded all."""
         return [sequence for sequence in self._rows if sequence.prompt_group == group]
 
 
 def replay_trace(events: Iterable[Record]) -> tuple[int, list[Difference]]:
-    """How many decisions a trace holds, of all ranks and engines, and those that come out otherwise."""
+    """Return how many decisions a trace holds, of all ranks and engines, and those that differ when replayed."""
     of_process: dict[tuple[Any, Any], list[Record]] = {}
     for event in events:
         if "decision" in event:
@@ -81,7 +82,7 @@ def replay_trace(events: Iterable[Record]) -> tuple[int, list[Difference]]:
 
 
 def replay(records: Iterable[Record]) -> Iterator[Difference]:
-    """The decisions of one rank that differ from their records. Raises ReplayError."""
+    """Yield the decisions of one rank that differ from their records. Raises ReplayError for another version."""
     policies: dict[str, KVPolicy] = {}
     for number, record in enumerate(records, 1):
         if record.get("version") != VERSION:
@@ -142,7 +143,7 @@ def _sequence(row: Record) -> SequenceState:
 def _state(plain: Record) -> State:
     counts = {attribute: plain[name] for name, attribute in COUNTS.items()}
     begun = None if plain["begun"] is None else _sequence(plain["begun"])
-    return State(queued=_Told(plain["queued"]), ready=_Told(plain["ready"]), begun=begun, **counts)
+    return State(queued=_RecordedView(plain["queued"]), ready=_RecordedView(plain["ready"]), begun=begun, **counts)
 
 
 def _kv(plain: Record, page_size: int) -> KVState:
@@ -163,10 +164,10 @@ def _kv(plain: Record, page_size: int) -> KVState:
         device=device,
         admission=device if plain["admission"]["is_device"] else _account(plain["admission"], page_size),
         runners=lambda: runners,
-        estimate_shared=lambda _: None,  # the rows have what was foreseen
+        estimate_shared=lambda _: None,  # the recorded sequences hold the estimate
         prompts=prompts,
         pages_of=lambda name: plain["prompt_pages_of"].get(name, ()),
-        choices=_Told(plain["choices"]),
+        choices=_RecordedView(plain["choices"]),
         store_free=plain["store_free"],
         arrived=plain["arrived"],
         streams=plain["streams"],

@@ -1,8 +1,8 @@
-"""Decides at a boundary which sequences keep, lose and get pages of the device, where KV can wait in the store
+"""Decides at a boundary which sequences keep, lose and get pages of the device, if KV can wait in the store
 (BatchGen 5.3).
 
-A sequence that runs holds what the coming interval can need and no more. Which pages these are, and their copies, are
-the executor's.
+A running sequence holds the pages that the coming interval can need, and no more. The executor picks the pages and
+copies them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.victims import MostDecoded, VictimPolicy
 
 MOST_DECODED = MostDecoded()
-FREE_PAGES = 2  # that a running sequence holds at a boundary beside those with KV in them
+FREE_PAGES = 2  # empty pages that a running sequence holds at a boundary, besides its pages with KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residency:
-    """Evict, Extend and Refill, in this order: who is suspended, and how many pages the others hold from now on.
+    """Which sequences are suspended, and how many device pages the others hold from now on. Carried out in this order.
 
-    Pages of their prompts that sequences share come on top of these. `evict`: READY sequences that lose their pages of
-    the device. `restore`: READY and SUSPENDED ones that are to run; their KV comes back from the store where they have
-    no pages of the device.
+    Shared prompt pages are not counted in these numbers of pages.
+
+    suspend: running sequences that leave the device.
+    evict: waiting sequences that lose their pages of the device.
+    extend: sequences that keep running, each with its pages.
+    restore: waiting sequences that are to run, each with its pages. Their KV is copied from the store unless it is on
+        the device.
     """
 
     suspend: tuple[SequenceState, ...]
@@ -37,7 +41,7 @@ class Residency:
 
 
 def pages_to_run(sequence: SequenceState, ledger: PageLedger, plan: Plan) -> int:
-    """Pages with which a sequence can run to the next boundary; never more than it can use to its end."""
+    """Return the pages with which a sequence can run to the next boundary, at most those that it can use to its end."""
     tokens, size = sequence.kv_tokens, ledger.page_size
     need = max(pages_for(tokens, size) + FREE_PAGES, pages_for(tokens + plan.boundary_tokens, size))
     return min(need, ledger.whole_pages(sequence))
@@ -60,16 +64,24 @@ def decide_residency(
     restoring: int = 0,
     victims: VictimPolicy = MOST_DECODED,
 ) -> Residency:
-    """Who holds which number of pages until the next boundary. Pure.
+    """Return how many device pages each sequence holds until the next boundary. Pure.
 
-    `waiting` is in the order in which the sequences began to wait, of which no more are looked at than come back; those
-    with KV on the device are the first. `ledger` has what runners and `restoring` sequences, whose KV is on its way,
-    hold now, and what those waiting ones hold: they keep it where nobody that runs needs the pages. `prompts` are the
-    pages of their prompts that can be shared, which `pages_of` says of any sequence: each takes room once. Where
-    runners cannot all be extended, or are more than the plan lets run by now, `victims` are suspended. Waiting
-    sequences come back in their order; one that does not fit blocks those behind it, so that nothing starves. Each runs
-    at least until the next boundary then, so that outputs grow whatever happens. The last runner is never suspended:
-    alone, any sequence fits, or it would have been refused.
+    If running sequences cannot all be extended, or are more than the plan lets run, `victims` are suspended. The last
+    one is never suspended: alone, any sequence fits, or it would have been refused. Then waiting sequences are restored
+    in their order; one that does not fit blocks those behind it, so that none starves. Each runs at least until the
+    next boundary, so that its output grows whatever happens. Waiting sequences keep pages of the device that no running
+    sequence needs.
+
+    Args:
+        running: the running sequences.
+        waiting: waiting sequences in the order in which they began to wait; those with KV on the device are the first.
+            Read only as far as needed.
+        ledger: the account of device pages, with what running, waiting and `restoring` sequences hold now.
+        plan: the plan in force.
+        prompts: shared prompt pages on the device; each takes room once. Not changed.
+        pages_of: returns the shareable prompt pages of a sequence, by its id.
+        restoring: number of sequences whose KV is on its way to the device.
+        victims: the order in which running sequences are suspended.
     """
     prompts = prompts.copy()
     need = {s.sequence_id: _own_pages(s, ledger, plan, pages_of) for s in running}
@@ -107,7 +119,7 @@ def decide_residency(
 
 
 def _evicted(resident: Iterable[SequenceState], ledger: PageLedger, room: int) -> Iterable[SequenceState]:
-    """Those for which no pages are left, the last that came first."""
+    """Yield the waiting sequences for which no pages are left: those that began to wait last."""
     for sequence in resident:
         room -= ledger.held(sequence.sequence_id)
         if room < 0:

@@ -1,4 +1,4 @@
-"""Owns which pages of prompts are on the device, each counted once for all sequences that hold it there."""
+"""Owns the account of prompt pages on the device, each counted once for all sequences that hold it there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Page = TypeVar("Page", bound=Hashable)
 
 
 class ResidentPrompts(Generic[Page]):
-    """Pages of prompts on the device, each once, however many sequences have it that run or come back."""
+    """Prompt pages on the device, each counted once, however many running or restored sequences hold it."""
 
     def __init__(self) -> None:
         self._pages: dict[str, Sequence[Page]] = {}
@@ -20,27 +20,27 @@ class ResidentPrompts(Generic[Page]):
         return len(self._holders)
 
     def holdings(self) -> dict[str, Sequence[Page]]:
-        """Pages by sequence; a copy."""
+        """Return a copy of the pages by sequence."""
         return dict(self._pages)
 
     def copy(self) -> ResidentPrompts[Page]:
-        """The same, to try what would be."""
+        """Return a copy, to try out changes on."""
         other = ResidentPrompts[Page]()
         other._pages, other._holders = dict(self._pages), Counter(self._holders)
         return other
 
     def lacking(self, pages: Sequence[Page]) -> list[Page]:
-        """Those of a prompt's pages that nobody has on the device."""
+        """Return the pages of a prompt that no sequence has on the device."""
         return [page for page in pages if page not in self._holders]
 
     def enter(self, name: str, pages: Sequence[Page]) -> None:
-        """A sequence has its prompt's pages on the device from now on."""
+        """Note that a sequence has its prompt's pages on the device."""
         assert name not in self._pages, f"{name} is on the device already"
         self._pages[name] = pages
         self._holders.update(pages)
 
     def leave(self, name: str) -> list[Page]:
-        """A sequence leaves the device; returns the pages that nobody has there any more."""
+        """Note that a sequence has left the device; return the pages that no sequence has there any more."""
         dropped = []
         for page in self._pages.pop(name, ()):
             self._holders[page] -= 1

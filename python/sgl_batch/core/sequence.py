@@ -1,4 +1,4 @@
-"""Owns what the scheduler knows of one sequence. How it may change is decided in `coroutine`."""
+"""Owns what the scheduler knows of one sequence. `coroutine` says how its status may change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Status(enum.Enum):
-    """Where a sequence stands: SUSPENDED ones wait with their KV in the store tier, in the middle of their output."""
+    """The status of a sequence. A SUSPENDED one waits with its KV in the store, in the middle of its output."""
 
     QUEUED = "QUEUED"
     PREFILLING = "PREFILLING"
@@ -21,15 +21,20 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class SequenceState:
-    """One request's generation, as an explicit state machine that can be written down.
+    """One request's generation, as an explicit state machine that can be written down. Lengths are in tokens.
 
-    Lengths are in tokens. `prompt_group` names the choices of one request (n > 1) that share a prompt;
-    `choice` is the index among them and choice 0 is the leader, which computes the prompt for all. `waits_since` orders
-    those that wait for pages of the device, READY and SUSPENDED alike. `computed_tokens`: for how many positions KV has
-    been computed, as far as its prefills know; decode steps go on from there. The first `shared_tokens` of the prompt
-    are those of a prompt before it, which computes them. `lost_tokens`: for how many positions it had KV when it was
-    retracted; its next prefill computes them again, those behind its prompt too. `in_one_pass`: its prompt cannot be
-    computed chunk by chunk. `ranks`: those that it belongs to; today one, the rank that has it.
+    arrival: number of its arrival at the rank.
+    max_new_tokens: the most tokens that it may generate.
+    prompt_group: name of the choices of one request (n > 1), which share a prompt; None for a sequence alone.
+    choice: index among these choices. Choice 0 is the leader, which computes the prompt for all.
+    generated_tokens: tokens generated so far.
+    waits_since: orders the sequences that wait for pages of the device, READY and SUSPENDED alike.
+    computed_tokens: positions whose KV its prefills have computed; decode steps go on from there.
+    shared_tokens: the first tokens of its prompt, which an earlier prompt computes.
+    lost_tokens: positions that had KV when it was retracted. Its next prefill computes them again, including those
+        after the prompt.
+    in_one_pass: whether its prompt cannot be computed chunk by chunk.
+    ranks: the ranks that it belongs to; today one.
     """
 
     sequence_id: str
@@ -49,19 +54,20 @@ class SequenceState:
 
     @property
     def prefill_rows(self) -> int:
-        """Tokens that its prefill computes itself."""
+        """Tokens that its own prefill computes."""
         return self.kv_tokens - self.shared_tokens
 
     @property
     def kv_tokens(self) -> int:
-        """Positions whose KV it has, once its prefill is done: the last token sampled has none yet."""
+        """Positions whose KV it has when its prefill is done; the last sampled token has none yet."""
         return self.prompt_tokens + max(self.generated_tokens, 1) - 1
 
     @property
     def is_leader(self) -> bool:
+        """Whether it computes the prompt for the other choices of its request."""
         return self.prompt_group is not None and self.choice == 0
 
     @property
     def total_tokens(self) -> int:
-        """The most positions whose KV this sequence can ever hold: the last token sampled needs none."""
+        """The most positions whose KV it can ever hold; the last sampled token needs none."""
         return self.prompt_tokens + max(self.max_new_tokens, 1) - 1

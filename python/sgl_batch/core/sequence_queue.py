@@ -1,6 +1,7 @@
-"""Owns the queued sequences of a rank in the order of its policy, and the views from which decisions are made.
+"""Owns the queued sequences of a rank, in the order of its policy, and the views that decisions read.
 
-A view costs nothing to make, however long the queue. Which sequences leave the queue, and when, is decided elsewhere.
+Making a view costs the same for any length of the queue. Which sequences leave the queue, and when, is decided
+elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _UNBOUNDED = Budgets(tokens=1 << 62, pages=1 << 62)
 
 
 class SequencesView(Sequence[SequenceState]):
-    """Sequences of a mapping, in its order, as they are when looked at."""
+    """A live view of the sequences of a mapping, in its order."""
 
     __slots__ = ("_by_id",)
 
@@ -41,7 +42,7 @@ class SequencesView(Sequence[SequenceState]):
 
 
 def _item(view: Sequence[SequenceState], index: int | slice) -> SequenceState | list[SequenceState]:
-    """An item or a head of a view, without a copy of the rest."""
+    """Return an item or a slice of a view; the head of a view is read without a copy of the rest."""
     if isinstance(index, slice) and (index.step or 1) > 0:
         return list(islice(view, *index.indices(len(view))))
     return list(view)[index]
@@ -49,21 +50,24 @@ def _item(view: Sequence[SequenceState], index: int | slice) -> SequenceState | 
 
 @runtime_checkable
 class KnowsPrompts(Protocol):
-    """A view that finds the sequences of a prompt group without a look at the others."""
+    """A view that finds the sequences of a prompt group without reading the others."""
 
     def of_prompt(self, group: str) -> list[SequenceState]:
-        """The sequences of a prompt group, in order of arrival."""
+        """Return the sequences of a prompt group, in order of arrival."""
 
 
 def of_prompt(queued: Sequence[SequenceState], group: str) -> list[SequenceState]:
-    """The queued sequences of a prompt group, in order."""
+    """Return the queued sequences of a prompt group, in order."""
     if isinstance(queued, KnowsPrompts):
         return queued.of_prompt(group)
     return [sequence for sequence in queued if sequence.prompt_group == group]
 
 
 class SequenceQueue:
-    """Queued sequences by id, those of each prompt group, and their order. `tokens`: of all their prompts."""
+    """The queued sequences by id, by prompt group, and in the order of the policy.
+
+    `tokens`: prompt tokens of all of them.
+    """
 
     def __init__(self, order: OrderPolicy | None = None) -> None:
         self.order: OrderPolicy = Fifo() if order is None else order
@@ -81,7 +85,7 @@ class SequenceQueue:
         return iter(self._by_id.values())
 
     def add(self, sequence: SequenceState) -> None:
-        """Take in a sequence that arrives after all others."""
+        """Add a sequence that has arrived after all others."""
         self._by_id[sequence.sequence_id] = sequence
         self.tokens += sequence.prompt_tokens
         if sequence.prompt_group is not None:
@@ -89,7 +93,7 @@ class SequenceQueue:
         self.order.offer((sequence,))
 
     def remove(self, sequence_id: str) -> SequenceState:
-        """Take a sequence out."""
+        """Remove a sequence and return it."""
         sequence = self._by_id.pop(sequence_id)
         self.tokens -= sequence.prompt_tokens
         self.order.drop(sequence_id)
@@ -101,23 +105,23 @@ class SequenceQueue:
         return sequence
 
     def replace(self, sequences: Iterable[SequenceState]) -> None:
-        """Hold these sequences, in order of arrival, in place of all that are here."""
+        """Replace all queued sequences by these, which are in order of arrival."""
         for name in list(self._by_id):
             self.remove(name)
         for sequence in sequences:
             self.add(sequence)
 
     def of_prompt(self, group: str) -> list[SequenceState]:
-        """The sequences of a prompt group, in order of arrival."""
+        """Return the sequences of a prompt group, in order of arrival."""
         return list(self._by_prompt.get(group, {}).values())
 
     def view(self, without: Set[str] = frozenset(), budgets: Budgets = _UNBOUNDED) -> QueueView:
-        """The queue in the order of its policy, without the sequences of some prompt groups."""
+        """Return a live view of the queue in the order of its policy, without the prompt groups `without`."""
         return QueueView(self, without, budgets)
 
 
 class QueueView(Sequence[SequenceState]):
-    """A queue as it is when looked at."""
+    """A live view of a queue."""
 
     __slots__ = ("_budgets", "_left_out", "_queue")
 
@@ -134,7 +138,7 @@ class QueueView(Sequence[SequenceState]):
         return (sequence for sequence in taken if sequence.prompt_group not in self._left_out)
 
     def of_prompt(self, group: str) -> list[SequenceState]:
-        """The sequences of a prompt group, in order of arrival."""
+        """Return the sequences of a prompt group, in order of arrival."""
         return self._queue.of_prompt(group)
 
     @overload

@@ -1,7 +1,7 @@
-"""Owns what is settled at the start of an engine, and decides of it what follows from measurements of decode steps.
+"""Owns the choices that the start of an engine makes, and decides those that follow from measured decode steps.
 
-That is overlap and the place of decode KV; the forward pass of decode groups is chosen in decode_choice, the expert
-runner in expert_runner_choice, and the attention backend in managers/gpu_arguments.
+Those are overlap and the mode of decode KV. The forward pass of decode groups is chosen in decode_choice, the expert
+runner in expert_runner_choice, the attention backend in startup/.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from sgl_batch.errors import ConfigError
 
-WINS_BY = 1.05
+WINS_BY = 1.05  # a measured alternative replaces the default only if it is so many times as fast
 ON, OFF = "on", "off"
-# `PER_INTERVAL`: both forms are measured while the engine runs, for one interval between boundaries each.
+# `PER_INTERVAL`: both modes are measured while the engine runs, for one interval between boundaries each.
 RESIDENT, PER_INTERVAL = "resident", "auto"
 _EARLIER = " (settled at an earlier start)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The mode of one option, and why, in a sentence. `numbers`: what was measured; seconds unless a name says else."""
+    """The mode of one option, and why, in a sentence. `numbers`: by name, in seconds unless the name says otherwise."""
 
     mode: str
     why: str
@@ -31,7 +31,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartChoices:
-    """What each option that a start settles has become."""
+    """The choice of each option that a start decides."""
 
     decode_forward: Choice
     expert_runner: Choice
@@ -40,23 +40,23 @@ class StartChoices:
     decode_kv: Choice
 
     def as_dict(self) -> dict[str, Any]:
-        """By option: mode, why and numbers."""
+        """Return by option its mode, why and numbers."""
         return asdict(self)
 
 
 def line_of(choices: Mapping[str, Mapping[str, Any]]) -> str:
-    """The modes of `StartChoices.as_dict`, in a line."""
+    """Return the modes of `StartChoices.as_dict` in one line."""
     return ", ".join(f"{option.replace('_', ' ')} {choice['mode']}" for option, choice in choices.items())
 
 
 def choice_of(found: Mapping[str, Any]) -> Choice:
-    """A choice as `dataclasses.asdict` wrote it. Raises ValueError, TypeError or LookupError for what is none."""
+    """Read a choice that `dataclasses.asdict` wrote. Raises ValueError, TypeError or LookupError for anything else."""
     numbers = {str(of): tuple(float(one) for one in values) for of, values in found["numbers"].items()}
     return Choice(mode=str(found["mode"]), why=str(found["why"]), numbers=numbers)
 
 
 def earlier_choices(text: str | None) -> dict[str, Choice]:
-    """The choices of an earlier start from JSON, an object by option. Raises ConfigError for what is none."""
+    """Read the choices of an earlier start from JSON, an object by option. Raises ConfigError for anything else."""
     if text is None:
         return {}
     try:
@@ -69,18 +69,20 @@ def earlier_choices(text: str | None) -> dict[str, Choice]:
 
 
 def taken_over(choice: Choice) -> Choice:
-    """A choice of an earlier start, which is not made again."""
+    """Return a choice of an earlier start, marked as not made again."""
     why = choice.why.removesuffix(_EARLIER) + _EARLIER
     return Choice(mode=choice.mode, why=why, numbers=choice.numbers)
 
 
 def choose_overlap(step_s: float | None, host_s: float | None, *, obstacle: str | None = None) -> Choice:
-    """Whether results of a decode step are processed while the device computes the next one.
+    """Choose whether results of a decode step are processed while the device computes the next one.
 
-    `step_s`: a decode step of the largest group; `host_s`: how much of it passes until the host has launched it all.
-    Only what is left can hide the host's work on results: where that is under 5 % of a step, overlap cannot win by 5 %.
-    Otherwise it is on, as by default in SGLang: it changes no token, and costs one row of a step for a sequence that
-    ends at a stop token. `obstacle`: why it cannot be.
+    Only the time that is left of a step when the host has launched it can hide the host's work on results. If that is
+    under 5 % of a step, overlap cannot win 5 %. Otherwise it is on, as by default in SGLang: it changes no token, and
+    costs one row of a step for each sequence that ends at a stop token.
+
+    `step_s`: seconds of a decode step of the largest group. `host_s`: seconds of it until the host has launched it.
+    Either is None if not measured. `obstacle`: why overlap is impossible; None if it is possible.
     """
     if obstacle is not None:
         return Choice(mode=OFF, why=f"off: {obstacle}")
@@ -95,12 +97,14 @@ def choose_overlap(step_s: float | None, host_s: float | None, *, obstacle: str 
 
 
 def choose_decode_kv(step_s: float, copied_bytes_per_s: float, pool_bytes: int) -> Choice:
-    """Whether streamed decode steps can pay where not all sequences fit the device's pages of KV.
+    """Choose whether streamed decode steps can pay when not all sequences fit the device's KV pages.
 
-    A streamed step brings the KV of its rows from the host; a resident one computes as many rows as the pages hold. So
-    streaming can win by 5 % only if in the time of a resident step 1.05 times the pages' bytes come from the host. The
-    step was measured with short sequences; longer ones add what reading the pages takes, at the device's own rate of
-    memory, tens of times that of copies. `pool_bytes`: of all pages of KV on the device.
+    A streamed step copies the KV of its rows from the host; a resident step computes as many rows as the pages hold. So
+    streaming can win 5 % only if 1.05 times the bytes of all pages are copied in the time of a resident step. The step
+    was measured with short sequences. Longer ones add the time to read the pages at the device's own memory rate, which
+    is tens of times that of copies.
+
+    `step_s`: seconds of a resident step of the largest group. `pool_bytes`: bytes of all KV pages on the device.
     """
     numbers = {
         "step": (step_s,),
@@ -113,7 +117,7 @@ def choose_decode_kv(step_s: float, copied_bytes_per_s: float, pool_bytes: int) 
         why = f"resident: {said} {_ms(step_s)}, and streaming pays only where they bring all"
         return Choice(mode=RESIDENT, why=why, numbers=numbers)
     return Choice(
-        mode=PER_INTERVAL, why=f"auto: {said} {_ms(step_s)}: both are measured interval by interval", numbers=numbers
+        mode=PER_INTERVAL, why=f"auto: {said} {_ms(step_s)}: both are measured, an interval each", numbers=numbers
     )
 
 

@@ -1,6 +1,6 @@
-"""Decides at a boundary where KV lies, where it can wait in the host store: inclusive, exclusive or streamed decode.
+"""Decides at a boundary where KV lies with a host KV store: the inclusive, the exclusive and the streamed policy.
 
-Which sequences keep pages of the device is decided in `residency`, which form pays for decode in `decode_streaming`.
+`residency` decides which sequences keep pages of the device, `decode_streaming` whether streamed decode pays.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _residency(state: State, kv: KVState, plan: Plan) -> Residency:
 
 
 def _leaving(turn: Residency) -> list[Action]:
-    """The actions that take pages of the device from sequences, and give the runners theirs."""
+    """Return the actions that take device pages from sequences, and give running sequences theirs."""
     actions: list[Action] = [Sync()]
     if turn.suspend:
         actions.append(Suspend(sequences=turn.suspend, why="pages of the device lack"))
@@ -61,7 +61,7 @@ def _leaving(turn: Residency) -> list[Action]:
 
 
 def _coming(actions: list[Action], restore: PagesOf, *, waits: bool) -> Actions:
-    """These actions, then those that bring sequences back; a rank without rows waits for them."""
+    """Return these actions, then those that bring sequences back. `waits`: the rank has no rows, and waits for them."""
     if restore:
         actions.append(Restore(pages=restore))
     if waits:
@@ -70,13 +70,13 @@ def _coming(actions: list[Action], restore: PagesOf, *, waits: bool) -> Actions:
 
 
 class Inclusive:
-    """All KV is written to the store, as soon as a page is full: suspending a sequence copies no more than its last."""
+    """Every full page of KV is written to the store, so that suspending a sequence copies only its last page."""
 
     name = "inclusive"
     is_local = True
 
     def capacity(self, state: State, kv: KVState, plan: Plan) -> None:
-        """Every prompt goes to the store, whose account admission keeps."""
+        """Return None: every prompt goes to the store, and the account of admission is the store's."""
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
         return Prefill(units=units)
@@ -98,7 +98,7 @@ class Inclusive:
 class Exclusive:
     """A page of KV lies on the device or in the store, and all pages of a sequence move together.
 
-    `to_store`: whether prompts can be computed on their way to the store; else all are computed on the device.
+    `to_store`: whether prompts can be computed on their way to the store; if not, all are computed on the device.
     """
 
     is_local = True
@@ -121,7 +121,7 @@ class Exclusive:
         return Prefill(units=units, on_device=tuple(pages_to_run(unit.leader, kv.device, plan) for unit in units))
 
     def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
-        """Sequences that are to leave may need pages of the store that are free when those on their way have come."""
+        """See KVPolicy. If leaving sequences need store pages of sequences on their way back, wait for these first."""
         turn = _residency(state, kv, plan)
         leave = sum(pages_for(s.kv_tokens, plan.page_size) for s in (*turn.suspend, *turn.evict))
         if state.returning and leave > kv.store_free:
@@ -139,7 +139,7 @@ class Exclusive:
     def movable(
         self, ready: list[Movable], running: list[Movable], kv: KVState, plan: Plan
     ) -> tuple[list[Movable], list[Movable]]:
-        """Those in the store, and of the runners as many as have room there; the others stay."""
+        """Return the waiting sequences in the store, and as many running ones as have room there."""
         free, leaving = kv.store_free, []
         for item in sorted(running, key=lambda item: item.tokens):
             free -= pages_for(item.tokens, plan.page_size)
@@ -149,9 +149,10 @@ class Exclusive:
 
 
 class Streamed:
-    """Decode steps bring their KV from the inclusive store by layer and sub-batch: always, or where `choice` says so.
+    """Decode steps copy KV from the inclusive store to the device by layer and sub-batch (BatchGen 5.3).
 
-    The group is as large as the store then, and nothing that runs holds pages of the device (BatchGen 5.3).
+    The group is then as large as the store, and running sequences hold no pages of the device. Without a `choice` every
+    interval is streamed; else the choice decides for each interval.
     """
 
     is_local = True
@@ -162,7 +163,7 @@ class Streamed:
         self._noted = -1
 
     def capacity(self, state: State, kv: KVState, plan: Plan) -> None:
-        """As in any inclusive store."""
+        """Return None, as for any inclusive store."""
 
     def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
         return Prefill(units=units)
@@ -187,7 +188,7 @@ class Streamed:
         return (Sync(), *refill, BeginInterval())
 
     def _wanted(self, state: State, kv: KVState) -> bool:
-        """Whether the coming interval is streamed, from what earlier ones have measured."""
+        """Return whether the coming interval is streamed, by measurements of earlier ones."""
         if self._choice is None:
             return kv.streams
         interval, alive = kv.interval, state.running + len(state.ready)
@@ -199,7 +200,7 @@ class Streamed:
 
     @staticmethod
     def _bring_choices(kv: KVState, plan: Plan) -> Actions:
-        """Choices compute their prompt's last token in pages of the device, which no runner holds."""
+        """Restore choices, which compute their prompt's last token in device pages, of which running ones hold none."""
         turn = decide_residency([], kv.choices, kv.device, plan, prompts=kv.prompts, pages_of=kv.pages_of)
         return (Sync(), Restore(pages=turn.restore), Join(wait=True))
 

@@ -1,6 +1,6 @@
-"""Owns which models and number formats run how, in one table. Which model a directory holds is found elsewhere.
+"""Owns the table of supported models and number formats. checkpoint/ finds out which model a directory holds.
 
-A family that gains an adapter, or is measured to be right, changes its row here and nothing else.
+When a family gains an adapter, or a run shows that it is right, only its row here changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DEVICES = (CPU, GPU)
 
 
 class Status(StrEnum):
-    """`UNRUN`: the code is there, and nobody has run it on such a device yet."""
+    """How far a combination is supported. UNRUN: the code exists and has not been run on such a device yet."""
 
     WORKS = "works"
     UNRUN = "written, not yet run"
@@ -24,7 +24,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What a combination does. `note`: a reason, where it is refused; else what a user is to know."""
+    """The support of one combination. `note`: the reason of a refusal; else what a user should know."""
 
     status: Status
     note: str = ""
@@ -43,10 +43,12 @@ def _unrun(note: str) -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One row. `forward`: COROUTINE where model_executor/families has an adapter, SGLANG where its own forward is used.
+    """One row of the table of models.
 
-    `latent`, `windows`: what the adapter covers beside attention over the whole context. `cpu`, `gpu`: what each device
-    does with it; greedy tokens of a family that works there equal Hugging Face's in float32.
+    forward: COROUTINE if model_executor/families has an adapter, SGLANG if SGLang's own forward computes it.
+    latent: whether the adapter computes latent attention.
+    windows: whether the adapter computes attention within windows.
+    cpu, gpu: the support on each device. Where a family works, its greedy tokens equal Hugging Face's in float32.
     """
 
     name: str
@@ -58,7 +60,7 @@ class ModelFamily:
     gpu: Cell = _UNRUN
 
     def on(self, device: str) -> Cell:
-        """What a device does with it."""
+        """Return the support on a device."""
         return self.cpu if device == CPU else self.gpu
 
 
@@ -109,7 +111,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """One number format of weights. `methods`: what a checkpoint's config calls it."""
+    """One row of the table of number formats. `methods`: its names in the config of a checkpoint."""
 
     name: str
     methods: tuple[str, ...]
@@ -117,7 +119,7 @@ class NumberFormat:
     gpu: Cell
 
     def on(self, device: str) -> Cell:
-        """What a device does with it."""
+        """Return the support on a device."""
         return self.cpu if device == CPU else self.gpu
 
 
@@ -154,21 +156,21 @@ _OTHER_QUANTISED = FORMATS[-1]
 
 
 def family_named(architecture: str) -> ModelFamily | None:
-    """The row of an architecture; None for one that the table does not know."""
+    """Return the row of an architecture, or None if the table has none."""
     return next((family for family in FAMILIES if architecture in family.architectures), None)
 
 
 def has_adapter(architecture: str) -> bool:
-    """Whether the coroutine forward computes models of this architecture."""
+    """Return whether the coroutine forward computes models of this architecture."""
     family = family_named(architecture)
     return family is not None and family.forward == COROUTINE
 
 
 def format_of(method: str) -> NumberFormat:
-    """The row of a number type, or of what a config calls a quantisation."""
+    """Return the row of a number type or of a quantisation method, by its name in a config."""
     return next((row for row in FORMATS if method in row.methods), _OTHER_QUANTISED)
 
 
 def forward_text(architecture: str, *, has_adapter: bool) -> str:
-    """Which forward pass computes a model's groups, in the words that are used wherever it is said."""
+    """Return which forward pass computes a model's groups, as all logs and pages write it."""
     return COROUTINE if has_adapter else f"{SGLANG} (no adapter for {architecture})"

@@ -1,6 +1,6 @@
 """Owns the layout of an engine's ranks: which part of a pass each computes, and which layouts this release runs.
 
-How ranks reach each other, and on which devices they lie, is decided elsewhere.
+How ranks reach each other, and on which devices they run, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sgl_batch.errors import ConfigError
 
 
 class Role(enum.Enum):
-    """Which halves of its stage's layers a rank computes."""
+    """The halves of its stage's layers that a rank computes."""
 
     ATTENTION = "attention"
     EXPERTS = "experts"
@@ -33,7 +33,7 @@ class RankPart:
 
     @property
     def role(self) -> Role:
-        """Which halves of layers it computes."""
+        """The halves of layers that it computes."""
         if self.attention_rank is None:
             return Role.EXPERTS
         return Role.ATTENTION if self.expert_shard is None else Role.BOTH
@@ -59,28 +59,28 @@ class Topology:
 
     @classmethod
     def uniform(cls, num_ranks: int, *, num_stages: int = 1) -> Topology:
-        """`num_ranks` ranks in each stage, stage by stage; the r-th of a stage is attention rank r and has shard r."""
-        places = [(stage, rank) for stage in range(num_stages) for rank in range(num_ranks)]
-        return cls(tuple(RankPart(stage=stage, attention_rank=rank, expert_shard=rank) for stage, rank in places))
+        """Return a layout of `num_ranks` ranks in each stage; the r-th of a stage is attention rank r with shard r."""
+        pairs = [(stage, rank) for stage in range(num_stages) for rank in range(num_ranks)]
+        return cls(tuple(RankPart(stage=stage, attention_rank=rank, expert_shard=rank) for stage, rank in pairs))
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all stages and roles."""
+        """Number of ranks of all stages and roles."""
         return len(self.parts)
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return 1 + max(part.stage for part in self.parts)
 
     @property
     def num_attention_ranks(self) -> int:
-        """Attention ranks of each stage: the data-parallel targets of requests."""
+        """Number of attention ranks of each stage: the data-parallel targets of requests."""
         return 1 + max(-1 if part.attention_rank is None else part.attention_rank for part in self.parts)
 
     @property
     def num_expert_shards(self) -> int:
-        """Shards into which each stage's experts are cut."""
+        """Number of shards into which each stage's experts are cut."""
         return 1 + max(-1 if part.expert_shard is None else part.expert_shard for part in self.parts)
 
     @property
@@ -89,20 +89,20 @@ class Topology:
         return self.rank_of_attention(0)
 
     def rank_of_attention(self, attention_rank: int, *, stage: int = 0) -> int:
-        """The global rank of an attention rank."""
+        """Return the global rank of an attention rank."""
         (found,) = self._ranks(lambda part: part.stage == stage and part.attention_rank == attention_rank)
         return found
 
     def holders(self, expert_shard: int, *, stage: int = 0) -> tuple[int, ...]:
-        """The global ranks that hold a shard of a stage's experts."""
+        """Return the global ranks that hold a shard of a stage's experts."""
         return self._ranks(lambda part: part.stage == stage and part.expert_shard == expert_shard)
 
-    def _ranks(self, is_meant: Callable[[RankPart], bool]) -> tuple[int, ...]:
-        return tuple(rank for rank, part in enumerate(self.parts) if is_meant(part))
+    def _ranks(self, matches: Callable[[RankPart], bool]) -> tuple[int, ...]:
+        return tuple(rank for rank, part in enumerate(self.parts) if matches(part))
 
 
 def check_runnable(topology: Topology) -> None:
-    """Raise ConfigError, which names what of the layout this release does not run."""
+    """Raise ConfigError for a layout that this release does not run, naming the part that it does not run."""
     fault = _unsupported(topology)
     if fault is not None:
         raise ConfigError(

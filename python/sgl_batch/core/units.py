@@ -1,8 +1,10 @@
-"""Decides in which order the units of a forward pass run (BatchGen 4.3, Algorithm 1). What one does is layer_runner's.
+"""Decides in which order the units of a forward pass run (BatchGen 4.3, Algorithm 1). layer_runner runs them.
 
-A unit is what runs from one yield point to the next. A family offers one or both of the paper's yield options:
-`split` (its B): attention of a sub-batch, and experts of the whole group, which need all sub-batches of that layer;
-`fused` (its A): attention and experts of a sub-batch, without accumulation, so that one may be layers ahead of another.
+A unit is what runs from one yield point to the next. A model family offers one or both of the paper's yield options:
+`split` (its option B): a unit is attention of one sub-batch, or the experts of the whole group, which need all
+sub-batches of that layer;
+`fused` (its option A): a unit is attention and experts of one sub-batch, without accumulation, so that one sub-batch
+may be layers ahead of another.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ ATTENTION, EXPERTS, ATTENTION_AND_EXPERTS, HEAD = "attention", "experts", "atten
 
 
 class Unit(NamedTuple):
-    """`number`: of a sub-batch; 0 where the unit is of the whole group."""
+    """One unit. `number`: the index of its sub-batch; 0 if the unit is of the whole group."""
 
     kind: str
     layer: int
@@ -28,10 +30,10 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """What the order of a pass depends on.
+    """The properties of a pass that determine the order of its units.
 
-    `after`: of each sub-batch, the one before it whose KV it may read in the same layer, since both are of the same
-    prompts; None where there is none, as for all decode rows.
+    `after`: by sub-batch, the earlier sub-batch whose KV it may read in the same layer, because both have parts of the
+    same prompt; None if there is none, as for all decode rows.
     """
 
     num_layers: int
@@ -41,9 +43,9 @@ class PassShape:
 
 @lru_cache(maxsize=256)
 def static_order(shape: PassShape) -> tuple[Unit, ...]:
-    """The units of a pass, layer by layer, sub-batch by sub-batch: the order that every pass of the engine takes.
+    """Return the units of a pass, layer by layer and sub-batch by sub-batch: the order of every pass of the engine.
 
-    Memory through which KV goes, exchanges between ranks and captured graphs require it.
+    Staging memory for KV, exchanges between ranks and captured graphs require this order.
     """
     numbers, units = range(len(shape.after)), list[Unit]()
     for layer in range(shape.num_layers):
@@ -55,7 +57,7 @@ def static_order(shape: PassShape) -> tuple[Unit, ...]:
 
 
 def needs(shape: PassShape, unit: Unit) -> list[Unit]:
-    """The units that must be done before this one."""
+    """Return the units that must be done before this one."""
     numbers = range(len(shape.after))
     if unit.kind == EXPERTS:
         return [Unit(ATTENTION, unit.layer, number) for number in numbers]
@@ -72,7 +74,7 @@ def needs(shape: PassShape, unit: Unit) -> list[Unit]:
 
 
 def admissible(shape: PassShape, done: Set[Unit]) -> list[Unit]:
-    """The units that may run next, when those of `done` have."""
+    """Return the units that may run next when those of `done` have run."""
     return [
         unit for unit in static_order(shape) if unit not in done and all(need in done for need in needs(shape, unit))
     ]

@@ -1,4 +1,4 @@
-"""Decides which running sequences give way, where pages of the device lack or fewer may run."""
+"""Decides which running sequences are suspended first when pages of the device lack or fewer sequences may run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from sgl_batch.core.sequence import SequenceState
 
 
 class VictimPolicy(Protocol):
-    """Which sequences are suspended first."""
+    """The order in which running sequences are suspended."""
 
     def victims(self, running: Sequence[SequenceState], need: int) -> Iterator[SequenceState]:
-        """Running sequences in the order in which they give way, as far as the caller reads.
+        """Return the running sequences in the order in which they are suspended; the caller reads as many as it needs.
 
-        `need`: pages that lack, 0 where it is the number of running sequences that is too large.
+        `need`: number of pages that lack; 0 if too many sequences run.
         """
 
 
 class MostDecoded:
-    """Those that have generated most go first: they would soon ask for pages again (BatchGen 5.3)."""
+    """Suspends first the sequences that have generated most: they would soon need pages again (BatchGen 5.3)."""
 
     def victims(self, running: Sequence[SequenceState], need: int) -> Iterator[SequenceState]:
         return iter(sorted(running, key=lambda s: (s.generated_tokens, s.arrival), reverse=True))

@@ -1,8 +1,8 @@
-"""Owns which experts stay in memory where not all do, and which are read ahead. It reads nothing.
+"""Decides which experts stay in memory if not all fit, and which are read ahead. It reads no weights.
 
-Layers come round and round. What was used last is needed last again, so that keeping the most recent would keep nothing
-that helps: of every layer the same share stays, those that are asked for most often, and the others pass through the
-slots that are left (BatchGen 5.3 streams all; what stays is read once).
+Passes use the layers in turn, so the experts used last are needed last again, and keeping the most recently used ones
+would not help. Instead the same number of experts of every layer stays, those that are used most often, and the others
+pass through the expert slots that are left. (BatchGen 5.3 streams all experts; here those that stay are read once.)
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from sgl_batch.errors import ConfigError
 
 READ_AHEAD_SHARE = 0.9
-"""Of a layer's experts: where fewer are likely to be asked for, only those that are asked for are read."""
+"""A layer's experts are read ahead if this share of them is likely to be chosen; else only the chosen ones are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightResidency:
-    """`slots`: experts of all layers that memory holds at once; `kept`: how many of each layer stay."""
+    """`slots`: how many experts, of all layers, memory holds at once. `kept`: how many of each layer stay."""
 
     slots: int
     kept: int
 
 
 def plan_residency(slots: int, *, layers: int, experts: int) -> WeightResidency:
-    """What to do with `slots` for `layers` of `experts` each. Raises ConfigError where not even one layer fits.
+    """Return how to use `slots` expert slots for `layers` of `experts` each.
 
-    What a layer does not keep needs room twice: for the layer that computes, and for the next one that is read
-    meanwhile. With less room than two layers nothing stays.
+    Experts that do not stay need slots for two layers: the layer that computes, and the next one, which is read
+    meanwhile. With fewer slots than two layers' experts none stay. Raises ConfigError if not even one layer fits.
     """
     if slots < experts:
         raise ConfigError(f"memory for {slots} experts is less than the {experts} of a layer")
@@ -41,25 +41,33 @@ def plan_residency(slots: int, *, layers: int, experts: int) -> WeightResidency:
 
 
 def slots_to_stream(*, layers: int, experts: int) -> int:
-    """How many slots experts need to come while others compute: two layers' worth."""
+    """Return how many slots let experts be read while others compute: those of two layers."""
     return min(2, layers) * experts
 
 
 def slots_that_fit(now: int, *, free: int, held: int, working: int, slot_bytes: int, least: int, most: int) -> int:
-    """How many slots a forward pass leaves memory for; `now` unless others are worth it.
+    """Return how many slots a forward pass leaves memory for, or `now` if a change is not worth it.
 
-    `free`: bytes that the process may still take. `held`: bytes that slots have. `working`: bytes that the pass takes
-    beside. There are `least` slots whatever is free. What is given back is read again, so that what the next pass needs
-    is given back at once, and more is taken where it is a twentieth at least.
+    Experts whose slots are given back are read again. So slots are given back only when the next pass needs the memory,
+    and taken only if that adds a twentieth at least.
+
+    Args:
+        now: present number of slots.
+        free: bytes that the process may still take.
+        held: bytes of the present slots.
+        working: bytes that the pass takes besides slots.
+        slot_bytes: bytes of a slot.
+        least: the number of slots that there are however little is free.
+        most: the most slots that are of use.
     """
     fit = min(most, max(least, (free + held - working) // slot_bytes))
     return fit if fit < now or fit == most or fit - now >= now // 20 else now
 
 
 def read_ahead_pays(rows: int, *, top_k: int, experts: int) -> bool:
-    """Whether a layer's experts are to be read before its router has chosen: nearly all of them will be chosen.
+    """Return whether to read a layer's experts before its router has chosen, because nearly all will be chosen.
 
-    `rows`: tokens of the expert call. The estimate takes choices as even; uneven ones ask for fewer experts.
+    `rows`: tokens of the expert call. The estimate assumes even choices; uneven ones need fewer experts.
     """
     return 1.0 - (1.0 - top_k / experts) ** rows >= READ_AHEAD_SHARE
 
@@ -67,9 +75,10 @@ def read_ahead_pays(rows: int, *, top_k: int, experts: int) -> bool:
 def to_keep(
     present: Sequence[int], kept: AbstractSet[int], popularity: Mapping[int, float] | Sequence[float], room: int
 ) -> set[int]:
-    """Which of a layer's experts in memory stay when it has been computed: the most popular, of equals those that did.
+    """Return which of a layer's experts stay in memory after its computation: the most popular `room` ones.
 
-    `popularity`: by expert, how often it was asked for.
+    Of equally popular experts, those of `kept` stay. `present`: those in memory. `popularity`: by expert, how often it
+    was chosen.
     """
     ranked = sorted(present, key=lambda expert: (-popularity[expert], expert not in kept, expert))
     return set(ranked[:room])

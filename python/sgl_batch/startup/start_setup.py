@@ -87,7 +87,7 @@ def settle_decode_kv(context: RunContext, tiers: KVTiers | None, decode: Choice,
     if context.rank_context is not None:
         return Choice(mode=RESIDENT, why="resident: several ranks do not choose")
     if context.cpu_operators is not None:
-        return Choice(mode=PER_INTERVAL, why="auto: a CPU measures both interval by interval")
+        return Choice(mode=PER_INTERVAL, why="auto: a CPU measures both, an interval each")
     if deterministic:
         return Choice(mode=RESIDENT, why="resident: the deterministic mode never switches by time")
     if decode.mode == SGLANG:

@@ -30,7 +30,7 @@ ON_ALL_DEVICES = [
     ("Gemma3ForConditionalGeneration", {"vision_config": {"hidden_size": 8}}, "images or sound"),
     ("KimiVLForConditionalGeneration", {}, "images or sound"),
     ("Qwen2AudioForConditionalGeneration", {"audio_config": {"d_model": 8}}, "images or sound"),
-    ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "encoder beside its decoder"),
+    ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "it has an encoder"),
     ("LlamaForSequenceClassification", {}, "no text"),
     ("Qwen2ForRewardModel", {}, "no text"),
     ("MistralModel", {}, "no text"),

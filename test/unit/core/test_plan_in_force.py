@@ -104,7 +104,7 @@ def test_without_a_budget_sizes_are_free() -> None:
 def test_what_an_engine_is_built_with_does_not_change_while_it_runs(name: str, value: Any) -> None:
     in_force = fitted()
     with pytest.raises(
-        ConfigError, match=rf"^{name} is .* cannot become .* start it anew with --{name.replace('_', '-')}"
+        ConfigError, match=rf"^{name} is .* cannot become .* restart it with --{name.replace('_', '-')}"
     ):
         in_force.prepare({name: value})
     change(in_force, boundary_tokens=7)

@@ -97,8 +97,8 @@ def test_a_copy_that_fails_leaves_kv_on_the_device_with_a_line(caplog):
     [
         ({"decode_kv": "streamed"}, "streamed: asked for by decode_kv"),
         ({"tiers": Tiers(exclusive=True)}, "resident: an exclusive store holds no KV that is on the device"),
-        ({"on_cpu": True}, "auto: a CPU measures both interval by interval"),
-        ({"rank_context": object(), "on_cpu": True}, "resident: several ranks do not choose"),
+        ({"on_cpu": True}, "auto: a CPU measures both, an interval each"),
+        ({"place": object(), "on_cpu": True}, "resident: several ranks do not choose"),
         ({"deterministic": True}, "resident: the deterministic mode never switches by time"),
         ({"mode": SGLANG}, "resident: SGLang's own forward, which computes decode, streams none"),
     ],

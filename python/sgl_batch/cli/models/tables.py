@@ -19,7 +19,7 @@ _KINDS_REFUSED = (
     "attention to chosen tokens or within chunks (DeepSeek-V3.2 and V4, GLM-5, Llama-4)",
     "latent attention without an adapter (MiniCPM3, GLM-4.7-Flash, LongCat)",
     "sliding windows shorter than the context, layers of unequal KV, ALiBi",
-    "images or sound beside text",
+    "images or sound besides text",
     "an encoder, no text (embeddings, rewards, classes), diffusion, drafts for speculative decoding",
 )
 _HEAD = ("family", "architectures", "forward", "CPU", "GPU")

@@ -1,4 +1,4 @@
-"""Order policies by their names; one policy a file."""
+"""Owns the names of the order policies; each policy has a file of its own."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ _POLICIES: dict[str, Callable[[], OrderPolicy]] = {"fifo": Fifo, "longest-first"
 
 
 def make_order(name: str) -> OrderPolicy:
-    """The policy of that name, one of config.ORDERS."""
+    """Return a new policy. `name`: one of config.ORDERS."""
     return _POLICIES[name]()

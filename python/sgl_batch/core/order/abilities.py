@@ -1,6 +1,7 @@
-"""Owns what an order policy may do beside ordering a queue, and what holds for one that does not.
+"""Owns the optional abilities of order policies, and the defaults for policies without them.
 
-A policy takes part by having the methods; the functions below ask it. None of them has a caller in the engine yet.
+A policy has an ability if it has the methods of its protocol; the functions below call them. No function has a caller
+in the engine yet.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Protocol, runtime_checkable
 from sgl_batch.core.order.interface import OrderPolicy
 from sgl_batch.core.sequence import SequenceState
 
-# Whole pages of tokens with which prompts begin, from the first on, each by its key in the prefix tree.
+# The whole pages of tokens with which a prompt begins, from the first on, each by its key in the prefix tree.
 Prefix = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineMetadata:
-    """What is known of a line before its tokens are submitted; None where it is not. Lengths are in tokens."""
+    """What is known of a line before its tokens are submitted. Lengths are in tokens; None if not known."""
 
     line_id: str
     prompt_tokens: int | None = None
@@ -27,40 +28,43 @@ class LineMetadata:
 
 
 @runtime_checkable
-class HearsLines(Protocol):
-    """A policy that looks at all lines of a job before the first of them is offered."""
+class AcceptsLines(Protocol):
+    """A policy that reads all lines of a job before the first of them is offered."""
 
     def announce(self, lines: Iterable[LineMetadata]) -> None:
-        """These lines come, each as the sequence of its id. Read once, in the order of the input."""
+        """Take note of lines that will be offered, each as the sequence of its id.
+
+        `lines` is in the order of the input and can be read once.
+        """
 
 
 @runtime_checkable
 class AssignsRanks(Protocol):
-    """A policy that says on which rank a sequence is to run."""
+    """A policy that decides on which rank a sequence runs."""
 
     def assign(self, queued: Iterable[SequenceState], num_ranks: int) -> Mapping[str, int]:
-        """The rank of each of these sequences that is to be on a certain one, by sequence id."""
+        """Return the rank of sequences by id, from 0 to `num_ranks` - 1. Others stay on the rank where they arrived."""
 
 
 @runtime_checkable
 class KeepsPrefixes(Protocol):
-    """A policy that keeps pages of prompts for sequences to come."""
+    """A policy that keeps prompt pages for later sequences."""
 
     def keeps(self, prefix: Prefix) -> bool:
-        """Whether these pages stay although no sequence that is alive has them. Asked when the last one leaves."""
+        """Return whether these pages stay although no living sequence has them. Called when the last one leaves."""
 
     def release(self, pages: int) -> Iterable[Prefix]:
-        """Prefixes that are kept no longer, so that `pages` pages become free; fewer where the policy has fewer."""
+        """Return prefixes to give up, so that `pages` pages become free; fewer if the policy keeps fewer."""
 
 
 def announce(order: OrderPolicy, lines: Iterable[LineMetadata]) -> None:
-    """Tell a policy of lines to come; one that does not listen orders them when they are offered."""
-    if isinstance(order, HearsLines):
+    """Announce lines to a policy; a policy without this ability orders them when they are offered."""
+    if isinstance(order, AcceptsLines):
         order.announce(lines)
 
 
 def assign(order: OrderPolicy, queued: Iterable[SequenceState], num_ranks: int) -> Mapping[str, int]:
-    """The ranks that a policy wants sequences on; any other sequence stays where it came."""
+    """Return the ranks that a policy assigns, by sequence id; any other sequence stays where it arrived."""
     if not isinstance(order, AssignsRanks):
         return {}
     ranks = order.assign(queued, num_ranks)
@@ -69,10 +73,10 @@ def assign(order: OrderPolicy, queued: Iterable[SequenceState], num_ranks: int) 
 
 
 def keeps(order: OrderPolicy, prefix: Prefix) -> bool:
-    """Whether pages stay that no sequence has any more; by default they are freed with the last one."""
+    """Return whether pages stay that no sequence has any more; by default they are freed with the last one."""
     return isinstance(order, KeepsPrefixes) and order.keeps(prefix)
 
 
 def release(order: OrderPolicy, pages: int) -> list[Prefix]:
-    """The prefixes to free where `pages` pages are wanted; by default none is kept."""
+    """Return the prefixes to free if `pages` pages are wanted; by default none is kept."""
     return list(order.release(pages)) if isinstance(order, KeepsPrefixes) else []

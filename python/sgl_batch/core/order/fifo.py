@@ -9,7 +9,7 @@ from sgl_batch.core.sequence import SequenceState
 
 
 class Fifo:
-    """The order of arrival."""
+    """Orders sequences by arrival."""
 
     def __init__(self) -> None:
         self._queued: dict[str, SequenceState] = {}
@@ -24,4 +24,4 @@ class Fifo:
         del self._queued[sequence_id]
 
     def finished(self, sequence: SequenceState, length: int) -> None:
-        """Nothing is learned from it."""
+        """Do nothing: the order does not depend on lengths."""

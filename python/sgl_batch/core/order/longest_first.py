@@ -1,6 +1,6 @@
 """Longest first: the sequences that can take longest are prefilled first, so that no long one is left at the end.
 
-A sequence is overtaken by a bounded number of later ones: then it is the next, whatever its length.
+A bounded number of later sequences may overtake a sequence; then it is the next, whatever its length.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from sgl_batch.core.order.interface import Budgets, Side
 from sgl_batch.core.sequence import SequenceState
 
-MOST_LATER = 8192  # arrivals after a sequence, from which on it is the next
+MOST_LATER = 8192  # later arrivals after which a sequence is the next
 
 
 class LongestFirst:
-    """By prompt and most output together, the longest first; of equals, the first that arrived.
+    """Orders sequences by prompt and most output tokens together, the longest first, and equals by arrival.
 
-    The choices of a request have the same length, and so their leader, which arrives first, comes first.
+    The choices of a request have the same length, so that their leader, which arrives first, comes first.
     """
 
     def __init__(self, most_later: int = MOST_LATER) -> None:
@@ -48,7 +48,7 @@ class LongestFirst:
         del self._by_length[bisect_left(self._by_length, key)]
 
     def finished(self, sequence: SequenceState, length: int) -> None:
-        """Nothing is learned from it."""
+        """Do nothing: the order depends on the most tokens only, not on actual lengths."""
 
 
 def _key(sequence: SequenceState) -> tuple[int, int, str]:
