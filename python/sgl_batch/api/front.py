@@ -93,7 +93,7 @@ def _check_socket_length(directory: str) -> None:
     if len(directory) > _LONGEST_DIRECTORY:
         raise ConfigError(
             f"the directory of temporary files {directory} has a name of {len(directory)} characters, too long for the "
-            f"names of sockets in it: set TMPDIR to one that makes it at most {_LONGEST_DIRECTORY}"
+            f"names of sockets in it: set TMPDIR so that it has at most {_LONGEST_DIRECTORY}"
         )
 
 

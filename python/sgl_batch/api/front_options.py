@@ -239,9 +239,9 @@ def _is_runs_code(argument: str) -> bool:
 def _check_code_in_requests(args: argparse.Namespace, *, runs_code: bool) -> None:
     if runs_code and args.api_key is None and not args.allow_unauthenticated_control:
         raise ConfigError(
-            "--enable-custom-logit-processor lets each request bring a program that the engine runs, and there is "
-            "no key: give one (--api-key-file), or --allow-unauthenticated-control if everyone who reaches this server may "
-            "run programs as its user"
+            "--enable-custom-logit-processor lets each request bring a program that the engine runs, and there is no "
+            "key: give one (--api-key-file), or --allow-unauthenticated-control if everyone who reaches this server "
+            "may run programs as its user"
         )
 
 

@@ -1,6 +1,6 @@
 """The engine: its Python API, its process tree, and the connection to an engine in another process.
 
-`Engine` is imported on first use, so that a front process that only talks to an engine imports no torch.
+`Engine` is imported on first use: the server's process only talks to an engine, and imports no torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
-"""Answers the control endpoints that say more than SGLang's: of profiles, and of logs of requests.
+"""Owns the control endpoints that replace SGLang's: for profiles, and for logs of requests.
 
-What is allowed is decided by the tokenizer manager.
+The tokenizer manager decides what is allowed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _METHODS = ["GET", "POST"]
 
 
 def control_routes(manager: BatchTokenizerManager) -> list[Route]:
-    """Routes that take the place of SGLang's of the same paths. `manager`: the tokenizer manager."""
+    """Return the routes that replace SGLang's at the same paths. `manager`: the tokenizer manager."""
 
     async def start_profile(request: Request) -> str:
         asked = await _read(request, ProfileReq)
@@ -40,7 +40,7 @@ def control_routes(manager: BatchTokenizerManager) -> list[Route]:
 
     async def stop_profile(_: Request) -> str:
         await manager.stop_profile()
-        return "The profile is ended and its trace written.\n"
+        return "The profile has ended, and its trace is written.\n"
 
     async def configure_logging(request: Request) -> str:
         manager.configure_logging(await _read(request, ConfigureLoggingReq))
@@ -53,26 +53,26 @@ def control_routes(manager: BatchTokenizerManager) -> list[Route]:
 
 
 def _answered(answer: Callable[[Request], Awaitable[str]]) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint: refusals in the shape of OpenAI's errors."""
+    """Return the endpoint, which answers refusals in the shape of OpenAI's errors."""
 
     async def endpoint(request: Request) -> Response:
         try:
             return PlainTextResponse(await answer(request))
         except RequestError as error:
             return _error(error.status_code, error.message, error.code, error.param)
-        except RuntimeError as error:  # the scheduler's refusal: a profile is under way, or none is
+        except RuntimeError as error:  # the scheduler refuses: a profile is running already, or none is
             return _error(409, str(error), "profile_refused", None)
 
     return endpoint
 
 
 async def _read(request: Request, kind: type[Message]) -> Message:
-    """The body as one of SGLang's messages; without a body, one with nothing set. Raises RequestError."""
+    """Return the body as one of SGLang's messages, with nothing set where there is no body. Raises RequestError."""
     data = await request.body()
     try:
         given = json.loads(data) if data else {}
         if not isinstance(given, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         known = {field.name: field for field in msgspec.structs.fields(kind)}
         unknown = sorted(set(given) - set(known))
         if unknown:

@@ -1,6 +1,6 @@
-"""Owns the engine: sglang.Engine's API over our processes, and answers to single request lines for jobs.
+"""Owns the engine's Python API: sglang.Engine's API over our processes, and answers to single request lines.
 
-It knows sequences and requests, never jobs.
+It knows requests and sequences, but no jobs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,20 @@ from sgl_batch.startup.model_checks import check_any_device
 
 
 class Engine(processes.RankedEngine):
-    """A drop-in for sglang.Engine: the same arguments, and those of `sgl_batch.config.BatchConfig`.
+    """A drop-in replacement for sglang.Engine.
 
-    Raises ConfigError for arguments that cannot work, and EngineError when the engine does not start or our
-    classes are not the ones running. When one of its processes ends later, whatever awaits an answer raises
-    EngineError, as does every later call; then only `shutdown` is left to do.
+    It takes sglang.Engine's arguments and the fields of `sgl_batch.config.BatchConfig`, and starts its processes before
+    it returns. When one of them ends later, every awaited answer and every later call raises EngineError; the caller
+    then calls `shutdown`, and may start another engine in the same process.
+
+    Args:
+        **kwargs: SGLang's arguments (`model_path`, `dp_size`, ...) and ours (`b_moe_decode`, `kv_store_bytes`, ...), by
+            their names in Python. A program that has parsed and checked them passes `server_args` (a ServerArgs),
+            `batch_config` and `start_method` (multiprocessing's) instead.
+
+    Raises:
+        ConfigError: The arguments, the model and this machine cannot work together. No process is left.
+        EngineError: The engine does not start, or other classes than ours run. No process is left.
     """
 
     init_tokenizer_manager_func = staticmethod(launch.start_tokenizer_manager)
@@ -43,42 +52,46 @@ class Engine(processes.RankedEngine):
             rest.setdefault("log_level", "error")
             server_args = make_server_args(rest, self.batch_config)
         platform = launch.child_platform(server_args)
-        if start_method is None:  # a process that has met a GPU, as imports beside one do, cannot be forked
+        if start_method is None:  # on a GPU's machine imports initialise the GPU; such a process cannot be forked
             start_method = FORKSERVER if platform == CPU_PLATFORM else SPAWN
-        run = self._run = self.run_scheduler_process_func = ProcessSpec.begin(self.batch_config, start_method)
-        self.run_detokenizer_process_func = run.detokenizer
-        with processes.platform(platform), launch.start_errors(run):
+        spec = self._spec = self.run_scheduler_process_func = ProcessSpec.begin(self.batch_config, start_method)
+        self.run_detokenizer_process_func = spec.detokenizer
+        with processes.platform(platform), launch.start_errors(spec):
             super().__init__(server_args=server_args)
         self.own_processes = processes.processes_of(self.get_all_child_pids())
-        infos = run.infos(self._scheduler_init_result.scheduler_infos)
+        infos = spec.infos(self._scheduler_init_result.scheduler_infos)
         try:
             self.running = launch.verify(infos, self.tokenizer_manager, server_args)
         except EngineError:
             self.shutdown()
             raise
-        launch.say_forward(self.running["forward"])
-        run.watch(self.tokenizer_manager.note_death)
+        launch.log_forward(self.running["forward"])
+        spec.watch(self.tokenizer_manager.note_death)
 
     def shutdown(self) -> None:
-        """End this engine's processes. Idempotent."""
+        """End this engine's processes, and wait for their end. Idempotent. Answers that are awaited are lost."""
         try:
             if self.tokenizer_manager is not None:
                 self.tokenizer_manager.grammar_process.close()
             processes.end_processes(self)
         finally:
-            self._run.end()
+            self._spec.end()
 
     def line_engine(self) -> LineAnswers:
-        """This engine as a job uses it: one OpenAI request at a time, on `loop`.
+        """Return this engine as jobs use it: a `jobs.line_engine.LineEngine`.
 
-        From now on the engine's death is raised by what awaits these answers alone.
+        Its methods are called on `self.loop`. It lives as long as this engine. From now on only its methods raise the
+        engine's death, and not the other calls of this object.
         """
         manager = self.tokenizer_manager
         manager.death.is_raised = False
         return LineAnswers(manager, self.template_manager, lambda: manager.death.error)
 
     def plan_manifest(self) -> dict[str, Any]:
-        """The plan in force, our flags, and whose kernels compute what, as they go into a manifest."""
+        """Return the plan in force, our flags, and which kernels compute what, for a run's manifest.
+
+        Keys: plan, flags, forward, kernels, expert_runner, choices. All values are JSON.
+        """
         return {
             "plan": dict(self.running["plan"]),
             "flags": self.batch_config.flat(),
@@ -89,9 +102,15 @@ class Engine(processes.RankedEngine):
         }
 
     def set_plan(self, **limits: int | float | str) -> None:
-        """Change numbers of `BatchConfig` (b_attn_decode, boundary_tokens, ...) from the next forward pass on.
+        """Change the plan (b_attn_decode, boundary_tokens, ...) from the next forward pass on.
 
-        Raises ConfigError for a name or value that cannot work; the plan stays as it is then.
+        All changes take effect together, or none. Counts are in sequences for decode, in tokens for prefill.
+
+        Args:
+            **limits: New values, by the names of fields of `BatchConfig`.
+
+        Raises:
+            ConfigError: A name is unknown, or a value cannot work. The plan stays as it is.
         """
         wanted = from_mapping({**self.batch_config.flat(), **limits})
         request = SetInternalStateReq(server_args=limits)
@@ -102,16 +121,17 @@ class Engine(processes.RankedEngine):
         self.batch_config = wanted
 
     def batch_stats(self) -> dict[str, Any]:
-        """Counters since start: time by part, calls, rows and tokens per expert. Of several ranks, the sums.
+        """Return the counters since the start: time by part (seconds), calls, rows, and tokens for each expert.
 
-        Then `ranks` has each rank's own; tokens per expert are in the order of the experts.
+        With several ranks, counters are sums and times are means (rank_stats.py); `ranks` has each rank's own. Tokens
+        for each expert are in the order of the experts.
         """
         states = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
         return merged_stats([state["sgl_batch"] for state in states])
 
 
 def model_source(kwargs: Mapping[str, Any]) -> ModelSource:
-    """Where SGLang's arguments say that the model is."""
+    """Return what SGLang's arguments say about the model and its tokenizer."""
     if not kwargs.get("model_path"):
         raise ConfigError("model_path is not given; name the model's directory, or its name on the hub")
     return ModelSource(
@@ -125,12 +145,12 @@ def model_source(kwargs: Mapping[str, Any]) -> ModelSource:
 
 
 def make_server_args(kwargs: dict[str, Any], config: BatchConfig) -> Any:
-    """SGLang's ServerArgs from keyword arguments, with our defaults. Raises ConfigError."""
+    """Return SGLang's ServerArgs from keyword arguments, with our defaults. Raises ConfigError."""
     arguments = launch.sglang_arguments(kwargs, config)
     with processes.platform(CPU_PLATFORM if launch.on_cpu(kwargs) else None):
         try:
             return processes.server_args_of(arguments, sinks=has_sinks(arguments))
-        # It checks what it is given, and has no class of errors for that.
+        # SGLang checks its arguments, and has no exception class for that.
         except (ArithmeticError, AssertionError, ImportError, LookupError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"SGLang refuses these arguments: {error_text(error)}") from error
         except (AttributeError, TypeError) as error:

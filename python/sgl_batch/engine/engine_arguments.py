@@ -1,4 +1,4 @@
-"""Owns the engine's command line: SGLang's flags and ours, parsed and checked together, in a program of ours."""
+"""Owns the engine's command line: SGLang's flags and ours, parsed and checked together."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from sgl_batch.startup.model_checks import check_any_device
 _CONFIG_FILE = "--config"
 _UNRECOGNIZED = "unrecognized arguments: "
 _DESCRIPTION = """\
-Serve a mixture-of-experts model over HTTP: OpenAI's Files and Batch API, and SGLang's endpoints, scheduled in groups
-for whole batches. The flags of sgl_batch come first; all other flags are SGLang's own and mean what they mean there.
+Serve a mixture-of-experts model over HTTP, with OpenAI's Files and Batch API and SGLang's endpoints. Requests run in
+groups, scheduled for the throughput of the whole batch. The flags of sgl_batch come first. All other flags are
+SGLang's, and mean what they mean in SGLang.
 """
 
 
@@ -33,7 +34,7 @@ class EngineArguments:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its mistakes are ConfigErrors. `near`: flags of the program that are not this parser's, for suggestions."""
+    """A parser whose errors are ConfigErrors. `near`: other flags of the program, for suggestions."""
 
     near: Sequence[str] = ()
 
@@ -47,9 +48,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(argv: Sequence[str], add_more: Callable[[argparse.ArgumentParser], None] = lambda _: None) -> _Parser:
-    """The parser of all flags. Our defaults for SGLang's flags depend on --device, so it looks at `argv`.
+    """Return the parser of all flags. It looks at `argv`, because our defaults for SGLang's flags depend on --device.
 
-    `add_more` adds flags before them.
+    `add_more` adds flags before the others.
     """
     from sgl_batch.engine import launch
 
@@ -67,9 +68,9 @@ def build_parser(argv: Sequence[str], add_more: Callable[[argparse.ArgumentParse
 
 
 def _check_early(argv: Sequence[str]) -> None:
-    """Find mistakes of ours and in the model's files before SGLang's slow import. Raises ConfigError.
+    """Find mistakes in our flags and in the model's files before SGLang's slow import. Raises ConfigError.
 
-    It hands nothing on: a --config file and flags that are cut short are read with SGLang's, in `build_arguments`.
+    Its result is not used: `build_arguments` reads all flags again, with a --config file and abbreviated flags.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     batch_config.add_cli_flags(parser)
@@ -110,9 +111,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_arguments(argv: Sequence[str], near: Sequence[str] = ()) -> EngineArguments:
-    """Parse and check all flags, in a program of ours. Raises ConfigError for a bad one; --help exits.
+    """Parse and check all flags. Raises ConfigError for a bad flag; --help exits.
 
-    `near`: flags that the program has besides, which may be meant by one that is unknown.
+    `near`: other flags of the program, which an unknown flag may mean.
     """
     _check_early(argv)
     with template(_what_defaults_depend_on(argv).device) as can_fork:

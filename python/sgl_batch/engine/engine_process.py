@@ -1,6 +1,6 @@
-"""Owns one life of the engine's process: its start, the conversation with it, its end.
+"""Owns one engine process, seen from the server: its start, the connection to it, its end.
 
-Whether another follows is decided by the supervisor.
+The supervisor decides whether another one follows.
 """
 
 from __future__ import annotations
@@ -28,24 +28,30 @@ from sgl_batch.owned_directory import remove_tree
 logger = logging.getLogger(__name__)
 
 ENGINE_PROGRAM = (sys.executable, "-m", "sgl_batch.launch_engine")
-# How long a process may take to end once it has closed its connection.
-_LAST_BREATH_S = 10.0
+# How long a process may take to end after it has closed its connection.
+_END_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHttp:
-    """Where SGLang's endpoints of one engine are, and the key that opens them."""
+    """The address of SGLang's endpoints of one engine, and the key for them."""
 
     base_url: str
     api_key: str
 
 
 class EngineProcess:
-    """One process with one engine: `command`, with where its HTTP endpoints are to be.
+    """One process with one engine, from its start to its end. `run` is called once.
 
-    Its temporary files lie in a directory of its own in `directory`, logs of requests in `request_logs`.
+    `client` stands for the engine: None until it is ready, then the same object to the end, when all its calls raise
+    EngineError. `http` says where SGLang's endpoints are. They answer while the engine is ready.
 
-    `client` stands for the engine once it is ready.
+    Args:
+        command: The program and the engine's flags. `--host` and `--port` of loopback are added to it.
+        directory: The server's own directory. The process gets a new directory in it, removed at its end, for its
+            socket and its temporary files.
+        number: Distinguishes the engines of one server: 0, 1, ...
+        request_logs: The directory of request logs.
     """
 
     def __init__(self, command: Sequence[str], directory: Path, number: int, request_logs: Path) -> None:
@@ -60,7 +66,18 @@ class EngineProcess:
         self.client: LineClient | None = None
 
     async def run(self, on_ready: Callable[[], None]) -> Failed:
-        """Start the process, call `on_ready` when it answers, and return why it ended; nothing of it is left then."""
+        """Start the process, and return why it ended.
+
+        When this returns, no process of the session runs (except one that the kernel has not ended 10 s after SIGKILL),
+        its directory is removed, and every call of `client` raises EngineError. Cancelling the call kills the process,
+        and then leaves `client` without its error.
+
+        Args:
+            on_ready: Called once, on the event loop, when the engine answers and `client` is set.
+
+        Returns:
+            The message and code with which the engine reported its failure, or else how its process was seen to end.
+        """
         server = None
         try:
             self._directory.mkdir(mode=0o700)
@@ -103,11 +120,11 @@ class EngineProcess:
             request_logs=str(self._request_logs),
         )
         assert self._process.stdin is not None, "standard input is a pipe"
-        # It stays open: its end is how the other side learns of ours.
+        # It stays open: when it closes, the engine's process knows that this one has ended.
         self._process.stdin.write(link.encode())
 
     async def _converse(self, on_ready: Callable[[], None]) -> Failed | None:
-        """Hear the process until it ends. Returns its last words, if any."""
+        """Read messages of the process until it ends. Return the failure that it reported, if any."""
         assert self._process is not None, "the process has started"
         ended = asyncio.ensure_future(self._process.wait())
         try:
@@ -124,16 +141,16 @@ class EngineProcess:
                 on_ready()
                 return await self.client.read_answers()
             except FrameError as error:
-                logger.exception("the engine's process does not speak our language")
+                logger.exception("the engine's process has sent bytes that are not a message")
                 return Failed(message=str(error), code=None)
         finally:
             ended.cancel()
 
     async def _reap(self, words: Failed | None) -> Failed:
-        """Wait for the end of a process that has closed its connection."""
+        """Wait for the end of a process that has closed its connection. Return why it ended."""
         assert self._process is not None, "the process has started"
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _LAST_BREATH_S)
+            await asyncio.wait_for(self._process.wait(), _END_WITHIN_S)
         if words is not None:
             return words
         return Failed(message=self._how_it_ended(), code=None)
@@ -148,7 +165,7 @@ class EngineProcess:
         return f"the engine's process ended with exit code {code} {when}; its own messages are in the log"
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the process to end in order, and end it where it has not done so in time."""
+        """Ask the process to end, and kill it after `grace_s` seconds. `run` returns afterwards."""
         if self._process is None or self._process.returncode is not None:
             return
         with suppress(ProcessLookupError):
@@ -160,20 +177,20 @@ class EngineProcess:
             self.kill()
 
     async def _end_all(self) -> None:
-        """Kill what is left of the process's session, and wait for its end: then its memory is free."""
+        """Kill what is left of the process's session, and wait until it has ended: then its memory is free."""
         self.kill()
-        if self._process is not None and (left := await group_ended(self._process.pid, _LAST_BREATH_S)):
-            logger.error("processes %s of the engine still run %g s after they were killed", left, _LAST_BREATH_S)
+        if self._process is not None and (left := await group_ended(self._process.pid, _END_WITHIN_S)):
+            logger.error("processes %s of the engine still run %g s after they were killed", left, _END_WITHIN_S)
 
     def kill(self) -> None:
-        """End the process and all that it started, which are one session."""
+        """Kill the process and all processes that it started: they are one session. Idempotent."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for `work` also where this is cancelled meanwhile, and only then be cancelled."""
+    """Wait for `work` to its end. A cancellation meanwhile takes effect after that."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
@@ -183,7 +200,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """Return a port of loopback on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

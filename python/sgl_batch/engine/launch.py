@@ -1,4 +1,4 @@
-"""The wiring: which of our classes run in which of SGLang's processes, with which of SGLang's arguments."""
+"""Owns the start of SGLang's process tree: which of our classes run in it, and with which of SGLang's arguments."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ EXPECTED_TRITON_CLASSES = {
     "allocator": "PageAllocator",
     "kv_pool": "GpuPagePool",
 }
-# What a model with latent attention has in place of these.
+# A model with latent attention has these pools instead.
 EXPECTED_LATENT_CLASSES = {"DevicePagePool": "LatentPagePool", "GpuPagePool": "GpuLatentPool"}
 
-# Ours on every machine: phases replace chunked prefill and the radix cache; the loop is the synchronous one.
+# Our defaults on every machine: phases replace chunked prefill and the radix cache, and the loop is synchronous.
 _DEFAULTS: dict[str, object] = {
     "chunked_prefill_size": -1,
     "disable_overlap_schedule": True,
     "disable_radix_cache": True,
-    # Windows limit what is seen of KV, not what is kept: one pool holds that of all layers.
+    # A window limits which KV is read, not which KV is kept: one pool holds the KV of all layers.
     "disable_hybrid_swa_memory": True,
     "page_size": 64,
     "sleep_on_idle": True,
@@ -71,21 +71,21 @@ _CPU_DEFAULTS: dict[str, object] = {
     "disable_cuda_graph": True,
     "mem_fraction_static": 0.5,
 }
-# Prefill groups never run in SGLang's graphs, which would take their memory and the time to capture them.
+# Prefill groups never run in SGLang's graphs. Capturing these would take memory and time.
 _GPU_DEFAULTS: dict[str, object] = {"cuda_graph_backend_prefill": "disabled"}
 _END_WITHIN_S = 60.0
 _FIXED = ("chunked_prefill_size", "disable_overlap_schedule", "disable_radix_cache")
 
 
 def on_cpu(kwargs: Mapping[str, object]) -> bool:
-    """Whether the engine runs without a GPU: asked for, or none there."""
+    """Return whether the engine runs without a GPU: on request, or because there is none."""
     return kwargs.get("device") == "cpu" or not torch.cuda.is_available()
 
 
 def default_arguments(
     kwargs: dict[str, Any], b_moe_decode: int | None, b_moe_prefill: int | None = None
 ) -> dict[str, Any]:
-    """Our defaults for SGLang's arguments on the device that `kwargs` ask for."""
+    """Return our defaults for SGLang's arguments, on the device that `kwargs` ask for."""
     forward = BatchConfig().forward
     defaults = {**_DEFAULTS, "max_running_requests": 2 * (b_moe_decode or forward.b_moe_decode)}
     if on_cpu(kwargs):
@@ -95,7 +95,7 @@ def default_arguments(
 
 
 def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, Any]:
-    """SGLang's arguments with our defaults where none was given. Raises ConfigError for what cannot work."""
+    """Return SGLang's arguments, with our defaults where none was given. Raises ConfigError for what cannot work."""
     check_runner(config.forward.expert_runner, on_cpu=on_cpu(kwargs))
     _check_weight_dtype(config.forward, on_cpu=on_cpu(kwargs))
     merged = default_arguments(kwargs, config.forward.b_moe_decode, config.forward.b_moe_prefill)
@@ -126,11 +126,11 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
     merged.update(family_arguments(merged, config, on_cpu=on_cpu(kwargs)))
     if config.memory.weights == "streamed" or (merged.get("dp_size") or 1) > 1:
-        # A captured graph would compute with the experts of the pass in which it was captured, and past the exchange
+        # A captured graph would compute with the experts of the pass in which it was captured, and without the exchange
         # with other ranks.
         _check_no_graphs(merged)
         merged["disable_cuda_graph"] = True
-        # Fused, a shared expert would be one of the routed ones, which are read by other names and cut between ranks.
+        # Fused, a shared expert would be one of the routed experts, which have other names and are cut between ranks.
         merged["disable_shared_experts_fusion"] = True
     merged.update(_settled(config, merged))
     _check_choices(config, merged, on_cpu=on_cpu(kwargs))
@@ -140,7 +140,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
 
 
 def _check_no_graphs(merged: Mapping[str, object]) -> None:
-    """SGLang takes these over --disable-cuda-graph. Raises ConfigError."""
+    """Refuse arguments that SGLang prefers to --disable-cuda-graph. Raises ConfigError."""
     for name in ("cuda_graph_config", "cuda_graph_backend_decode"):
         if merged.get(name) not in (None, "disabled"):
             raise ConfigError(
@@ -150,7 +150,7 @@ def _check_no_graphs(merged: Mapping[str, object]) -> None:
 
 
 def _settled(config: BatchConfig, merged: Mapping[str, object]) -> dict[str, object]:
-    """What is still open, decided by what the machine has, and said. Raises ConfigError."""
+    """Choose the arguments that are still open by what the machine has, and log why. Raises ConfigError."""
     model = model_facts(str(merged.get("model_path")), _text(merged, "revision"))
     choice = chosen_arguments(merged, config.forward, machine_facts(on_cpu=on_cpu(merged)), model)
     for words in choice.sentences:
@@ -164,7 +164,7 @@ def _text(arguments: Mapping[str, object], name: str) -> str | None:
 
 
 def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
-    """Rounded weights are for the native kernels alone. Raises ConfigError."""
+    """Refuse rounded weights without the native CPU kernels, the only ones that take them. Raises ConfigError."""
     if forward.cpu_weight_dtype == "auto":
         return
     asked = f"cpu_weight_dtype is {forward.cpu_weight_dtype!r}"
@@ -177,45 +177,45 @@ def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
 
 
 def _check_store(memory: MemoryConfig, attention: str | None, *, on_cpu: bool) -> None:
-    """What this release has no host KV store for. Raises ConfigError."""
+    """Refuse what the host KV store does not work with. Raises ConfigError."""
     if memory.kv_store_bytes == 0:
         if memory.kv_store_dir is not None:
-            raise ConfigError("kv_store_dir is given without a size: say kv_store_bytes too")
+            raise ConfigError("kv_store_dir is given without a size: give kv_store_bytes too")
         if memory.decode_kv == "streamed":
-            raise ConfigError("decode_kv is 'streamed', and there is no store to stream from: say kv_store_bytes too")
+            raise ConfigError("decode_kv is 'streamed', and there is no store to stream from: give kv_store_bytes too")
         return
     if memory.decode_kv == "streamed" and memory.kv_store_mode == "exclusive":
         raise ConfigError(
-            "decode_kv is 'streamed', for which all KV lies in the store, and kv_store_mode is 'exclusive': choose "
+            "decode_kv is 'streamed', which needs all KV in the store, and kv_store_mode is 'exclusive': choose "
             "'inclusive'"
         )
     kv_store_kernels()
     if on_cpu:
         return
     asked = f"kv_store_bytes is {memory.kv_store_bytes}"
-    # Its plans are the ones that can be led to a prefill group's own memory.
+    # Only its plans can be pointed to a prefill group's own memory.
     if attention != TRITON_ATTENTION:
         raise ConfigError(
-            f"{asked} and attention_backend {attention!r}; beside a GPU the host KV store works with "
+            f"{asked} and attention_backend {attention!r}; with a GPU the host KV store works with "
             f"{TRITON_ATTENTION!r}: choose that one, or leave the store out"
         )
     for name, value in (("kv_store_dir", memory.kv_store_dir), ("kv_store_checksums", memory.kv_store_checksums)):
         if value:
-            raise ConfigError(f"{asked} and {name} {value!r}; a GPU copies to pinned memory alone: leave {name} out")
+            raise ConfigError(f"{asked} and {name} {value!r}; a GPU copies only to pinned memory: leave {name} out")
 
 
 def _check_streaming(config: BatchConfig, merged: Mapping[str, object], *, on_cpu: bool) -> None:
-    """Weights are streamed from safetensors files, to the native kernels or to a GPU's runner. Raises ConfigError."""
+    """Refuse streamed weights where files, kernels or runner cannot stream them. Raises ConfigError."""
     if config.memory.weights == "resident":
         if config.memory.weight_memory:
-            raise ConfigError("weight_memory is given, and weights are resident: say --weights streamed too")
+            raise ConfigError("weight_memory is given, and weights are resident: give --weights streamed too")
         return
     if on_cpu and native_kernels() is None:
         raise ConfigError("weights are to be streamed, and the native kernels are not there: run scripts/install")
     if on_cpu and config.forward.expert_runner not in ("auto", "native"):
         runner = config.forward.expert_runner
         raise ConfigError(
-            f"weights are to be streamed, and expert_runner {runner!r} takes no such weights: choose native"
+            f"weights are to be streamed, and expert_runner {runner!r} takes no streamed weights: choose native"
         )
     if merged.get("load_format") not in (None, "auto", "safetensors"):
         raise ConfigError(f"load_format is {merged['load_format']!r}; streamed weights are read from safetensors files")
@@ -228,12 +228,13 @@ def _check_streaming(config: BatchConfig, merged: Mapping[str, object], *, on_cp
 
 
 def _check_choices(config: BatchConfig, merged: Mapping[str, object], *, on_cpu: bool) -> None:
-    """The choice of experts is kept where all of it is told, and nobody counts its memory. Raises ConfigError."""
+    """Refuse to return routed experts on a GPU, or beside a memory budget. Raises ConfigError."""
     if not merged.get("enable_return_routed_experts"):
         return
     if not on_cpu:
         raise ConfigError(
-            "enable_return_routed_experts has no form for GPUs yet, whose graphs tell no choice: leave it out"
+            "enable_return_routed_experts does not work on GPUs yet, whose graphs do not report the choice of "
+            "experts: leave it out"
         )
     if config.memory.device_memory:
         raise ConfigError(
@@ -243,10 +244,10 @@ def _check_choices(config: BatchConfig, merged: Mapping[str, object], *, on_cpu:
 
 
 def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's arguments for several ranks: each a scheduler of its own, with attention and KV for its own sequences.
+    """Return SGLang's arguments for several ranks.
 
-    To SGLang they are plain data-parallel ranks without tensor parallelism, so that nothing but the experts is cut,
-    in any model; the exchange between them is ours.
+    Each rank is a scheduler of its own, with attention and KV for its own sequences. To SGLang they are data-parallel
+    ranks without tensor parallelism, so that in any model only the experts are cut. The exchange between them is ours.
     """
     sizes = {name: merged.get(name) or 1 for name in ("tp_size", "dp_size", "ep_size")}
     ranks = max(sizes.values())
@@ -268,8 +269,8 @@ def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
     gpus = 0 if on_cpu(merged) else torch.cuda.device_count()
     if 0 < gpus < ranks and merged.get("max_total_tokens") is None:
         raise ConfigError(
-            f"{ranks} ranks share {gpus} GPU(s), whose memory each would take for itself: say with --max-total-tokens "
-            "how many tokens of KV each rank is to have, or start as many ranks as there are GPUs"
+            f"{ranks} ranks share {gpus} GPU(s), and each would take all its memory: set with --max-total-tokens how "
+            "many tokens of KV each rank has, or start as many ranks as there are GPUs"
         )
     fraction = merged.get("mem_fraction_static")
     shared = {"mem_fraction_static": fraction / ranks} if fraction and on_cpu(merged) else {}
@@ -277,15 +278,15 @@ def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
 
 
 def child_platform(server_args: ServerArgs) -> str | None:
-    """The SGLang platform that child processes start with; None leaves SGLang's own choice."""
+    """Return the SGLang platform of child processes, or None for SGLang's own choice."""
     return CPU_PLATFORM if server_args.device == "cpu" else None
 
 
 def start_tokenizer_manager(server_args: ServerArgs, port_args: object) -> tuple[BatchTokenizerManager, object]:
-    """Our tokenizer manager with SGLang's templates, in the parent process.
+    """Start our tokenizer manager with SGLang's templates, in the parent process.
 
-    The children run by now. One that fails to start is reported by the wait for it. SGLang's handler of SIGQUIT, which
-    its processes send, would end this process too.
+    The children run already, and the wait for a child reports one that fails to start. SGLang's handler of SIGQUIT is
+    replaced: its processes send that signal, and the handler would end this process too.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGQUIT, lambda *_: None)
@@ -294,13 +295,12 @@ def start_tokenizer_manager(server_args: ServerArgs, port_args: object) -> tuple
 
 
 @contextmanager
-def start_errors(run: ProcessSpec) -> Iterator[None]:
-    """Turn every fault of starting SGLang's process tree into EngineError; whatever ends the start ends its children.
+def start_errors(spec: ProcessSpec) -> Iterator[None]:
+    """Turn every fault of starting SGLang's process tree into EngineError, and end the children of a failed start.
 
-    What a process of `run` says is the user's mistake is ConfigError.
-
-    Another engine of this process keeps its own, and the handler by which it learns of their death. A process of `run`
-    that has said itself why it ended is believed.
+    A fault that a process of `spec` reports as the user's mistake becomes ConfigError. The reason that a process has
+    reported itself is preferred to how it was seen to end. Another engine in this process keeps its children, and the
+    handler that notices their death.
     """
     before, handler = set(multiprocessing.active_children()), signal.getsignal(signal.SIGQUIT)
     try:
@@ -313,40 +313,40 @@ def start_errors(run: ProcessSpec) -> Iterator[None]:
             child.join()
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGQUIT, handler)
-        told = run.start_error(error)
-        run.end()
-        if told is error:
+        reported = spec.start_error(error)
+        spec.end()
+        if reported is error:
             raise
-        # A process's own words say it all: this one only waited for it.
-        raise told from (None if isinstance(error, ProcessEndedError) else error)
+        # The process's own message is complete: this one only waited for it.
+        raise reported from (None if isinstance(error, ProcessEndedError) else error)
 
 
-def start_tree(server_args: ServerArgs, run: ProcessSpec) -> tuple[processes.Launched, str]:
-    """Start the process tree and verify it; which forward pass computes the model is said, and returned as well.
+def start_tree(server_args: ServerArgs, spec: ProcessSpec) -> tuple[processes.Launched, str]:
+    """Start the process tree and verify it. Return it, and the name of the forward pass that computes the model.
 
-    Raises EngineError; the run's directory is left to the caller then too.
+    Raises EngineError. Also then the caller removes the directory of `spec`.
     """
-    with processes.platform(child_platform(server_args)), start_errors(run):
+    with processes.platform(child_platform(server_args)), start_errors(spec):
         launched = processes.launch_subprocesses(
             server_args,
             init_tokenizer_manager_func=start_tokenizer_manager,
-            run_scheduler_process_func=run,
-            run_detokenizer_process_func=run.detokenizer,
+            run_scheduler_process_func=spec,
+            run_detokenizer_process_func=spec.detokenizer,
         )
-    running = verify(run.infos(launched.scheduler_infos), launched.tokenizer_manager, server_args)
-    say_forward(running["forward"])
-    run.watch(launched.tokenizer_manager.note_death)
+    running = verify(spec.infos(launched.scheduler_infos), launched.tokenizer_manager, server_args)
+    log_forward(running["forward"])
+    spec.watch(launched.tokenizer_manager.note_death)
     return launched, str(running["forward"])
 
 
-def say_forward(forward: str) -> None:
-    """Say which forward pass computes the model, whatever SGLang's log level is."""
+def log_forward(forward: str) -> None:
+    """Log which forward pass computes the model, whatever SGLang's log level is."""
     logger.setLevel(logging.INFO)
     logger.info("forward: %s", forward)
 
 
 def expected_classes(server_args: ServerArgs) -> dict[str, str]:
-    """By role, the classes that are to run in a scheduler. Beside a GPU, pools depend on the model."""
+    """Return by role the classes that must run in a scheduler. On a GPU the pools depend on the model."""
     if server_args.attention_backend != TRITON_ATTENTION:
         return {**EXPECTED_CLASSES, **(EXPECTED_CPU_CLASSES if server_args.device == "cpu" else {})}
     if server_args.device == "cpu":
@@ -355,9 +355,9 @@ def expected_classes(server_args: ServerArgs) -> dict[str, str]:
 
 
 def verify(scheduler_infos: list[dict[str, Any]], tokenizer_manager: object, server_args: ServerArgs) -> dict[str, Any]:
-    """Check that our classes are the ones running in every scheduler; returns what the first says of itself.
+    """Check that our classes run in every scheduler, and return the info that the first one has published.
 
-    Raises EngineError naming what runs instead: SGLang logs a failed plugin and goes on without it.
+    Raises EngineError, which names what runs instead: SGLang logs a failed plugin and goes on without it.
     """
     expected = expected_classes(server_args)
     for info in scheduler_infos:

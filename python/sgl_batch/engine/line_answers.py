@@ -1,4 +1,4 @@
-"""Owns answering single request lines with the engine of this process. It knows nothing of jobs or files."""
+"""Answers single request lines with the engine of this process. It knows no jobs and no files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_MAX_TRIES = 2  # of a request that the engine ends by itself
+_MAX_TRIES = 2  # of a request that the engine itself aborts
 
 
 class LineAnswers:
     """Answers OpenAI requests, all under one name of the model, until the engine dies.
 
-    One that dies for a reason that the user can mend answers whatever is left with that: each line gets its error.
+    Where it dies of a cause that the user can fix, the lines left are answered with that cause as their error.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class LineAnswers:
     async def _answer(
         self, url: str, body: Mapping[str, object], partial_output: PartialOutput | None
     ) -> tuple[int, dict[str, Any]]:
-        """The endpoint's answer to a request that was not aborted: one that was is asked again.
+        """Return the endpoint's answer to a request, and repeat the request where it was aborted.
 
-        An operator who aborts all that the engine runs (to pause it, say) means its online requests: a line that is
-        not cancelled is owed a whole answer, as often as that happens. While the engine is paused it waits with all
-        others. A request that the engine ends without being asked to is tried once more, and then is an error.
+        An operator who aborts all requests of the engine (to pause it, for example) means the online ones: a line that
+        is not cancelled gets a whole answer, however often it is aborted. While the engine is paused, the line waits.
+        A request that the engine aborts by itself is tried once more; a second such abort is its error.
         """
         tries = 0
         while True:
@@ -82,11 +82,11 @@ class LineAnswers:
                 partial_output.cut(0)
 
     def update_partial_outputs(self) -> None:
-        """Bring the partial outputs of lines up to date."""
+        """Put the tokens that lines have generated into their partial outputs."""
         self._manager.partial_outputs.bring_up_to_date(self._manager.rid_to_state)
 
     async def stats(self) -> EngineStats:
-        """Counters since the engine started. Raises EngineError when the engine is dead and answers nothing."""
+        """Return the counters since the engine started. Raises EngineError where a dead engine answers nothing."""
         try:
             states = await self._unless_dead(self._manager.get_internal_state)
         except EngineError as error:
@@ -98,7 +98,7 @@ class LineAnswers:
         return self._last_stats
 
     async def _unless_dead(self, work: Callable[[], Coroutine[object, object, Result]]) -> Result:
-        """The result of `work`, or EngineError as soon as an engine process is found dead."""
+        """Return the result of `work`. Raises EngineError as soon as an engine process is found dead."""
         death = self._death()
         if death is not None:
             raise death
@@ -116,7 +116,7 @@ class LineAnswers:
 
 
 def _is_aborted(content: Mapping[str, Any]) -> bool:
-    """Whether somebody has asked for the abort of a request."""
+    """Return whether a request was aborted on demand."""
     return any(choice.get("finish_reason") == "abort" for choice in content.get("choices", ()))
 
 

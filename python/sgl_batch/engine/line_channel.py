@@ -1,6 +1,6 @@
-"""Owns how request lines reach an engine in another process over one connection, and how their answers come back.
+"""Owns the connection by which request lines reach an engine in another process, and answers come back.
 
-`LineClient` stands for the engine where lines are asked, `serve_lines` answers them where the engine is. Neither knows
+`LineClient` stands for the engine in the server's process. `serve_lines` answers in the engine's process. Neither knows
 jobs, or why a process starts and ends.
 """
 
@@ -41,7 +41,7 @@ _REPORT_BYTES = 1 << 18
 
 
 class Answering(Protocol):
-    """What answers lines where the engine is."""
+    """What answers lines in the engine's process."""
 
     async def respond(self, url: str, body: Mapping[str, object], partial_output: PartialOutput) -> LineResponse:
         """Answer one request, whose first tokens are those of `partial_output`.
@@ -55,15 +55,15 @@ class Answering(Protocol):
         ...
 
     async def stats(self) -> EngineStats:
-        """Counters since the engine started. Raises EngineError when the engine is dead."""
+        """Return the counters since the engine started. Raises EngineError when the engine is dead."""
         ...
 
 
 class LineClient:
-    """An engine behind a connection; it never asks a line twice.
+    """The engine at the other end of a connection. It sends each line once.
 
-    `num_answered` counts lines; `was_busy`: some were not answered when the engine died.
-    `forward`: which forward pass computes the model, in words.
+    `num_answered` counts lines. `was_busy`: some lines were not answered when the engine died. `forward` names the
+    forward pass that computes the model.
     """
 
     def __init__(self, frames: Frames[FromEngine], served_model_names: tuple[str, ...], forward: str = "") -> None:
@@ -84,7 +84,7 @@ class LineClient:
 
     @property
     def num_in_flight(self) -> int:
-        """Lines that wait for their answers."""
+        """How many lines wait for their answers."""
         return len(self._lines)
 
     async def respond(
@@ -108,7 +108,7 @@ class LineClient:
         return LineResponse(status_code=answer.status_code, request_id=answer.request_id, body=unpack_body(answer.body))
 
     async def stats(self) -> EngineStats:
-        """Counters since the engine started. Raises EngineError when the engine is dead."""
+        """Return the counters since the engine started. Raises EngineError when the engine is dead."""
         number = self._number()
         stats: EngineStats = (await self._ask(number, Count(number=number))).stats
         return stats
@@ -128,15 +128,15 @@ class LineClient:
             del self._waiting[number]
 
     async def read_answers(self) -> Failed | None:
-        """Hand out answers until the connection ends. Returns the other side's last words, if it had any.
+        """Pass answers to their callers until the connection ends. Return why the engine failed, if it has said so.
 
-        Whoever calls it says then why the engine is gone (`fail`); until that, requests wait.
+        The caller then calls `fail` with the reason of the engine's death. Until that, requests wait.
         """
         while (message := await self._frames.read()) is not None:
             if isinstance(message, Failed):
                 return message
             if isinstance(message, Ready):
-                raise FrameError("the engine says twice that it is ready")
+                raise FrameError("the engine has reported twice that it is ready")
             if isinstance(message, PartialOutputUpdates):
                 self._update_partial_outputs(message)
                 continue
@@ -151,12 +151,12 @@ class LineClient:
                 self._lines[update.number].put(update.start, unpack(update.tokens))
 
     def fail(self, death: EngineError) -> None:
-        """The engine is dead: whoever waits, or asks from now on, gets `death`."""
+        """Mark the engine as dead: every waiting and every later call raises `death`."""
         self.death, self.was_busy = death, bool(self._lines)
         self._frames.close()
         for waiter in self._waiting.values():
             if not waiter.done():
-                # Each has one of its own: a traceback is added wherever an exception is raised.
+                # Each caller gets its own exception: raising adds a traceback to it.
                 waiter.set_exception(EngineError(str(death), code=death.code))
 
 
@@ -245,7 +245,7 @@ class _LineServer:
             self._dies(error)
             return
         except Exception:
-            # A line's fault must not end the others, whoever is to blame for it.
+            # A fault in one line must not end the others, whatever caused it.
             logger.exception("a request line failed by a fault of the program")
             response = _internal_error(message.number, "the server failed by a fault of its own; see its log")
         await self._answer(message.number, response)

@@ -1,8 +1,7 @@
-"""Owns the messages between a front and the engine's process, and how they lie in a stream of bytes.
+"""Owns the messages between the server's process (the front) and the engine's, and their form in a stream of bytes.
 
-A frame is its length (4 bytes, big endian) and one MessagePack message, decoded into the types given and into nothing
-else. Bodies of requests and answers travel as JSON, which has numbers of any size. Who listens where is decided by
-others.
+A frame is its length (4 bytes, big endian) and one MessagePack message, which is decoded only into the types given.
+Bodies of requests and answers are JSON in it: JSON has numbers of any size.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ _LENGTH_BYTES = 4
 
 
 class FrameError(SglBatchError):
-    """What came is no message of ours; nothing that follows it in the stream can be trusted."""
+    """The bytes are not a message of ours. Nothing that follows them in the stream can be trusted."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine answers from now on, under these names of the model, which `forward` computes (in words)."""
+    """The engine answers from now on, under these names of the model. `forward` names its forward pass."""
 
     served_model_names: tuple[str, ...]
     forward: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine cannot start or is dead, and its process ends. `code` as EngineError has it."""
+    """The engine cannot start or is dead, and its process ends. `code`: that of the EngineError."""
 
     message: str
     code: str | None
@@ -50,7 +49,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The statistics that were asked for as `number`."""
+    """The statistics for the request `number`."""
 
     number: int
     stats: EngineStats
@@ -86,7 +85,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Count(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Say the statistics."""
+    """Send the statistics."""
 
     number: int
 
@@ -97,18 +96,18 @@ M = TypeVar("M")
 
 
 def pack_body(body: Mapping[str, object]) -> bytes:
-    """A request's or answer's body as it travels."""
+    """Return the bytes of the body of a request or an answer."""
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
 def unpack_body(data: bytes) -> dict[str, Any]:
-    """The body of a request or an answer."""
+    """Return the body of a request or an answer."""
     body: dict[str, Any] = json.loads(data)
     return body
 
 
 def write_frame(message: msgspec.Struct) -> bytes:
-    """A message as it lies in the stream. Raises FrameError for one that is too long."""
+    """Return the frame of a message. Raises FrameError for a message that is too long."""
     data = msgspec.msgpack.encode(message)
     if len(data) > MAX_FRAME_BYTES:
         raise FrameError(f"a message has {len(data):,} bytes; at most {MAX_FRAME_BYTES:,} are sent")
@@ -116,14 +115,14 @@ def write_frame(message: msgspec.Struct) -> bytes:
 
 
 class Frames(Generic[M]):
-    """Messages over one connection: those of type `incoming` are read, any are written."""
+    """Messages over one connection. It reads messages of the type `incoming`, and writes any."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incoming: Any) -> None:
         self._reader, self._writer = reader, writer
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(incoming)
 
     async def read(self) -> M | None:
-        """The next message; None when the other side has ended. Raises FrameError."""
+        """Return the next message, or None when the other side has ended. Raises FrameError."""
         try:
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
             if length > MAX_FRAME_BYTES:
@@ -134,10 +133,10 @@ class Frames(Generic[M]):
         try:
             return self._decoder.decode(data)
         except msgspec.MsgspecError as error:
-            raise FrameError(f"a frame of {length:,} bytes holds no message of ours: {error}") from error
+            raise FrameError(f"a frame of {length:,} bytes is not a message of ours: {error}") from error
 
     def write(self, message: msgspec.Struct) -> None:
-        """Put a message into the buffer; once the connection has ended, nowhere. Raises FrameError."""
+        """Put a message into the buffer, or drop it where the connection has ended. Raises FrameError."""
         frame = write_frame(message)
         if not self._writer.is_closing():
             self._writer.write(frame)
@@ -148,7 +147,7 @@ class Frames(Generic[M]):
         try:
             await self._writer.drain()
         except ConnectionError:
-            return  # whoever reads learns of the end
+            return  # the reader notices the end
 
     def close(self) -> None:
         """End the connection."""

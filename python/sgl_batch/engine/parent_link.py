@@ -1,6 +1,6 @@
-"""Owns what a front tells the engine's process that it starts, and how that process learns of the front's end.
+"""Owns what the engine's process gets from its parent, the server, and how it notices the parent's end.
 
-It imports nothing slow: the front may end while the engine's libraries are still being imported.
+It imports nothing slow: the parent may end while the engine's libraries are still being imported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ParentLink(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of JSON on the standard input of the engine's process, which stays open as long as the front lives.
+    """One line of JSON on the standard input of the engine's process. The input stays open while the parent runs.
 
-    `socket`: where the front listens for this engine, in `directory`, which is the front's own. `api_key` opens
-    SGLang's HTTP endpoints. `parent_pid`: the process to die with. `request_logs`: where requests are logged, where the
-    command line names no place.
+    `socket`: where the parent listens for this engine. `directory`: the parent's own directory, which holds the socket.
+    `api_key`: the key for SGLang's HTTP endpoints. `parent_pid`: the process to end with. `request_logs`: the directory
+    of request logs, where the command line names none.
     """
 
     socket: str
@@ -38,20 +38,20 @@ class ParentLink(msgspec.Struct, frozen=True, kw_only=True):
     request_logs: str
 
     def encode(self) -> bytes:
-        """As it goes to standard input."""
+        """Return the line for standard input."""
         return msgspec.json.encode(self) + b"\n"
 
     def report_failure(self, message: str, code: str | None) -> None:
-        """Tell the front why there is no engine, before there is a conversation."""
+        """Report to the parent why there is no engine, before the connection for lines is open."""
         with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.socket)
             connection.sendall(write_frame(Failed(message=message, code=code)))
 
 
 def read_link() -> ParentLink:
-    """Read the link, and die with the front from now on (SIGHUP). Exits at once if it is gone already.
+    """Read the link, and end with the parent from now on (SIGHUP). Exit at once if the parent has ended already.
 
-    As long as nobody else handles that signal, what the front leaves behind is its directory alone.
+    Until another handler of SIGHUP replaces this one, it removes the parent's directory, all that the parent leaves.
     """
     data = bytearray()
     while not data.endswith(b"\n"):
@@ -60,14 +60,14 @@ def read_link() -> ParentLink:
             os._exit(1)
         data += more
     link = msgspec.json.decode(data, type=ParentLink)
-    signal.signal(signal.SIGHUP, partial(_end_after_front, link))
+    signal.signal(signal.SIGHUP, partial(_end_after_parent, link))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != link.parent_pid:
-        _end_after_front(link)
+        _end_after_parent(link)
     return link
 
 
-def _end_after_front(link: ParentLink, *_: object) -> NoReturn:
+def _end_after_parent(link: ParentLink, *_: object) -> NoReturn:
     remove_tree(Path(link.directory))
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Knows whether any process of a group still runs; decides nothing about who ends it."""
+"""Waits until no process of a group runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LOOK_EVERY_S = 0.02
 
 
 async def group_ended(group: int, within_s: float) -> list[int]:
-    """Wait until no process of a group runs; returns those that still do after `within_s` seconds.
+    """Wait until no process of a group runs. Return those that still run after `within_s` seconds.
 
-    A killed process runs until the kernel has taken its memory back. A zombie only waits for its parent, which may be
-    none of ours.
+    A killed process runs until the kernel has freed its memory. A zombie does not count: it only waits for its parent,
+    which may not be a process of ours.
     """
     deadline = time.monotonic() + within_s
     while running := _running(group):

@@ -1,4 +1,4 @@
-"""Owns what the processes of one engine run: which of our classes, started with what, and how a child begins."""
+"""Owns what the processes of one engine run: which of our classes, with which objects, and how a child begins."""
 
 from __future__ import annotations
 
@@ -46,12 +46,11 @@ from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.startup.expert_setup import ExpertSetup
 
 _NO_START = "the engine did not start: "
-# What the kernel takes.
-_LONGEST_SOCKET = 107
+_LONGEST_SOCKET = 107  # characters of a socket's name that the kernel takes
 
 
 def device_graphs() -> Graphs | None:
-    """What captures graphs in a scheduler process: its GPU."""
+    """Return what captures graphs in a scheduler process, or None on a CPU."""
     return None if _is_on_cpu() else CudaGraphs()
 
 
@@ -61,13 +60,13 @@ def _is_on_cpu() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What the processes of one engine are started with. `directory`: where its processes find each other.
+    """What the processes of one engine are started with.
 
-    It is SGLang's scheduler process function, and has its controller's and the detokenizer's beside it.
-    `start_method`: multiprocessing's, for those that SGLang starts from this process. `graphs`: what gives a scheduler
-    process its way to capture graphs, or None. `owned`: the directory, where it was made for this run. `tracebacks`:
-    where those of faults are kept, None for the directory of temporary files. `processes`: those that this process has
-    started.
+    It is itself SGLang's scheduler process function; `controller` and `detokenizer` are the functions of the other two.
+    `directory`: where the processes find each other. `start_method`: multiprocessing's, for processes that SGLang
+    starts from this one. `graphs` returns what captures graphs in a scheduler process, or None. `owned`: the directory,
+    if it was made for this engine. `tracebacks`: the directory for tracebacks of faults (None: that of temporary
+    files). `processes`: the processes that this one has started.
     """
 
     config: BatchConfig
@@ -83,37 +82,37 @@ class ProcessSpec:
     def begin(
         cls, config: BatchConfig, start_method: str, directory: Path | None = None, tracebacks: Path | None = None
     ) -> ProcessSpec:
-        """A run in `directory`, which is closed to other users, or in a new one.
+        """Begin an engine in `directory`, which is closed to other users, or in a new directory.
 
-        Directories of runs that were killed are removed. Raises ConfigError where the directory's name leaves no room
-        for those of sockets.
+        Directories of engines that were killed are removed. Raises ConfigError where the directory's name is too long
+        for sockets in it.
         """
         remove_abandoned(_PREFIX)
         if directory is None:
             owned = OwnedDirectory.make(_PREFIX)
-            run = cls(config=config, directory=owned.path, owned=owned, start_method=start_method)
+            spec = cls(config=config, directory=owned.path, owned=owned, start_method=start_method)
         else:
-            run = cls(config=config, directory=directory, start_method=start_method, tracebacks=tracebacks)
+            spec = cls(config=config, directory=directory, start_method=start_method, tracebacks=tracebacks)
         longest = _LONGEST_SOCKET - LONGEST_NAME - 1
-        if len(str(run.directory)) > longest:
-            run.end()
+        if len(str(spec.directory)) > longest:
+            spec.end()
             raise ConfigError(
-                f"the directory of temporary files {run.directory} has a name of {len(str(run.directory))} characters, "
-                f"too long for the names of sockets in it: set TMPDIR to one that makes it at most {longest}"
+                f"the directory of temporary files {spec.directory} has a name of {len(str(spec.directory))} "
+                f"characters, too long for the names of sockets in it: set TMPDIR so that it has at most {longest}"
             )
-        return run
+        return spec
 
     def end(self) -> None:
-        """The processes have ended. A directory that was given is left to its owner, who is told of the end there."""
+        """Remove the directory when the processes have ended. A directory that was given stays with its owner."""
         if self.owned is not None:
             self.owned.remove()
 
     def watch(self, on_death: Callable[[EngineError], None]) -> None:
-        """Call `on_death`, in a thread, with why the engine cannot go on, as soon as one of its processes ends."""
+        """Call `on_death` in a thread, with the reason, as soon as one of the engine's processes ends."""
         self.processes.watch(lambda how: on_death(self._error("", how)))
 
     def start_error(self, error: BaseException) -> BaseException:
-        """What the user gets for `error`, which has ended the start: `error` itself where that says it all."""
+        """Return the exception for the user where `error` has ended the start: `error` itself if that says it all."""
         failure = Rendezvous(self.directory).failure
         if failure is not None and failure.code == BAD_USAGE:
             return ConfigError(failure.text)
@@ -125,7 +124,7 @@ class ProcessSpec:
         return EngineError(f"{_NO_START}{fault_text(error)}{kept}")
 
     def _error(self, prefix: str, how: str) -> EngineError:
-        """The error of an engine of which a process has ended: in its own words, or else `how` it was seen to end."""
+        """Return the error of an engine whose process ended: its own report, or else `how` it was seen to end."""
         failure = Rendezvous(self.directory).failure
         if failure is None:
             return EngineError(f"{prefix}{how}")
@@ -133,15 +132,17 @@ class ProcessSpec:
         return EngineError(f"{prefix}{failure.text}{kept}", code=failure.code)
 
     def infos(self, scheduler_infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What each scheduler says of itself: several have left it in the directory, one tells SGLang."""
-        told = Rendezvous(self.directory).published("info")
-        return [json.loads(told[rank]) for rank in sorted(told)] or [info["sgl_batch"] for info in scheduler_infos]
+        """Return the info of each scheduler. Several ranks publish it; a single one sends it to SGLang."""
+        published = Rendezvous(self.directory).published("info")
+        return [json.loads(published[rank]) for rank in sorted(published)] or [
+            info["sgl_batch"] for info in scheduler_infos
+        ]
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         run_scheduler_process(self, *args, **kwargs)
 
     def controller(self, **kwargs: object) -> None:
-        """Body of the process that starts the ranks."""
+        """Run the process that starts the ranks."""
         reporter = self.failure_reporter("the controller of the ranks")
         with reporter.end_on_error():
             _begin_as_child(self)
@@ -149,30 +150,30 @@ class ProcessSpec:
                 run_rank_controller(reporter, **kwargs)
 
     def detokenizer(self, *args: object, **kwargs: object) -> None:
-        """Body of the detokenizer process: SGLang's own, imported through our adapter so that it starts on a CPU."""
+        """Run the detokenizer process: SGLang's own, imported through our adapter so that it starts on a CPU."""
         reporter = self.failure_reporter("the detokenizer")
         with reporter.end_on_error():
             _begin_as_child(self)
             processes.run_detokenizer_with(reporter.end, *args, **kwargs)
 
     def failure_reporter(self, name: str, *, is_rank: bool = False) -> FailureReporter:
-        """Return what reports the end of the process called `name`."""
+        """Return what reports the end of a process of this engine."""
         return FailureReporter(rendezvous=Rendezvous(self.directory), name=name, is_rank=is_rank)
 
 
-def run_scheduler_process(run: ProcessSpec, *args: object, **kwargs: object) -> None:
-    """Body of a scheduler process: ours, in SGLang's process function."""
+def run_scheduler_process(spec: ProcessSpec, *args: object, **kwargs: object) -> None:
+    """Run a scheduler process: our scheduler in SGLang's process function."""
     is_rank = args[_DP_RANK] is not None
     name = f"rank {args[_DP_RANK]} of the engine" if is_rank else "the scheduler"
-    reporter = run.failure_reporter(name, is_rank=is_rank)
+    reporter = spec.failure_reporter(name, is_rank=is_rank)
     with reporter.end_on_error():
-        _begin_as_child(run)
-        _run_scheduler(run, reporter, *args, **kwargs)
+        _begin_as_child(spec)
+        _run_scheduler(spec, reporter, *args, **kwargs)
 
 
-def _run_scheduler(run: ProcessSpec, reporter: FailureReporter, *args: object, **kwargs: object) -> None:
-    register_shared_memory(run.directory, processes.load_file(args[_PORT_ARGS]))
-    config, rank_context = run.config, _rank_context(run.directory, args)
+def _run_scheduler(spec: ProcessSpec, reporter: FailureReporter, *args: object, **kwargs: object) -> None:
+    register_shared_memory(spec.directory, processes.load_file(args[_PORT_ARGS]))
+    config, rank_context = spec.config, _rank_context(spec.directory, args)
     in_force, budget = PlanInForce(config), TimeBudget()
     operators, gpu_experts = None, None
     counters = Counters() if _is_on_cpu() else Counters(clock=PartClock(SampledParts()))
@@ -180,9 +181,9 @@ def _run_scheduler(run: ProcessSpec, reporter: FailureReporter, *args: object, *
         operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
         operators.register()
     else:
-        # Whatever asks for the current GPU from here on finds this process's, and opens no context on another.
+        # From here on the current GPU is this process's, so that no context opens on another GPU.
         gpu_id = args[_GPU_ID]
-        assert isinstance(gpu_id, int), f"{gpu_id!r} is no number of a GPU"
+        assert isinstance(gpu_id, int), f"{gpu_id!r} is not the number of a GPU"
         torch.cuda.set_device(gpu_id)
         setup = ExpertSetup(
             device=torch.cuda.get_device_name(),
@@ -198,9 +199,9 @@ def _run_scheduler(run: ProcessSpec, reporter: FailureReporter, *args: object, *
         counters=counters,
         cpu_operators=operators,
         gpu_experts=gpu_experts,
-        graphs=run.graphs(),
+        graphs=spec.graphs(),
         rank_context=rank_context,
-        rendezvous=Rendezvous(run.directory),
+        rendezvous=Rendezvous(spec.directory),
     )
     register_triton_attention()
     scheduler = partial(BatchScheduler, context=context)
@@ -209,12 +210,11 @@ def _run_scheduler(run: ProcessSpec, reporter: FailureReporter, *args: object, *
 
 # SGLang's positional arguments of a scheduler process.
 _SERVER_ARGS, _PORT_ARGS, _GPU_ID, _DP_RANK = 0, 1, 2, 8
-# The kernel takes 107 characters for the name of a socket.
 _PREFIX = "sgl-batch-"
 
 
 def _rank_context(directory: Path, args: tuple[Any, ...]) -> RankContext | None:
-    """This process's rank, where there are several; on a CPU it takes its share of the cores."""
+    """Return the context of this process's rank, None for a single rank. On a CPU, take the rank's share of cores."""
     server_args = args[_SERVER_ARGS]
     if server_args.dp_size == 1:
         return None
@@ -230,14 +230,14 @@ def _rank_context(directory: Path, args: tuple[Any, ...]) -> RankContext | None:
     return rank_context
 
 
-def _begin_as_child(run: ProcessSpec) -> None:
-    """What a forked child has of its parent and a new process has not: handlers of signals, and how children start.
+def _begin_as_child(spec: ProcessSpec) -> None:
+    """Reset what a forked child inherits and a new process has not: handlers of signals, and how children start.
 
-    Ctrl-C on a terminal reaches every process of the group; the parent alone decides what it means. A parent that was
-    killed while this process began has no other way to end it.
+    Ctrl-C on a terminal reaches every process of the group, and only the parent reacts to it. The child ends with its
+    parent from now on, also where the parent was killed during the child's start.
     """
     processes.end_with_parent()
-    run.caller_environment.take()
+    spec.caller_environment.take()
     read_pickles_strictly()
     for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):

@@ -1,4 +1,4 @@
-"""Owns the statistics of several ranks as one."""
+"""Merges the statistics of several ranks into one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from sgl_batch.core.answers import EngineStats
 
-# What all ranks count alike, because they take every step together; the rest is each rank's own.
+# All ranks count these alike, because they take every step together. Other counters are each rank's own.
 _COMMON = ("boundaries", "decode_steps", "expert_calls", "prefill_us")
 
 
 def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The ranks' statistics as one: sums, but for steps that they take together, and times, which are means.
+    """Return the ranks' statistics as one: sums of counters, and means of times.
 
-    Memory is that of the rank with the most: what ranks share counts in each, so that a sum would say too much.
-    The store is one for all ranks, and its state that which the last of them saw, when the others' had let go.
+    Steps that all ranks take together are counted once. Memory is that of the rank with the most: shared memory counts
+    in each rank, so a sum would be too large. All ranks share one store: its state is the one with the most free pages,
+    which the last rank saw after the others had freed theirs.
     """
     if len(ranks) == 1:
         return dict(ranks[0])
@@ -45,7 +46,7 @@ def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def engine_stats(stats: dict[str, Any]) -> EngineStats:
-    """An engine's or a rank's statistics as jobs have them."""
+    """Return the statistics of an engine or a rank as EngineStats."""
     return EngineStats(
         counters=stats["counters"],
         part_s=stats["part_s"],

@@ -1,7 +1,7 @@
-"""Owns the process that has the engine: its tree and SGLang's HTTP endpoints, and lines over a socket to its front.
+"""Owns the engine's process: its process tree, SGLang's HTTP endpoints, and lines over a socket to its parent.
 
-The front started it, listens on the socket, and decides when it ends; when the front is gone it ends by itself and
-leaves no process behind.
+The parent, the server, has started this process, listens on the socket, and decides when it ends. When the parent is
+gone, this process ends by itself and leaves no process behind.
 """
 
 from __future__ import annotations
@@ -39,32 +39,33 @@ _END_WITHIN_S = 5.0
 
 
 class WorkerServer:
-    """One engine's life in this process."""
+    """Serves one engine in this process, from its start to its end."""
 
     def __init__(self, server_args: ServerArgs, config: BatchConfig, start_method: str, link: ParentLink) -> None:
         self._server_args, self._link = server_args, link
-        # The front has made this directory for this engine alone.
+        # The parent has made this directory for this engine alone.
         directory = Path(link.socket).parent
-        # The front's own directory goes with it; what is beside it stays.
-        self._run = ProcessSpec.begin(config, start_method, directory, tracebacks=Path(link.directory).parent)
+        # Tracebacks lie outside the parent's directory, which is removed at its end.
+        self._spec = ProcessSpec.begin(config, start_method, directory, tracebacks=Path(link.directory).parent)
         self._launched: processes.Launched | None = None
         self._forward = ""
 
     def serve(self) -> None:
         """Start the process tree and answer until stopped. Raises EngineError when it does not start.
 
-        Uvicorn takes SIGTERM over while it serves, and passes it on to this handler when it has answered everything.
+        While uvicorn serves, it handles SIGTERM. When it has answered all requests, it raises the signal again for the
+        handler that is set here.
         """
         read_pickles_strictly()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         signal.signal(signal.SIGHUP, lambda *_: self._end(1))
         try:
-            launched, self._forward = launch.start_tree(self._server_args, self._run)
+            launched, self._forward = launch.start_tree(self._server_args, self._spec)
             self._launched = launched
-            threading.Thread(target=_end_all_after_front, args=(self._link.directory,), daemon=True).start()
-            # Nobody but the front has this key. It was in no command line, and is in no environment.
+            threading.Thread(target=_end_all_after_parent, args=(self._link.directory,), daemon=True).start()
+            # Only the parent has this key: it is on no command line and in no environment.
             self._server_args.api_key, self._server_args.admin_api_key = self._link.api_key, None
-            # The front tells of requests; this server's address is no user's business.
+            # The parent logs requests, and users do not need this server's address.
             self._server_args.log_level_http = self._server_args.log_level_http or "warning"
             launched.tokenizer_manager.server_drains = True
             manager = launched.tokenizer_manager
@@ -74,20 +75,20 @@ class WorkerServer:
         finally:
             if self._launched is not None:
                 self._launched.tokenizer_manager.grammar_process.close()
-            self._run.end()
+            self._spec.end()
 
     @asynccontextmanager
     async def _lines(self) -> AsyncIterator[None]:
-        """Beside the HTTP server: answer the front's lines, and look whether the engine lives."""
-        talking = asyncio.create_task(self._talk())
+        """Answer the parent's lines and watch the engine, while the HTTP server runs."""
+        answering = asyncio.create_task(self._answer_or_end())
         try:
             yield
         finally:
-            talking.cancel()
+            answering.cancel()
             with suppress(asyncio.CancelledError):
-                await talking
+                await answering
 
-    async def _talk(self) -> None:
+    async def _answer_or_end(self) -> None:
         try:
             await self._answer_lines()
         except Exception:
@@ -107,18 +108,18 @@ class WorkerServer:
             await asyncio.wait({serving}, timeout=_LOOK_EVERY_S)
             death = self._death()
         if death is None and serving.result() is None:
-            self._end(1)  # the front is gone
+            self._end(1)  # the parent is gone
         death = death or self._death() or serving.result()
         assert death is not None, "the engine is dead"
         logger.error("the engine is dead: %s", death)
         serving.cancel()
         with suppress(asyncio.CancelledError):
-            await serving  # it tells the front what lines have generated
+            await serving  # it reports the tokens of unanswered lines to the parent
         await frames.send(Failed(message=str(death), code=death.code))
         self._end(3)
 
     async def _http_is_up(self) -> None:
-        """Wait until SGLang's endpoints can be reached."""
+        """Wait until SGLang's endpoints accept connections."""
         while True:
             try:
                 _, writer = await asyncio.open_connection(self._server_args.host, self._server_args.port)
@@ -129,27 +130,27 @@ class WorkerServer:
                 return
 
     def _death(self) -> EngineError | None:
-        """Why this engine cannot answer any more."""
+        """Return why this engine is dead, or None."""
         assert self._launched is not None, "the process tree has started"
         death: EngineError | None = self._launched.tokenizer_manager.death.error
         return death
 
     def _death_of_lines(self) -> EngineError | None:
-        """What a line gets then. Whatever it was, a restarted engine answers it: no line is told a final word here."""
+        """Return the death without its code: a restarted engine answers the lines, so none gets an error here."""
         death = self._death()
         return None if death is None else EngineError(str(death))
 
     def _end(self, code: int) -> NoReturn:
-        """End this process and all of its own, at once."""
+        """End this process and all its children at once."""
         processes.kill_process_tree(os.getpid(), include_parent=False)
-        self._run.end()
+        self._spec.end()
         if code == 1:
             remove_tree(Path(self._link.directory))
         os._exit(code)
 
 
-def _end_all_after_front(directory: str) -> None:
-    """Wait for the front's end of standard input to close; then end the whole session, should nothing else do so."""
+def _end_all_after_parent(directory: str) -> None:
+    """Wait until the parent's end of standard input closes. Then end the whole session, if nothing else has."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     time.sleep(_END_WITHIN_S)

@@ -53,7 +53,7 @@ class _AllLayers:
 class DecodeStaging:
     """Streams the KV of decode steps through the pages of a pool.
 
-    One pass: `begin`; for each layer, in order, and each sub-batch, in order, `before_attention` and `after_attention`; `end`.
+    One pass: `begin`; for each layer and each sub-batch, in order, `before_attention` and `after_attention`; `end`.
     The pool's layers point to a half between `before_attention` and `after_attention` of a sub-batch, and between
     `redirect_pool` and `restore_pool` while attention of the group is planned; otherwise to the pool's own pages. While
     streaming is on, no sequence holds pages of the pool, and prompts of the same pass need a staging of their own.

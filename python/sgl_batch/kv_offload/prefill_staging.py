@@ -40,7 +40,7 @@ class _Group:
 class PrefillStaging:
     """Two layers of pages in memory of their own, through which a prefill group's KV goes to the store.
 
-    One pass: `begin`; for each layer, in order, and each sub-batch, in order, `before_attention` and `after_attention`; `end`.
+    One pass: `begin`; for each layer and each sub-batch, in order, `before_attention` and `after_attention`; `end`.
     The pool's layers point here between `before_attention` and `after_attention`, and between `redirect_pool` and
     `restore_pool` while attention of the group is planned; otherwise to the pool's own pages.
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from files_client import LINE, Client, run
 from yarl import URL
 
-from sgl_batch.api.openapi import beside, document
+from sgl_batch.api.openapi import document, with_engine_operations
 
 HOSTILE = (
     *(b"", b"0", b"-1", b"1e3", b"9" * 5000, b"\xff", b"\x00", b"\r\n", b"..", b"../../jobs.sqlite", b"%2e%2e", b"'--"),
@@ -168,10 +168,10 @@ def test_each_of_our_operations_is_documented_with_its_answers(tmp_path: Path) -
 def test_the_engines_operations_stand_beside_ours_and_never_in_their_place() -> None:
     ours = {"paths": {"/health": {"get": "ours"}}, "components": {"schemas": {}}, "openapi": "3.1.0"}
     engines = {"paths": {"/health": {"get": "theirs"}, "/generate": {"post": {}}}, "components": {"schemas": {"A": {}}}}
-    found = beside(ours, json.dumps(engines).encode())
+    found = with_engine_operations(ours, json.dumps(engines).encode())
     assert found["paths"] == {"/health": {"get": "ours"}, "/generate": {"post": {}}}
     assert found["components"]["schemas"] == {"A": {}}
-    assert beside(ours, None)["paths"] == ours["paths"]
+    assert with_engine_operations(ours, None)["paths"] == ours["paths"]
 
 
 def test_an_operation_without_a_description_is_no_silent_gap() -> None:

@@ -55,7 +55,7 @@ def start_child() -> Iterator[Callable[[], BaseProcess]]:
 
 
 @pytest.fixture
-def run() -> Iterator[ProcessSpec]:
+def spec() -> Iterator[ProcessSpec]:
     begun = ProcessSpec.begin(BatchConfig(), "spawn")
     yield begun
     begun.end()
@@ -66,12 +66,12 @@ def run() -> Iterator[ProcessSpec]:
     [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt), (OSError(), EngineError)],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_a_start_that_fails_ends_its_own_children_and_no_others(error, becomes, start_child, run):
+def test_a_start_that_fails_ends_its_own_children_and_no_others(error, becomes, start_child, spec):
     another = start_child()
     own = []
 
     def start_engine():
-        with start_errors(run):
+        with start_errors(spec):
             own.append(start_child())
             raise error
 
@@ -81,16 +81,16 @@ def test_a_start_that_fails_ends_its_own_children_and_no_others(error, becomes, 
     assert another.is_alive()
 
 
-def test_a_start_that_succeeds_ends_nobody(start_child, run):
-    with start_errors(run):
+def test_a_start_that_succeeds_ends_nobody(start_child, spec):
+    with start_errors(spec):
         child = start_child()
     assert child.is_alive()
 
 
-def test_the_error_says_that_the_engine_did_not_start_why_and_where(run, tmp_path, monkeypatch):
+def test_the_error_says_that_the_engine_did_not_start_why_and_where(spec, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said = r"^the engine did not start: KeyError: 'eos' \(sgl_batch/engine/launch\.py:\d+\); its traceback is in (.*)$"
-    with pytest.raises(EngineError, match=said) as raised, start_errors(run):
+    with pytest.raises(EngineError, match=said) as raised, start_errors(spec):
         raise KeyError("eos")
     kept = Path(re.search(said, str(raised.value))[1])
     assert kept.parent == tmp_path
@@ -104,25 +104,25 @@ def test_the_error_says_that_the_engine_did_not_start_why_and_where(run, tmp_pat
         (EngineError("no memory is left"), EngineError, r"^the engine did not start: no memory is left$"),
     ],
 )
-def test_a_child_that_has_said_why_it_ended_is_believed_and_nothing_is_left_of_the_run(run, told, becomes, words):
+def test_a_child_that_has_said_why_it_ended_is_believed_and_nothing_is_left_of_the_run(spec, told, becomes, words):
     def start_engine() -> None:
-        with start_errors(run):
-            FailureReporter(rendezvous=Rendezvous(run.directory), name="the scheduler").report(told)
+        with start_errors(spec):
+            FailureReporter(rendezvous=Rendezvous(spec.directory), name="the scheduler").report(told)
             raise ProcessEndedError("the scheduler failed (exit code 1)")
 
     with pytest.raises(becomes, match=words) as raised:
         start_engine()
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__
-    assert not run.directory.exists()
+    assert not spec.directory.exists()
 
 
-def test_a_start_that_fails_gives_back_the_handler_by_which_another_engine_learns_of_a_childs_death(run):
+def test_a_start_that_fails_gives_back_the_handler_by_which_another_engine_learns_of_a_childs_death(spec):
     def handler(*_: object) -> None:
         """Another engine's."""
 
     def start_engine() -> None:
-        with start_errors(run):
+        with start_errors(spec):
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)
             raise RuntimeError("no memory")
 
@@ -161,14 +161,14 @@ def test_rounded_weights_are_refused_where_nothing_can_multiply_them(options, on
 @pytest.mark.parametrize(
     ("options", "on_cpu", "message"),
     [
-        ({"kv_store_dir": "d"}, True, "kv_store_dir is given without a size: say kv_store_bytes too"),
-        ({"kv_store_bytes": 9, "kv_store_dir": "d"}, False, "kv_store_dir 'd'; a GPU copies to pinned memory alone"),
+        ({"kv_store_dir": "d"}, True, "kv_store_dir is given without a size: give kv_store_bytes too"),
+        ({"kv_store_bytes": 9, "kv_store_dir": "d"}, False, "kv_store_dir 'd'; a GPU copies only to pinned memory"),
         (
             {"kv_store_bytes": 9, "kv_store_checksums": True},
             False,
-            "a GPU copies to pinned memory alone: leave kv_store",
+            "a GPU copies only to pinned memory: leave kv_store",
         ),
-        ({"kv_store_bytes": 9}, False, "attention_backend 'fa3'; beside a GPU the host KV store works with 'triton'"),
+        ({"kv_store_bytes": 9}, False, "attention_backend 'fa3'; with a GPU the host KV store works with 'triton'"),
     ],
 )
 def test_a_store_is_refused_where_it_has_no_form(options, on_cpu, message, monkeypatch):
@@ -285,10 +285,10 @@ STREAMED = {"weights": "streamed"}
     ("options", "arguments", "on_cpu", "kernels", "message"),
     [
         (STREAMED, {}, True, None, "the native kernels are not there: run scripts/install"),
-        ({**STREAMED, "expert_runner": "torch"}, {}, True, object(), "'torch' takes no such weights: choose native"),
+        ({**STREAMED, "expert_runner": "torch"}, {}, True, object(), "'torch' takes no streamed weights"),
         (STREAMED, {"load_format": "dummy"}, True, object(), "load_format is 'dummy'; .* from safetensors files"),
         (STREAMED, {"load_format": "pt"}, True, object(), "load_format is 'pt'; .* from safetensors files"),
-        ({"weight_memory": 9}, {}, True, object(), "weights are resident: say --weights streamed too"),
+        ({"weight_memory": 9}, {}, True, object(), "weights are resident: give --weights streamed too"),
     ],
 )
 def test_streamed_weights_are_refused_where_nothing_can_read_or_use_them(
@@ -328,7 +328,7 @@ def test_ranks_that_exchange_rows_capture_no_graphs_of_sglang_s_forward(monkeypa
 @pytest.mark.parametrize(
     ("options", "on_cpu", "message"),
     [
-        ({}, False, "enable_return_routed_experts has no form for GPUs yet"),
+        ({}, False, "enable_return_routed_experts does not work on GPUs yet"),
         ({"device_memory": "1G"}, True, "device_memory is 1.00 GiB, and enable_return_routed_experts keeps 4 bytes"),
     ],
 )
@@ -344,7 +344,7 @@ def test_ranks_that_share_a_gpu_are_told_how_much_of_it_each_has(gpus, tokens, r
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: gpus)
     two = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "max_total_tokens": tokens}
     if refused:
-        with pytest.raises(ConfigError, match=r"2 ranks share 1 GPU.*say with --max-total-tokens"):
+        with pytest.raises(ConfigError, match=r"2 ranks share 1 GPU.*set with --max-total-tokens"):
             sglang_arguments(two, from_mapping({}))
     else:
         assert sglang_arguments(two, from_mapping({}))["tp_size"] == 1

@@ -21,7 +21,7 @@ def test_a_process_takes_its_own_gpu_before_anything_asks_for_the_current_one(
     def note(name: str) -> Any:
         return lambda *args, **kwargs: asked.append(f"{name} {args[0]}" if args else name)
 
-    monkeypatch.setattr(process_spec, "_begin_as_child", lambda _run: None)
+    monkeypatch.setattr(process_spec, "_begin_as_child", lambda _spec: None)
     monkeypatch.setattr(process_spec, "_is_on_cpu", lambda: False)
     monkeypatch.setattr(process_spec, "register_shared_memory", lambda *_: None)
     monkeypatch.setattr(process_spec, "register_triton_attention", lambda: None)
@@ -30,7 +30,7 @@ def test_a_process_takes_its_own_gpu_before_anything_asks_for_the_current_one(
     monkeypatch.setattr(process_spec.torch.cuda, "set_device", note("set_device"))
     monkeypatch.setattr(process_spec.torch.cuda, "get_device_name", note("get_device_name"))
     monkeypatch.setattr(process_spec, "GpuExperts", note("experts"))
-    run = ProcessSpec(config=BatchConfig(), directory=tmp_path, start_method="spawn", graphs=note("graphs"))
+    spec = ProcessSpec(config=BatchConfig(), directory=tmp_path, start_method="spawn", graphs=note("graphs"))
     server_args = SimpleNamespace(dp_size=1)
-    run_scheduler_process(run, server_args, None, 3, 0, 0, 0, 0, 0, None, None)
+    run_scheduler_process(spec, server_args, None, 3, 0, 0, 0, 0, 0, None, None)
     assert asked == ["set_device 3", "get_device_name", "experts auto", "graphs", "SGLang"]
