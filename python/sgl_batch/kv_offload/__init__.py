@@ -26,7 +26,7 @@ The four forms differ in where KV lies:
   change between streamed and inclusive at a boundary.
 
 Two-phase write-through: when a page fills, `prepare_store` takes a block, which is WRITING; the copy engine copies the
-page beside the next steps; when the ticket is done, `complete_store` makes the block READY. Until then the block cannot
+page during the next steps; when the ticket is done, `complete_store` makes the block READY. Until then the block cannot
 be loaded or shared, and the page is not given to another sequence. So a suspended sequence has only its open page to
 copy, and an error of a copy reaches the rank before its data is used.
 

@@ -84,7 +84,7 @@ class CopyEngine(Protocol):
         """Begin to copy layers of device_pages[i] to blocks[i], for every i.
 
         The caller leaves the device pages unchanged until the ticket is done. Then it calls `complete_store` for
-        blocks that are WRITING, before anyone loads them.
+        blocks that are WRITING, before they are loaded.
 
         Args:
             layers: consecutive layers of the pool, step 1.

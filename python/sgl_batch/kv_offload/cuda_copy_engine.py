@@ -1,7 +1,7 @@
 """Owns copies between a GPU's pages and the store: the contract of copy_engine.py over pinned memory and side streams.
 
-This has not run on a GPU yet: its order, its bounds and its errors are tested on a CPU, with streams that the test
-advances. What is copied where is page_copies' affair.
+Not yet run on a GPU: its order, bounds and errors are tested on a CPU, with streams that the test advances. page_copies
+owns which bytes go where.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sgl_batch.memory.pinned_memory import pin, unpin
 
 MAX_TICKETS = 64
 _POLL_S = 50e-6
-_BEFORE_COMPUTE = -1  # CUDA's priorities: lower numbers first; compute has 0
+_BEFORE_COMPUTE = -1  # CUDA priority: lower numbers run first; compute has 0
 
 
 class DeviceEvent(Protocol):
-    """A point in a stream, as torch.cuda.Event."""
+    """A point in a stream, such as torch.cuda.Event."""
 
     def query(self) -> bool: ...
 
@@ -35,28 +35,28 @@ class DeviceEvent(Protocol):
 
 
 class DeviceStreams(Protocol):
-    """Two streams beside the one that computes, one for each direction, and memory that they copy from and to."""
+    """A copy stream for each direction, apart from the computing stream, and the host memory that they copy."""
 
     def pin(self, memory: torch.Tensor, block_bytes: int) -> None:
-        """Make host memory of whole blocks one that the device reads and writes by itself; no copy crosses two."""
+        """Let the device read and write host memory of whole blocks by itself. No copy spans two blocks."""
 
     def unpin(self, memory: torch.Tensor, block_bytes: int) -> None: ...
 
     def follow(self, to_store: bool, others: Iterable[DeviceEvent]) -> AbstractContextManager[Any]:
-        """Copies within wait for these, and for what the computing stream has been given so far."""
+        """Inside, copies wait for `others` and for all that the computing stream was given so far."""
 
     def mark(self, to_store: bool) -> DeviceEvent:
-        """What the stream has been given so far."""
+        """Return the event behind all that the direction's stream was given so far."""
 
-    def hold(self, event: DeviceEvent) -> None:
-        """What the computing stream is given from now on waits for this; nobody on the host does."""
+    def compute_waits(self, event: DeviceEvent) -> None:
+        """Let all that the computing stream is given from now on wait for `event`. The host does not wait."""
 
 
 class CudaStreams:
     """DeviceStreams of torch's current GPU."""
 
     def __init__(self) -> None:
-        # The few programs of a copy start as soon as any block of a kernel that fills the GPU ends, not after all.
+        # A copy has few programs: they start as soon as any thread block of a kernel that fills the GPU has ended.
         self._streams = {to_store: torch.cuda.Stream(priority=_BEFORE_COMPUTE) for to_store in (False, True)}
 
     def pin(self, memory: torch.Tensor, block_bytes: int) -> None:
@@ -78,13 +78,13 @@ class CudaStreams:
         event: torch.cuda.Event = self._streams[to_store].record_event()
         return event
 
-    def hold(self, event: DeviceEvent) -> None:
+    def compute_waits(self, event: DeviceEvent) -> None:
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream().wait_event(event)
 
 
 class CudaTicket:
-    """A Ticket of CudaCopyEngine. It is the engine that lets go of its blocks, when somebody sees that it has ended."""
+    """A Ticket of CudaCopyEngine, which releases its blocks when a call finds that the copy has ended."""
 
     def __init__(
         self, engine: CudaCopyEngine, event: DeviceEvent, to_store: bool, pages: torch.Tensor, blocks: torch.Tensor
@@ -96,7 +96,7 @@ class CudaTicket:
 
     @property
     def done(self) -> bool:
-        self._engine.look(self)
+        self._engine.poll(self)
         return self.ended
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -106,15 +106,15 @@ class CudaTicket:
 
     def device_waits(self) -> None:
         if not self.ended:
-            self._engine.hold(self)
+            self._engine.device_waits(self)
 
     def cancel(self) -> bool:
-        """Never: a stream cannot be asked to leave out what it has been given."""
+        """Return False: a stream keeps the work that it was given."""
         return False
 
 
 class CudaCopyEngines:
-    """The copy engines of a store, which share its pinned memory and their streams. Pinning claims all of it now."""
+    """The copy engines of a store, which share its pinned memory and two streams. Pinning claims all the memory now."""
 
     def __init__(self, store: HostKVStore, streams: DeviceStreams | None = None) -> None:
         if store.geometry.checksums:
@@ -125,8 +125,8 @@ class CudaCopyEngines:
         self._streams.pin(self._memory, store.geometry.block_bytes)
 
     def engine_for(self, pool: PagedPool, *, max_tickets: int = MAX_TICKETS) -> CudaCopyEngine:
-        """An engine for the pages of a pool."""
-        assert self._memory is not None, "its memory is pinned"
+        """Return an engine for the pages of a pool. `max_tickets`: how many copies may be under way."""
+        assert self._memory is not None, "the engines are not closed"
         geometry = self._store.geometry
         blocks = self._memory.view(self._store.num_blocks, geometry.block_bytes)
         parts = [
@@ -138,14 +138,14 @@ class CudaCopyEngines:
         return CudaCopyEngine(self._store, copies, self._streams, shape, max_tickets=max_tickets)
 
     def close(self) -> None:
-        """All engines are closed. A second time nothing happens."""
+        """Unpin the memory. The caller has closed all engines. A second call does nothing."""
         if self._memory is not None:
             self._streams.unpin(self._memory, self._store.geometry.block_bytes)
             self._memory = None
 
 
 class CudaCopyEngine:
-    """A CopyEngine for one thread. `shape`: layers and pages of its pool."""
+    """A CopyEngine that one thread calls. `shape`: the layers and pages of its pool."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class CudaCopyEngine:
             raise StoreFault(f"a target stands twice in one copy, among {targets}")
 
     def _before(self, to_store: bool, pages: torch.Tensor, blocks: torch.Tensor) -> list[DeviceEvent]:
-        """What must have ended in the other stream; a stream keeps its own order."""
+        """Return the events of the other stream that a copy must wait for. Each stream keeps its own order."""
         page_set, block_set = frozenset(pages.tolist()), frozenset(blocks.tolist())
         return [
             ticket.event
@@ -217,23 +217,23 @@ class CudaCopyEngine:
             if ticket.to_store != to_store and (page_set & ticket.page_set or block_set & ticket.block_set)
         ]
 
-    def look(self, ticket: CudaTicket) -> None:
-        """End the ticket if its copies have."""
+    def poll(self, ticket: CudaTicket) -> None:
+        """End the ticket if its copies have ended."""
         self._finish(ticket, wait=False)
 
-    def hold(self, ticket: CudaTicket) -> None:
+    def device_waits(self, ticket: CudaTicket) -> None:
         """As Ticket.device_waits."""
-        self._streams.hold(ticket.event)
+        self._streams.compute_waits(ticket.event)
 
     def wait(self, ticket: CudaTicket, timeout_s: float | None) -> None:
-        """As Ticket.wait, but for its errors."""
+        """As Ticket.wait, without raising the copy's error."""
         begun = time.perf_counter()
         self._finish(ticket, wait=timeout_s is None)
         while not ticket.ended:
             if timeout_s is not None and time.perf_counter() - begun > timeout_s:
                 self._ticket_wait_s += time.perf_counter() - begun
                 raise TimeoutError(f"the copy has not ended in {timeout_s} s")
-            time.sleep(_POLL_S)  # a GPU has no wait with a limit
+            time.sleep(_POLL_S)  # CUDA has no wait with a time limit
             self._finish(ticket, wait=False)
         self._ticket_wait_s += time.perf_counter() - begun
 
@@ -253,7 +253,7 @@ class CudaCopyEngine:
         ticket.ended = True
 
     def counters(self) -> CopyCounters:
-        """Bytes and pages are those given to the GPU; how long it was busy is not known here."""
+        """Return what was done so far. Bytes and pages are those given to the GPU; its busy time is not known here."""
         return CopyCounters(
             **self._counts,
             cancelled=0,

@@ -1,4 +1,4 @@
-"""Owns KV that lies on the device alone: a sequence holds from its admission on all pages that it can need."""
+"""Owns the form without a store: from its admission on, a sequence holds all device pages that it can need."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 def device_ledger(scheduler: SGLangScheduler) -> PageLedger:
-    """An empty account of the pages of the scheduler's pool."""
+    """Return an empty ledger of the pages of the scheduler's pool."""
     size = scheduler.page_size
     return PageLedger(scheduler.token_to_kv_pool_allocator.size // size, size)
 
 
 class DeviceKV:
-    """A `KVForm`. Pages of prompts belong to the last sequence that holds them."""
+    """A `KVForm` without a store. A shared page is freed with the last sequence that holds it."""
 
     returning: Sequence[Request] = ()
 
@@ -36,8 +36,8 @@ class DeviceKV:
         self.sharing = PromptSharing(scheduler, counters, self._free_pages)
 
     def _free_pages(self, pages: list[int]) -> None:
-        slots = torch.tensor(pages, device=self._scheduler.device) * self.device.page_size
-        self._scheduler.token_to_kv_pool_allocator.free(slots)
+        kv_indices = torch.tensor(pages, device=self._scheduler.device) * self.device.page_size
+        self._scheduler.token_to_kv_pool_allocator.free(kv_indices)
 
     def state(self, view: RankView) -> KVState:
         return KVState(
@@ -60,22 +60,22 @@ class DeviceKV:
         return True
 
     def end_pass(self, batch: ScheduleBatch) -> None:
-        """Nothing was copied beside it."""
+        """Do nothing: no copies ran during the pass."""
 
     def settle(self, batch: ScheduleBatch, requests: list[Request]) -> None:
-        """It lies where the pass has written it."""
+        """Do nothing: KV stays where the pass wrote it."""
 
     def to_store(self, requests: list[Request]) -> None:
-        raise AssertionError("there is no store, and nothing was decided to go there")
+        raise AssertionError("without a store nothing is suspended")
 
     def restore(self, request: Request) -> None:
-        raise AssertionError("there is no store, and nothing was decided to come back from it")
+        raise AssertionError("without a store nothing is restored")
 
     def arrived(self, *, wait: bool) -> Arrived:
         return Arrived()
 
     def prepare_to_run(self, requests: list[Request]) -> None:
-        """They decode over the pages in which their prompts lie."""
+        """Do nothing: they decode in the pages of their prompts."""
 
     def step(self, running: ScheduleBatch, plan: Plan) -> None:
         running.prepare_for_decode()
@@ -87,10 +87,10 @@ class DeviceKV:
         retract(self._scheduler, request)
 
     def forget(self, name: str) -> None:
-        """Its request has freed its pages, and the account its reservation."""
+        """Do nothing: its request has freed its pages, and the ledger its reservation."""
 
     def sync(self, *, wait: bool) -> None:
-        """Nothing goes on in the background."""
+        """Do nothing: there are no copies."""
 
     def counts(self) -> dict[str, int]:
         return {}

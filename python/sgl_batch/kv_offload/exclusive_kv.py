@@ -1,7 +1,7 @@
-"""Owns KV of which a page lies on the device or in the host store, not in both.
+"""Owns the exclusive form: a page of KV is on the device or in the host store, never in both.
 
-Prompts are computed in pages of the device where the decision says so, else on their way to the store; all pages of a
-sequence move together. The account for admission is that of both tiers together.
+Prompts are computed in device pages where the decision says so, else staged to the store. All pages of a sequence move
+together. The ledger for admission has both tiers together.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sgl_batch.sglang_adapter.types.requests import Request
 
 
 class ExclusiveKV:
-    """A `KVForm`. The device's account has READY sequences as well whose prompts stay there, with the pages to run.
+    """A `KVForm`. READY sequences whose prompts stay on the device hold, in its ledger, the pages to run as well.
 
-    Prompts that begin alike share nothing: their pages would lie in both tiers.
+    Prompts share no prefixes: a shared page could be needed in both tiers.
     """
 
     def __init__(self, store: StoreKV, counters: Counters) -> None:
@@ -60,7 +60,7 @@ class ExclusiveKV:
         return make_batch()
 
     def fork(self, leader: Request, follower: Request) -> bool:
-        """Each choice has references of its own to the prompt's blocks, which go when it comes to the device."""
+        """As KVForm. Each choice has its own references to the prompt's blocks, freed when it is restored."""
         self._counters.add("prompt_tokens_shared", len(leader.origin_input_ids) - 1)
         self._store.fork_stored(leader, follower)
         return False
@@ -69,7 +69,7 @@ class ExclusiveKV:
         self._store.end_pass(batch)
 
     def settle(self, batch: ScheduleBatch, requests: list[Request]) -> None:
-        """Prompts that stay on the device wait there."""
+        """As KVForm. Prompts that stay on the device wait there."""
         if not batch.forward_mode.is_extend():
             return
         stayed, self._stays = self._stays, False
@@ -86,13 +86,13 @@ class ExclusiveKV:
         return self._store.arrived(wait=wait)
 
     def prepare_to_run(self, requests: list[Request]) -> None:
-        """Their prompts have stayed on the device."""
+        """Do nothing: their prompts have stayed on the device."""
 
     def step(self, running: ScheduleBatch, plan: Plan) -> None:
         running.prepare_for_decode()
 
     def stream(self, *, on: bool) -> None:
-        raise AssertionError("what is streamed lies in the store whole")
+        raise AssertionError("streamed decode needs an inclusive store")
 
     def give_up(self, request: Request) -> None:
         self._store.give_up(request)

@@ -1,4 +1,4 @@
-"""Owns which form of KV a rank has, as its start has settled it, and the policy in core that decides for that form."""
+"""Owns the choice of a rank's form of KV, and of the policy in core that decides for it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 def kv_form(
     scheduler: SGLangScheduler, counters: Counters, tiers: KVTiers | None, decode_kv: str
 ) -> tuple[KVForm, KVPolicy]:
-    """The form and its policy; `tiers` where there is a host store. Made after the scheduler's pools.
+    """Return the form and its policy. Called after the scheduler's pools are made.
 
-    `decode_kv`: as the start has settled it: resident, streamed, or `auto`, either by the page.
+    Args:
+        scheduler: whose requests and pools the form uses.
+        counters: where copies are counted.
+        tiers: the rank's tiers; None without a host store.
+        decode_kv: the mode that the start has chosen: resident, streamed, or either, by the interval.
     """
     if tiers is None:
         return DeviceKV(scheduler, counters), DeviceOnly()

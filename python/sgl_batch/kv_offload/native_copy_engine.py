@@ -1,4 +1,4 @@
-"""Owns copies between device pages in RAM and the store: copy_engine.py's contract over the native threads."""
+"""Owns copies between device pages in RAM and the store: the contract of copy_engine.py over native threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.kv_offload.store_geometry import PagedPool
 
 MAX_TICKETS = 1024
 MAX_BYTES = 1 << 30
-"""Of tickets that have not ended, before those who submit more have to wait."""
+"""Of tickets that have not ended; submission waits beyond it."""
 
 
 class NativeTicket:
@@ -41,7 +41,7 @@ class NativeTicket:
             raise CopyCancelled("the copy was cancelled before all of it was made")
 
     def device_waits(self) -> None:
-        """Who computes is the host: it waits itself, and computes with nothing that a copy has spoilt."""
+        """Wait, because the host computes. Raises as `wait` does, so that no undefined data is computed with."""
         self.wait()
 
     def cancel(self) -> bool:
@@ -49,27 +49,27 @@ class NativeTicket:
 
 
 def _close(handle: Any, parts: list[torch.Tensor]) -> None:
-    """The threads have ended before the pages' memory goes."""
+    """End the threads before the pages' memory is freed."""
     handle.close()
     parts.clear()
 
 
 class NativeCopyEngines:
-    """The copy engines of a store beside a CPU, each with `num_workers` threads."""
+    """The copy engines of a store under a CPU, each with `num_workers` threads."""
 
     def __init__(self, store: HostKVStore, *, num_workers: int) -> None:
         self._store, self._num_workers = store, num_workers
 
     def engine_for(self, pool: PagedPool) -> NativeCopyEngine:
-        """An engine for the pages of a pool."""
+        """Return an engine for the pages of a pool."""
         return NativeCopyEngine(self._store, pool, num_workers=self._num_workers)
 
     def close(self) -> None:
-        """It holds nothing itself."""
+        """Do nothing: the engines share nothing."""
 
 
 class NativeCopyEngine:
-    """A CopyEngine with `num_workers` threads, which never hold Python's lock."""
+    """A CopyEngine with `num_workers` threads, which never hold the GIL."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class NativeCopyEngine:
         max_tickets: int = MAX_TICKETS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """For the pages of `pool`, whose geometry the store has. A ticket of more than `max_bytes` runs alone."""
+        """Start an engine for `pool`, which has the store's geometry. A ticket of more than `max_bytes` runs alone."""
         kernels = kv_store_kernels()
         parts = [part for layer in range(pool.layer_num) for part in pool.page_parts(layer)]
         with faults():
@@ -88,7 +88,7 @@ class NativeCopyEngine:
                 store.handle, parts, num_workers=num_workers, most_operations=max_tickets, most_bytes=max_bytes
             )
         self._states = kernels
-        # Also when this engine is dropped, or the process ends.
+        # The threads also end when this engine is garbage-collected, or the process exits.
         self._closing = weakref.finalize(self, _close, self._handle, parts)
 
     def store_pages(self, layers: range, device_pages: Indices, blocks: Indices) -> NativeTicket:
@@ -99,10 +99,10 @@ class NativeCopyEngine:
 
     def _submit(self, to_store: bool, layers: range, device_pages: Indices, blocks: Indices) -> NativeTicket:
         if layers.step != 1:
-            raise StoreFault(f"{layers} is no span of layers: they have to follow each other")
-        pages, places = as_indices(device_pages), as_indices(blocks)
+            raise StoreFault(f"{layers} is no span of layers: layers must be consecutive")
+        pages, numbers = as_indices(device_pages), as_indices(blocks)
         with faults():
-            ticket = self._handle.submit(to_store, layers.start, layers.stop, pages, places)
+            ticket = self._handle.submit(to_store, layers.start, layers.stop, pages, numbers)
         return NativeTicket(ticket, self._states)
 
     def counters(self) -> CopyCounters:

@@ -1,7 +1,6 @@
-"""Owns giving a GPU's stream the copies of pages between its memory and blocks of pinned memory. Order is the caller's.
+"""Owns which bytes a copy moves between pages in a GPU's memory and blocks of pinned memory. The caller orders copies.
 
-Not yet run on a GPU: what is copied where is tested on a CPU, the kernel under Triton's interpreter, and that it
-compiles for GPUs.
+Not yet run on a GPU: tests run the copies on a CPU, run the kernel under Triton's interpreter, and compile it for GPUs.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from sgl_batch.kv_offload.store_geometry import StoreGeometry
 
 _CHUNK_WORDS = 1024
 _WORD_BYTES = 8
-# A kernel fills the link with bytes in flight: the link's rate times its round trip. Those of PCIe 5 with 16 lanes are
-# taken as 64 GB/s and 2 us (SGLang reports 1.3 us for its own kernel over a GB300's faster link). Not measured here.
+# A kernel fills the link when the bytes in flight are the link's rate times its round trip. For PCIe 5 with 16 lanes
+# these are taken as 64 GB/s and 2 us (SGLang reports 1.3 us for its kernel over a GB300's faster link). Not measured.
 LINK_BYTES_PER_S = 64e9
 ROUND_TRIP_S = 2e-6
 
 
 def programs_to_fill(bytes_per_s: float, round_trip_s: float) -> int:
-    """How many programs of the kernel, each with a chunk in flight, fill a link; more would only take from compute."""
+    """Return how many programs of the kernel, each with a chunk in flight, fill a link. More only slow compute."""
     return -(-int(bytes_per_s * round_trip_s) // (_CHUNK_WORDS * _WORD_BYTES))
 
 
@@ -37,11 +36,11 @@ class PageCopies(Protocol):
     """Copies whole parts of pages between a device's parts and the blocks of a store, uint8 [num_blocks, bytes]."""
 
     def __call__(self, to_store: bool, layers: range, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Give torch's current stream the copies of layers of pages[i], int64 on the host, to blocks[i], or back."""
+        """Give torch's current stream copies of layers of pages[i] to blocks[i], or back; both int64 on the host."""
 
 
 class PerPageCopy:
-    """One call of torch's for every part of every page: by the GPU's copy engines, which compute nothing meanwhile."""
+    """One torch copy for each part of each page, made by the GPU's copy engines: they take no time from compute."""
 
     def __init__(self, parts: Parts, blocks: torch.Tensor, geometry: StoreGeometry) -> None:
         self._parts, self._blocks, self._geometry = parts, blocks, geometry
@@ -51,26 +50,28 @@ class PerPageCopy:
         for layer in layers:
             for part, offset in zip(self._parts[layer], geometry.part_offsets, strict=True):
                 begin = layer * geometry.layer_bytes + offset
-                places = self._blocks[:, begin : begin + part.shape[1]]
+                part_of_blocks = self._blocks[:, begin : begin + part.shape[1]]
                 for page, block in pairs:
-                    target, source = (places[block], part[page]) if to_store else (part[page], places[block])
+                    target, source = (
+                        (part_of_blocks[block], part[page]) if to_store else (part[page], part_of_blocks[block])
+                    )
                     target.copy_(source, non_blocking=True)
 
 
 class FusedPageCopy:
-    """One kernel for all, which reads and writes pinned memory itself: a launch costs the same for any number of pages.
+    """One kernel for all pages, which reads and writes pinned memory: a launch costs the same for any number of pages.
 
-    The host's address of pinned memory is the GPU's as well, as on every 64-bit Linux. Parts are whole words of 8
+    Pinned memory has the same address on the GPU as on the host, as on every 64-bit Linux. Parts are whole words of 8
     bytes, see `serves`.
     """
 
     def __init__(self, parts: Parts, blocks: torch.Tensor, geometry: StoreGeometry) -> None:
-        # Imported here: a CPU user has no use for Triton.
+        # Imported here, because a CPU does not need Triton.
         from sgl_batch.kv_offload.page_copy_kernel import copy_pages_kernel
 
         self._kernel, self._blocks, self._geometry = copy_pages_kernel, blocks, geometry
         device = parts[0][0].device
-        self._parts = parts  # the kernel has their addresses
+        self._parts = parts  # keeps them alive: the kernel has their addresses
         self._addresses = torch.tensor([part.data_ptr() for layer in parts for part in layer], device=device)
         numbers = [
             [size // _WORD_BYTES, offset // _WORD_BYTES]
@@ -80,7 +81,7 @@ class FusedPageCopy:
 
     @staticmethod
     def serves(geometry: StoreGeometry) -> bool:
-        """Whether pages of this geometry are whole words."""
+        """Whether all parts of this geometry are whole words."""
         return all(size % _WORD_BYTES == 0 for size in geometry.part_bytes)
 
     def __call__(self, to_store: bool, layers: range, pages: torch.Tensor, blocks: torch.Tensor) -> None:
@@ -89,7 +90,7 @@ class FusedPageCopy:
         device, geometry = self._addresses.device, self._geometry
         pairs = torch.stack((pages, blocks))
         if device.type == "cuda":
-            pairs = pairs.pin_memory()  # from other memory the host would wait for the stream
+            pairs = pairs.pin_memory()  # a copy from pageable memory would block the host
         pairs = pairs.to(device, non_blocking=True)
         num_parts = len(geometry.part_bytes)
         total = len(pages) * len(layers) * num_parts

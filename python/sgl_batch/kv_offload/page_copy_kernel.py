@@ -11,10 +11,10 @@ def copy_pages_kernel(
     addresses, part_words, pages, blocks, memory, block_words, layer_words, first_layer, num_layers, num_parts, total,
     TO_STORE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Copy items, each a part of a layer of a page, taken in turns by the programs; words are of 8 bytes.
+    """Copy items, each one part of one layer of one page, which the programs take in turns. A word has 8 bytes.
 
-    `addresses` [layers * parts]: where a part's pages begin. `part_words` [parts, 2]: its words in a page, and where it
-    begins in a layer of a block. `memory`: the address of the first block.
+    `addresses` [layers * parts]: the address of a part's first page. `part_words` [parts, 2]: a part's words in a page,
+    and its offset in a layer of a block. `memory`: the address of the first block.
     """
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         part = item % num_parts

@@ -1,6 +1,6 @@
-"""Owns the KV that prompts share: whole pages by reference count, and tables of slots that lead to them.
+"""Owns the KV that prompts share: whole pages by reference count, and the KV indices that lead to them.
 
-Which pages are the same is decided in core/prefixes, which choices of one request belong together in core/admission.
+Which pages are the same is decided in core/prefixes, and which choices of a request belong together in core/admission.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 class PromptSharing:
-    """Pages of the prompts of a rank's sequences. A page's KV location is a device page, or a store block.
+    """The prompt pages of a rank's sequences. A page's KV location is a device page, or a store block.
 
     `free_kv_locations` frees those of pages that no sequence holds any more, unless their last holder frees them.
     """
@@ -35,7 +35,7 @@ class PromptSharing:
         self._tree = PrefixTree(scheduler.page_size)
 
     def estimate_shared(self, queued: Iterable[tuple[SequenceState, Request]], plan: Plan) -> None:
-        """Note of the first queued sequences, given with their requests, how much of their prompts they will share."""
+        """Set on the first queued sequences, given with their requests, how many prompt tokens they will share."""
         prompts = ((sequence, self._tokens(request, plan)) for sequence, request in queued)
         estimate_shared(prompts, self._tree, rows=plan.prefill.b_moe)
 
@@ -43,32 +43,35 @@ class PromptSharing:
         return request.origin_input_ids if plan.share_prefixes and shares_prefix(request) else None
 
     def match_and_insert(self, unit: Admission, leader: Request, plan: Plan) -> PrefixMatch:
-        """Hold the pages of the prompt of a unit that is about to be prefilled, behind all those claimed before it."""
+        """Match and hold the pages of a unit's prompt before its prefill, in the order of prefills."""
         tokens = self._tokens(leader, plan)
         if tokens is None and not unit.followers:
             return NO_MATCH
         match = self._tree.match_and_insert(leader.rid, leader.origin_input_ids, listed=tokens is not None)
         shared = unit.leader.shared_tokens = match.shared * self._page_size
         if shared:
-            nowhere = torch.arange(shared, device=self._scheduler.device)  # `lay_tables` says where it lies
+            nowhere = torch.arange(shared, device=self._scheduler.device)  # `lay_tables` sets the KV indices
             set_prefix(leader, self._scheduler, nowhere, 0)
             self._counters.add("prompt_tokens_shared", shared)
         return match
 
     def match_of(self, request: Request) -> PrefixMatch:
-        """The pages that a request holds."""
+        """Return the pages that a request holds."""
         return self._tree.match_of(request.rid)
 
     def pages_of(self, name: str) -> tuple[PrefixPage, ...]:
-        """The first pages of a sequence's prompt, those that others can have as well."""
+        """Return the first pages of a sequence's prompt, which others can share."""
         return self._tree.match_of(name).pages
 
     def lay_tables(self, requests: list[Request], where: dict[PrefixPage, int]) -> None:
-        """Lead the tables of a prefill group, whose slots are given, to the pages that its prompts share.
+        """Point the tables of a prefill group, whose KV indices are given, to the pages that its prompts share.
 
-        `where`: the pages in which the coming pass finds what was computed before; what it computes itself is added.
-        Every sub-batch writes its KV before it attends, and sub-batches run in the order of rows, so that a prompt
-        finds the pages of one before it in the same pass.
+        Every sub-batch writes its KV before it attends, and sub-batches run in the order of rows. So a prompt can read
+        pages that an earlier prompt computes in the same pass.
+
+        Args:
+            requests: the group, in the order of its rows.
+            where: the device page of each shared page that was computed before; this adds those that the pass computes.
         """
         size, table = self._page_size, self._scheduler.req_to_token_pool.req_to_token
         for request in requests:
@@ -79,14 +82,14 @@ class PromptSharing:
             where.update(zip(match.own, own.tolist(), strict=False))
             if shared:
                 pages = torch.tensor([where[page] for page in match.found], device=row.device)
-                slots = (pages[:, None] * size + torch.arange(size, device=row.device)).flatten()
-                row[:shared] = slots.to(row.dtype)
-                request.prefix_indices = slots
+                kv_indices = (pages[:, None] * size + torch.arange(size, device=row.device)).flatten()
+                row[:shared] = kv_indices.to(row.dtype)
+                request.prefix_indices = kv_indices
 
     def settle(self, requests: list[Request]) -> None:
-        """The device's pages are where prompts live: those that a group computes lie there for good.
+        """Keep the pages that a prefill group computes at their device pages, and point the group's tables to them.
 
-        No request frees them when it ends. Of a prompt that is computed in part, those that are.
+        A request that ends does not free them. A prompt that is computed in part keeps the pages computed so far.
         """
         matches = [self.match_of(request) for request in requests]
         where = {page: page.kv_location for match in matches for page in match.found if page.has_kv_location}
@@ -98,36 +101,36 @@ class PromptSharing:
                 page.kv_location = where[page]
 
     def join(self, leader: Request, follower: Request) -> int:
-        """Let a choice hold the pages of its leader's prompt, but for the last token's; returns their tokens."""
+        """Let a choice hold its leader's full prompt pages before the last token; return how many tokens they have."""
         cached = len(leader.origin_input_ids) - 1
         match = self._tree.match_as(follower.rid, leader.rid, cached // self._page_size)
         self._counters.add("prompt_tokens_shared", cached)
         return len(match.pages) * self._page_size
 
     def fork(self, leader: Request, followers: list[Request]) -> None:
-        """Let `followers` begin behind all of the leader's prompt but its last token.
+        """Let `followers` begin after all of the leader's prompt but its last token.
 
-        Must run between the leader's forward pass and the release of anything it holds: the open page is
-        copied from the leader's, in every layer.
+        Call this after the leader's forward pass and before the leader frees anything: the open page is copied from the
+        leader's, in every layer.
         """
         cached = len(leader.origin_input_ids) - 1
         pool = self._scheduler.req_to_token_pool
-        slots = pool.req_to_token[leader.req_pool_idx, :cached].to(torch.int64)
+        kv_indices = pool.req_to_token[leader.req_pool_idx, :cached].to(torch.int64)
         for follower in followers:
-            shared, own = self.join(leader, follower), slots[:0]
+            shared, own = self.join(leader, follower), kv_indices[:0]
             if cached > shared:
                 page = self._allocator.alloc(self._page_size)
                 assert page is not None, "admission reserved a page for every follower"
                 own = page[: cached - shared]
-                self._allocator.get_kvcache().move_kv_cache(own, slots[shared:])
-            set_prefix(follower, self._scheduler, torch.cat((slots[:shared], own)), shared)
+                self._allocator.get_kvcache().move_kv_cache(own, kv_indices[shared:])
+            set_prefix(follower, self._scheduler, torch.cat((kv_indices[:shared], own)), shared)
 
     def invalidate(self) -> None:
-        """What prompts have of KV now is for none that comes later."""
+        """Let no later prompt share the pages of the present ones."""
         self._tree.invalidate()
 
     def leave(self, request_id: str) -> int:
-        """A sequence has ended or left; returns how many pages no sequence holds any more. They are given back."""
+        """Release the pages of a sequence that has ended or left; return how many are freed: no sequence holds them."""
         dropped = self._tree.release(request_id)
         if dropped:
             self._free_kv_locations([page.kv_location for page in dropped if page.has_kv_location])

@@ -1,17 +1,17 @@
-"""Owns whether the process that was a rank still runs on this machine, not what becomes of its blocks."""
+"""Owns whether the process that was a rank still runs on this machine. It decides nothing about its blocks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 _PROCESSES = Path("/proc")
-# In a line of /proc/PID/stat, counted behind the program's name.
+# Fields of /proc/PID/stat, counted after the program's name.
 _STATE, _START = 0, 19
 _ENDED = ("Z", "X")
 
 
 def _stat(path: Path) -> list[str] | None:
-    """The fields behind the program's name, which may hold anything; None where there is no such process."""
+    """Return the fields after the program's name, which may hold any characters; None if there is no such process."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -19,7 +19,7 @@ def _stat(path: Path) -> list[str] | None:
 
 
 def process_start(pid: int) -> int:
-    """When the process began, in the system's ticks: two processes with the same number began at different times."""
+    """Return when the process began, in clock ticks. It distinguishes processes that had the same number."""
     fields = _stat(_PROCESSES / str(pid) / "stat")
     if fields is None:
         raise ProcessLookupError(f"there is no process {pid}")
@@ -33,7 +33,7 @@ def is_running(pid: int, start: int) -> bool:
         return False
     if fields[_STATE] not in _ENDED:
         return True
-    # The first thread of a killed process may have ended while another one is still within a system call.
+    # The main thread of a killed process may have ended while another is still in a system call.
     try:
         threads = [_stat(thread / "stat") for thread in (_PROCESSES / str(pid) / "task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):

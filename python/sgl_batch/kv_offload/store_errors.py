@@ -1,4 +1,4 @@
-"""Owns what can go wrong with the host KV store and its copies; decides nothing about what follows from it."""
+"""Owns the errors of the host KV store and its copies."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sgl_batch.errors import SglBatchError, StoreError
 
 
 class StoreFault(SglBatchError):  # noqa: N818 (the caller's fault, not the store's error)
-    """The caller asked for what the rules forbid, such as freeing a block twice; nothing has changed."""
+    """The caller broke the store's rules, by freeing a block twice for example. Nothing has changed."""
 
 
 class CopyError(StoreError):
-    """A copy has failed: what, where and why. What its targets hold is undefined.
+    """A copy has failed; the message says what, where and why. Its targets are undefined.
 
-    `errno` is the system's number, None where it gave none (a file that ends early, a checksum that does not match).
+    `errno` is the system's error number; None if there is none (a file that ends early, a wrong checksum).
     """
 
     def __init__(self, message: str, *, errno: int | None = None) -> None:
@@ -24,12 +24,12 @@ class CopyError(StoreError):
 
 
 class CopyCancelled(SglBatchError):  # noqa: N818 (a name that says which error it is)
-    """A copy was cancelled before all of it was made. What its targets hold is undefined."""
+    """A copy was cancelled before it was complete. Its targets are undefined."""
 
 
 @contextmanager
 def faults() -> Iterator[None]:
-    """What the native library calls a wrong value is the caller's fault."""
+    """Inside, turn the native library's value errors into StoreFault."""
     try:
         yield
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Owns the files behind a host KV store: a table in shared memory, data in memory or on a disk; not what they hold.
+"""Owns the files behind a host KV store: a table in shared memory, and data in memory or on a disk; not their content.
 
-None of them has a name that outlives a call: they go with the last process that holds them, however that ends. Other
-processes of the machine open them through the descriptors of one that has them.
+The files have no name: they are freed when the last process that has them open ends, in whatever way. Other processes
+of the machine open them through the descriptors of a process that has them open.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from sgl_batch.errors import ConfigError
 
 @dataclass(slots=True, kw_only=True)
 class StoreFiles:
-    """Open descriptors. `data` is None where the store lies in memory of this process alone; `name` is empty but for a
-    file on a disk.
+    """Open descriptors. `data` is None if the store is in memory of this process alone.
+
+    `name`: the path at which a file on a disk was created, for messages; otherwise empty.
     """
 
     table: int
@@ -28,7 +29,7 @@ class StoreFiles:
 
     @classmethod
     def create(cls, num_bytes: int, *, directory: Path | None, shared: bool) -> StoreFiles:
-        """A store's files: in `directory`, or in memory. Raises ConfigError where there is no room for them."""
+        """Create a store's files in `directory`, or in memory. Raises ConfigError if there is no room for them."""
         name, data = "", None
         if directory is not None:
             data, name = _on_disk(directory, num_bytes)
@@ -38,7 +39,7 @@ class StoreFiles:
 
     @classmethod
     def open(cls, table_path: str, data_path: str, name: str) -> StoreFiles:
-        """The files of another process. Raises OSError where they are not there, or not to be opened."""
+        """Open the files of another process. Raises OSError if they are gone, or cannot be opened."""
         table = os.open(table_path, os.O_RDWR | os.O_CLOEXEC)
         try:
             data = os.open(data_path, os.O_RDWR | os.O_CLOEXEC)
@@ -48,14 +49,14 @@ class StoreFiles:
         return cls(table=table, data=data, name=name)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         os.close(self.table)
         if self.data is not None:
             os.close(self.data)
 
 
 def path_for_others(descriptor: int) -> str:
-    """Where another process of this machine and user can open what `descriptor` has open, while it has."""
+    """Return the path at which other processes of this machine and user can open a descriptor while it is open."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
@@ -63,13 +64,13 @@ def _in_memory(name: str, num_bytes: int | None) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     if num_bytes is not None:
         os.ftruncate(descriptor, num_bytes)
-        # A mapping that has lost its memory kills who touches it.
+        # A process that touches a mapping without its memory is killed.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return descriptor
 
 
 def _on_disk(directory: Path, num_bytes: int) -> tuple[int, str]:
-    """A file of that size, which takes room only where it is written, and its name for messages."""
+    """Create a sparse file of that size; return its descriptor, and its name for messages."""
     try:
         space = os.statvfs(directory)
         free = space.f_bavail * space.f_frsize

@@ -1,7 +1,7 @@
-"""Owns where the layers and parts of a page lie in a block of the host KV store. How many blocks there are is given.
+"""Owns where the layers and parts of a page lie in a block of the host KV store.
 
-A block holds one page, all layers. Layer after layer, each layer's parts one after the other, then its checksum where
-checksums are wanted; parts begin at multiples of 64 bytes, blocks at multiples of 4096.
+A block holds one page in all layers: layer after layer, each layer's parts one after the other, then its checksum if
+checksums are on. Parts begin at multiples of 64 bytes, blocks at multiples of 4096.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _CHECKSUM_BYTES = 8
 
 
 class PagedPool(Protocol):
-    """A device tier's pages."""
+    """The pages of a device tier, in layers."""
 
     layer_num: int
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """What a layer's pages consist of, each [num_pages, ...]."""
+        """Return the parts of a layer's pages (keys and values, say), each [num_pages, ...]."""
 
 
 def _aligned(num_bytes: int, alignment: int) -> int:
@@ -33,7 +33,7 @@ def _aligned(num_bytes: int, alignment: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreGeometry:
-    """The sizes of a page. `part_bytes`: of each part of a layer; all layers are alike."""
+    """The sizes of a page. `part_bytes`: bytes of each part of a layer. All layers are alike."""
 
     num_layers: int
     part_bytes: tuple[int, ...]
@@ -41,7 +41,7 @@ class StoreGeometry:
 
     @classmethod
     def of_pool(cls, pool: PagedPool, *, checksums: bool = False) -> StoreGeometry:
-        """That of a pool's pages. Raises ConfigError where its layers differ."""
+        """Return the geometry of a pool's pages. Raises ConfigError if its layers differ."""
         sizes = {
             tuple(part[0].numel() * part.element_size() for part in pool.page_parts(layer))
             for layer in range(pool.layer_num)
@@ -55,7 +55,7 @@ class StoreGeometry:
 
     @property
     def part_offsets(self) -> tuple[int, ...]:
-        """Where each part begins in its layer."""
+        """The offset of each part in its layer, in bytes."""
         offsets, end = [], 0
         for num_bytes in self.part_bytes:
             offsets.append(end)
@@ -64,14 +64,14 @@ class StoreGeometry:
 
     @property
     def checksum_offset(self) -> int | None:
-        """Where the checksum of a layer lies in it."""
+        """The offset of a layer's checksum in the layer, in bytes; None without checksums."""
         if not self.checksums:
             return None
         return _aligned(self.part_offsets[-1] + self.part_bytes[-1], _PART_ALIGNMENT)
 
     @property
     def layer_bytes(self) -> int:
-        """From layer to layer."""
+        """Bytes from one layer to the next."""
         end = self.part_offsets[-1] + self.part_bytes[-1]
         if self.checksum_offset is not None:
             end = self.checksum_offset + _CHECKSUM_BYTES
@@ -79,11 +79,11 @@ class StoreGeometry:
 
     @property
     def block_bytes(self) -> int:
-        """From block to block: what a page takes in the store."""
+        """Bytes from one block to the next: what a page takes in the store."""
         return _aligned(self.num_layers * self.layer_bytes, _BLOCK_ALIGNMENT)
 
     def numbers(self, num_blocks: int) -> list[int]:
-        """This geometry as the native library takes it."""
+        """Return this geometry as the native library takes it."""
         offset = self.checksum_offset
         parts = zip(self.part_bytes, self.part_offsets, strict=True)
         head = [num_blocks, self.num_layers, self.layer_bytes, self.block_bytes, -1 if offset is None else offset]

@@ -1,7 +1,7 @@
-"""Owns KV that is written to the host store as it comes, and brought back to the device for sequences that run.
+"""Owns the inclusive form: KV is written to the host store as pages fill, and restored for sequences that run.
 
-The store's account holds all that a sequence can need, from its admission on; of a store that ranks share it has this
-rank's share. The device's account holds what runners need until the next boundary, and what is on its way there.
+The ledger of the store holds all that a sequence can need, from its admission on, within this rank's share. The ledger
+of the device holds the pages that running and restoring sequences need until the next boundary.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 def _blocks_go_with_sequences(pages: list[int]) -> None:
-    """A page of a prompt lies in a block to which every sequence that holds it has a reference of its own."""
+    """Free nothing: every sequence that holds a prompt's page has its own reference to the block."""
 
 
 class StoreKV:
-    """A `KVForm` over an inclusive store: suspending a sequence copies no more than its open page."""
+    """A `KVForm` over an inclusive store: suspending a sequence copies only its open page."""
 
     def __init__(self, scheduler: SGLangScheduler, counters: Counters, tiers: KVTiers) -> None:
         self._scheduler, self._counters, self.tiers = scheduler, counters, tiers
@@ -61,7 +61,7 @@ class StoreKV:
             interval=view.interval,
         )
 
-    # Prefill, layer by layer to the store.
+    # Prefill, staged to the store layer by layer.
 
     def match_and_insert(self, unit: Admission, leader: Request, plan: Plan) -> None:
         match = self.sharing.match_and_insert(unit, leader, plan)
@@ -70,7 +70,7 @@ class StoreKV:
     def prefill(
         self, requests: list[Request], pages: Sequence[int] | None, make_batch: Callable[[], ScheduleBatch]
     ) -> ScheduleBatch:
-        assert pages is None, "prompts go to the store"
+        assert pages is None, "prompts are staged to the store"
         self._is_staged = True
         matches = [self.sharing.match_of(request) for request in requests]
         with self.tiers.staging():
@@ -86,7 +86,7 @@ class StoreKV:
         return False
 
     def fork_stored(self, leader: Request, follower: Request) -> None:
-        """Let a choice have its leader's prompt, but for the last token, in the same blocks of the store."""
+        """Give a choice its leader's prompt, all but the last token, in the same blocks."""
         self.tiers.stored.fork(leader.rid, follower.rid, tokens=len(leader.origin_input_ids) - 1)
 
     def end_pass(self, batch: ScheduleBatch) -> None:
@@ -103,7 +103,7 @@ class StoreKV:
             self.run_on(requests)
 
     def left_device(self, batch: ScheduleBatch, requests: list[Request]) -> bool:
-        """Whether this was a prefill on its way to the store, where all KV of these requests lies now."""
+        """Detach these requests after a staged prefill, whose KV is in the store now. Returns whether it was one."""
         if not (self._is_staged and batch.forward_mode.is_extend()):
             return False
         self._is_staged = False
@@ -112,7 +112,7 @@ class StoreKV:
         return True
 
     def run_on(self, requests: list[Request]) -> None:
-        """Choices have computed the last token of their prompts on the device, and run from the next step on."""
+        """Let choices run from the next step on: the last token of their prompts is computed on the device."""
         self._ready.update({request.rid: request for request in requests})
 
     # Between the tiers.
@@ -136,7 +136,7 @@ class StoreKV:
             self._returning.append(self.tiers.restore(request, prompt))
 
     def arrived(self, *, wait: bool) -> Arrived:
-        """Those whose KV has come, and that of all before them, which they may share."""
+        """As KVForm. A request waits for all restored before it, whose pages it may share."""
         came = self._returning if wait else list(takewhile(lambda one: one.ticket.done, self._returning))
         self._returning = self._returning[len(came) :]
         ready, self._ready = self._ready, {}
@@ -161,7 +161,7 @@ class StoreKV:
             found.choices.append(request)
 
     def prepare_to_run(self, requests: list[Request]) -> None:
-        """Their KV lies on the device."""
+        """Do nothing: their KV is on the device."""
 
     # Decode.
 
@@ -169,9 +169,9 @@ class StoreKV:
         running.prepare_for_decode()
 
     def stream(self, *, on: bool) -> None:
-        raise AssertionError("this form was made for KV that lies on the device while it is used")
+        raise AssertionError("this form keeps running KV on the device")
 
-    # What ends.
+    # The end of a sequence.
 
     def give_up(self, request: Request) -> None:
         retract(self._scheduler, request)
@@ -183,7 +183,7 @@ class StoreKV:
         self._leave_device(name)
 
     def _leave_device(self, name: str) -> None:
-        """A sequence runs no more: pages of its prompt go that no other on the device has."""
+        """Free the pages of a sequence's prompt that no other sequence on the device has."""
         dropped = self._prompts.leave(name)
         if dropped:
             self.tiers.drop(dropped)

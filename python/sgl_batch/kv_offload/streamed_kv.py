@@ -1,7 +1,7 @@
-"""Owns decode steps whose KV is brought from the store layer by layer and sub-batch by sub-batch (BatchGen 5.3).
+"""Owns the streamed form: a decode step's KV comes from the store by layer and by sub-batch (BatchGen 5.3).
 
-While they are streamed no running sequence holds pages of the device. Where that is slower than running those that fit,
-they run as with any store; which of the two is decided in core.
+While decode is streamed, no running sequence holds device pages. While it is not, sequences run as with an inclusive
+store. Which of the two is faster is decided in core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 class StreamedKV:
-    """A `KVForm` over an inclusive store, from which it streams while `stream` says so, from the start if `streams`."""
+    """A `KVForm` over an inclusive store. It streams after `stream(on=True)`; `streams` says how it begins."""
 
     def __init__(self, scheduler: SGLangScheduler, counters: Counters, store: StoreKV, *, streams: bool) -> None:
         self._scheduler, self._counters, self._store = scheduler, counters, store
@@ -60,7 +60,7 @@ class StreamedKV:
                 self._tiers.end_streamed_step()
 
     def settle(self, batch: ScheduleBatch, requests: list[Request]) -> None:
-        """What is streamed is in the store already. Choices leave the device, whose pages are for streamed KV."""
+        """As KVForm. Streamed KV is in the store already; choices leave the device, whose pages are for streamed KV."""
         if not self._streams:
             self._store.settle(batch, requests)
         elif not self._store.left_device(batch, requests) and batch.forward_mode.is_extend():
@@ -78,7 +78,7 @@ class StreamedKV:
         return self._store.arrived(wait=wait)
 
     def prepare_to_run(self, requests: list[Request]) -> None:
-        """They hold no page of the device; their table is laid when the rows of a step are."""
+        """Give them table rows without device pages; the next `step` lays the tables."""
         self._tiers.stored.own_open_pages([request.rid for request in requests])
         for request in requests:
             self.device.reserve(request.rid, 0)
@@ -95,7 +95,7 @@ class StreamedKV:
         self._counters.add("streamed_steps")
 
     def _whole_pages(self, request: Request) -> int:
-        """The most pages that a request's KV can take: the last token sampled has none."""
+        """Return the most pages that a request's KV can take: the last token sampled has no KV."""
         tokens = len(request.origin_input_ids) + max(request.sampling_params.max_new_tokens, 1) - 1
         return pages_for(tokens, self.device.page_size)
 
@@ -104,7 +104,7 @@ class StreamedKV:
 
     def give_up(self, request: Request) -> None:
         if self._streams and request.req_pool_idx is not None:
-            detach(self._scheduler, request)  # its table leads to no pages of its own
+            detach(self._scheduler, request)  # its table points to staged pages, which are not its own
         self._store.give_up(request)
         self._rows.forget(request.rid)
 

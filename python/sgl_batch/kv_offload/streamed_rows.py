@@ -1,5 +1,6 @@
-"""Owns where the rows of a streamed decode group have their KV: store blocks, device pages, and the tables that lead
-attention there. How rows are cut into sub-batches is decided in core/decode_streaming.
+"""Owns where rows of a streamed decode group have their KV: store blocks, device pages, and the tables of attention.
+
+How rows are cut into sub-batches is decided in core/decode_streaming.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    """A row's sub-batch, and the place in a half of each page of its sequence up to the next lay-out."""
+    """A row's sub-batch, and the page in a half for each of its sequence's pages, until the next layout."""
 
     part: int
     pages: list[int]
 
 
 class StreamedRows:
-    """The lay-out of the group, which lasts until somebody joins or has used up its pages.
+    """The layout of the group, which lasts until a sequence joins or has used up its pages.
 
-    `first_page`: how tables number the first page of a half of the device, beyond the pages that sequences hold.
+    `first_page`: the number of a half's first page in the tables, behind all pages that sequences can hold.
+    `half_pages`: the pages of a half.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class StreamedRows:
         self._copies: dict[int, PartCopies] = {}
 
     def prepare(self, requests: Sequence[Request], plan: Plan, whole_pages: Callable[[Request], int]) -> None:
-        """Before a step: each request has a page of the device for its next token.
+        """Lay out the group anew, unless each request has a page for its next token.
 
-        `whole_pages`: how many a request can need to its end.
+        `whole_pages` returns how many pages a request can need to its end.
         """
         if all(self._has_room(request) for request in requests):
             return
@@ -78,11 +80,11 @@ class StreamedRows:
         self._table[request.req_pool_idx, : len(slots)] = upload_copy(slots.to(self._table.dtype), self._table.device)
 
     def forget(self, name: str) -> None:
-        """A sequence runs here no more; if it comes again, all is laid out anew."""
+        """Forget a sequence that no longer runs. If it joins again, the group is laid out anew."""
         self._rows.pop(name, None)
 
     def copies(self, requests: Sequence[Request]) -> list[PartCopies]:
-        """What the sub-batches of the coming step need, whose token each request counts already."""
+        """Return the copies of the coming step's sub-batches. Each request counts the step's token already."""
         size = self._size
         opening = [request.rid for request in requests if request.kv_committed_len % size == 1]
         self._stored.grow(opening)
@@ -101,7 +103,7 @@ class StreamedRows:
             if known is None or index in changed | replaced or known.num_rows != rows[index]:
                 known = self._copies_of(requests[slice(*span)], self._parts[index])
             made.append(replace(known, span=span))
-            if index not in replaced:  # the next step reads another block
+            if index not in replaced:  # the next step reads its own block
                 self._copies[index] = known
             start = span[1]
         return made

@@ -70,7 +70,7 @@ class LateStreams:
     def mark(self, to_store: bool) -> Event:
         return self._streams[to_store].mark()
 
-    def hold(self, event: Any) -> None:
+    def compute_waits(self, event: Any) -> None:
         event.synchronize()
 
     def give(self, work: Callable[[], None]) -> None:

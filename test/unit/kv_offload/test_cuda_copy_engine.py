@@ -64,7 +64,7 @@ class Streams:
         self.events.append(Event())
         return self.events[-1]
 
-    def hold(self, event: Any) -> None:
+    def compute_waits(self, event: Any) -> None:
         self.held.append(event)
 
 
