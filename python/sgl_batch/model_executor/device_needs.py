@@ -62,9 +62,9 @@ def gpu_use(
     decode_rows: int,
     processors: int,
 ) -> GpuUse:
-    """What a rank with these arguments does on its GPU, which has so many processors, beside computing its layers.
+    """Return what a rank with these arguments does on its GPU beyond computing its layers.
 
-    `decode_rows`: sequences that have partial results of attention at once.
+    `decode_rows`: sequences that have partial results of attention at once. `processors`: of the GPU.
     """
     row_bytes, backend = 0, server_args.attention_backend
     if backend == TRITON_ATTENTION:

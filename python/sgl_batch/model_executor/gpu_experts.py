@@ -1,6 +1,6 @@
-"""Owns which runner computes the experts of a loaded model beside a GPU, and whether they come from host memory.
+"""Owns which runner computes a loaded model's experts on a GPU, and whether the experts come from host memory.
 
-Its logic alone is tested, on a CPU.
+Only its logic is tested, on a CPU.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ logger = logging.getLogger(__name__)
 
 OWN, AUTO = "sglang", "auto"
 
-# What settles `auto` for layers, by runners' names, SGLang's own first, and how each calls a layer: a table, as text.
+# Chooses the runners for `auto`: from layers, the runners' names (SGLang's own first) and the call of each runner.
 SettleExperts = Callable[[Sequence[ExpertLayer], Sequence[str], Callable[[str], ExpertCall]], Choice]
 
 
 class GpuExperts:
-    """The expert runner of one scheduler process. `name`: the flag's value; `settle`: what settles `auto`."""
+    """Computes the experts of one scheduler process. `name` is the flag's value; `settle` chooses runners for
+    `auto`.
+    """
 
     def __init__(
         self,
@@ -51,21 +53,21 @@ class GpuExperts:
         self._name, self._counters, self._settle = name, counters, settle
         self._prefetch_stream = prefetch_stream
         asked = OWN if name == AUTO else name
-        # Known before `adopt`: the memory of forward passes is computed by then. `adopt` accepts or refuses it.
+        # It is needed before `adopt`, to compute the memory of forward passes. `adopt` accepts or refuses it.
         self._choose(Choice(mode=asked, why=f"{asked}: asked for by expert_runner"))
         self._streamer: WeightStreamer[DeviceExpertSlots] | None = None
-        # Loaded at the first call, so that a package which is not used need not be there.
+        # A runner's package is imported at its first call: a package that is not used need not be installed.
         self._runner = cache(create_expert_runner)
 
     @property
     def expert_runner(self) -> str:
-        """What computes the experts, in words."""
+        """The names of the runners that compute the experts, as text."""
         return str(self._table)
 
     def stream(self, model: torch.nn.Module, files: Sequence[str], memory: MemoryConfig, *, expert_shard: int) -> None:
-        """Let the experts of a model that was loaded without them come from host memory. Before `adopt`.
+        """Let the experts of a model that was loaded without them come from host memory. Call it before `adopt`.
 
-        Raises ConfigError.
+        Raises ConfigError for a model or a checkpoint whose experts cannot be streamed.
         """
         layers = expert_layers(model)
         for layer in layers:
@@ -90,11 +92,14 @@ class GpuExperts:
 
     @property
     def streamed_bytes(self) -> int:
-        """What the experts on the device take, where they come from host memory."""
+        """The device memory of streamed experts; 0 if they are not streamed."""
         return 0 if self._streamer is None else self._streamer.slots.tensors.num_bytes
 
     def adopt(self, model: torch.nn.Module) -> None:
-        """Compute the experts of a loaded model with the chosen runner. Raises ConfigError where that cannot be."""
+        """Compute the experts of a loaded model with the chosen runner from now on.
+
+        Raises ConfigError if the runner that was asked for cannot compute them.
+        """
         layers = expert_layers(model)
         if self._streamer is not None:
             replace_experts(layers, self._call_unless_own)
@@ -119,7 +124,7 @@ class GpuExperts:
 
     def _choose(self, choice: Choice) -> None:
         self.choice = choice
-        """What computes the experts, and why; a table of runners, as text."""
+        """The table of runners that compute the experts, as text, and the reason for it."""
         self._table = RunnerTable.parse(choice.mode)
 
     def _settled(self, layers: Sequence[ExpertLayer]) -> Choice:
@@ -127,7 +132,7 @@ class GpuExperts:
         names = installed_on_gpu(weight.dtype, clamped=any(clamped_experts_of(layer) is not None for layer in layers))
         choice = self._settle(layers, names, self._call_of)
         if weight.is_cuda:
-            # What calls have taken of the device is for the graphs that are captured next.
+            # Graphs are captured next, and need the memory that the calls took.
             torch.cuda.empty_cache()
         return choice
 

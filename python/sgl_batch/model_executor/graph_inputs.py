@@ -1,4 +1,4 @@
-"""Owns a decode group's rows at addresses that stay from pass to pass, for graphs that were captured on them."""
+"""Owns a decode group's inputs and output at fixed addresses, for graphs that were captured on them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from sgl_batch.sglang_adapter.forward import decode_batch_over
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
-# What a decode batch has of each sequence, and what it says of one that is not there: a token at position 0 whose KV
-# goes to slot 0, in the page that is kept for padding, and which attends to one slot.
+# The tensors that a decode batch has for its sequences, and their values in padding rows: a token at position 0 that
+# attends to one token, with KV index 0, in the page that is kept for padding.
 _PADDING = {
     "input_ids": 0,
     "positions": 0,
@@ -20,7 +20,11 @@ _PADDING = {
 
 
 class GraphInputs:
-    """What a decode batch says of each row, and what its pass leaves of each: `hidden` [most_rows, hidden_size]."""
+    """The tensors of a decode batch, each for `most_rows` rows, and the pass's output `hidden` [most_rows,
+    hidden_size].
+
+    A captured graph reads and writes them, so they keep their memory for the life of this object.
+    """
 
     def __init__(self, most_rows: int, forward_batch: ForwardBatch, hidden_size: int, dtype: torch.dtype) -> None:
         self.hidden = torch.zeros(most_rows, hidden_size, dtype=dtype, device=forward_batch.input_ids.device)
@@ -34,7 +38,7 @@ class GraphInputs:
         return sum(rows.nbytes for rows in (self.hidden, *self._of_batch.values()))
 
     def load(self, forward_batch: ForwardBatch, padded: int) -> None:
-        """Take over a group's rows, and make those up to `padded` harmless."""
+        """Copy a group's rows in, and fill the rows up to `padded` with padding."""
         num_rows = forward_batch.batch_size
         for name, padding in _PADDING.items():
             own = self._of_batch[name]
@@ -42,5 +46,5 @@ class GraphInputs:
             own[num_rows:padded].fill_(padding)
 
     def batch(self, forward_batch: ForwardBatch, padded: int) -> ForwardBatch:
-        """A batch like this one over the first `padded` rows."""
+        """Return a batch like this one over the first `padded` rows of this memory."""
         return decode_batch_over(forward_batch, {name: own[:padded] for name, own in self._of_batch.items()})

@@ -1,5 +1,6 @@
-"""Owns what a forward pass under way consists of: its parts, and rows between their units. What a unit does, and when,
-is layer_runner's and core/units's.
+"""Owns the state of a forward pass under way: its parts, its groups, and their rows between two units.
+
+layer_runner computes units, and core/units orders them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A forward batch of a pass, the rows [start, end) of the pass that are its own, and how they are cut."""
+    """A forward batch of a pass, its rows [start, end) of the pass, and its sub-batches."""
 
     batch: ForwardBatch
     span: tuple[int, int]
@@ -28,7 +29,8 @@ class Part:
 class Group:
     """Rows [start, end) of a pass that go to the experts together, as the last layer left them [rows, hidden].
 
-    `batch`: the forward batch that is named to the experts; of several, the first. `buffer`: what sub-batches yield.
+    `batch`: the forward batch that the experts get, the first if there are several. `buffer`: the rows that sub-batches
+    yield.
     """
 
     span: tuple[int, int]
@@ -40,9 +42,9 @@ class Group:
 
 @dataclass(slots=True, kw_only=True)
 class GroupPass:
-    """A pass under way. `groups`: one, or one for each sub-batch; `most_rows`: of one expert call.
+    """A pass under way. `groups`: one, or one for each sub-batch. `most_rows`: the most rows of one expert call.
 
-    `calls`: expert calls of the layer so far.
+    `calls`: the expert calls of the current layer so far.
     """
 
     shape: PassShape
@@ -53,12 +55,12 @@ class GroupPass:
     calls: int = 0
 
     def group_of(self, number: int) -> Group:
-        """The group to which a sub-batch yields."""
+        """Return the group to which a sub-batch yields."""
         return self.groups[number if len(self.groups) > 1 else 0]
 
 
 def shape_of(parts: Sequence[Part], num_layers: int, yield_option: str) -> PassShape:
-    """What the order of a pass over these parts depends on."""
+    """Return the facts that admissible orders of units depend on."""
     after: list[int | None] = []
     for part in parts:
         chained = not part.batch.forward_mode.is_decode()
@@ -68,7 +70,7 @@ def shape_of(parts: Sequence[Part], num_layers: int, yield_option: str) -> PassS
 
 
 def groups_of(parts: Sequence[Part], yield_option: str, hidden: torch.Tensor) -> list[Group]:
-    """The groups of a pass whose rows begin as `hidden`."""
+    """Return the groups of a pass, whose rows are `hidden` at its beginning."""
     sub_batches = [sub for part in parts for sub in part.sub_batches]
     if yield_option == FUSED and len(sub_batches) > 1:
         given = [(sub.span, sub.forward_batch) for sub in sub_batches]

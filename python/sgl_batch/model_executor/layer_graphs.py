@@ -1,10 +1,10 @@
-"""Owns the decode passes that run as captured graphs: all layers of a group in one launch, instead of one a kernel.
+"""Owns the decode passes that run as captured graphs: one launch for all layers, instead of one for each kernel.
 
-Which sizes are captured, and when, is core/graph_capture's. What a pass computes is layer_runner's: the very same loop
-over sub-batches and layers, on rows at addresses that stay, padded to the size. Attention plans inside the graph, from
+core/graph_capture decides which sizes are captured, and when. A graph records layer_runner's own loop over sub-batches
+and layers, on rows at fixed addresses that are padded to the size. Attention makes its metadata inside the graph, from
 lengths and page tables on the device.
 
-This has not run on a GPU yet: it is tested on a CPU, with graphs that run their work anew on the same memory.
+This has not run on a GPU yet. It is tested on a CPU, with graphs that run their work anew on the same memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[ForwardBatch], torch.Tensor]
-"""What is captured: the hidden states [rows, hidden_size] that a decode batch's pass leaves, its last norm included."""
+"""The work that is captured: a decode batch's pass, which returns hidden states [rows, hidden_size] after the last
+norm.
+"""
 
 
 class LayerGraphs:
-    """The graphs of one model, one for each padded size of a decode group, and what they read and write.
+    """The graphs of one model, one for each padded size of a decode group, and the memory that they read and write.
 
     `most_rows`: sequences of the largest group; `pool_tokens`: that the KV pool holds; `budget_bytes`: device memory
     for all. Graphs hold for the limits of one plan: other limits cut sub-batches elsewhere, and graphs are captured
@@ -56,7 +58,10 @@ class LayerGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
 
     def run(self, forward_batch: ForwardBatch, limits: PhasePlan, compute: Compute) -> torch.Tensor | None:
-        """What a decode group's pass leaves [rows, hidden_size], by a graph; None where it is to be run eagerly."""
+        """Run a decode group's pass as a graph; return its hidden states [rows, hidden_size], which are the caller's.
+
+        None if the caller must run the pass eagerly. `compute` runs it, and is called to capture a graph.
+        """
         if limits != self._limits:
             self.begin_anew(limits)
         num_rows, most = forward_batch.batch_size, min(limits.b_moe, self._most_rows)
@@ -97,7 +102,7 @@ class LayerGraphs:
         self._counters.add("graph_bytes", captured.num_bytes)
 
     def begin_anew(self, limits: PhasePlan) -> None:
-        """From now on groups have these limits: what was captured with others is given back."""
+        """Use these limits for groups from now on, and free the graphs that were captured with others."""
         if self._replays:
             logger.info("groups have other limits: decode steps are captured anew as CUDA graphs")
             self._replays.clear()
@@ -106,7 +111,7 @@ class LayerGraphs:
         self._limits = limits
 
     def _lay_out(self, forward_batch: ForwardBatch) -> GraphInputs:
-        """The memory that stays, made when a pass first needs it."""
+        """Return the graphs' memory; it is allocated when a pass first needs it."""
         if self.inputs is None:
             self.inputs = GraphInputs(self._most_rows, forward_batch, self._hidden_size, self._dtype)
             self.captures.spend(self.inputs.num_bytes)
@@ -114,7 +119,7 @@ class LayerGraphs:
         return self.inputs
 
     def _most_attended_tokens(self, forward_batch: ForwardBatch, limits: PhasePlan) -> int:
-        """Of the sub-batches, the most slots that one attends to: sequences that share pages count them all."""
+        """Return the most tokens that one sub-batch attends to. A page that sequences share counts for each of them."""
         lengths = forward_batch.seq_lens_cpu
         assert lengths is not None, "a pass's batch has its lengths on the host"
         return max(int(lengths[start:end].sum()) for start, end in row_spans(len(lengths), limits.b_attn))

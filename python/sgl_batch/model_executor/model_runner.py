@@ -73,9 +73,9 @@ def _never(_name: str) -> bool:
 
 
 class BatchModelRunner(ModelRunner):  # type: ignore[misc]
-    """Runs prefill and decode groups through `LayerRunner`; anything else through SGLang's own forward.
+    """Runs prefill and decode groups through `LayerRunner`, and everything else through SGLang's own forward.
 
-    `before_sampling`: what the host does between the launch of a forward pass and that of its sampling.
+    `before_sampling`: called between the launch of a forward pass and the launch of its sampling.
     """
 
     def __init__(self, *args: object, context: RunContext, **kwargs: object) -> None:
@@ -96,24 +96,24 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     @property
     def _operators(self) -> CpuOperators | GpuExperts:
-        """Whatever computes the experts of the loaded model."""
+        """The object that computes the experts of the loaded model."""
         operators = self.context.cpu_operators or self.context.gpu_experts
         assert operators is not None, "a process has operators for a CPU or experts for a GPU"
         return operators
 
     @property
     def expert_runner(self) -> str:
-        """What computes the experts, in words."""
+        """The names of the runners that compute the experts, as text."""
         return self._operators.expert_runner
 
     @property
     def expert_choice(self) -> Choice:
-        """What computes the experts, and why."""
+        """The runners that compute the experts, and the reason."""
         return self._operators.choice
 
     @property
     def forward_text(self) -> str:
-        """Which forward pass computes this model's groups, in words."""
+        """The forward pass that computes this model's groups, as text."""
         named: str = self.model_config.hf_config.architectures[0]
         return forward_text(named, has_adapter=self.layer_runner is not None)
 
@@ -122,7 +122,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             super().init_torch_distributed()
 
     def load_model(self) -> None:
-        """Load the model; of several ranks, each its share of the experts. Streamed experts stay in their files."""
+        """Load the model; each of several ranks loads its share of the experts. Streamed experts stay in their
+        files.
+        """
         rank_context, memory = self._rank_context, self.context.config.memory
         check_window(
             self.model_config.hf_config.architectures, self.model_config.hf_text_config, self.model_config.context_len
@@ -152,14 +154,17 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return LoadedWeights(
             config.num_hidden_layers,
             is_tied=bool(getattr(config, "tie_word_embeddings", False)),
-            # Each rank loads its own experts, and all of everything else.
+            # Each rank loads its own experts, and all other weights.
             is_elsewhere=is_expert_weight
             if rank_context is not None and rank_context.topology.num_expert_shards > 1
             else _never,
         )
 
     def init_kv_cache_configurator(self) -> None:
-        """With a budget for the device, pages of KV get what the rest leaves of it. Raises ConfigError."""
+        """Size the KV pool: with a budget for the device, it gets what the other needs leave.
+
+        Raises ConfigError if the budget is too small.
+        """
         super().init_kv_cache_configurator()
         if self.device != "cpu" or self.server_args.attention_backend == TRITON_ATTENTION:
             use_our_pools(self.kv_cache_configurator, PageAllocator)
@@ -191,11 +196,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         set_kv_bytes(self.kv_cache_configurator, kv_bytes(memory.device_memory, needs, plan))
 
     def _reserves(self, plan: Plan) -> dict[str, int]:
-        """What is kept of a GPU beside weights, pages and a pass's tensors; bytes by name."""
+        """Return the bytes of GPU memory to keep free beyond weights, pages and a pass's tensors, by name."""
         if self._gpu_before is None:
             return {}
         now = read_gpu()
-        # Sub-batches share their partial results; each has some of its own while it is planned.
+        # Sub-batches share their partial results; each has some of its own while its attention metadata is made.
         rows, processors = min(2 * plan.decode.b_attn, plan.decode.b_moe), now.processors
         use = gpu_use(self.server_args, self.model_config, self._rank_context, decode_rows=rows, processors=processors)
         reserves = gpu_reserves(self._gpu_before, now, use)
@@ -216,14 +221,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._pass_memory = self._measure_passes()
         family = family_of(self.model)
         if family is None:
-            # For models of which no config could be read before the start.
+            # For models whose config could not be read before the start.
             has_experts = bool(expert_layers(self.model))
             num_ranks = 1 if self._rank_context is None or not has_experts else self._rank_context.topology.num_ranks
             check_without_adapter(type(self.model).__name__, self.context.config, num_ranks=num_ranks)
             return
         if not self._can_reenter:
             logger.warning(
-                "attention backend %s cannot hold the plans of several sub-batches: each group runs as one",
+                "attention backend %s cannot hold the metadata of several sub-batches: each group runs as one",
                 self.server_args.attention_backend,
             )
         self.layer_runner = LayerRunner(
@@ -241,7 +246,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._layer_graphs = self.layer_runner.layer_graphs
 
     def _yield_callback(self) -> YieldCallback | None:
-        """What the user has called at yield points, if anything. Raises ConfigError."""
+        """Return the user's callback at yield points, if there is one. Raises ConfigError if it cannot be used."""
         name, pool = self.context.config.forward.on_yield, self.token_to_kv_pool
         if name is None:
             return None
@@ -260,7 +265,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     @property
     def _graph_bytes(self) -> int:
-        """What graphs of decode steps may take of the device; 0 where none are captured."""
+        """The device memory that graphs of decode steps may take; 0 if none are captured."""
         forward = self.context.config.forward
         return graph_budget(
             forward.decode_graph_memory,
@@ -295,7 +300,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         )
 
     def init_routed_experts_capturer(self) -> None:
-        """Keep the choice of experts by sequence, for those that ask for it."""
+        """Keep the choice of experts by sequence, for the requests that ask for it."""
         if not self.server_args.enable_return_routed_experts:
             return
         layers, config = expert_choosing_layers(self.model), self.model_config.hf_text_config
@@ -312,7 +317,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         capture_choices_with(self.expert_choices)
 
     def _measure_passes(self) -> PassMemory | None:
-        """Where streamed experts take the memory that forward passes leave, what those take."""
+        """Return the measuring of forward passes, if streamed experts take the memory that passes leave."""
         streamer = None if self.context.cpu_operators is None else self.context.cpu_operators.fitted_streamer
         if streamer is None:
             return None
@@ -330,9 +335,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         )
 
     def _exchange(self, rank_context: RankContext, family: Family) -> ExpertExchange | None:
-        """The way to the other ranks' experts; None for a model without any, which each rank has whole.
+        """Make the exchange with the other ranks' experts; None for a model without experts, which each rank has whole.
 
-        Every rank makes its own at this point.
+        It is a collective operation: every rank calls this at the same point of its start.
         """
         blocks = (family.expert_block(layer) for layer in family.layers(self.model))
         block = next((block for block in blocks if block is not None), None)
@@ -357,12 +362,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return "gloo" if native_kernels() is None else "shared"
 
     def set_expert_calls(self, calls: int) -> None:
-        """How many expert calls a layer takes on every rank in the next forward pass."""
+        """Set how many expert calls each layer makes on every rank in the next forward pass."""
         if self.layer_runner is not None:
             self.layer_runner.expert_calls = calls
 
     def forward_without_rows(self) -> None:
-        """Take part in a forward pass of the other ranks. Models without an adapter exchange nothing."""
+        """Take part in a forward pass of the other ranks without rows. Models without an adapter exchange nothing."""
         if self.layer_runner is None:
             return
         with torch.no_grad():
@@ -372,7 +377,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     @property
     def _stages_prompts(self) -> bool:
-        """Whether prefill groups have KV in pages of their own, on its way to the store."""
+        """Whether prefill groups write KV to pages of their own, from which it goes to the host store."""
         return self.context.config.memory.kv_store_bytes > 0 and family_of(self.model) is not None
 
     @property
@@ -380,8 +385,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return self.server_args.attention_backend in REENTRANT_BACKENDS
 
     def _fit_plan(self, max_running: int) -> Plan:
-        # Cutting a group pays where its sub-batches come and go (KV that streams, rows that ranks exchange), and where
-        # partial sums of attention take megabytes for each sequence: sub-batches share them.
+        # Cutting a group pays if KV streams or ranks exchange rows, and if partial sums of attention take megabytes for
+        # each sequence: sub-batches share them.
         resident = self.context.config.memory.decode_kv != "streamed"
         frugal = not (self.use_mla_backend and self.server_args.attention_backend == TRITON_ATTENTION)
         family = family_of(self.model)
@@ -394,9 +399,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         )
 
     def mix_prefill(self, prompts: ForwardBatch) -> None:
-        """Have the next forward pass, of a decode batch, compute a prefill batch as well.
+        """Compute a prefill batch together with the decode batch of the next forward pass.
 
-        The pass after it, which is to be the prefill batch's own, finds its logits computed.
+        The caller runs a forward pass of the prefill batch right after that one, which returns the computed logits.
         """
         self._mixed_prefill = prompts
 
@@ -431,7 +436,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
 
     def compute_decode_by(self, mode: str) -> None:
-        """From now on decode groups are computed in this mode (core/decode_choice)."""
+        """Compute decode groups in this mode from now on (core/decode_choice)."""
         self._decode_mode = mode
         if self.layer_runner is not None:
             self.layer_runner.layer_graphs = None if mode == EAGER else self._layer_graphs
@@ -442,10 +447,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         return self._decode_mode == SGLANG
 
     def graph_serves(self, forward_batch: ForwardBatch) -> bool:
-        """Whether a decode group is one sub-batch for which SGLang has captured a CUDA graph: nothing to gain.
+        """Return whether a decode group is one sub-batch for which SGLang has a CUDA graph: our loop gains nothing.
 
-        Not where ranks exchange rows: its graphs have the experts of this rank alone. Nor in a step of which the parts
-        are measured: its graphs show none.
+        False if ranks exchange rows: SGLang's graphs have the experts of this rank only. False in a step whose parts
+        are
+        measured: its graphs show none.
         """
         graphs = self.decode_cuda_graph_runner
         return bool(

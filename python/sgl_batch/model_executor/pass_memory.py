@@ -1,6 +1,6 @@
-"""Owns what forward passes find free and take of memory, and that streamed experts have the rest.
+"""Owns measuring the memory that a forward pass finds and needs, so that streamed experts get the rest.
 
-How many experts that is is decided in core/weight_residency.
+core/weight_residency decides how many experts fit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sgl_batch.weights.weight_streamer import ResizableSlots, WeightStreamer
 
 
 class UntouchedPages:
-    """The pages of KV that have taken no memory yet: the kernel gives it as they are written, a huge page at a time.
+    """The KV pages that take no memory yet. The operating system gives it when they are first written, by huge pages.
 
-    `parts`: what pages consist of, each [layers * num_pages, ...]. `all_at_once`: pages are written by others than
-    forward passes too, so that any number may be touched before the next one.
+    `parts`: the tensors of which pages consist, each [layers * num_pages, ...]. `all_at_once`: not only forward passes
+    write pages, so that any number of pages may be written before the next pass.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], num_layers: int, page_size: int, *, all_at_once: bool) -> None:
@@ -35,22 +35,22 @@ class UntouchedPages:
         num_pages = len(parts[0]) // num_layers
         self._touched = torch.zeros(-(-num_pages // self._stride), dtype=torch.bool)
 
-    def claim(self, slots: torch.Tensor) -> int:
-        """Bytes that a pass takes which writes to `slots`; they count as taken from now on."""
+    def claim(self, kv_indices: torch.Tensor) -> int:
+        """Return the bytes that a pass takes by writing KV to `kv_indices`; they count as taken from now on."""
         left = int((~self._touched).sum())
         if left == 0:
             return 0
-        strides = (slots.cpu() // (self._page_size * self._stride)).unique()
-        strides = strides[strides < len(self._touched)]  # others are of pages that prefill or streaming has of its own
+        strides = (kv_indices.cpu() // (self._page_size * self._stride)).unique()
+        strides = strides[strides < len(self._touched)]  # the others are pages of a staging
         new = int((~self._touched[strides]).sum())
         self._touched[strides] = True
         return (left if self._all_at_once else new) * self._stride * self._page_bytes
 
 
 class PassMemory:
-    """What a rank's forward passes find free and take. `budget`: what its process may have; 0: all that is free.
+    """Gives the memory that a rank's forward passes do not need to `streamer`.
 
-    `streamer`: has the memory that they leave.
+    `budget`: bytes that the process may have; 0 is all free memory.
     """
 
     def __init__(
@@ -69,19 +69,21 @@ class PassMemory:
         self._last = 0
 
     def make_room(self, *batches: ForwardBatch) -> None:
-        """Before a pass over these batches: streamed experts give back what it needs, or take what it leaves."""
+        """Before a pass over these batches, let streamed experts free the memory that it needs, or take what it
+        leaves.
+        """
         self._streamer.fit(self.free_bytes, self.working_bytes(*batches))
 
     def free_bytes(self) -> int:
-        """What this process may still take; ranks of one machine share what it has."""
+        """Return the bytes that this process may still take; the ranks of a machine share its free memory."""
         free = free_bytes() // self._num_ranks
         return min(free, self._budget - resident_bytes()) if self._budget else free
 
     def working_bytes(self, *batches: ForwardBatch) -> int:
-        """What a pass over these batches takes beside what is in memory: an upper bound."""
+        """Return an upper bound of the bytes that a pass over these batches takes additionally."""
         working = sum(self._pass_bytes(batch) for batch in batches)
         if working < self._last:
-            give_back_heap()  # of a larger pass's tensors, whose memory would be kept for the next ones
+            give_back_heap()  # the heap would keep the memory of a larger pass's tensors
         self._last = working
         return working + sum(self._page_bytes(batch) for batch in batches)
 

@@ -1,4 +1,4 @@
-"""Owns what one scheduler process of ours is started with and counts into."""
+"""Owns the objects that one scheduler process of ours is started with."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sgl_batch.model_executor.time_budget import TimeBudget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Made once per scheduler process, before SGLang's scheduler is built.
+    """The objects of a scheduler process that are made once, before SGLang's scheduler is built.
 
     One of `cpu_operators` and `gpu_experts` is None: they are for a machine without a GPU and with one. `rank_context`
-    is None where there is one rank, `graphs` where none can be captured. `rendezvous`: of all processes of the engine.
-    `budget`: the time of all self-checks at the start.
+    is None with one rank, `graphs` where no graph can be captured. `rendezvous` is that of all processes of the engine.
+    `budget` is the time of all self-checks at the start.
     """
 
     in_force: PlanInForce
@@ -41,10 +41,10 @@ class RunContext:
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 where there is one."""
+        """This process's rank; 0 if it is the only one."""
         return 0 if self.rank_context is None else self.rank_context.rank
 
     @property
     def world_store(self) -> Path:
-        """Where this process's group of torch.distributed, of one rank, meets."""
+        """The file at which this process's group of torch.distributed, of one rank, meets."""
         return self.rendezvous.directory / f"world-{self.rank}"

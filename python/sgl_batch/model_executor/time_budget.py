@@ -1,4 +1,4 @@
-"""Owns the seconds that all self-checks of a start may take together. What they measure is decided elsewhere."""
+"""Owns the seconds that all self-checks of a start may take together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ BUDGET_S = 20.0
 
 
 class TimeBudget:
-    """Seconds that are spent piece by piece. `clock`: in seconds, as time.monotonic."""
+    """A number of seconds that is spent piece by piece. `clock`: in seconds, as time.monotonic."""
 
     def __init__(self, seconds: float = BUDGET_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._left_s, self._clock = seconds, clock
 
     @contextmanager
     def spending(self, share: float = 1.0) -> Iterator[Callable[[], bool]]:
-        """What passes inside is spent; yields whether this share of what was left is over."""
+        """Spend the time inside. Yields a function: whether this share of the remaining seconds is over."""
         begun = self._clock()
         end = begun + share * self._left_s
         try:

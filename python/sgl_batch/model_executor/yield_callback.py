@@ -1,7 +1,7 @@
-"""Owns a user's callback at yield points (BatchGen 4.3): finding it, and the view of KV that it is given.
+"""Owns a user's callback at yield points (BatchGen 4.3): importing it, and the view of KV that it gets.
 
-It is called when a sub-batch yields after attention of a layer, and may change that layer's KV of its sequences, which
-later passes read. It decides nothing about when sequences yield.
+The layer runner calls it when a sub-batch yields after the attention of a layer. The callback may read and change that
+layer's KV of the sub-batch's sequences; later passes read the changed KV, this pass's attention of the layer is done.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from sgl_batch.sglang_adapter.types.scheduler import KVPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldedSequence:
-    """A sequence of a sub-batch. `num_tokens`: those that have KV in the layer; the last `num_new` are of this pass.
+    """A sequence of a sub-batch that yields. A prompt that is cut by sub-batches yields once for each piece.
 
-    `request_id`: SGLang's; each choice of a request has its own. `row`: its row in the table of slots, its own while it
-    runs. A prompt that is cut by sub-batches yields once for each piece.
+    Attributes:
+        request_id: SGLang's request id; each choice of a request has its own. None in a batch without ids.
+        row: The sequence's request slot, its own while it runs: a key for state that the callback keeps.
+        num_tokens: Tokens that have KV in the layer, those of this pass included.
+        num_new: How many of these, the last ones, were computed in this pass.
     """
 
     request_id: str | None
@@ -35,41 +38,50 @@ class YieldedSequence:
 class YieldedKV:
     """The KV of one layer, of the sequences that yield. It is valid until the callback returns.
 
-    Keys and values are [num_tokens, kv heads, head dim]; of latent attention, keys are whole rows [num_tokens, 1, row]
-    and values their first channels. Pages that sequences share (prompts that begin alike, choices of one request) are
-    changed for all of them.
+    Keys and values are [num_tokens, kv heads, head dim], in the pool's number type and on its device. With latent
+    attention, keys are whole rows [num_tokens, 1, row] and values are their first channels. A change to a page that
+    sequences share (prompts that begin alike, choices of one request) changes it for all of them.
     """
 
     def __init__(self, pool: KVPool, table: torch.Tensor, layer_id: int) -> None:
         self._pool, self._table, self._layer_id = pool, table, layer_id
 
     def get(self, sequence: YieldedSequence) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of a sequence's keys and values, in the order of its tokens."""
-        keys, values = self._pool.read_kv(self._layer_id, self._slots(sequence))
+        """Return copies of a sequence's keys and values, in the order of its tokens."""
+        keys, values = self._pool.read_kv(self._layer_id, self._kv_indices(sequence))
         return keys, values
 
     def set(self, sequence: YieldedSequence, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put keys and values in the place of a sequence's; of latent attention keys alone count."""
+        """Replace a sequence's keys and values, those of all its tokens. With latent attention, only keys count."""
         assert len(keys) == len(values) == sequence.num_tokens, f"KV of {sequence.num_tokens} tokens is to be set"
-        self._pool.write_kv(self._layer_id, self._slots(sequence), keys, values)
+        self._pool.write_kv(self._layer_id, self._kv_indices(sequence), keys, values)
 
-    def _slots(self, sequence: YieldedSequence) -> torch.Tensor:
+    def _kv_indices(self, sequence: YieldedSequence) -> torch.Tensor:
         return self._table[sequence.row, : sequence.num_tokens].to(torch.int64)
 
 
 OnYield = Callable[[Sequence[YieldedSequence], int, YieldedKV], None]
-"""Called with the sequences that yield, the layer's number, and its KV."""
+"""A user's callback: it gets the sequences that yield, the layer's number in the whole model, and the layer's KV.
+
+It runs in the scheduler process, between two units of a pass: the step waits for it. An exception ends the engine. It
+may be called for the same sequence again in the same layer, for another piece of its prompt.
+"""
 
 
 class YieldCallback:
-    """Calls a user's callback for sub-batches whose KV is in the pages of `pool`; `table`: slots by sequence."""
+    """Calls a user's callback for sub-batches whose KV is in the pages of `pool`.
+
+    `table`: the request table, KV indices by request slot and position.
+    """
 
     def __init__(self, on_yield: OnYield, pool: KVPool, table: torch.Tensor) -> None:
         self._on_yield, self._pool, self._table = on_yield, pool, table
 
     def __call__(self, forward_batch: ForwardBatch, index: int) -> None:
-        """A sub-batch yields after attention of a layer, counted from this process's first."""
-        assert forward_batch.seq_lens_cpu is not None, "a batch over memory that stays is for graphs"
+        """Call the callback for a sub-batch after a layer's attention; `index` counts from this process's first
+        layer.
+        """
+        assert forward_batch.seq_lens_cpu is not None, "a batch over a graph's inputs has no lengths on the host"
         lengths = forward_batch.seq_lens_cpu.tolist()
         new = [1] * len(lengths) if forward_batch.forward_mode.is_decode() else forward_batch.extend_seq_lens_cpu
         assert new is not None, "an extend batch has the lengths of its sequences"
@@ -83,7 +95,7 @@ class YieldCallback:
 
 
 def find_on_yield(name: str) -> OnYield:
-    """Import what `module:name` names. Raises ConfigError where that cannot be, or is no callable."""
+    """Import the callback that `module:name` names. Raises ConfigError if that fails or it is not callable."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -42,10 +42,11 @@ class ExpertRunner(Protocol):
     """Computes one layer's experts for a combined batch, from the layer's matrices.
 
     An expert computes down(SiLU(gate(x)) * up(x)), or what `clamped` describes. The outputs of a row's experts are
-    multiplied by their weights and added up; a row's result depends neither on the other rows nor on their number.
+    multiplied by their weights and added up. With the runners native and triton, a row's result has the same bits
+    whatever the other rows and their number.
 
     Args:
-        x_TM: Rows, in float32, bfloat16 or float16, on the weights' device. They are only read.
+        x_TM: Rows in the model's number type, on the weights' device. They are only read.
         w13: [E, 2I, M], the rows of gate above those of up. With `clamped` they alternate. A runner of packed or
             streamed weights knows the layer by this tensor and does not read its data as they lie.
         w2: [E, M, I].

@@ -55,8 +55,8 @@ class ExpertBlock:
 class Family(ABC):
     """Splits SGLang's decoder layers of one family into an attention half and an expert half.
 
-    An adapter has no state: one object serves every model and rank of a process. It computes with SGLang's own modules.
-    A layer must give the same rows whatever rows it is called with: a row's result may not depend on the others.
+    An adapter has no state, and computes with SGLang's own modules. Both halves may be called with any of a group's
+    rows: an adapter may not mix rows or keep them.
 
     Hidden states and residuals are [rows, hidden] in the model's number type. A method may write its results over its
     arguments; the caller uses the returned tensors only.
