@@ -1,4 +1,4 @@
-"""Owns the device tier's KV pages of multi-head attention on a CPU. It does not decide who gets which page."""
+"""Owns the device tier's KV pages of multi-head attention on a CPU. The page allocator gives the pages out."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from sgl_batch.sglang_adapter.memory import KVCache, unwrap_write_loc
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose memory the kernel gives on first write; torch.zeros would touch a pool of gigabytes at start.
+    """Return zeros whose memory the kernel gives on first write; torch.zeros would touch a pool of gigabytes at start.
 
-    On huge pages where they are granted: attention reads pages of KV in any order, and misses fewer translations.
+    They lie on huge pages if the kernel grants them: attention reads pages of KV in any order, and misses fewer address
+    translations.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # advice: a kernel without huge pages refuses it
+    with suppress(OSError):  # a kernel without huge pages refuses the advice
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def lazy_layers(num_layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Lazy zeros [num_layers * N, ...] for layers of `shape` [N, ...], and each layer's share of them."""
+    """Return lazy zeros [num_layers * N, ...] for layers of `shape` [N, ...], and each layer's share of them."""
     whole = lazy_zeros((num_layers * shape[0], *shape[1:]), dtype)
     return whole, list(whole.split(shape[0]))
 
@@ -35,8 +36,8 @@ def lazy_layers(num_layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> 
 class DevicePagePool(KVCache):  # type: ignore[misc]
     """Keys and values by page: per layer [num_pages, ...], in the order of `layout`.
 
-    Heads stand before the tokens of a page, so that attention multiplies pages of one head as they lie. A KV index is
-    page * page_size + offset, as everywhere in SGLang; page 0 is kept for padding. Memory is claimed by the kernel
+    The heads of a page come before its tokens, so that attention multiplies pages of one head without a copy. A KV
+    index is page * page_size + offset, as everywhere in SGLang. Page 0 is kept for padding. The kernel gives memory
     when a page is first written.
     """
 
@@ -66,27 +67,27 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
         all_keys, self.k_pages = lazy_layers(layer_num, keys, dtype)
         all_values, self.v_pages = lazy_layers(layer_num, values, dtype)
         self.all_parts: tuple[torch.Tensor, ...] = (all_keys, all_values)
-        """What the pages of all layers consist of, each [layers * num_pages, ...], one layer after the other."""
+        """The parts of all layers' pages (keys, values), each [layers * num_pages, ...], one layer after the other."""
         self.first_page = 0
         self.head_num, self.head_dim, self.v_head_dim = head_num, head_dim, head_dim
         self._finalize_allocation_log(size)
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """What a layer's pages consist of, each [num_pages, ...]; layers are counted from this process's first."""
+        """Return the parts of a layer's pages, each [num_pages, ...]. Layers are counted from this process's first."""
         return self.k_pages[layer], self.v_pages[layer]
 
     def redirect(self, parts: Sequence[tuple[torch.Tensor, ...]], first_page: int) -> None:
-        """Let layers read and write other memory: `parts` of each as in page_parts, with pages from `first_page` on."""
+        """Point the layers to other memory: `parts` of each as in page_parts; `first_page` numbers the first page."""
         self.k_pages, self.v_pages = [keys for keys, _ in parts], [values for _, values in parts]
         self.first_page = first_page
 
     @property
     def native_layout(self) -> bool:
-        """Whether pages lie as the native kernels want them."""
+        """Whether pages have the layout of the native kernels."""
         return isinstance(self.layout, PanelLayout)
 
     def pages_by_head(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [num_pages, heads, page_size, head_dim] of a layer, where pages lie in the plain layout."""
+        """Return a layer's keys and values [num_pages, heads, page_size, head_dim]. Only for the plain layout."""
         assert not self.native_layout, "packed pages are for the native kernels"
         return self.get_kv_buffer(layer_id)
 
@@ -105,7 +106,7 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
     def set_kv_buffer(self, layer: Any, loc: Any, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
         """Write the keys and values [tokens, num_kv_heads, head_dim] of one layer at the KV indices `loc` [tokens].
 
-        KV indices are counted from the first page of the memory to which the layers are led; so everywhere here.
+        KV indices are counted from the first page of the memory to which the layers point, in all methods of a pool.
         """
         kv_indices, _, _ = unwrap_write_loc(loc)
         self.write_kv(layer.layer_id, kv_indices, cache_k, cache_v)
@@ -116,7 +117,7 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
         self.layout.write(self.get_kv_buffer(layer_id), self._pages_and_offsets(kv_indices), keys, values)
 
     def read_kv(self, layer_id: int, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, num_kv_heads, head_dim] at `kv_indices` [tokens]: a copy."""
+        """Return a copy of keys and values [tokens, num_kv_heads, head_dim] at `kv_indices` [tokens]."""
         return self.layout.read(self.get_kv_buffer(layer_id), self._pages_and_offsets(kv_indices))
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
@@ -126,5 +127,5 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
             self.layout.write(pools, target, *self.layout.read(pools, source))
 
     def _pages_and_offsets(self, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and offset of each KV index."""
+        """Return the page and the offset of each KV index."""
         return kv_indices // self.page_size, kv_indices % self.page_size

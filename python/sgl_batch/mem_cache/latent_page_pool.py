@@ -1,4 +1,4 @@
-"""Owns the device tier's KV pages of latent attention (MLA) on a CPU. It does not decide who gets which page."""
+"""Owns the device tier's KV pages of latent attention (MLA) on a CPU. The page allocator gives the pages out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         index_head_dim: int | None = None,
     ) -> None:
         if index_head_dim is not None:
-            raise ConfigError("this model chooses what its attention sees with an indexer; the CPU has no form of it")
+            raise ConfigError(
+                "this model selects the tokens of attention with an indexer, which the CPU does not support"
+            )
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         self.row_dim = kv_lora_rank + qk_rope_head_dim
@@ -50,25 +52,25 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         self._finalize_allocation_log(size)
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """What a layer's pages consist of, each [num_pages, ...]; layers are counted from this process's first."""
+        """Return the parts of a layer's pages, each [num_pages, ...]. Layers are counted from this process's first."""
         return (self.pages[layer],)
 
     def redirect(self, parts: Sequence[tuple[torch.Tensor, ...]], first_page: int) -> None:
-        """Let layers read and write other memory: `parts` of each as in page_parts, with pages from `first_page` on."""
+        """Point the layers to other memory: `parts` of each as in page_parts; `first_page` numbers the first page."""
         self.pages = [rows for (rows,) in parts]
         self.first_page = first_page
 
     def get_pages(self, layer_id: int) -> torch.Tensor:
-        """A layer's pages [num_pages, page_size, row]."""
+        """Return a layer's pages [num_pages, page_size, row]."""
         return self.pages[int(layer_id - self.start_layer)]
 
     def pages_by_head(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [num_pages, 1, page_size, row] and values [num_pages, 1, page_size, kv_lora_rank] of a layer."""
+        """Return a layer's keys [num_pages, 1, page_size, row] and values [num_pages, 1, page_size, kv_lora_rank]."""
         keys = self.get_pages(layer_id)[:, None]
         return keys, keys[..., : self.kv_lora_rank]
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """A layer's rows by KV index [num_indices, 1, row], as SGLang has them."""
+        """Return a layer's rows by KV index [num_indices, 1, row], as SGLang does."""
         return self.get_pages(layer_id).flatten(0, 1)[:, None]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
@@ -95,7 +97,7 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         self.get_key_buffer(layer_id)[kv_indices] = keys.to(self.dtype)
 
     def read_kv(self, layer_id: int, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [tokens, 1, row] and values [tokens, 1, kv_lora_rank] at `kv_indices` [tokens]: a copy."""
+        """Return a copy of keys [tokens, 1, row] and values [tokens, 1, kv_lora_rank] at `kv_indices` [tokens]."""
         rows = self.get_key_buffer(layer_id)[kv_indices]
         return rows, rows[..., : self.kv_lora_rank]
 

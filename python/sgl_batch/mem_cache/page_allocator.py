@@ -1,4 +1,4 @@
-"""Owns which device pages are free, with SGLang's allocator interface. Who may take them is decided in core/."""
+"""Owns which device pages are free, with SGLang's allocator interface. core/ decides which sequences take them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def _pages_for(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
 class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
     """Gives KV indices of whole pages, in plain torch, on any device.
 
-    Sequences never share a page that is still written to. Page 0 is kept for padding, so the last page is
-    number `num_pages`. How many pages are taken is counted from lengths on the host, so that no step waits for a GPU.
+    Sequences never share a page that is still written to. Page 0 is kept for padding, so the last page is number
+    `num_pages`. Pages to take are counted from lengths on the host, so that no step waits for a GPU. Staged pages are
+    numbered from `first_staged` on, behind the device's own.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
 
     @contextmanager
     def decoding_staged(self) -> Iterator[None]:
-        """Inside, all that decode have their pages behind the device's own, one after the other in their order."""
+        """Inside, every decoding sequence has consecutive staged pages: its next KV index follows its last one."""
         self._decodes_staged = True
         try:
             yield
@@ -59,7 +60,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
 
     @property
     def first_staged(self) -> int:
-        """The number of the first page behind the device's own."""
+        """The number of the first staged page."""
         return self.num_pages + 1
 
     def _take(self, num_pages: int) -> torch.Tensor | None:
@@ -70,8 +71,8 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         return taken
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """KV indices [need_size] of whole pages, or None when too few are free."""
-        assert need_size % self.page_size == 0, f"{need_size} tokens are no whole number of pages"
+        """Return KV indices [need_size] of whole pages, or None when too few are free."""
+        assert need_size % self.page_size == 0, f"{need_size} tokens are not a whole number of pages"
         pages = self._take(need_size // self.page_size)
         if pages is None:
             return None
@@ -89,7 +90,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """KV indices [extend_num_tokens] for tokens prefix_lens..seq_lens of each sequence, laid end to end.
+        """Return KV indices [extend_num_tokens] for tokens prefix_lens..seq_lens of each sequence, laid end to end.
 
         A sequence first fills the page of `last_loc` (the KV index of its last token so far), then new pages.
         """
@@ -118,7 +119,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One KV index [num_sequences] for the token at position seq_lens - 1 of each sequence."""
+        """Return KV indices [num_sequences]: one for the token at position seq_lens - 1 of each sequence."""
         kv_indices: torch.Tensor = last_loc.to(torch.int64) + 1
         if self._decodes_staged:
             return kv_indices
@@ -132,7 +133,7 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         return torch.where(opens_page, new_page * self.page_size, kv_indices)
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Give back the pages of these KV indices."""
+        """Free the pages of these KV indices."""
         if free_index.numel() == 0:
             return
         if not self.is_not_in_free_group:
@@ -140,6 +141,6 @@ class PageAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
             return
         pages = torch.unique(free_index.to(torch.int64) // self.page_size)
         pages = pages[pages < self.first_staged]
-        # In front: the next to be taken were written before. The kernel gives a page its memory at its first write, so
-        # the pool holds what was once in use together, and not, after a long run, all of it.
+        # In front, so that pages written before are taken next. The kernel gives a page its memory at its first write:
+        # so the pool takes memory for the most pages in use at once, not for all of them after a long run.
         self.free_pages = torch.cat((pages, self.free_pages))

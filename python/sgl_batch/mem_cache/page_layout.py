@@ -1,4 +1,4 @@
-"""Owns the order of keys and values within a page of one layer. Which pages there are is the pool's.
+"""Owns the order of keys and values within a page of one layer. The pool owns the pages.
 
 Shape suffixes: P pages, N tokens, H KV heads, S tokens of a page, D head dimension; W and C below.
 """
@@ -12,11 +12,11 @@ import torch
 
 from sgl_batch.kernel_loader import native_kernels
 
-PANEL = 32  # columns of a packed panel, as the native kernels have it
+PANEL = 32  # columns of a packed panel of the native kernels
 
 
 class PageLayout(Protocol):
-    """How a page keeps its tokens. Pages are numbered, tokens of a page by their offset; both are int64 [N]."""
+    """How a page stores its tokens. A token is given by its page and its offset in the page, both int64 [N]."""
 
     key_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
@@ -28,19 +28,19 @@ class PageLayout(Protocol):
         keys_NHD: torch.Tensor,
         values_NHD: torch.Tensor,
     ) -> None:
-        """Put keys and values at (pages, offsets) of the two pools [P, *shape]."""
+        """Write keys and values at (pages, offsets) of the two pools [P, *shape]."""
         ...
 
     def read(
         self, pools: tuple[torch.Tensor, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the keys and values [N, H, D] at (pages, offsets)."""
+        """Return copies of the keys and values [N, H, D] at (pages, offsets)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLayout:
-    """[H, S, D]: a page of one head is one contiguous matrix, for torch operators."""
+    """[H, S, D]: the page of one head is a contiguous matrix, for torch operators."""
 
     key_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class PanelLayout:
         values_NHD: torch.Tensor,
     ) -> None:
         kernels = native_kernels()
-        assert kernels is not None, "packed pages are made where the kernels are"
+        assert kernels is not None, "packed pages need the native kernels"
         pages, offsets = at
         kv_indices = pages * (self.key_shape[1] * self.key_shape[3]) + offsets
         kernels.write_pages(*pools, kv_indices, _with_heads_together(keys_NHD), _with_heads_together(values_NHD))
@@ -105,7 +105,7 @@ class PanelLayout:
 
 
 def _with_heads_together(rows_NHD: torch.Tensor) -> torch.Tensor:
-    """Rows as the kernels take them: of a token all heads in one piece; tokens may lie apart."""
+    """Return rows as the kernels take them: all heads of a token contiguous; tokens may lie apart."""
     together = rows_NHD.stride()[1:] == (rows_NHD.shape[2], 1)
     return rows_NHD if together else rows_NHD.contiguous()
 
@@ -113,7 +113,7 @@ def _with_heads_together(rows_NHD: torch.Tensor) -> torch.Tensor:
 def page_layout(
     *, heads: int, page_size: int, head_dim: int, dtype: torch.dtype, native: bool
 ) -> PlainLayout | PanelLayout:
-    """The kernels' layout where they are there and its panels fit the sizes, otherwise the plain one."""
+    """Return the native kernels' layout if `native` and if its panels fit the sizes, otherwise the plain one."""
     step = 2 if dtype == torch.bfloat16 else 1
     fits = all(size % step == 0 and (size < PANEL or size % PANEL == 0) for size in (page_size, head_dim))
     if not (native and fits and dtype in (torch.bfloat16, torch.float32)):
