@@ -34,7 +34,10 @@ _KINDS = ("layer_types", "layers_block_type", "block_types")
 _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
 _UNEQUAL = ("block_configs", "global_head_dim", "swa_head_dim", "num_kv_shared_layers", "use_cla")
 # SGLang's models of these divide hidden_size among the heads, whatever head_dim is; its KV pools follow head_dim.
-_HEADS_DIVIDE_HIDDEN_SIZE = frozenset({"MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM"})
+_HEADS_DIVIDE_HIDDEN_SIZE = re.compile(
+    r"^(Baichuan|Cohere2?|Deepseek|GraniteMoe|InternLM2|IQuestLoopCoder|MiniCPM|(Quant)?Mixtral|Olmo[2e]?|Orion|Persimmon"
+    r"|Qwen2Moe|StableLm|Starcoder2|XverseMoe)ForCausalLM$"
+)
 # Models for which SGLang has a second pool for the KV of layers with a window.
 _TWO_POOLS = re.compile(r"^(GptOss|MiMoV2|Step3p[57]|Gemma4|Laguna|Mellum|Inkling)")
 # Devices on which SGLang's own models may have windows; on a CPU their tokens have not been checked.
@@ -180,7 +183,7 @@ def _unequal_layers(judged: JudgedConfig) -> str | None:
 
 def _heads(judged: JudgedConfig) -> str | None:
     head_dim, hidden, heads = (_number(judged.get(name)) for name in ("head_dim", "hidden_size", "num_attention_heads"))
-    if judged.architecture not in _HEADS_DIVIDE_HIDDEN_SIZE or not head_dim or not hidden or not heads:
+    if not _HEADS_DIVIDE_HIDDEN_SIZE.match(judged.architecture) or not head_dim or not hidden or not heads:
         return None
     if head_dim == hidden // heads:
         return None

@@ -49,7 +49,7 @@ ON_ALL_DEVICES = [
 HEADS = {"hidden_size": 64, "num_attention_heads": 4}
 ON_ALL_DEVICES += [
     (f"{name}ForCausalLM", {**HEADS, "head_dim": 32}, "32 channels (head_dim in its config), and SGLang's model gives")
-    for name in ("Mixtral", "Olmoe", "Qwen2Moe")
+    for name in ("Baichuan", "Cohere", "GraniteMoe", "Mixtral", "Olmo2", "Olmoe", "Qwen2Moe", "StableLm", "Starcoder2")
 ]
 WINDOWED = {"sliding_window": 64, "max_position_embeddings": 4096}
 ON_A_CPU = [
