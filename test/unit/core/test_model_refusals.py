@@ -53,7 +53,7 @@ ON_ALL_DEVICES += [
 ]
 WINDOWED = {"sliding_window": 64, "max_position_embeddings": 4096}
 ON_A_CPU = [
-    ("Phi3ForCausalLM", WINDOWED, "last 64 tokens alone"),
+    ("Phi3ForCausalLM", WINDOWED, "only to the last 64 tokens"),
     ("Gemma3ForCausalLM", {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}, "--context-length 64"),
     ("Gemma2ForCausalLM", {"attn_logit_softcapping": 50.0}, "caps the logits"),
     ("Qwen3MoeForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\).*bfloat16"),
