@@ -1,1 +1,1 @@
-"""Our subclasses of SGLang's processes, and the wiring that starts them."""
+"""Our subclasses of SGLang's tokenizer manager, scheduler and worker, and the agreement of several ranks."""

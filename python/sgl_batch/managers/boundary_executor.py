@@ -1,7 +1,31 @@
-"""Owns what core/ decided over a rank's sequences, carried out: actions, batches, and what follows a forward pass.
+"""Owns carrying out what core/ decides over a rank's sequences. It runs no forward pass: the scheduler does.
 
-It decides nothing itself, and runs no forward pass; it hands batches to the scheduler, which does. Where KV lies, and
-how it moves, is the affair of a `KVForm`.
+Theory of operation
+
+A step is one forward pass: a decode step adds a token to each sequence of the decode batch, a prefill step computes a
+group of prompts. A boundary is the moment between two decode steps at which the decode batch changes: sequences leave
+it or join it, and KV moves between device and store. The decode steps between two boundaries are an interval. A
+boundary is due after `boundary_tokens` steps, when nothing runs, or earlier where waiting sequences could double the
+batch (BatchGen Algorithm 2; `core.page_boundary.boundary_due`).
+
+`core.decide` decides, from plain views of the sequences and of their KV. It returns a list of actions. The executor
+carries them out in order, and asks for the next list, until an action is for the device:
+
+    scheduler -- next_batch --> decide(State, KVState, plan, policy) <-----------------------+
+                                  |  actions, in this order:                                 |
+                                  |    Sync                   copies to the store end        |
+                                  |    Suspend, Evict         KV leaves the device           | until an action
+                                  |    Extend                 runners get pages              | is for the device
+                                  |    Restore, Refill, Join  sequences join the batch       |
+                                  |    BeginInterval          the boundary is over  ---------+
+                                  v
+              a batch <-- Step, Prefill, PrefillChoices;    no batch <-- Idle
+                 |
+              forward pass, SGLang's results --> PassResults: sequences yield, finish, give back pages
+
+With several ranks `RankSteps` replaces `next_batch`. The ranks agree on each step. At a boundary the control rank
+decides from the states of all ranks. Either each rank prefills its part (`prefill`); or sequences migrate, and then
+each rank refills its part (`refill`) or, where its policy is local (`decides_alone`), decides alone (`cross_boundary`).
 """
 
 from __future__ import annotations
@@ -33,11 +57,11 @@ from sgl_batch.core.actions import (
     Sync,
 )
 from sgl_batch.core.admission import Admission
-from sgl_batch.core.coroutine import Event, Transition
+from sgl_batch.core.coroutine import Event
 from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.kv_policy import KVPolicy
-from sgl_batch.core.kv_state import Interval, KVState
+from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.order.interface import Budgets, OrderPolicy
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
@@ -49,6 +73,7 @@ from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import SequenceQueue
 from sgl_batch.kv_offload.kv_form import KVForm
 from sgl_batch.managers.interval_clock import IntervalClock
+from sgl_batch.managers.pass_results import PassResults
 from sgl_batch.managers.prefill_batches import PrefillBatches
 from sgl_batch.managers.rank_view import CurrentRankView
 from sgl_batch.managers.sequence_removal import SequenceRemoval, Unbatched
@@ -57,10 +82,7 @@ from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.metrics.counters import Counters, PartClock
 from sgl_batch.requests import prompt_groups
 from sgl_batch.sglang_adapter.moving import remove_from_batch
-from sgl_batch.sglang_adapter.scheduling import (
-    decode_batches,
-    merge_into,
-)
+from sgl_batch.sglang_adapter.scheduling import decode_batches, merge_into
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
@@ -69,10 +91,11 @@ A = TypeVar("A", bound=Action)
 
 
 class BoundaryExecutor:
-    """The queue's order, choices that wait for their leader's prompt, and where the rank stands between boundaries.
+    """Carries out decisions over the sequences of one rank, and counts the steps since the last boundary.
 
-    `table` has the sequences themselves, `kv` their KV. `beside`: a prefill batch that goes through the forward pass of
-    the decode batch that was just given out. `paused`: no step is begun; what comes is queued.
+    `table` has the sequences, `kv` their KV. `removal` aborts and retracts sequences. `results` follows forward passes.
+    `mixed_prefill`: prompts that go through the same forward pass as the decode batch that was returned last. The
+    scheduler takes it and sets it to None. `paused`: no step begins; new requests are queued.
     """
 
     def __init__(
@@ -101,14 +124,13 @@ class BoundaryExecutor:
         )
         self._unbatched = Unbatched(queued=SequenceQueue(order))
         self._prompts = PrefillBatches(scheduler, in_force, self.table, self._unbatched, kv, counters)
-        self.removal = SequenceRemoval(scheduler, self.table, self._unbatched, kv, self.join_arrived)
-        self._steps = 0
-        self._filling = False
-        self._changes_at_boundary = -1
         self._interval = IntervalClock()
-        self._boundaries = 0
-        self._urgent = False
-        self.beside: ScheduleBatch | None = None
+        self.results = PassResults(self.table, self._unbatched, kv, self._prompts, self._interval, counters)
+        self.removal = SequenceRemoval(scheduler, self.table, self._unbatched, kv, self.join_arrived)
+        self._steps = self._boundaries = 0
+        self._filling = self._urgent = False
+        self._changes_at_boundary = -1
+        self.mixed_prefill: ScheduleBatch | None = None
         self.paused = False
 
     @property
@@ -119,28 +141,35 @@ class BoundaryExecutor:
     # Intake.
 
     def enqueue(self, request: Request) -> None:
-        """Take in a request that waits in the scheduler's queue; one that can never fit ends with its error."""
+        """Enter a request that is in the scheduler's waiting queue as QUEUED. One that can never fit gets its error."""
         sequence = self.table.enter(request)
         for action in self.table.decided_on_arrival(sequence):
             self._do(action, self._scheduler.running_batch, 0.0)
         self._unbatched.queued.add(sequence)
 
-    def unlist_prompts(self) -> None:
-        """The KV of prompts that is there now is of other weights than that of prompts to come."""
+    def invalidate_shared_prompts(self) -> None:
+        """Share the KV of earlier prompts with no later prompt, because the weights change."""
         self.kv.sharing.invalidate()
 
     @property
     def has_kv(self) -> bool:
-        """Whether any sequence has KV: those in the queue have none."""
+        """Whether any sequence has KV. QUEUED sequences have none."""
         return self.table.num_sequences > len(self._unbatched.queued)
 
     # Decide, then do.
 
     def next_batch(self, running: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
-        """The batch to run next and the decode batch after this decision."""
+        """Decide and carry out actions until one is for the device.
+
+        Args:
+            running: the decode batch, without finished requests. It is changed in place or replaced.
+
+        Returns:
+            The batch to run next, or None where there is nothing to do; and the decode batch from now on.
+        """
         began = time.perf_counter()
         while True:
-            for action in self._decide(running):
+            for action in self._recorded(running, lambda state, kv: decide.decide(state, kv, self.plan, self._policy)):
                 match action:
                     case Step():
                         return self.step(action, running), running
@@ -155,7 +184,15 @@ class BoundaryExecutor:
                         running = self._do(action, running, began)
 
     def cross_boundary(self, running: ScheduleBatch, *, others_run: bool) -> ScheduleBatch:
-        """Do what a rank decides for itself at a boundary at which none of several prefills; the decode batch then."""
+        """Decide alone at a boundary of several ranks at which none prefills, up to the begin of the interval.
+
+        Args:
+            running: the decode batch, without finished requests.
+            others_run: whether another rank has sequences to decode, which a wait for copies here would hold up.
+
+        Returns:
+            The decode batch from now on. Choices that have forked meanwhile end this early; they are prefilled next.
+        """
         began, boundaries = time.perf_counter(), self._boundaries
         while self._boundaries == boundaries and not self._unbatched.forked:
             for action in self._decide_boundary(running, others_run=others_run):
@@ -163,17 +200,13 @@ class BoundaryExecutor:
         return running
 
     def composed_step(self, running: ScheduleBatch) -> ScheduleBatch | None:
-        """This rank's batch in a decode step of several ranks, None where it has no rows; see `step`."""
+        """Return this rank's batch in a decode step of several ranks; None where it has no rows. See `step`."""
         if not self.plan.mix_prefill:
             return self.step(Step(), running)
         (action,) = self._recorded(
             running, lambda state, kv: (decide.compose(state, kv, self.plan, self._policy),), decision="step"
         )
         return self.step(action, running)
-
-    def _decide(self, running: ScheduleBatch) -> Actions:
-        plan, policy = self.plan, self._policy
-        return self._recorded(running, lambda state, kv: decide.decide(state, kv, plan, policy))
 
     def _decide_boundary(self, running: ScheduleBatch, *, others_run: bool) -> Actions:
         def make(state: State, kv: KVState) -> Actions:
@@ -189,7 +222,7 @@ class BoundaryExecutor:
         decision: str = "next",
         others_run: bool = False,
     ) -> tuple[A, ...]:
-        """The decision that `make` comes to, written to the trace where there is one."""
+        """Return the decision of `make`, and write it to the trace where there is one."""
         state, kv = self.state(running), self.kv_state(running)
         if not self._trace.is_open:
             return make(state, kv)
@@ -201,7 +234,7 @@ class BoundaryExecutor:
         return actions
 
     def _do(self, action: Action, running: ScheduleBatch, boundary_began: float) -> ScheduleBatch:
-        """Carry out an action that is not for the device; returns the decode batch."""
+        """Carry out an action that is not for the device; return the decode batch."""
         match action:
             case Sync(wait=wait):
                 self.kv.sync(wait=wait)
@@ -236,7 +269,7 @@ class BoundaryExecutor:
                 raise AssertionError(f"{action} is for the device")
         return running
 
-    # What decisions are made from.
+    # The state from which decisions are made.
 
     @property
     def is_empty(self) -> bool:
@@ -244,44 +277,51 @@ class BoundaryExecutor:
 
     @property
     def ledger(self) -> PageLedger:
-        """The account of pages."""
+        """The account of the device's pages."""
         return self.kv.device
 
     @property
     def admission_ledger(self) -> PageLedger:
-        """The account in which a sequence's pages are reserved when it is admitted."""
+        """The account in which admission reserves all pages that a sequence can need."""
         return self.kv.admission
 
     @property
     def clock(self) -> PartClock:
-        """Where this rank's time goes."""
+        """The clock of this rank's time by part."""
         return self._counters.clock
 
     @property
     def decides_alone(self) -> bool:
-        """Whether this rank decides for itself what happens at a boundary at which none of several prefills."""
+        """Whether this rank, one of several, decides alone at a boundary at which no rank prefills."""
         return self._policy.is_local
 
     def store_state(self) -> dict[str, int]:
-        """What the host KV store has; nothing where there is none."""
-        if self.is_empty:  # a client that has all its answers finds all pages free
+        """Return the counts of the host KV store; an empty dict where there is none."""
+        if self.is_empty:  # a client that has all answers then reads that all pages are free
             self.sync()
         return self.kv.counts()
 
     def sync(self) -> None:
-        """Nothing runs and nothing waits: complete what goes on in the background."""
+        """Wait until all copies to the store are complete."""
         self.kv.sync(wait=True)
 
     def capacity(self, running: ScheduleBatch) -> TierCapacity | None:
-        """What each tier has for prompts, where a page lies in one of them alone."""
+        """Return the room of each tier for prompts where a page lies in one tier alone; None elsewhere."""
         return self._policy.capacity(self.state(running), self.kv_state(running), self.plan)
 
     def estimate_shared(self, state: State) -> None:
-        """Note of the first queued sequences what their prompts share, from which groups are made."""
+        """Note, for the first queued sequences of `state`, what their prompts share with earlier ones."""
         decide.estimate_shared(state, self.kv_state(None))
 
     def state(self, running: ScheduleBatch) -> State:
-        """Views, so that a step between boundaries costs the same under any queue."""
+        """Return the state of this rank's sequences, as decisions see it.
+
+        `queued` and `ready` are views, so that a step between boundaries costs the same with any length of the queue.
+        They are valid until a sequence changes.
+
+        Args:
+            running: the decode batch.
+        """
         pool = self._scheduler.req_to_token_pool
         return State(
             queued=self._unbatched.queued.view(
@@ -302,85 +342,90 @@ class BoundaryExecutor:
             urgent=self._urgent,
         )
 
-    def ask_boundary(self) -> None:
-        """Have the boundary come before its time, with the next step; on several ranks for all of them."""
+    def request_boundary(self) -> None:
+        """Make the next boundary come with the next step, on all ranks."""
         self._urgent = True
 
     @property
     def begun(self) -> SequenceState | None:
-        """The sequence of whose prompt decode steps have computed a part."""
+        """The sequence whose prompt decode steps have computed in part, or None."""
         request = self._unbatched.begun
         return None if request is None else self.table[request.rid]
 
-    @property
-    def interval(self) -> Interval:
-        """What was measured since the last boundary."""
-        return self._interval.interval
-
     def kv_state(self, running: ScheduleBatch | None) -> KVState:
-        """Where KV lies."""
-        return self.kv.state(CurrentRankView(self.table, self.kv.sharing, self.plan, self.interval, running))
+        """Return where KV lies. With `running` None, the state must not be asked for its runners."""
+        return self.kv.state(CurrentRankView(self.table, self.kv.sharing, self.plan, self._interval.interval, running))
 
     def _groups_awaiting_grammar(self) -> set[str]:
-        """Prompts of which some choice still waits for its grammar: the others wait for it, to share the prompt."""
+        """Return the prompt groups of which a choice waits for its grammar: the others wait, to share the prompt."""
         tags = (prompt_groups.decode(r.extra_key) for r in self._scheduler.grammar_manager.grammar_queue)
         return {tag.group for tag in tags if tag is not None}
 
     def queued_named(self, names: list[str]) -> list[SequenceState]:
-        """Queued sequences by id."""
+        """Return queued sequences by id."""
         return [self._unbatched.queued[name] for name in names]
 
     def ready_named(self, names: list[str]) -> tuple[SequenceState, ...]:
-        """READY sequences by id; those that were to come and did not are left out."""
+        """Return READY sequences by id. Ids of sequences that are not here are left out: their migration failed."""
         return self.table.ready_named(names)
 
     def movable(self, running: ScheduleBatch) -> tuple[list[Movable], list[Movable]]:
-        """READY and RUNNING sequences that can change their rank."""
+        """Return the READY and the RUNNING sequences that can migrate to another rank now."""
         ready, run = self.table.movable(running)
         return self._policy.movable(ready, run, self.kv_state(running), self.plan)
 
     @property
     def num_forked(self) -> int:
-        """Choices whose prompt has just been computed by their leader."""
+        """The number of choices whose leader has just computed their prompt."""
         return len(self._unbatched.forked)
 
-    # Steps of which the results of the one before are not known.
+    # Steps that begin before the results of the step before are processed.
 
     @property
     def overlaps(self) -> bool:
         """Whether the next decode step can begin before the results of the last one are processed.
 
-        A streamed step ends with its KV in the store, before the next one reads it.
+        A streamed step cannot: its KV must be in the store before the next one reads it.
         """
         return not self.kv_state(None).streams
 
     def decode_continues(self, running: ScheduleBatch) -> bool:
-        """Whether a step of this decode batch comes next, whatever the results under way are: no boundary is due."""
+        """Return whether a step of this decode batch comes next whatever the results under way are."""
         return decide.decode_continues(self.state(running), self.kv_state(running), self.plan)
 
-    # What was decided.
+    # Actions.
 
     def prefill_choices(self, most: int) -> ScheduleBatch:
-        """The batch that computes the last prompt tokens of choices whose leader has computed the rest."""
+        """Return the batch that computes the last prompt token of up to `most` choices whose leader did the rest."""
         return self._prompts.choices(most)
 
     def prefill(self, action: Prefill) -> ScheduleBatch:
-        """The batch of a prefill group; from now on prefill goes on until enough are ready."""
+        """Return the batch of a prefill group. Prefill continues from now on until enough sequences are READY."""
         self._filling = True
         return self._prompts.group(action)
 
     def assign_tier(self, units: tuple[Admission, ...], running: ScheduleBatch) -> Prefill:
-        """A prefill of these units, with where their KV is to lie."""
+        """Return a prefill of these units, with the location that the policy chooses for their KV."""
         return decide.prefill_of(units, self.state(running), self.kv_state(running), self.plan, self._policy)
 
     def refill(self, sequences: tuple[SequenceState, ...], running: ScheduleBatch) -> ScheduleBatch:
-        """The decode batch with these waiting sequences combined into it."""
+        """Combine waiting sequences into the decode batch, and return it.
+
+        Args:
+            sequences: READY sequences whose KV lies where the coming steps find it.
+            running: the decode batch.
+        """
         requests = [self.table.take_ready(sequence.sequence_id) for sequence in sequences]
         self.kv.prepare_to_run(requests)
         return self._combine(requests, running, f"refill at a boundary after {self._steps} steps")
 
     def join_arrived(self, running: ScheduleBatch, *, wait: bool = False) -> ScheduleBatch:
-        """The decode batch with the sequences whose KV has come to the device; with all on their way, if `wait`."""
+        """Combine the sequences whose KV has arrived on the device into the decode batch, and return it.
+
+        Args:
+            running: the decode batch.
+            wait: whether to wait for all KV on its way.
+        """
         arrived = self.kv.arrived(wait=wait)
         for request in arrived.ready:
             self.table.take_ready(request.rid)
@@ -400,7 +445,13 @@ class BoundaryExecutor:
         return running
 
     def suspend(self, sequences: Sequence[SequenceState], running: ScheduleBatch, why: str) -> None:
-        """Move these running sequences to the store, where they wait: all their KV is there when this returns."""
+        """Take running sequences out of the decode batch, and move their KV to the store before this returns.
+
+        Args:
+            sequences: RUNNING sequences of `running`. They are SUSPENDED afterwards.
+            running: the decode batch, changed in place.
+            why: the reason, for the trace.
+        """
         requests = [self.table.request_named(sequence.sequence_id) for sequence in sequences]
         for request in requests:
             self.table.grown(request)
@@ -410,7 +461,7 @@ class BoundaryExecutor:
         self._counters.add("suspensions", len(requests))
 
     def begin_interval(self, running: ScheduleBatch, boundary_began: float) -> None:
-        """A boundary is past: count steps from here."""
+        """End a boundary that began at `boundary_began` (`time.perf_counter`): count steps from here."""
         self._counters.add("boundaries")
         self._filling = self._urgent = False
         self._steps = 0
@@ -420,65 +471,28 @@ class BoundaryExecutor:
         self._interval.begin(alive, boundary_began=boundary_began)
 
     def step(self, action: Step, running: ScheduleBatch) -> ScheduleBatch | None:
-        """The batch of a step, if this rank has rows. Chunks of prompts are `beside` it, or are the batch themselves.
+        """Return the batch of a step, or None where this rank has no rows.
 
-        Whoever runs a decode batch takes what is `beside` it, and computes both in one forward pass.
+        Chunks of prompts become `mixed_prefill`, which the scheduler computes in the same forward pass. Where nothing
+        runs, they are the batch.
         """
         assert action.decode is None, "all that runs is one decode batch"
         chunks = self._prompts.chunks(action) if action.prefill else None
         if not running.reqs:
             self.count_step()
             return chunks
-        self.beside = chunks
+        self.mixed_prefill = chunks
         return self.decode_step(running)
 
     def decode_step(self, running: ScheduleBatch) -> ScheduleBatch:
-        """The decode batch, made ready for its next step."""
+        """Prepare the decode batch for its next step, and return it."""
         self._interval.begin_step(len(running.reqs))
         self.kv.step(running, self.plan)
         self.count_step()
         return running
 
     def count_step(self) -> None:
-        """A decode step was decided, whether or not this rank has rows in it."""
+        """Count a decode step of the group, whether or not this rank has rows in it."""
         self._filling = False
         self._steps += 1
         self._counters.add("decode_steps")
-
-    # After a forward pass.
-
-    def before_prefill_results(self, batch: ScheduleBatch) -> None:
-        """A prefill batch has been computed, whose results come next."""
-        self.kv.end_pass(batch)
-        self._prompts.fork_choices(batch)
-
-    def after_results(self, batch: ScheduleBatch, requests: list[Request]) -> None:
-        """Yield what was prefilled, and let go of what has finished.
-
-        `requests`: those of the batch that have a result of it; others ended while it was under way.
-        """
-        prefilled = batch.forward_mode.is_extend()
-        if prefilled:
-            self._prompts.count_results(batch, requests)
-        else:
-            self.kv.end_pass(batch)
-            self._interval.end_step()
-            self._counters.add("output_tokens", len(requests))
-        self.table.record(self._changes_of(requests, prefilled=prefilled))
-        for request in requests:
-            if request.rid not in self.table:
-                self.kv.forget(request.rid)
-        self.kv.settle(batch, [request for request in requests if not request.finished()])
-        if prefilled:
-            self._prompts.keep_begun()
-
-    def _changes_of(self, requests: list[Request], *, prefilled: bool) -> list[Transition]:
-        changes = []
-        for request in requests:
-            if not request.finished():
-                if prefilled and request is not self._unbatched.begun:
-                    changes.append(self.table.prefilled(request.rid))
-            elif request.rid in self.table:
-                self._unbatched.queued.order.finished(self.table[request.rid], len(request.output_ids))
-                changes.append(self.table.finish(request))
-        return changes

@@ -1,4 +1,4 @@
-"""Our SGLang platform for machines without a GPU: it names our attention backend, page pools and allocator."""
+"""Owns our SGLang platform for machines without a GPU: it names our attention backend, page pools and allocator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sgl_batch.sglang_adapter.platform import CpuSRTPlatform, PlatformEnum
 
 
 class BatchCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
-    """An out-of-tree platform, so that SGLang asks it for classes and looks for no compiled CPU kernels.
+    """An out-of-tree platform: SGLang asks it for classes, and looks for no compiled CPU kernels.
 
-    SGLang makes its platform while its own modules are half imported, so classes are imported when asked for.
+    SGLang makes its platform while its own modules are half imported. So each method imports its class.
     """
 
     _enum = PlatformEnum.OOT
@@ -38,7 +38,7 @@ class BatchCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
         return CPU_DISPATCH_KEY
 
     def get_torch_profiler_activity_str(self) -> str:
-        """What SGLang's `start_profile` calls this platform's own activity; it asks every out-of-tree platform."""
+        """Return the name of this platform's activity for SGLang's `start_profile`."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> ProfilerActivity:

@@ -1,4 +1,4 @@
-"""Owns that an engine is dead, and the end of what its program awaits from it. It decides nothing about a restart."""
+"""Owns the note that an engine is dead, and ends all that its program awaits from it. Its users decide on a restart."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sgl_batch.sglang_adapter.types.messages import RequestState
 
 
 class EngineDeath:
-    """`error`: why the engine answers nothing any more, None while it lives.
+    """`error`: why the engine answers nothing any more; None while it lives.
 
-    `is_raised`: everything that waits for the engine raises it. Unset where lines look at `error` themselves, and save
-    their tokens first.
+    `is_raised`: whether all that waits for the engine raises the error. It is unset where request lines read `error`
+    themselves, and save their tokens first.
     """
 
     def __init__(self) -> None:
@@ -23,21 +23,21 @@ class EngineDeath:
         self._calls: set[asyncio.Future[object]] = set()
 
     def note(self, error: EngineError, states: dict[str, RequestState], loop: AbstractEventLoop | None) -> None:
-        """The engine is dead; the first reason given stands. May be called in any thread.
+        """Note that the engine is dead, for the first reason given. Any thread may call this.
 
-        `states`: the requests under way, `loop`: where they are awaited.
+        `states`: the requests under way. `loop`: the event loop that awaits them.
         """
         self.error = self.error or error
         if self.is_raised and loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._end_waits, states)
 
     def raise_if_dead(self) -> None:
-        """Raise EngineError."""
+        """Raise EngineError if the engine is dead and `is_raised`."""
         if self.error is not None and self.is_raised:
             raise EngineError(str(self.error), code=self.error.code)
 
     async def unless_dead(self, call: Callable[[object], Awaitable[object]], asked: object) -> object:
-        """What the schedulers answer to a call. Raises EngineError as soon as the engine is dead."""
+        """Return the schedulers' answer to a call. Raises EngineError as soon as the engine is dead."""
         self.raise_if_dead()
         answer = asyncio.ensure_future(call(asked))
         self._calls.add(answer)
@@ -53,7 +53,7 @@ class EngineDeath:
         for answer in self._calls:
             answer.cancel()
         for rid, state in states.items():
-            # Whoever takes this answer asks first what its reason means, and raises.
+            # The reader of this answer checks its finish reason first, and raises.
             state.out_list = [{"meta_info": {"id": rid, "finish_reason": {"type": "abort"}}}]
             state.finished = True
             state.event.set()

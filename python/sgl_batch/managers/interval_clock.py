@@ -1,4 +1,4 @@
-"""Owns the time of the decode steps between two boundaries, from which the coming interval's form of KV is chosen."""
+"""Owns the rows and time of an interval's decode steps, from which the next interval's form of KV is chosen."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from sgl_batch.core.kv_state import Interval
 
 
 class IntervalClock:
-    """Rows and seconds since a boundary, which counts itself. A step may begin before the one before it ends."""
+    """Measures rows and seconds since a boundary, including the boundary itself. Steps may overlap."""
 
     def __init__(self) -> None:
         self._number = self._alive = self._rows = self._under_way = 0
         self._seconds = self._since = 0.0
 
     def begin(self, alive: int, *, boundary_began: float) -> None:
-        """A boundary that began at that time (`time.perf_counter`) is over."""
+        """Begin an interval after a boundary that began at `boundary_began` (`time.perf_counter`).
+
+        `alive`: how many sequences run or wait with KV.
+        """
         self._number += 1
         self._alive, self._rows = alive, 0
         self._seconds = time.perf_counter() - boundary_began
@@ -34,5 +37,5 @@ class IntervalClock:
 
     @property
     def interval(self) -> Interval:
-        """What was measured so far."""
+        """The measurements so far."""
         return Interval(number=self._number, alive=self._alive, rows=self._rows, seconds=self._seconds)

@@ -1,6 +1,6 @@
-"""Owns the batches that compute prompts: of groups, of chunks beside decode rows, and of choices behind their leader.
+"""Owns the batches that compute prompts: prefill groups, chunks with a decode step, and choices after their leader.
 
-Which prompts are computed, and how much of them, is decided in core/.
+core/ decides which prompts are computed, and how much of each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WHOLE: Mapping[str, int] = {}
 
 
 class PrefillBatches:
-    """Takes sequences out of `unbatched.queued`, and keeps `unbatched.begun`, the request whose prompt is cut."""
+    """Makes batches of sequences from `unbatched`, and updates `unbatched.begun`, whose prompt is computed in part."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PrefillBatches:
         self._unbatched, self._kv, self._counters = unbatched, kv, counters
 
     def group(self, action: Prefill) -> ScheduleBatch:
-        """The batch of a prefill group."""
+        """Return the batch of a prefill group."""
         self._admit(action.units)
         leaders = [unit.leader for unit in action.units]
         if action.rest is not None:
@@ -52,7 +52,7 @@ class PrefillBatches:
         return self._kv.prefill(requests, action.on_device, lambda: self._batch(requests, why))
 
     def chunks(self, action: Step) -> ScheduleBatch:
-        """The batch of the chunks of prompts that go along with a decode step."""
+        """Return the batch of the chunks of prompts that are computed in the same pass as a decode step."""
         sequences = [chunk.sequence for chunk in action.prefill]
         self._admit([Admission(leader=s) for s in sequences if s.status is Status.QUEUED])
         requests = self._requests(sequences)
@@ -62,7 +62,7 @@ class PrefillBatches:
         return self._kv.prefill(requests, action.on_device, lambda: self._batch(requests, why, ends))
 
     def choices(self, most: int) -> ScheduleBatch:
-        """The batch that computes the last prompt tokens of choices whose leader has computed the rest."""
+        """Return the batch that computes the last prompt token of up to `most` choices whose leader did the rest."""
         taken, self._unbatched.forked = self._unbatched.forked[:most], self._unbatched.forked[most:]
         return self._batch(taken, "its prompt was computed by its leader")
 
@@ -70,7 +70,7 @@ class PrefillBatches:
         return [self._table.request_named(sequence.sequence_id) for sequence in sequences]
 
     def _admit(self, units: Sequence[Admission]) -> None:
-        """Take units out of the queue, with the pages that they can need."""
+        """Take units out of the queue, and reserve the pages that they can need."""
         for unit in units:
             self._kv.match_and_insert(unit, self._table.request_named(unit.leader.sequence_id), self._in_force.plan)
             if unit.followers:
@@ -98,7 +98,7 @@ class PrefillBatches:
     # After a forward pass.
 
     def fork_choices(self, batch: ScheduleBatch) -> None:
-        """Fork the choices of leaders in this batch, while the leaders still hold all their pages."""
+        """Fork the choices of the leaders in this batch, while the leaders still hold all their pages."""
         for request in batch.reqs:
             sequence = self._table[request.rid]
             group = sequence.prompt_group
@@ -130,6 +130,6 @@ class PrefillBatches:
         return sequence.computed_tokens < sequence.kv_tokens
 
     def keep_begun(self) -> None:
-        """Let the prompt that is computed in part go on behind what it has on the device."""
+        """Let the prompt that is computed in part continue after the KV that it has on the device."""
         if self._unbatched.begun is not None:
             keep_prefix(self._scheduler, self._unbatched.begun)

@@ -1,7 +1,6 @@
-"""Owns the child processes of one engine that its program has started: the wait until they are ready, and the notice of
-the first that ends.
+"""Owns the child processes that an engine's program has started: it awaits their readiness and notices the first end.
 
-It decides nothing about what follows from an end. SGLang's own watch looks once a second, sees no detokenizer that ends
+Its users decide what follows from an end. SGLang's own watch looks once a second, does not see a detokenizer that ends
 while the model is loaded, and sends the program a signal.
 """
 
@@ -22,17 +21,17 @@ from sgl_batch.errors import EngineError
 
 _LOOK_S = 0.5
 _END_S = 10.0
-# A process that has begun says why it fails. Before that it reads the program's own file.
+# A process that runs our code reports why it fails. Before that it reads the program's own file.
 _UNGUARDED = (
-    ". It failed before it began: each process reads the program's file anew, so that what makes an engine there has "
-    'its place below `if __name__ == "__main__":`'
+    ". It failed before it began: each process reads the program's file anew, so code that makes an engine belongs "
+    'below `if __name__ == "__main__":`'
 )
-# What the C library and faulthandler have written to standard error.
+# Signals at which the C library or faulthandler writes a stack to standard error.
 _NATIVE_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 
 
 def end_of(exit_code: int, peak_bytes: int = 0) -> str:
-    """Say how a process has ended. `peak_bytes`: the most memory that it was seen to have, 0 where unknown."""
+    """Return the text that says how a process ended. `peak_bytes`: its highest memory seen, 0 where unknown."""
     if exit_code >= 0:
         return f"failed (exit code {exit_code}); its own message stands above"
     number = -exit_code
@@ -51,13 +50,13 @@ def end_of(exit_code: int, peak_bytes: int = 0) -> str:
 
 
 class Peaks:
-    """The most memory that each process was seen to have."""
+    """The highest memory use seen of each process."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
 
     def look(self, processes: Sequence[BaseProcess]) -> None:
-        """Note how much each has now; one that has ended has nothing any more."""
+        """Note the present memory use of each process that still runs."""
         for process in processes:
             try:
                 now = psutil.Process(process.pid).memory_info().rss
@@ -67,16 +66,16 @@ class Peaks:
             self._bytes[process.pid] = max(now, self.of(process))
 
     def of(self, process: BaseProcess) -> int:
-        """Bytes; 0 of a process at which nobody has looked."""
+        """Return the bytes; 0 for a process that was never looked at."""
         return self._bytes.get(process.pid or 0, 0)
 
 
 class ProcessEndedError(EngineError):
-    """A process has ended, and this says how."""
+    """A process of the engine has ended. The message says how."""
 
 
 class ProcessWatch:
-    """A child that is given it gets an empty one: the processes are its parent's."""
+    """Watches processes. Pickled for a child process it is empty, because the processes are the parent's."""
 
     def __init__(self) -> None:
         self._named: list[tuple[str, BaseProcess]] = []
@@ -88,13 +87,13 @@ class ProcessWatch:
         return ProcessWatch, ()
 
     def add(self, name: str, processes: Sequence[BaseProcess]) -> None:
-        """Watch these, which have just started, too."""
+        """Watch these processes, too, which have just started."""
         self._named += [(name, process) for process in processes]
 
     def await_ready(self, readers: Sequence[Connection], senders: Sequence[BaseProcess]) -> list[dict[str, object]]:
-        """What each of `senders` says of itself when it is ready, at its end of a pipe.
+        """Wait until each of `senders` has sent its info through its pipe; return the infos in the order of `readers`.
 
-        Raises ProcessEndedError as soon as any process ends instead.
+        Raises ProcessEndedError as soon as any watched process ends.
         """
         infos: dict[int, dict[str, object]] = {}
         while len(infos) < len(readers):
@@ -108,13 +107,13 @@ class ProcessWatch:
         return [infos[number] for number in range(len(readers))]
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        """Call `on_end`, in a thread, with how the first process ends that does not end in order."""
+        """Call `on_end`, in a thread, with the text that says how the first process fails or dies."""
         self._stopping = stopping = multiprocessing.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._run, args=(stopping[0], on_end), name="process watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """From now on processes may end. Idempotent."""
+        """Stop watching: from now on processes may end. Idempotent."""
         if self._thread is None or self._stopping is None:
             return
         reader, writer = self._stopping

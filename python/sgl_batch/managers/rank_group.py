@@ -1,8 +1,9 @@
-"""Owns how the ranks of a group agree, with what core/ decides.
+"""Owns the agreement of the ranks of a group on each step and at each boundary. core/ decides.
 
-Before every step each rank says what it has to do. With an all-gather, each decides the step by itself, from
-the same words. Without one, the control rank hears them, decides and tells all. Actions at a boundary are always the
-control rank's. No rank enters a collective before it has its answer, so that all enter the same ones.
+Before every step each rank publishes a header: what it has to do. With an all-gather, each rank decides the step by
+itself, from the same headers. Without one, the ranks send their headers to the control rank, which decides and sends
+the step to all. At a boundary the control rank always decides, from the states of all ranks. No rank enters a
+collective before it knows the step, so that all ranks enter the same collectives.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, BoundaryActions)
 
 
 class AllGather(Protocol):
-    """Numbers of every rank that all can read."""
+    """An exchange of a few numbers among all ranks."""
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The values of all ranks, by rank."""
+        """Return the values of all ranks, by rank. Every rank calls this, with equally many values."""
 
     def take_waited_s(self) -> float:
-        """Seconds waited for other ranks since this was last asked."""
+        """Return the seconds waited for other ranks since the last call of this."""
 
 
 class RankGroup:
@@ -63,7 +64,7 @@ class RankGroup:
         self._others = [rank for rank in range(self._num_ranks) if rank != self._control_rank]
 
     def agree(self, header: RankHeader, plan: Plan) -> GroupStep:
-        """The step that all ranks take, given what this one says of itself; `plan` is the same on all."""
+        """Return the step that all ranks take. `header`: this rank's; `plan`: the same on all ranks."""
         if self._all_gather is not None:
             return next_step([_header_in(row) for row in self._all_gather.gather(_row_of(header))], plan)
         own = HeaderMessage(header.running, header.waiting, header.forked, header.due, header.plan_changes)
@@ -78,25 +79,25 @@ class RankGroup:
         return step
 
     def take_waited_s(self) -> float:
-        """Seconds waited for other ranks' words before a step since this was last asked, with an all-gather."""
+        """Return the seconds waited in the all-gather since the last call of this; 0 without an all-gather."""
         return 0.0 if self._all_gather is None else self._all_gather.take_waited_s()
 
     def decide(self, state: StateMessage, plan: Plan) -> BoundaryActions:
-        """This rank's actions at a boundary, decided from the states of all."""
+        """Return this rank's actions at a boundary, decided from the states of all ranks. `state`: this rank's."""
         if self.rank != self._control_rank:
             self._channel.send(self._control_rank, state)
             return self._receive([self._control_rank], BoundaryActions, "its actions at a boundary")[1]
         states = self._gather(state, StateMessage, "its state at a boundary")
-        told = [state_of(message, rank) for rank, message in enumerate(states)]
-        decision = decide_group(told, plan, self._migration)
+        ranks = [state_of(message, rank) for rank, message in enumerate(states)]
+        decision = decide_group(ranks, plan, self._migration)
         if self._trace is not None:
-            self._trace.write_decision(group_record(told, plan, self._migration, decision))
+            self._trace.write_decision(group_record(ranks, plan, self._migration, decision))
         for peer in self._others:
             self._channel.send(peer, actions_for(decision, peer))
         return actions_for(decision, self.rank)
 
     def _gather(self, own: M, kind: type[M], awaiting: str) -> list[M]:
-        """One message of each rank, by rank."""
+        """Receive one message of each other rank; return all messages by rank."""
         found = {self.rank: own}
         while len(found) < self._num_ranks:
             missing = [rank for rank in range(self._num_ranks) if rank not in found]

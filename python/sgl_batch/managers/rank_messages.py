@@ -1,4 +1,4 @@
-"""Owns the messages by which ranks agree on a step, and their conversion to and from what core/ decides over."""
+"""Owns the messages by which ranks agree, and their conversion to and from the types of core/."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import GroupDecision, GroupStep, Movable, RankState, StepKind
 from sgl_batch.core.sequence import SequenceState, Status
 
-# What a rank tells of its queue at a boundary: enough for any prefill group, and bounded for a queue of millions.
+# How many queued sequences a rank sends at a boundary: enough for any prefill group, and few of a queue of millions.
 MOST_QUEUED = 2048
 
 
 class HeaderMessage(msgspec.Struct, tag="header", array_like=True, frozen=True):
-    """Before each step, to the deciding rank: a `RankHeader`."""
+    """A `RankHeader`, sent to the control rank before each step."""
 
     running: int
     waiting: int
@@ -25,7 +25,7 @@ class HeaderMessage(msgspec.Struct, tag="header", array_like=True, frozen=True):
 
 
 class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """The step that all take."""
+    """The step that all ranks take."""
 
     kind: str
     expert_calls: int
@@ -34,7 +34,7 @@ class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
 
 
 class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence as decisions see it; tokens of KV and pages reserved where it could move, else -1."""
+    """A sequence as decisions see it. `tokens` of KV and reserved `pages` are -1 where it cannot move."""
 
     sequence_id: str
     arrival: int
@@ -78,7 +78,7 @@ class MoveRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class BoundaryActions(msgspec.Struct, tag="actions", array_like=True, frozen=True):
-    """What one rank does at a boundary. All get the same but `units` and `refill`, which are this rank's own part.
+    """What one rank does at a boundary. `units` and `refill` are this rank's own; the rest is the same on all ranks.
 
     `units`: sequence ids of each prefill unit, its leader first.
     """
@@ -95,12 +95,12 @@ Message = HeaderMessage | StepMessage | StateMessage | BoundaryActions
 
 
 def to_message(step: GroupStep) -> StepMessage:
-    """A step as the ranks are told of it."""
+    """Return the message of a step."""
     return StepMessage(step.kind.value, step.expert_calls, step.plan_changes, step.any_rank_decodes)
 
 
 def step_of(message: StepMessage) -> GroupStep:
-    """The step that was told."""
+    """Return the step in a message."""
     return GroupStep(
         kind=StepKind(message.kind),
         expert_calls=message.expert_calls,
@@ -110,7 +110,7 @@ def step_of(message: StepMessage) -> GroupStep:
 
 
 def message_of(rank: RankState) -> StateMessage:
-    """What a rank tells of its state: all that decisions look at, but of its queue the first ones only."""
+    """Return the message of a rank's state: all that decisions read, but of the queue the first sequences only."""
     state = rank.state
     movable = {item.sequence.sequence_id: item for item in rank.ready}
     return StateMessage(
@@ -133,7 +133,7 @@ def message_of(rank: RankState) -> StateMessage:
 
 
 def _row_of(sequence: SequenceState, movable: Movable | None = None) -> SequenceRow:
-    """A sequence as a row of a message, and what it would take along if it can move."""
+    """Return a sequence as a row of a message, with its tokens and pages where it is movable."""
     return SequenceRow(
         sequence.sequence_id,
         sequence.arrival,
@@ -166,7 +166,7 @@ def _sequence_of(row: SequenceRow, status: Status, ranks: frozenset[int]) -> Seq
 
 
 def state_of(message: StateMessage, rank: int) -> RankState:
-    """The state that `rank` has told, as core/ decides over it. A state that is told at all has changed."""
+    """Return the state in a message of `rank`. A state that is sent counts as changed."""
     of = frozenset((rank,))
     ready = [_sequence_of(row, Status.READY, of) for row in message.ready]
     movable = [
@@ -206,8 +206,8 @@ def _capacity_of(device: int | None, store: int, to_store: bool) -> TierCapacity
 
 
 def actions_for(decision: GroupDecision, rank: int) -> BoundaryActions:
-    """The part of `rank` in a decision."""
-    action = decision.actions[rank][-1]  # behind the moves, which all have
+    """Return the part of `rank` in a decision."""
+    action = decision.actions[rank][-1]  # after the moves, which are the same on all ranks
     units = action.units if isinstance(action, Prefill) else ()
     return BoundaryActions(
         prefill=decision.prefill,

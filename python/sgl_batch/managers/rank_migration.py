@@ -1,6 +1,6 @@
-"""Owns a rank's sequences as migration sees them: how they are written down, taken in and let go of.
+"""Owns a rank's store of sequences for migration: how a sequence is written down, taken in and released.
 
-Which move is decided in core/rank_agreement; how they travel, and who owns them meanwhile, in migration/.
+core/rank_agreement decides which sequences move. migration/ moves them, and decides who owns them meanwhile.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sgl_batch.sglang_adapter.types.scheduler import PagePool, SGLangScheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Expected:
-    """A sequence that may come: its request, and the slots of the pages kept for it."""
+    """A sequence that may arrive: its request, and the KV indices of the pages that are kept for it."""
 
     request: Request
-    slots: torch.Tensor
+    kv_indices: torch.Tensor
 
 
 def written_down(request: Request, pool: PagePool, *, num_pages: int, store_blocks: list[int]) -> SequenceHeader:
-    """A request as it travels, with KV in pages that travel as well, or in blocks of the store that all ranks have."""
+    """Return the header of a request whose KV is sent in pages, or lies in blocks of the store that all ranks share."""
     return SequenceHeader(
         sequence_id=request.rid,
         prompt_tokens=list(request.origin_input_ids),
@@ -53,7 +53,7 @@ def written_down(request: Request, pool: PagePool, *, num_pages: int, store_bloc
 
 
 def request_of(header: SequenceHeader, scheduler: SGLangScheduler) -> Request:
-    """The request that was written down; it holds nothing yet."""
+    """Rebuild a request from its header. It holds no KV yet."""
     return moving.rebuild(
         scheduler,
         rid=header.sequence_id,
@@ -66,10 +66,10 @@ def request_of(header: SequenceHeader, scheduler: SGLangScheduler) -> Request:
 
 
 class MovingSequences(SequenceStore, Protocol):
-    """A rank's `SequenceStore`, which is told what leaves at a boundary."""
+    """A rank's `SequenceStore` that prepares for the sequences that leave at a boundary."""
 
     def begin(self, leaving: list[str], running: ScheduleBatch) -> None:
-        """These sequences of the rank are about to leave; `running` is its decode batch."""
+        """Prepare for these sequences to leave the rank. `running`: its decode batch."""
 
 
 class RankSequences:
@@ -87,8 +87,8 @@ class RankSequences:
 
     def export(self, sequence_id: str) -> Export:
         request = self._table.request_named(sequence_id)
-        slots = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv_committed_len]
-        pages = (slots[:: self._page_size].to(torch.int64) // self._page_size).tolist()
+        kv_indices = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv_committed_len]
+        pages = (kv_indices[:: self._page_size].to(torch.int64) // self._page_size).tolist()
         header = written_down(request, self._pool, num_pages=len(pages), store_blocks=[])
         return Export(header=header, tensors=list(self._views(pages)))
 
@@ -97,25 +97,25 @@ class RankSequences:
         refusal = self._table.expect(request)
         if refusal is not None:
             return Refusal(reason=refusal)
-        slots = self._scheduler.token_to_kv_pool_allocator.alloc(header.num_pages * self._page_size)
-        assert slots is not None, "the account of pages says that these are free"
-        self._expected[header.sequence_id] = _Expected(request=request, slots=slots)
-        return Reservation(tensors=list(self._views((slots[:: self._page_size] // self._page_size).tolist())))
+        kv_indices = self._scheduler.token_to_kv_pool_allocator.alloc(header.num_pages * self._page_size)
+        assert kv_indices is not None, "the account of pages says that these are free"
+        self._expected[header.sequence_id] = _Expected(request=request, kv_indices=kv_indices)
+        return Reservation(tensors=list(self._views((kv_indices[:: self._page_size] // self._page_size).tolist())))
 
     def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
         expected = self._expected.pop(header.sequence_id)
-        moving.attach(self._scheduler, expected.request, expected.slots[: header.position])
+        moving.attach(self._scheduler, expected.request, expected.kv_indices[: header.position])
         self._table.adopt(expected.request)
 
     def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
         expected = self._expected.pop(header.sequence_id)
-        self._scheduler.token_to_kv_pool_allocator.free(expected.slots)
+        self._scheduler.token_to_kv_pool_allocator.free(expected.kv_indices)
         self._table.expect_no_more(header.sequence_id)
 
     def release(self, sequence_id: str) -> None:
         request = self._table.request_named(sequence_id)
         if self._table.is_running(sequence_id):
-            assert self._running is not None, "`begin` has said which batch it leaves"
+            assert self._running is not None, "`begin` is called before sequences leave"
             moving.remove_from_batch(self._running, request)
         moving.release(self._scheduler, request)
         self._table.depart(sequence_id)
@@ -146,7 +146,7 @@ class RankMigration:
         self._migrator = migrator.Migrator(ends)
 
     def run(self, moves: list[Move], running: ScheduleBatch) -> int:
-        """Make these moves, as all ranks do; returns how many sequences came. Raises MigrationFailed."""
+        """Make these moves, as all ranks do; return how many sequences arrived. Raises MigrationFailed."""
         self._boundary += 1
         self._store.begin([move.sequence_id for move in moves if move.source == self._rank], running)
         report = self._migrator.run(self._boundary, moves)

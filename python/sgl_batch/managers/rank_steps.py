@@ -1,6 +1,6 @@
-"""Owns one rank's part in the steps of its group: what was agreed, carried out by the boundary executor.
+"""Owns one rank's part in the steps of its group: it agrees with the others, and has the boundary executor act.
 
-It decides nothing: `rank_group` has the agreement, core/ the decisions.
+`rank_group` has the agreement, core/ the decisions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A rank's part in a step: its batch, if it has rows; `takes_part` in the exchanges either way, if there are any.
+    """A rank's part in a step. `batch` is None where it has no rows. `running`: the decode batch from now on.
 
-    `idles`: whether nobody has anything to do.
+    `takes_part`: whether the step has exchanges between ranks, in which a rank without rows takes part too.
+    `expert_calls`: how many expert calls each layer makes, the same on all ranks. `idles`: no rank has anything to do.
     """
 
     batch: ScheduleBatch | None
@@ -35,7 +36,7 @@ class Part:
 
 
 class RankSteps:
-    """Takes the place of the executor's own `next_batch` where there are several ranks."""
+    """Replaces the executor's `next_batch` where there are several ranks."""
 
     def __init__(self, executor: BoundaryExecutor, group: RankGroup, migration: RankMigration) -> None:
         self._executor, self._group, self._migration = executor, group, migration
@@ -43,18 +44,21 @@ class RankSteps:
         self._changes_known = self._changes_due = self._changes_made = 0
 
     def between_steps(self, change: Callable[[], None]) -> None:
-        """Have `change` made between two steps, the same two on every rank, after all that came before it."""
+        """Make `change` between two steps, the same two on every rank, after all earlier changes."""
         self._changes.append(change)
         self._changes_known += 1
 
     def make_changes(self) -> None:
-        """Make the changes that all ranks know of. Where the engine is paused, all are between the same two steps."""
+        """Make the changes that all ranks know of. While the engine is paused, no step begins, so all can be made."""
         while self._changes and (self._executor.paused or self._changes_made < self._changes_due):
             self._changes_made += 1
             self._changes.popleft()()
 
     def next_part(self, running: ScheduleBatch) -> Part:
-        """Agree with the other ranks and make this rank's batch of the step. What is due between steps is done."""
+        """Agree with the other ranks on the next step, and return this rank's part in it.
+
+        At a boundary this also migrates and refills. `running` is the decode batch, without finished requests.
+        """
         executor = self._executor
         running = executor.join_arrived(running)
         state = executor.state(running)
@@ -84,7 +88,7 @@ class RankSteps:
     def _boundary(self, running: ScheduleBatch, step: GroupStep) -> Part:
         executor, began = self._executor, time.perf_counter()
         with executor.clock.part("boundary"):
-            actions = self._group.decide(self._told(running), executor.plan)
+            actions = self._group.decide(self._state_message(running), executor.plan)
         batch = None
         if actions.prefill:
             if actions.units or executor.begun is not None:
@@ -95,13 +99,13 @@ class RankSteps:
                 moves = [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in actions.moves]
                 self._migration.run(moves, running)
         if executor.decides_alone:
-            # Others learn of its rows before the next step, so that this boundary ends without a forward pass.
+            # The others learn of this rank's rows before the next step, so this boundary ends without a forward pass.
             running = executor.cross_boundary(running, others_run=step.any_rank_decodes)
             return Part(batch=None, running=running, takes_part=False)
         return self._refill(actions, running, began)
 
     def _refill(self, actions: BoundaryActions, running: ScheduleBatch, began: float) -> Part:
-        """None prefills, and the moves are made: refill, and the first step after it."""
+        """Refill after the moves of a boundary at which no rank prefills, and begin the first step after it."""
         joining = self._joining(actions, running)
         if joining:
             running = self._executor.refill(joining, running)
@@ -116,16 +120,17 @@ class RankSteps:
         )
 
     def _joining(self, actions: BoundaryActions, running: ScheduleBatch) -> tuple[SequenceState, ...]:
-        """Who joins the decode batch. Moves may have failed: then those that stayed join as well, while there is room.
+        """Return the sequences that join the decode batch.
 
-        Otherwise a sequence whose move fails again and again would never run.
+        Sequences whose move has failed join as well, while there is room. Otherwise a sequence whose moves always fail
+        would never run.
         """
         stayed = [move.sequence_id for move in actions.moves if move.source == self._group.rank]
         room = max(0, self._executor.plan.decode.b_moe - self._executor.state(running).running)
         return self._executor.ready_named([*actions.refill, *stayed])[:room]
 
-    def _told(self, running: ScheduleBatch) -> StateMessage:
-        """This rank's state for whoever decides."""
+    def _state_message(self, running: ScheduleBatch) -> StateMessage:
+        """Return this rank's state for the control rank."""
         executor = self._executor
         ready, run = executor.movable(running)
         ledger, state = executor.admission_ledger, executor.state(running)

@@ -1,4 +1,4 @@
-"""Owns a rank as its form of KV shows it to decisions: the `RankView` over its sequences as they are now."""
+"""Owns the current `RankView` of a rank: what its form of KV shows decisions of the rank's sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 
 @dataclass(frozen=True, slots=True)
 class CurrentRankView:
-    """A `RankView`. `running`: the decode batch; it is not looked at before the runners are asked for."""
+    """A `RankView` over the sequence table. `running`: the decode batch, which only `runners` reads."""
 
     table: SequenceTable
     sharing: PromptSharing

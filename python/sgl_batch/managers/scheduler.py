@@ -1,6 +1,6 @@
-"""Owns the scheduler process's subclass: SGLang's intake, results and control; our phases and boundaries.
+"""Owns our subclass of SGLang's scheduler: SGLang's intake, results and controls, with our phases and boundaries.
 
-What runs next is decided in core/ and carried out by `BoundaryExecutor`.
+core/ decides what runs next, and `BoundaryExecutor` carries it out.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ logger = logging.getLogger(__name__)
 _UNBOUNDED = 1 << 30
 # How long an idle rank waits for input before it asks the others again.
 _IDLE_MS = 20
-# One step behind the one that is launched.
+# Two steps in flight: the results of one are processed while the next one runs.
 _OVERLAP_DEPTH = 2
-# A wait for another rank's word ends with its heartbeat; this is the last resort.
+# The heartbeat ends a wait for another rank that hangs. This limit is the last resort.
 _STEP_TIMEOUT_S = 1800.0
 
 
@@ -82,10 +82,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._group_idles = True
         self._refused_change: str | None = None
         self._tiers: KVTiers | None = None
-        self._results_beside: tuple[ScheduleBatch, BatchResult] | None = None
+        self._mixed_prefill_results: tuple[ScheduleBatch, BatchResult] | None = None
         self._trace = TraceWriter(context.config.trace.trace_file, context.rank)
         super().__init__(*args, **kwargs)
-        # SGLang's bound is the pool's size; ours is the context, and `core.admission.refusal` knows the pool.
+        # SGLang bounds inputs by the size of the pool. Ours is the context; `core.admission.refusal` checks the pool.
         self.max_req_input_len = self.model_config.context_len
         self.executor, self.choices = self._settled(context)
         self.in_flight = StepsInFlight()
@@ -98,7 +98,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._check_overlap(context.config)
 
     def _settled(self, context: RunContext) -> tuple[BoundaryExecutor, StartChoices]:
-        """What carries decisions out, and what this start has settled."""
+        """Settle the choices of this start; return the executor that follows from them, and the choices."""
         runner, deterministic = self.tp_worker.model_runner, bool(self.server_args.enable_deterministic_inference)
         decode = settle_decode(runner, context)
         if context.config.memory.kv_store_bytes:
@@ -121,7 +121,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         return executor, choices
 
     def _join(self, rank_context: RankContext) -> RankSteps:
-        """Meet the other ranks. From now on a rank that dies or hangs ends all."""
+        """Connect to the other ranks. From now on a rank that dies or hangs ends all of them."""
         ranks = self.context.config.ranks
         group = RankGroup(
             rank_context.channel("steps", Message),
@@ -140,7 +140,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         return RankSteps(self.executor, group, migrates(StoredSequences(self, self.executor, self._tiers.stored)))
 
     def _all_gather(self, rank_context: RankContext) -> SharedMemoryAllGather | None:
-        """The ranks' all-gather through shared memory, unless they are to share no memory or cannot."""
+        """Return the ranks' all-gather through shared memory, or None where they share no memory."""
         kernels = native_kernels()
         if kernels is None or self.context.config.ranks.token_dispatcher == "gloo":
             return None
@@ -168,7 +168,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         intercept_controls(self, self._carry_out)
 
     def get_init_info(self) -> dict[str, object]:
-        """SGLang's info for the parent, with the classes that run here, which the parent verifies."""
+        """Return SGLang's info for the parent, with the classes that run here, which the parent verifies."""
         runner = self.tp_worker.model_runner
         classes = {
             "scheduler": self,
@@ -197,13 +197,13 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     # Intake.
 
     def process_input_requests(self, recv_reqs: list[object]) -> None:
-        """What asks for more than a place in the queue finds all results in."""
+        """Process all results in flight before any message that does more than join the queue."""
         if not all(brings_only_requests(message) for message in recv_reqs):
             self.in_flight.drain()
         super().process_input_requests(recv_reqs)
 
     def init_req_max_new_tokens(self, req: Request) -> None:
-        """Bound the output by the model's context, never by what the pool happens to hold (invariant 4)."""
+        """Bound the output by the model's context, never by the free room in the pool (invariant 4)."""
         wanted = req.sampling_params.max_new_tokens
         room = self.model_config.context_len - len(req.origin_input_ids)
         set_max_new_tokens(req, max(0, min(_UNBOUNDED if wanted is None else wanted, room)))
@@ -215,7 +215,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self.executor.enqueue(req)
 
     def _resume(self, req: Request) -> None:
-        """A request that another engine has begun goes on behind the tokens that came with it."""
+        """Resume a request that another engine has begun, after the tokens in its key; or begin it anew."""
         tokens = partial_output_tag.decode(req.extra_key)
         if tokens is None:
             return
@@ -261,7 +261,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
 
     def _next_part(self, part: Part) -> NextBatchPlan:
-        """This rank's batch of the group's step; without one it takes part in the exchanges here and now."""
+        """Return this rank's batch of the group's step. A rank without rows takes part in the exchanges now."""
         runner = self.tp_worker.model_runner
         self._group_idles = part.idles
         runner.set_expert_calls(part.expert_calls)
@@ -270,53 +270,56 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         return NextBatchPlan(batch_to_run=part.batch, running_batch=part.running)
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: object = None) -> BatchResult:
-        """One forward pass, also for prompts beside a decode batch, of which each is sampled by itself."""
-        beside, self.executor.beside = self.executor.beside, None
-        if beside is None:
+        """Run one forward pass for a batch and the prompts that go with it, and sample the two separately."""
+        prompts, self.executor.mixed_prefill = self.executor.mixed_prefill, None
+        if prompts is None:
             result: BatchResult = super().run_batch(batch, pp_proxy_tensors)
             self._note_choices([batch])
             return result
         runner = self.tp_worker.model_runner
-        runner.mix_prefill(forward_batch_of(self, beside, runner))
+        runner.mix_prefill(forward_batch_of(self, prompts, runner))
         result = super().run_batch(batch, pp_proxy_tensors)
-        self._note_choices([batch, beside])
-        self._results_beside = beside, super().run_batch(beside)
+        self._note_choices([batch, prompts])
+        self._mixed_prefill_results = prompts, super().run_batch(prompts)
         return result
 
     def _note_choices(self, batches: list[ScheduleBatch]) -> None:
-        """Of which experts the last pass chose for the rows of its batches."""
+        """Keep the experts that the last pass chose for the rows of its batches."""
         choices = self.tp_worker.model_runner.expert_choices
         if choices is not None:
             choices.note(row for batch in batches for row in rows_of(batch))
 
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        beside, self._results_beside = self._results_beside, None
+        prompts, self._mixed_prefill_results = self._mixed_prefill_results, None
         if batch.forward_mode.is_extend():
-            self.executor.before_prefill_results(batch)
-        if beside is not None:
-            # First: a decode row that ends lets go of pages that a prompt of this pass has found and shares.
-            self.executor.before_prefill_results(beside[0])
+            self.executor.results.before_prefill(batch)
+        if prompts is not None:
+            # First: a decode row that finishes frees pages that a prompt of this pass may have found and share.
+            self.executor.results.before_prefill(prompts[0])
         if self._results_can_wait(batch):
             self.in_flight.submit(with_copied_results(batch, result, self._process_results), depth=_OVERLAP_DEPTH)
         else:
             self._process_results(batch, result)
-        if beside is not None:
-            self._process_results(*beside)
+        if prompts is not None:
+            self._process_results(*prompts)
 
     def _process_while_computing(self) -> None:
-        """A forward pass was launched: process the results of the step before."""
+        """Process the results of the step before, while the forward pass that was launched last runs."""
         if self.in_flight:
             self.context.counters.add("decode_steps_overlapped", len(self.in_flight.drain()))
 
     def _process_results(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        """Rows of those that ended in the step before, when this one was under way already, are passed over."""
+        """Process results, except those of requests that finished in the step before, after this one was launched."""
         requests = [request for request in batch.reqs if not request.finished()]
         self.context.counters.add("tokens_discarded", len(batch.reqs) - len(requests))
         super().process_batch_result(batch, result)
-        self.executor.after_results(batch, requests)
+        self.executor.results.process(batch, requests)
 
     def _results_can_wait(self, batch: ScheduleBatch) -> bool:
-        """Whether the next step may begin before these results are processed. Ranks agree on each step with them."""
+        """Return whether the next step may begin before these results are processed.
+
+        With several ranks it may not: they agree on each step with the results of the last one.
+        """
         return (
             is_wanted(self.context.config.schedule.overlap, self.choices.overlap.mode)
             and not self.context.in_force.plan.mix_prefill
@@ -327,7 +330,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         )
 
     def _check_overlap(self, wanted: BatchConfig) -> None:
-        """Say what several ranks do not do."""
+        """Warn that several ranks do not overlap steps."""
         if self.rank_steps is not None and is_wanted(wanted.schedule.overlap, OFF):
             logger.warning(
                 "overlap is 'on', which several ranks do not do: each step's results are processed before they agree "
@@ -349,7 +352,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     # Control.
 
     def _carry_out(self, handle: Callable[[object], object], asked: object) -> object:
-        """Do what is asked of the whole engine between two steps, the same two on all ranks; it may answer later."""
+        """Handle a request to the whole engine between two steps, the same two on all ranks.
+
+        With several ranks this returns None, and the answer is sent later.
+        """
         if self.rank_steps is None:
             return self._do(handle, asked)
         self.rank_steps.between_steps(lambda: self._answer(handle, asked))
@@ -361,16 +367,20 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self.ipc_channels.send_to_tokenizer.send_output(output, asked)
 
     def _do(self, handle: Callable[[object], object], asked: object) -> object:
-        """New weights make the KV that is there one of old weights: it goes, or serves only who has it."""
+        """Handle a request to the whole engine. One that updates weights makes the present KV stale.
+
+        With `flush_cache` all sequences lose their KV and compute it anew. Otherwise they keep it, and no later prompt
+        shares it.
+        """
         if updates_weights(asked):
             if asked.flush_cache:
                 self.executor.removal.retract_all(self.running_batch)
             else:
-                self.executor.unlist_prompts()
+                self.executor.invalidate_shared_prompts()
         return handle(asked)
 
     def pause_generation(self, recv_req: PauseRequest) -> None:
-        """Begin no step until `continue_generation`; with mode `retract`, all KV is computed anew then."""
+        """Begin no step until `continue_generation`. In mode `retract` all sequences compute their KV anew then."""
         if recv_req.mode == "retract":
             self.executor.removal.retract_all(self.running_batch)
         self.executor.paused = True
@@ -380,7 +390,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.executor.paused = False
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
-        """Whether no sequence has KV. Those that have lost theirs wait in the queue, which SGLang wants empty."""
+        """Return whether no sequence has KV. SGLang wants an empty queue too, but queued sequences have no KV."""
         self.executor.sync()
         if not self.is_fully_idle() and not self.executor.has_kv:
             return True
@@ -395,7 +405,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             super().save_remote_model(**kwargs)
 
     def set_internal_state(self, recv_req: StateChange) -> SetInternalStateReqOutput:
-        """Change numbers of the plan between two steps, the same two on all ranks; other names are SGLang's."""
+        """Change numbers of the plan between two steps, the same two on all ranks. Other names go to SGLang."""
         changes = recv_req.server_args
         if not changes.keys() <= config.field_names():
             return super().set_internal_state(recv_req)
@@ -415,7 +425,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         return SetInternalStateReqOutput(updated=True)
 
     def get_internal_state(self, recv_req: object) -> GetInternalStateReqOutput:
-        """SGLang's state with our counters and plan under `sgl_batch`."""
+        """Return SGLang's state, with our counters and plan under `sgl_batch`."""
         state = dict(super().get_internal_state(recv_req).internal_state)
         state["sgl_batch"] = {
             **self.context.counters.as_dict(),

@@ -1,6 +1,6 @@
-"""Owns taking sequences out before their end: aborts, and giving up the KV of all.
+"""Owns the removal of sequences before their end: aborts, and the retraction of all sequences that have KV.
 
-Which sequences are meant is said by the caller. Requests in the running batch are SGLang's to abort.
+The caller selects the sequences. SGLang itself aborts requests in the running batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 @dataclass(slots=True, kw_only=True)
 class Unbatched:
-    """Sequences that are in no batch and have no KV of their own: `queued` ones, and choices of prompts.
+    """Sequences in no batch, without KV of their own: `queued` ones, and choices whose prompt a leader computes.
 
-    `followers` wait for their leader's prompt, by prompt group; `forked` ones can compute its last token. `begun`: the
-    request of whose prompt decode steps have computed a part; it is in a batch only while they compute more of it.
+    `followers`: choices that wait for their leader's prompt, by prompt group. `forked`: choices that can compute the
+    last token of it. `begun`: the request whose prompt decode steps have computed in part; it is in a batch only while
+    they compute more of it.
     """
 
     queued: SequenceQueue
@@ -34,19 +35,19 @@ class Unbatched:
 
     @property
     def num_choices(self) -> int:
-        """Choices, each of which will take a place in the table of slots."""
+        """The number of choices, each of which will take a request slot."""
         return sum(map(len, self.followers.values())) + len(self.forked)
 
 
 class JoinArrived(Protocol):
-    """Combines sequences whose KV has come to the device into the decode batch."""
+    """Combines sequences whose KV has arrived on the device into the decode batch."""
 
     def __call__(self, running: ScheduleBatch, *, wait: bool) -> ScheduleBatch:
-        """The decode batch then; with all on their way, if `wait`."""
+        """Return the decode batch with them. `wait`: whether to wait for all KV on its way."""
 
 
 class SequenceRemoval:
-    """Takes sequences out of `table`, `unbatched` and `kv` alike."""
+    """Removes sequences from `table`, `unbatched` and `kv` together."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class SequenceRemoval:
         self._join_arrived = join_arrived
 
     def forget_removed(self) -> None:
-        """Drop queued sequences whose requests SGLang took out of the queue (aborted, or timed out)."""
+        """Drop queued sequences whose requests SGLang has removed from its queue (aborted, or timed out)."""
         queue, queued = self._scheduler.waiting_queue, self._unbatched.queued
         if len(queue) == len(queued):
             return
@@ -70,10 +71,11 @@ class SequenceRemoval:
             self._table.abort_queued(sequence)
 
     def abort_outside_batches(self, is_meant: Callable[[str], bool]) -> None:
-        """Abort the sequences in question that hold or await KV outside the running batch.
+        """Abort the sequences outside the running batch that hold or await KV and for which `is_meant(id)` is true.
 
-        Waiting ones end here: until the decode group has room for them, they would keep their pages and their answer.
-        Those whose KV is on its way, and choices that wait for their prompt, end with the next step that has them.
+        READY ones end now: otherwise they would keep their pages, and owe their answer, until the decode group has room
+        for them. Those whose KV is on its way, and choices that wait for their prompt, end with the next step that
+        computes them.
         """
         for name in [s.sequence_id for s in self._table.ready if is_meant(s.sequence_id)]:
             self._end(self._table.take_ready(name))
@@ -87,9 +89,9 @@ class SequenceRemoval:
                 mark_aborted(request)
 
     def abort(self, sequence: SequenceState, why: str) -> None:
-        """End a sequence with this error, unless it is ending already. A QUEUED one has just come, and is in no queue.
+        """End a sequence with this error, unless it is ending already. A running one ends with its next step.
 
-        One that runs ends with its next step.
+        A QUEUED sequence must be new, and not in the queue yet.
         """
         request = self._table.request_named(sequence.sequence_id)
         if request.to_finish is not None:
@@ -101,14 +103,14 @@ class SequenceRemoval:
         self.abort_outside_batches(lambda name: name == sequence.sequence_id)
 
     def _end(self, request: Request) -> None:
-        """End a waiting request as aborted, with what it has generated."""
+        """End a waiting request as aborted, with the tokens that it has generated."""
         end = end_aborted if request.req_pool_idx is not None else end_detached
         end(self._scheduler, request)
         self._table.record([self._table.finish(request)])
         self._kv.forget(request.rid)
 
     def abort_retracted(self, is_meant: Callable[[str], bool]) -> None:
-        """Answer retracted sequences in question with what they had generated, which SGLang does not of queued ones."""
+        """Abort retracted requests, answered with their generated tokens; SGLang would answer queued ones without."""
         queue = self._scheduler.waiting_queue
         ended = [request for request in queue if request.output_ids and is_meant(request.rid)]
         for request in ended:
@@ -117,7 +119,7 @@ class SequenceRemoval:
         self.forget_removed()
 
     def retract_all(self, running: ScheduleBatch) -> None:
-        """Every sequence that has KV loses it, and is queued again in its old place, to compute it anew."""
+        """Drop the KV of every sequence that has any, and queue it again, by arrival, to compute its KV anew."""
         self.forget_removed()
         queue = self._scheduler.waiting_queue
         for request in self._take_out(running):
@@ -128,7 +130,7 @@ class SequenceRemoval:
         self._unbatched.queued.replace(self._table[request.rid] for request in queue)
 
     def _take_out(self, running: ScheduleBatch) -> list[Request]:
-        """All requests that have KV, or have found it; the decode batch is empty then."""
+        """Return all requests that have KV or share it, and leave the decode batch empty."""
         joined = self._join_arrived(running, wait=True)
         forked, self._unbatched.forked = self._unbatched.forked, []
         ready = [self._table.request_named(sequence.sequence_id) for sequence in self._table.ready]
@@ -136,11 +138,11 @@ class SequenceRemoval:
         partly = [] if begun is None else [begun]
         found = [*(request for request in joined.reqs if not request.finished()), *ready, *forked, *partly]
         clear_batch(joined)
-        clear_batch(running)  # where it was empty, those that came back are another batch
+        clear_batch(running)  # where `running` was empty, `joined` is another batch
         return found
 
     def _give_up_kv(self, request: Request) -> None:
-        """One that is to be aborted needs no other step for that."""
+        """Drop the KV of a request, and end the request now if it is to be aborted."""
         self._kv.give_up(request)
         if request.to_finish is None:
             self._table.retracted(request)

@@ -1,6 +1,6 @@
-"""Owns the sequences of a rank: their requests, states and pages, as they come, change, move to other ranks and go.
+"""Owns the sequences of a rank: their requests, states and reserved pages, from arrival to end or departure.
 
-Which of them runs, waits or moves next is decided in core/; batches of them are made by the boundary executor.
+core/ decides which sequences run, wait or move next. The boundary executor makes batches of them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from sgl_batch.sglang_adapter.types.requests import Request
 
 
 class SharedPrompts(Protocol):
-    """Who holds the pages that prompts share."""
+    """The account of which sequences hold the pages that prompts share."""
 
     def leave(self, request_id: str) -> int:
-        """A sequence has ended or left; how many pages nobody holds any more."""
+        """Remove a sequence that has ended or left; return how many pages no sequence holds any more."""
 
 
 class SequenceTable:
-    """Sequences and requests by id, the READY ones in order, and the account of pages.
+    """Sequences and requests by id, the READY ones in order, and the accounts of pages.
 
-    `changes` counts what has come and what has changed its state, so that nothing is decided twice over the same.
-    `store_ledger`: the account of the store's pages, where KV can wait there; SUSPENDED sequences are among the READY.
+    `changes` counts arrivals and changes of state, so that an unchanged state is not decided over again.
+    `store_ledger`: the account of the store's pages, where KV can wait there. SUSPENDED sequences count as READY here.
     `most_prompt_tokens`: where the device has a budget, the longest prompt that it has working memory for.
     """
 
@@ -65,7 +65,7 @@ class SequenceTable:
 
     @property
     def _admission_ledger(self) -> PageLedger:
-        """The account that has all that a sequence can need."""
+        """The account in which admission reserves all pages that a sequence can need."""
         return self.store_ledger or self.ledger
 
     @property
@@ -77,7 +77,7 @@ class SequenceTable:
         return len(self._sequences)
 
     def num_by_status(self) -> dict[str, int]:
-        """How many sequences are in each state now."""
+        """Return how many sequences are in each state now."""
         return dict(Counter(sequence.status.value for sequence in self._sequences.values()))
 
     def __contains__(self, name: str) -> bool:
@@ -87,49 +87,49 @@ class SequenceTable:
         return self._sequences[name]
 
     def request_named(self, name: str) -> Request:
-        """The request of a sequence of this rank."""
+        """Return the request of a sequence of this rank."""
         return self._requests[name]
 
     def grown(self, request: Request) -> SequenceState:
-        """A running request's sequence, with its tokens up to date."""
+        """Return the sequence of a running request, with its number of tokens up to date."""
         sequence = self._sequences[request.rid]
         sequence.generated_tokens = len(request.output_ids)
         return sequence
 
     @property
     def ready(self) -> SequencesView:
-        """The READY sequences, in order; a view, which costs nothing."""
+        """The READY and SUSPENDED sequences, in order, as a view."""
         return SequencesView(self._ready)
 
     @property
     def choices(self) -> SequencesView:
-        """Those of them that are choices whose last prompt token is to be computed."""
+        """The waiting choices whose last prompt token is to be computed, as a view."""
         return SequencesView(self._choices)
 
     def ready_named(self, names: list[str]) -> tuple[SequenceState, ...]:
-        """READY sequences by id; those that were to come and did not are left out."""
+        """Return READY sequences by id. Ids of sequences that are not here are left out: their migration failed."""
         return tuple(self._ready[name] for name in names if name in self._ready)
 
-    # What comes, changes and goes.
+    # Arrivals, changes of state, ends.
 
     def may_go_on(self, request: Request, tokens: int) -> bool:
-        """Whether a new request can be prefilled with so many tokens that another engine has generated."""
+        """Return whether a new request can resume after `tokens` tokens that another engine has generated."""
         rows = len(request.origin_input_ids) + tokens
         has_room = self.most_prompt_tokens is None or rows <= self.most_prompt_tokens
         return has_room and request.to_finish is None and tokens < request.sampling_params.max_new_tokens
 
     def enter(self, request: Request) -> SequenceState:
-        """Take in a request as a QUEUED sequence."""
+        """Add a request as a QUEUED sequence."""
         sequence = self._sequence_of(request)
         assert sequence.sequence_id not in self._sequences, f"request id {sequence.sequence_id} is in use"
-        # Of what another engine has generated no KV is here.
+        # There is no KV here of tokens that another engine has generated.
         sequence.generated_tokens, sequence.computed_tokens = len(request.output_ids), 0
         self._keep(sequence, request)
         self.changes += 1
         return sequence
 
     def decided_on_arrival(self, sequence: SequenceState) -> Actions:
-        """What is done with a sequence that has just come."""
+        """Return the actions for a sequence that has just arrived, and write the decision to the trace."""
         device, store, most = self.ledger, self.store_ledger, self.most_prompt_tokens
         actions = on_arrival(sequence, device, store, most_prompt_tokens=most)
         if actions and self._trace.is_open:
@@ -137,7 +137,7 @@ class SequenceTable:
         return actions
 
     def refuse(self, sequence: SequenceState, why: str) -> None:
-        """Let a sequence that has just come end with this error: the prefill of a single token answers it."""
+        """Make a new sequence end with this error. SGLang answers it after the prefill of a single token."""
         request = self._requests[sequence.sequence_id]
         request.set_finish_with_abort(why)
         refused = self._sequence_of(request)
@@ -166,20 +166,20 @@ class SequenceTable:
         )
 
     def record(self, changes: list[Transition]) -> None:
-        """Note changes of state, in the trace too."""
+        """Count changes of state, and write them to the trace."""
         self.changes += len(changes)
         self._trace.write(changes)
 
     def prefilled(self, name: str) -> Transition:
-        """A sequence has its prompt's KV, and is READY."""
+        """Make a sequence READY that has its prompt's KV."""
         return yield_(self._wait(name), finished=False, why="its KV is kept for decode")
 
     def suspended(self, name: str, why: str) -> Transition:
-        """A sequence that ran waits in the store."""
+        """Make a sequence SUSPENDED that ran, and whose KV is in the store."""
         return advance(self._wait(name), Event.SUSPEND, why)
 
     def retracted(self, request: Request) -> SequenceState:
-        """A sequence has lost its KV: it is QUEUED with what it has generated, and from now on no choice of others."""
+        """Make a sequence QUEUED that has lost its KV. It keeps its tokens, and leaves its prompt group."""
         sequence = self._sequences[request.rid]
         sequence.generated_tokens = len(request.output_ids)
         if sequence.status is not Status.QUEUED:
@@ -195,7 +195,7 @@ class SequenceTable:
         return sequence
 
     def forked(self, name: str) -> None:
-        """A choice waits in the store with all of its prompt but the last token, QUEUED until that is computed."""
+        """Let a QUEUED choice wait in the store, with KV of all of its prompt but the last token."""
         self._choices[name] = self._wait(name)
 
     def _wait(self, name: str) -> SequenceState:
@@ -205,7 +205,7 @@ class SequenceTable:
         return sequence
 
     def take_ready(self, name: str) -> Request:
-        """Its request, of a sequence that is READY no longer."""
+        """Take a sequence out of the READY ones, and return its request."""
         del self._ready[name]
         self._choices.pop(name, None)
         return self._requests[name]
@@ -215,7 +215,7 @@ class SequenceTable:
         self._choices.pop(name, None)
 
     def finish(self, request: Request) -> Transition:
-        """A sequence has ended, as its request says."""
+        """End a sequence whose request has finished or was aborted, and free its pages."""
         sequence = self._sequences[request.rid]
         sequence.generated_tokens = len(request.output_ids)
         assert request.finished_reason is not None, f"{request.rid} has ended"
@@ -228,7 +228,7 @@ class SequenceTable:
         return change
 
     def abort_queued(self, sequence: SequenceState) -> None:
-        """A sequence has ended before it began."""
+        """End a QUEUED sequence that was aborted."""
         self.record([advance(sequence, Event.ABORT, "aborted in the queue")])
         self._counters.add("sequences_aborted")
         self._drop(sequence)
@@ -243,14 +243,14 @@ class SequenceTable:
                 ledger.release(sequence.sequence_id)
         self._admission_ledger.add_prompt_pages(-self._sharing.leave(sequence.sequence_id))
 
-    # What comes from other ranks and goes there.
+    # Migration.
 
     def is_running(self, name: str) -> bool:
-        """Whether a sequence is in the decode batch."""
+        """Return whether a sequence is in the decode batch."""
         return self._sequences[name].status is Status.RUNNING
 
     def movable(self, running: ScheduleBatch) -> tuple[list[Movable], list[Movable]]:
-        """Those that wait and those that run of which nobody shares pages, and all can be written down."""
+        """Return the waiting and the running sequences that share no pages and whose state can be written down."""
         ready = [self._movable(name) for name in self._ready]
         run = [self._movable(request.rid) for request in running.reqs]
         return [item for item in ready if item is not None], [item for item in run if item is not None]
@@ -262,7 +262,7 @@ class SequenceTable:
         return Movable(sequence=sequence, tokens=request.kv_committed_len, pages=self.ledger.whole_pages(sequence))
 
     def expect(self, request: Request) -> str | None:
-        """Keep pages for a sequence that may come; why not, with the numbers, where there is no room."""
+        """Reserve pages for a sequence that may arrive. Where there is no room, return why, with the numbers."""
         ledger = self._admission_ledger
         need = ledger.whole_pages(self._sequence_of(request))
         if not ledger.fits(need):
@@ -271,11 +271,11 @@ class SequenceTable:
         return None
 
     def expect_no_more(self, name: str) -> None:
-        """The sequence that was expected does not come."""
+        """Free the pages of an expected sequence that does not arrive."""
         self._admission_ledger.release(name)
 
     def adopt(self, request: Request) -> None:
-        """A sequence has come, with its KV: it is READY here."""
+        """Add a sequence that has arrived with its KV, as READY."""
         sequence = self._sequence_of(request)
         sequence.status, sequence.generated_tokens = Status.MIGRATING, len(request.output_ids)
         self._keep(sequence, request)
@@ -284,7 +284,7 @@ class SequenceTable:
         self._counters.add("sequences_arrived")
 
     def depart(self, name: str) -> None:
-        """A sequence has gone to another rank."""
+        """Remove a sequence that belongs to another rank now."""
         sequence = self._sequences[name]
         self.record([migrate(sequence, Event.DEPART, "moved away to even out the ranks")])
         self._counters.add("sequences_departed")

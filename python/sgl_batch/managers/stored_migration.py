@@ -1,7 +1,7 @@
 """Owns a rank's sequences as migration sees them where ranks share a store: they move by their store blocks.
 
 No page is copied to another rank: the receiver takes a reference to the blocks while the sender still holds its own.
-Whoever runs is suspended first. Which sequences move is decided in core/rank_agreement.
+A running sequence is suspended first. core/rank_agreement decides which sequences move.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 class StoredSequences:
-    """The `SequenceStore` of a scheduler process with a store."""
+    """The `SequenceStore` of a scheduler process with a host KV store."""
 
     def __init__(self, scheduler: SGLangScheduler, executor: BoundaryExecutor, stored: StoredKV) -> None:
         self._scheduler, self._executor, self._stored = scheduler, executor, stored

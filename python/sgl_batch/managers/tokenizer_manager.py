@@ -1,5 +1,7 @@
-"""Owns the tokenizer process's subclass: seeds for every request, choices (n > 1) that share a prompt, and that
-nothing leaves which a scheduler cannot take.
+"""Owns our subclass of SGLang's tokenizer manager, through which every request goes to the schedulers.
+
+It refuses requests that a scheduler cannot compute, gives every request a seed, and sends choices (n > 1) that share a
+prompt.
 """
 
 from __future__ import annotations
@@ -71,9 +73,9 @@ logger = logging.getLogger(__name__)
 
 
 class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
-    """SGLang's signal handler, which leaves the program alive when a process of the engine asks for its end.
+    """SGLang's signal handler, except that the program stays alive when a process of the engine asks for its end.
 
-    It is made when the first request arrives, and takes SIGTERM from whoever listened before.
+    It is made when the first request arrives, and takes the place of the earlier handler of SIGTERM.
     """
 
     def __init__(self, tokenizer_manager: BatchTokenizerManager) -> None:
@@ -81,10 +83,10 @@ class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
         self._before = signal.getsignal(signal.SIGTERM)
 
     def sigterm_handler(self, signum: int | None = None, frame: FrameType | None = None) -> None:
-        """Leave it to the HTTP server, which answers what it has and ends, unless an unhealthy engine cannot answer.
+        """Leave SIGTERM to the HTTP server, which answers its requests and ends; except where the engine is unhealthy.
 
-        SGLang's own way looks every five seconds whether all is answered, and kills the process with the last answers
-        perhaps unsent.
+        SGLang's handler checks every five seconds whether all requests are answered, and then kills the process, when
+        the last answers may not be sent yet.
         """
         manager = self.tokenizer_manager
         if manager.server_drains and callable(self._before) and manager.server_status is not ServerStatus.UnHealthy:
@@ -93,7 +95,7 @@ class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
             super().sigterm_handler(signum, frame)
 
     def running_phase_sigquit_handler(self, signum: int | None = None, frame: FrameType | None = None) -> None:
-        """SGLang's processes send this where they hang (--watchdog-timeout); those that fail say so themselves."""
+        """Note the engine's death. SGLang's processes send SIGQUIT where they hang (--watchdog-timeout)."""
         self.tokenizer_manager.note_death(
             EngineError("a process of the engine has asked for its end (SIGQUIT); its own message stands above")
         )
@@ -101,7 +103,7 @@ class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
 
 @contextmanager
 def _as_value_error() -> Iterator[None]:
-    """What SGLang's reading of sampling parameters raises for values of wrong types, which are the user's."""
+    """Turn what SGLang raises for sampling parameters of wrong types into ValueError, as they are the user's fault."""
     try:
         yield
     except (TypeError, OverflowError, re.error) as error:
@@ -115,12 +117,12 @@ _LOOK_EVERY_S = 0.01
 
 
 def _generates(request: object) -> bool:
-    """Whether a request, tokenized or not, is one of generation; SGLang's others (embeddings) have no such fields."""
+    """Return whether a request, tokenized or not, generates. SGLang's other requests (embeddings) lack this field."""
     return hasattr(request, "top_logprobs_num")
 
 
 class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
-    """SGLang's tokenizer manager; everything that leaves it carries a seed.
+    """SGLang's tokenizer manager, which checks requests and gives each a seed.
 
     `death`: whether the engine still answers.
     `server_drains`: the HTTP server of this process ends it in order when asked to.
@@ -145,11 +147,11 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         bound_targets(self.request_logger.targets)
         if self.crash_dump_folder:
             remove_oldest_dumps(Path(self.crash_dump_folder))
-        # Of an engine that does not start, nobody ends the processes, and the manager is collected as garbage.
+        # An engine that does not start is not shut down, and its manager is collected as garbage.
         weakref.finalize(self, close_sockets, sockets_of(self)).atexit = False
 
     async def generate_request(self, obj: GenerationRequest, request: Request | None = None) -> AsyncIterator[object]:
-        """SGLang's answers. Raises ValueError for a request that cannot be computed, EngineError of a dead engine."""
+        """Yield SGLang's answers. Raises ValueError for one that cannot be computed, EngineError of a dead engine."""
         if _generates(obj):
             check_shape(obj)
             given = await json_of(request) if request is not None and request.url.path == "/generate" else {}
@@ -169,14 +171,14 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return tokenizer_info(self.tokenizer, self.model_config.vocab_size, self.model_config.hf_eos_token_id)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """SGLang's; what is ended by it was asked for."""
+        """Abort requests as SGLang does, and note that their abort was requested."""
         self._aborts.note(rid, self.rid_to_state.keys(), abort_all=abort_all)
         super().abort_request(rid, abort_all)
 
     # The engine's death.
 
     def note_death(self, error: EngineError) -> None:
-        """The engine answers nothing any more. May be called in any thread."""
+        """Note that the engine answers nothing any more. Any thread may call this."""
         self.death.note(error, self.rid_to_state, self.event_loop)
 
     def _dispatch_to_scheduler(self, obj: object) -> None:
@@ -184,7 +186,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         super()._dispatch_to_scheduler(obj)
 
     async def handle_loop(self) -> None:
-        """SGLang's reading of answers; a fault in it is this engine's death. SGLang would end the program."""
+        """Read answers as SGLang does. A fault in it is the engine's death; SGLang would end the program."""
         try:
             await super().handle_loop()
         except Exception as error:
@@ -197,7 +199,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return await super()._handle_abort_finish_reason(out, state, is_stream)
 
     def _validate_one_request(self, obj: GenerationRequest, input_ids: object) -> None:
-        """SGLang's checks, and those without which a scheduler would end. Raises ValueError."""
+        """Make SGLang's checks, and ours, without which a scheduler could crash. Raises ValueError."""
         if _generates(obj):
             if obj.input_ids is not None:
                 check_tokens(input_ids, self.model_config.vocab_size)
@@ -207,7 +209,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             super()._validate_one_request(obj, input_ids)
 
     def _create_tokenized_object(self, obj: object, *args: object, **kwargs: object) -> object:
-        """The request as its scheduler gets it. Raises ValueError."""
+        """Return the request as its scheduler gets it. Raises ValueError."""
         with _as_value_error():
             tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
         if _generates(tokenized):
@@ -225,16 +227,16 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         super()._send_batch_request(tokenized_objs)
 
     def _prepare(self, tokenized: TokenizedRequest) -> None:
-        """Give a generation request its seed, and take its prefix-cache key away: that is where our tags travel."""
+        """Give a generation request its seed, and replace its prefix-cache key by our tag, or None."""
         parameters = getattr(tokenized, "sampling_params", None)
         if parameters is not None and hasattr(parameters, "sampling_seed"):
             key = self.partial_outputs.key_for(tokenized)
             prepare_request(tokenized, extra_key=key, seed=choice_seed(parameters.sampling_seed, 0))
 
-    # Profiles, logs and dumps of requests: all of them end, or are bounded.
+    # Profiles, which end by themselves; logs and dumps of requests, which are bounded.
 
     async def start_profile(self, req: ProfileRequest | None = None) -> object:
-        """A profile that ends by itself. Raises RequestError for one that would be too long, or cannot be made."""
+        """Start a profile that ends by itself. Raises RequestError for one that is too long or cannot be made."""
         req = req or ProfileReq()
         req.num_steps = steps_of(req.num_steps)
         check_activities(req.activities, on_cpu=self.server_args.device == "cpu")
@@ -243,11 +245,11 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     @property
     def request_log_paths(self) -> list[str]:
-        """The files that requests are logged to, where they are; few, of bounded size."""
+        """The files to which requests are logged: a few, of bounded size."""
         return bound_targets(self.request_logger.targets)
 
     def configure_logging(self, obj: LoggingRequest) -> None:
-        """Raises RequestError for what cannot be carried out."""
+        """Change the logging of requests. Raises RequestError for settings that cannot be carried out."""
         check_logging(obj)
         super().configure_logging(obj)
         bound_targets(self.request_logger.targets)
@@ -276,7 +278,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     # Controls of the whole engine.
 
     async def pause_generation(self, obj: PauseRequest) -> None:
-        """No forward pass is under way when this returns, nor begins before `continue_generation`."""
+        """Pause. When this returns no forward pass is under way, and none begins before `continue_generation`."""
         await super().pause_generation(obj)
         while obj.mode != "abort" and self.is_pause:
             states = await self.get_internal_state()
@@ -285,20 +287,20 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def flush_cache(self, timeout_s: float | None = None) -> object:
-        """SGLang's answer of the first rank that has sequences with KV, or of any."""
+        """Return SGLang's answer of the first rank that could not flush, or of any rank where all could."""
         self.auto_create_handle_loop()
         answers = await self.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
         return next((answer for answer in answers if not answer.success), answers[0])
 
     async def release_memory_occupation(self, obj: object, request: Request | None = None) -> None:
-        """Raises ValueError where SGLang would take no notice, or the scheduler down."""
+        """Release memory. Raises ValueError where SGLang would ignore this, or it would crash the scheduler."""
         self._check_memory_saver("release")
         if self.rid_to_state:
             raise ValueError(f"{len(self.rid_to_state)} requests are under way: memory is released when there are none")
         await super().release_memory_occupation(obj, request)
 
     async def resume_memory_occupation(self, obj: object, request: Request | None = None) -> None:
-        """Raises ValueError likewise."""
+        """Resume memory. Raises ValueError as release_memory_occupation does."""
         self._check_memory_saver("resume")
         await super().resume_memory_occupation(obj, request)
 
@@ -321,9 +323,9 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return await super().update_weights_from_disk(obj, request)
 
     async def update_weights_from_ipc(self, obj: object, request: Request | None = None) -> object:
-        """Not taken: checkpoint-engine reads pickles from a socket that the request names, and calls what they hold."""
+        """Refuse: checkpoint-engine reads pickles from a socket that the request names, and calls their contents."""
         return False, (
-            "weights are not taken from a checkpoint-engine, which sends programs beside them: send tensors or "
+            "weights are not taken from a checkpoint-engine, which sends programs with them: send tensors or "
             "safetensors (/update_weights_from_tensor), or broadcast them (/update_weights_from_distributed)"
         )
 
@@ -333,9 +335,9 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             return await super().update_weights_from_distributed(obj, request)
 
     async def update_weights_from_tensor(self, obj: TensorsUpdate, request: Request | None = None) -> object:
-        """Tensors travel as handles, each of which one process can open: every rank needs its own.
+        """Update weights. Every rank needs tensors of its own, because only one process can open a tensor's handle.
 
-        The bytes of a safetensors file may be the same for all.
+        The bytes of a safetensors file may be the same for all ranks.
         """
         given, ranks = len(obj.serialized_named_tensors), self.server_args.dp_size
         if given != ranks and not (given == 1 and obj.load_format == SAFETENSORS):
@@ -358,14 +360,14 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             yield out
 
     async def _send_choices(self, obj: PromptsRequest, request: Request | None, count: int) -> list[Waiter]:
-        """Send `count` choices of each prompt of `obj`; all of one prompt in one message, so that they share it.
+        """Send `count` choices of each prompt of `obj`, all choices of a prompt in one message, so that they share it.
 
-        Of several ranks, one computes all choices of a prompt. Each is known by an id of `obj`, by which whoever gives
-        up on `obj` aborts it.
+        One of several ranks computes all choices of a prompt. Each choice has an id of `obj`, so that a client that
+        aborts `obj` aborts its choices.
         """
         prompts = [obj[i] for i in range(obj.batch_size)]
         tokenized_prompts = await asyncio.gather(*(self._tokenize_one_request(prompt) for prompt in prompts))
-        for rid in obj.rid:  # SGLang waits for an answer to each state, also when it is asked to stop
+        for rid in obj.rid:  # SGLang awaits an answer to each state, also when it shuts down
             self.rid_to_state.pop(rid).time_stats.set_finished_time()
         rids = iter(name_choices(obj, count))
         waiters: list[Waiter] = []
@@ -390,12 +392,12 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
 
 async def anext_of(waiter: AsyncIterator[Answer]) -> Answer:
-    """The next response of one request, as a coroutine that can be gathered."""
+    """Return the next response of one request, as a coroutine that can be gathered."""
     return await waiter.__anext__()
 
 
 async def _interleave(waiters: list[Waiter]) -> AsyncIterator[Answer]:
-    """Responses of several streams as they come, each with the index of its stream."""
+    """Yield responses of several streams as they arrive, each with the index of its stream."""
     index_of = {rid: index for index, (rid, _) in enumerate(waiters)}
     pending = {asyncio.ensure_future(anext_of(waiter)): waiter for _, waiter in waiters}
     while pending:

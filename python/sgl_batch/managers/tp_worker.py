@@ -1,4 +1,4 @@
-"""Owns which model runner SGLang's worker drives."""
+"""Owns our subclass of SGLang's worker: it drives our model runner, and updates weights in their plain order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ M = TypeVar("M")
 logger = logging.getLogger(__name__)
 
 _STREAMED = (
-    "those of experts are read from the checkpoint while the model runs (--weights streamed); start the engine anew "
+    "expert weights are read from the checkpoint while the model runs (--weights streamed); start the engine anew "
     "with another checkpoint, or with --weights resident"
 )
 
@@ -52,8 +52,8 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         )
         set_model_runner(self, runner)
 
-    # Weights are read and written in their plain order, whatever order the kernels keep them in. Streamed ones stay
-    # what their files say: an update would reach the others alone.
+    # Weights are read and written in their plain order, whatever the order in which kernels keep them. Streamed weights
+    # cannot be updated: they are read from their files again, so an update would change the other weights alone.
 
     def update_weights_from_disk(self, recv_req: object) -> tuple[bool, str]:
         return self._updated(super().update_weights_from_disk, recv_req)
@@ -68,13 +68,13 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         return self._updated(self._load_safetensors if is_file else super().update_weights_from_tensor, recv_req)
 
     def _load_safetensors(self, recv_req: TensorsUpdate) -> tuple[bool, str]:
-        """The weights of a safetensors file that came whole, as bytes; nothing of it is run."""
+        """Load the weights of a safetensors file, received as bytes. No code in it is run."""
         weights = safetensors.torch.load(recv_req.serialized_named_tensors[0])
         done: tuple[bool, str] = self.model_runner.weight_updater.update_weights_from_tensor(list(weights.items()))
         return done
 
     def init_weights_update_group(self, recv_req: UpdateGroupRequest) -> tuple[bool, str]:
-        """Each of several ranks has a place of its own in the group, one after the other; to SGLang all are rank 0."""
+        """Join the update group. Each of our ranks has its own number there, in order; to SGLang all are rank 0."""
         done: tuple[bool, str] = self.model_runner.weight_updater.init_weights_update_group(
             recv_req.master_address,
             recv_req.master_port,
@@ -86,7 +86,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
         return done
 
     def get_weights_by_name(self, recv_req: WeightRequest) -> object:
-        """SGLang's answer to a weight that it cannot give is None, with the reason in the log."""
+        """Return a weight; or None, with the reason in the log, as SGLang does for one that it cannot give."""
         if self._streams_weights and (is_expert_weight(recv_req.name) or is_expert_parameter(recv_req.name)):
             logger.error("%s is not in memory: %s", recv_req.name, _STREAMED)
             return None
@@ -94,13 +94,13 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
             return super().get_weights_by_name(recv_req)
 
     def all_weights(self) -> AbstractContextManager[None]:
-        """For whoever saves the model: inside, all its weights lie in their plain order. Raises ConfigError."""
+        """Keep all weights in their plain order inside, to save the model. Raises ConfigError for streamed ones."""
         if self._streams_weights:
             raise ConfigError(f"the model cannot be saved: {_STREAMED}")
         return self._plain_weights()
 
     def _updated(self, update: Callable[[M], tuple[bool, str]], recv_req: M) -> tuple[bool, str]:
-        """SGLang's answer: whether weights are new now, and what went wrong."""
+        """Return SGLang's answer to an update: whether it succeeded, and why not."""
         if self._streams_weights:
             return False, f"weights cannot be changed: {_STREAMED}"
         with self._plain_weights():

@@ -1,4 +1,4 @@
-"""Owns the record of every sequence's changes of state and of every decision, in the order in which they happened."""
+"""Owns the trace file: every sequence's changes of state and every decision, in the order in which they happened."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sgl_batch.errors import ConfigError
 class TraceWriter:
     """Writes JSON lines: changes of state {"t", "sequence", "from", "to", "why"}, and decisions as core records them.
 
-    `t` is Unix time in seconds. Ranks, and engines after each other, append to the same file: a decision has the `rank`
-    of its engine, and the time at which that process began as `engine`.
+    `t` is Unix time in seconds. All ranks, and later engines, append to the same file. So a decision has its `rank`,
+    and as `engine` the time at which the process began.
     """
 
     def __init__(self, path: str | None, rank: int = 0) -> None:
@@ -24,7 +24,7 @@ class TraceWriter:
         self._engine = {"engine": round(time.time(), 3), "rank": rank}
         if path is not None:
             try:
-                # Unbuffered: what a rank writes at once stays together.
+                # Unbuffered: the lines of one write stay together in a file to which several ranks append.
                 self._file = open(path, "ab", buffering=0)  # noqa: SIM115
             except OSError as error:
                 raise ConfigError(
@@ -34,7 +34,7 @@ class TraceWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is written."""
+        """Whether there is a trace file."""
         return self._file is not None
 
     def write(self, transitions: Iterable[Transition]) -> None:
@@ -54,11 +54,11 @@ class TraceWriter:
         )
 
     def write_decision(self, record: Mapping[str, object]) -> None:
-        """Write a decision with its actions."""
+        """Write the record of a decision."""
         self._append([{"t": round(time.time(), 6), **self._engine, **record}])
 
     def _append(self, events: Iterable[Mapping[str, object]]) -> None:
-        assert self._file is not None, "there is no file"
+        assert self._file is not None, "there is no trace file"
         data = "".join(json.dumps(event) + "\n" for event in events)
         if data:
             self._file.write(data.encode("utf-8"))

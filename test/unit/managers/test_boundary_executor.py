@@ -63,7 +63,7 @@ def test_a_boundary_that_is_asked_for_comes_with_the_next_step_and_once():
     running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
     executor.next_batch(running)
     boundaries = executor._counters.counts["boundaries"]
-    executor.ask_boundary()
+    executor.request_boundary()
     assert not executor.decode_continues(running)
     for _ in range(3):
         executor.next_batch(running)
@@ -88,10 +88,10 @@ def test_those_that_ended_while_a_step_was_under_way_have_no_results_of_it():
     going.finished = lambda: False
     ended.finished, ended.finished_reason = lambda: True, SimpleNamespace(to_json=lambda: {"type": "stop"})
     mode = SimpleNamespace(is_extend=lambda: False)
-    executor.after_results(SimpleNamespace(reqs=[ended, going], forward_mode=mode), [ended, going])
+    executor.results.process(SimpleNamespace(reqs=[ended, going], forward_mode=mode), [ended, going])
     # Its id is free again, and somebody takes it before the step is over that computed one token too many.
     executor.enqueue(request(0))
-    executor.after_results(SimpleNamespace(reqs=[ended, going], forward_mode=mode), [going])
+    executor.results.process(SimpleNamespace(reqs=[ended, going], forward_mode=mode), [going])
     assert executor.table["r0"].status is Status.QUEUED
 
 

@@ -1,4 +1,4 @@
-"""The order in which the results of a pass are taken, where prompts were computed beside decode rows."""
+"""The order in which the results of a pass with prompts and decode rows are processed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from types import SimpleNamespace
 from sgl_batch.managers.scheduler import BatchScheduler
 
 
-def test_prompts_take_their_shared_pages_before_decode_rows_that_end_let_go_of_them():
+def test_prompts_take_shared_pages_before_finished_decode_rows_free_them():
     done: list[str] = []
     decoding = SimpleNamespace(name="decode rows", forward_mode=SimpleNamespace(is_extend=lambda: False))
     prompts = SimpleNamespace(name="prompts")
     scheduler = SimpleNamespace(
-        _results_beside=(prompts, "of the prompts"),
-        executor=SimpleNamespace(before_prefill_results=lambda batch: done.append(f"{batch.name} take pages")),
+        _mixed_prefill_results=(prompts, "of the prompts"),
+        executor=SimpleNamespace(
+            results=SimpleNamespace(before_prefill=lambda batch: done.append(f"{batch.name} take pages"))
+        ),
         _results_can_wait=lambda batch: False,
         _process_results=lambda batch, result: done.append(f"{batch.name}: results {result}"),
     )
@@ -21,4 +23,4 @@ def test_prompts_take_their_shared_pages_before_decode_rows_that_end_let_go_of_t
     BatchScheduler.process_batch_result(scheduler, decoding, "of the rows")
 
     assert done == ["prompts take pages", "decode rows: results of the rows", "prompts: results of the prompts"]
-    assert scheduler._results_beside is None
+    assert scheduler._mixed_prefill_results is None
