@@ -1,4 +1,4 @@
-"""The `sgl-batch` command: picks the subcommand, which is imported only then; decides nothing else."""
+"""The `sgl-batch` command: picks the subcommand, and imports only that one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Batch inference for mixture-of-experts models on SGLang's own processes.
 
 commands:
   run     run a JSONL file of OpenAI batch requests: sgl-batch run -i in.jsonl -o out.jsonl --model PATH
-  serve   serve the model over HTTP; takes SGLang's flags and ours, as python -m sgl_batch.launch_server does
-  jobs    jobs of a server: sgl-batch jobs submit in.jsonl --watch -o out.jsonl
-  doctor  look at this machine: devices, packages, kernels, rates, limits; says what is missing and what to do
-  models  list which models and number formats run how
-  check   say of one model whether and how it would run, and in how much memory: sgl-batch check --model DIR
-  trace   print how one sequence went through the engine: sgl-batch trace trace.jsonl ID
+  serve   serve the model over HTTP; takes the flags of python -m sgl_batch.launch_server
+  jobs    send jobs to a server and fetch their results: sgl-batch jobs submit in.jsonl --watch -o out.jsonl
+  doctor  check this machine: devices, packages, kernels, rates, limits; print what is missing and how to fix it
+  models  list the supported models and number formats
+  check   check whether a model would run here, how, and in how much memory: sgl-batch check --model DIR
+  trace   print the states that a sequence went through: sgl-batch trace trace.jsonl ID
 
 `sgl-batch COMMAND --help` explains a command. `sgl-batch --version` prints the version.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (1 for bad usage)."""
+    """Run the command line. Return the exit code (1 for bad usage)."""
     command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if command == "run":
         from sgl_batch.cli.run.command import run_command
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """The program: `main`, then the end of its process."""
+    """Run the program: `main`, then the end of its process."""
     from sgl_batch.program_end import end_with
 
     end_with(main)

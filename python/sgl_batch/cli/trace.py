@@ -1,4 +1,4 @@
-"""`sgl-batch trace`: prints how one sequence went through the engine, from a file written with --trace-file."""
+"""`sgl-batch trace`: prints the states that a sequence went through, from a file written with --trace-file."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from sgl_batch.core.replay import ReplayError, replay_trace
 _MOST_SHOWN = 10
 
 _DESCRIPTION = """\
-Print the events of one sequence: when it changed its state, from what to what, and why.
+Print each change of a sequence's state: when it happened, from which state to which, and why.
 
   sgl-batch run -i in.jsonl -o out.jsonl --model PATH --trace-file trace.jsonl
   sgl-batch trace trace.jsonl ID
-  sgl-batch trace trace.jsonl --replay     # make every scheduling decision again, and compare its actions
+  sgl-batch trace trace.jsonl --replay     # make every scheduling decision again, and compare the actions
 
-ID is the "id" of an answer's body in out.jsonl (of the first choice, where n > 1), or the beginning of one. Without ID,
-every sequence is listed with its path.
+ID is the "id" in the body of an answer in out.jsonl, or the beginning of one; with n > 1 it is the sequence of the
+first choice. Without ID, the states of every sequence are listed, one sequence a line.
 """
 
 
 def trace_command(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit code: 1 when the file or the sequence is not there."""
+    """Run the command. Return its exit code: 1 where the file or the sequence does not exist."""
     parser = argparse.ArgumentParser(
         prog="sgl-batch trace", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a file written with --trace-file")
-    parser.add_argument("sequence", nargs="?", default="", metavar="ID", help="a sequence's id, or its beginning")
+    parser.add_argument("file", type=Path, metavar="FILE", help="file written with --trace-file")
     parser.add_argument(
-        "--replay", action="store_true", help="make the recorded decisions again; exit code 2 if one differs"
+        "sequence", nargs="?", default="", metavar="ID", help="id of a sequence, or the beginning of one"
+    )
+    parser.add_argument(
+        "--replay", action="store_true", help="make the recorded decisions again; the exit code is 2 if one differs"
     )
     args = parser.parse_args(argv)
     if not args.file.is_file():
@@ -57,7 +59,7 @@ def trace_command(argv: Sequence[str]) -> int:
 
 
 def _replay(events: list[dict[str, Any]]) -> int:
-    """Make the decisions again: 2 if one differs, 1 if they cannot be made."""
+    """Make the decisions again. Return 2 if one differs, 1 if they cannot be made."""
     try:
         number, differences = replay_trace(events)
     except ReplayError as error:
@@ -65,7 +67,7 @@ def _replay(events: list[dict[str, Any]]) -> int:
         return 1
     for one in differences[:_MOST_SHOWN]:
         sys.stdout.write(f"decision {one.number}\n  recorded {one.recorded}\n  replayed {one.replayed}\n")
-    sys.stdout.write(f"{number:,} decisions, {len(differences):,} come out otherwise\n")
+    sys.stdout.write(f"{number:,} decisions, {len(differences):,} differ\n")
     return 2 if differences else 0
 
 

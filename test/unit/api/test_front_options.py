@@ -88,7 +88,7 @@ def test_programs_in_requests_need_a_key_or_a_word(flag, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("enable-custom-logit-processor: true\n")
     for argv in ([flag], ["--config", str(file)]):
-        with pytest.raises(ConfigError, match="a program, which the engine runs"):
+        with pytest.raises(ConfigError, match="a program that the engine runs"):
             parse_front_options([*argv, "--admin-api-key", "a"])
         for word in (["--api-key", "k"], ["--allow-unauthenticated-control"]):
             assert parse_front_options([*argv, *word]).engine_argv == tuple(argv)

@@ -209,11 +209,11 @@ def test_refusals_say_what_which_server_and_what_to_do(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["get", "../files"], "is no job's id"),
+        (["get", "../files"], "is not the id of a job"),
         (["submit", "none.jsonl"], "does not exist"),
         (["submit", "{}", "--metadata", "x"], "give KEY=VALUE"),
         (["list", "--limit", "0"], "at least 1"),
-        (["list", "--base-url", "localhost:30000"], "no web address"),
+        (["list", "--base-url", "localhost:30000"], "not a web address"),
     ],
 )
 def test_bad_usage_exits_1_before_anything_is_asked(argv: list[str], message: str, capsys: Any) -> None:

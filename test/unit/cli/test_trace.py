@@ -84,11 +84,11 @@ def test_decisions_are_passed_over_and_replayed_when_asked_for(
     assert main(["trace", str(trace_file), "aaa"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert main(["trace", str(trace_file), "--replay"]) == 0
-    assert capsys.readouterr().out == "1 decisions, 0 come out otherwise\n"
+    assert capsys.readouterr().out == "1 decisions, 0 differ\n"
     with trace_file.open("a") as file:
         file.write(json.dumps({**record, "actions": [{"action": "Idle"}]}) + "\n")
     assert main(["trace", str(trace_file), "--replay"]) == 2
-    assert capsys.readouterr().out.endswith("2 decisions, 1 come out otherwise\n")
+    assert capsys.readouterr().out.endswith("2 decisions, 1 differ\n")
 
 
 def test_an_unknown_sequence_or_file_is_named(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

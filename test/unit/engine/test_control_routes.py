@@ -78,7 +78,7 @@ def test_a_profile_says_when_it_ends_and_one_that_is_too_long_is_refused(manager
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[1]", "no JSON object"),
+        ("[1]", "not a JSON object"),
         ("{", "the request body is wrong"),
         ('{"x": 1}', "no field 'x'"),
         ('{"num_steps": "a"}', "int"),

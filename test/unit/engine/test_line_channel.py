@@ -320,8 +320,8 @@ def test_a_line_that_meets_a_fault_of_the_program_gets_500_and_the_others_go_on(
     ("data", "words"),
     [
         ((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), "at most"),
-        (b"\0\0\0\3abc", "no message of ours"),
-        (b"\0\0\0\1\x80", "no message of ours"),
+        (b"\0\0\0\3abc", "not a message of ours"),
+        (b"\0\0\0\1\x80", "not a message of ours"),
     ],
 )
 def test_what_is_no_message_ends_the_conversation(data, words):

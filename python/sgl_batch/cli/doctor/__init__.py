@@ -1,1 +1,1 @@
-"""`sgl-batch doctor`: what this machine has for an engine, what is missing, and what to do about it."""
+"""`sgl-batch doctor`: what an engine finds on this machine, what is missing, and how to fix it."""

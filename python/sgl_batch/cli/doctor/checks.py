@@ -1,4 +1,4 @@
-"""Which checks the doctor makes, in the order of its table."""
+"""Owns the list of the doctor's checks, in the order of its table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKS: tuple[Check, ...] = (
         name="device",
         rows=device_checks.devices,
         required=True,
-        remedy="see whether nvidia-smi answers, and what the kernel's log (dmesg) says",
+        remedy="check whether nvidia-smi answers, and what the kernel's log (dmesg) says",
         timeout_s=15.0,
         after="torch",
     ),
@@ -37,7 +37,7 @@ CHECKS: tuple[Check, ...] = (
         name="CPU kernels",
         rows=device_checks.instruction_set,
         required=True,
-        remedy="name one that this processor has in SGL_BATCH_ISA, or unset it",
+        remedy="set SGL_BATCH_ISA to an instruction set of this processor, or unset it",
     ),
     Check(name="attention backends", rows=device_checks.attention, required=True, after="device"),
     Check(name="copies", rows=rate_checks.copies, after="device"),

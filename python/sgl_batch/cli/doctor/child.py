@@ -1,4 +1,4 @@
-"""A child process of the doctor's: runs the checks that its arguments name, and prints the rows of each as one line."""
+"""The doctor's child process: runs the checks that its arguments name, and prints the rows of each as one line."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 def rows_of(check: Check, machine: Machine) -> Sequence[Row]:
-    """The rows of a check; of one that raises, one that says so."""
+    """Return the rows of a check. A check that raises gives one row with the error."""
     try:
         return check.rows(machine)
     except Exception as error:
         logger.debug("%s failed", check.name, exc_info=True)
         lines = str(error).strip().splitlines()
-        return [check.failed(f"{type(error).__name__}: {lines[0] if lines else 'without a word'}")]
+        return [check.failed(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")]
 
 
 def answer(checks: Mapping[str, Check], argv: Sequence[str], machine: Machine | None = None) -> None:
-    """Run the named checks, and write a line for each to what was standard output when it was called.
+    """Run the named checks, and write a line for each to the standard output of the call.
 
-    What libraries print meanwhile goes to standard error.
+    What libraries print goes to standard error.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path)
@@ -49,5 +49,5 @@ if __name__ == "__main__":
     from sgl_batch.cli.doctor.checks import CHECKS
 
     answer({check.name: check for check in CHECKS}, sys.argv[1:])
-    # Not by Python's own end, which lets millions of objects go one by one.
+    # Python's own end frees millions of objects one by one, which takes long.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Runs `sgl-batch doctor`: all checks, their table, and an exit code. What is checked is decided in `checks`."""
+"""Runs `sgl-batch doctor`: all checks, their table, and an exit code. The checks are listed in `checks`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from sgl_batch.cli.doctor.rows import Row, as_json, can_run, table
 from sgl_batch.cli.run.options import UsageParser
 
 _DESCRIPTION = """\
-Look at this machine and say what an engine finds here: devices and driver, packages and whether they import, our CPU
-kernels, attention backends, rates of memory and disk, limits. It takes some seconds and changes nothing.
+Check this machine, and print what an engine finds here: devices and driver, packages and whether they import, CPU
+kernels, attention backends, the speed of memory and disk, limits. It takes some seconds and changes nothing.
 
   sgl-batch doctor
-  sgl-batch doctor --model ./my-moe       # also whether the model can be loaded, and what was measured for it
-  sgl-batch doctor --json doctor.json     # for a bug report, or a program
+  sgl-batch doctor --model ./my-moe       # also check whether the model can be loaded, and what was measured for it
+  sgl-batch doctor --json doctor.json     # also write the results to a file, for a bug report or a program
 """
 _EPILOG = """\
 states:
-  ok       there, and as it should be
-  warning  an engine runs, slower or with less than it could
-  missing  not installed, or not there; the table says what lacks without it
-  failed   there, and does not work (or gave no answer in time)
+  ok       present, and works
+  warning  an engine runs, but slower or with less than possible
+  missing  not installed or not present; the table says what does not work without it
+  failed   present, but does not work, or gave no answer in time
 
 exit codes:
   0  an engine can run here
-  1  something without which no engine runs is missing or has failed; or bad usage
+  1  something that every engine needs is missing or has failed; or bad usage
 """
 
 
@@ -41,15 +41,17 @@ def _all_checks(model: Path | None) -> Iterable[Row]:
 
 
 def doctor_command(argv: Sequence[str], rows_of: Callable[[Path | None], Iterable[Row]] = _all_checks) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command. Return its exit code."""
     parser = UsageParser(
         prog="sgl-batch doctor",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a model's directory, to be looked at too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, with all numbers, to this file too")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="model directory, to be checked too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results, with all numbers, to this file"
+    )
     args = parser.parse_args(argv)
     begun = time.perf_counter()
     rows = list(rows_of(args.model))

@@ -1,4 +1,4 @@
-"""The doctor's checks of devices: GPUs and their driver, attention backends, and our kernels for a CPU."""
+"""Owns the doctor's checks of devices: GPUs and their driver, attention backends, and our CPU kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOPPER = (9, 0)
 
 
 def driver(machine: Machine) -> Sequence[Row]:
-    """NVIDIA's driver, by what the kernel says of it."""
+    """Check NVIDIA's driver, by its file in /proc."""
     text = machine.text("proc/driver/nvidia/version")
     if text is None:
         return [Row(check="driver", state=State.MISSING, found="no NVIDIA driver: the engine runs on the CPU")]
@@ -21,7 +21,7 @@ def driver(machine: Machine) -> Sequence[Row]:
 
 
 def devices(machine: Machine) -> Sequence[Row]:
-    """What torch computes on, with its memory."""
+    """Check the devices that torch computes on, with their memory."""
     torch = machine.load("torch")
     runtime = torch.version.cuda
     has_driver = machine.text("proc/driver/nvidia/version") is not None
@@ -31,7 +31,7 @@ def devices(machine: Machine) -> Sequence[Row]:
     remedy = ""
     if has_driver:
         remedy = (
-            "update the driver, or look at CUDA_VISIBLE_DEVICES"
+            "update the driver, or check CUDA_VISIBLE_DEVICES"
             if runtime
             else "install torch with CUDA: pip install '.[cuda]'"
         )
@@ -39,7 +39,7 @@ def devices(machine: Machine) -> Sequence[Row]:
         Row(
             check="device",
             state=State.WARNING if has_driver else State.OK,
-            found=f"CPU ({built}{', though there is a driver for GPUs' if has_driver else ''})",
+            found=f"CPU ({built}{', although there is a driver for GPUs' if has_driver else ''})",
             remedy=remedy,
             required=True,
             values={"device": "cpu", "cuda_runtime": runtime},
@@ -68,7 +68,7 @@ def _gpu(torch: Any, number: int) -> Row:
 
 
 def instruction_set(machine: Machine) -> Sequence[Row]:
-    """Which of our CPU kernels the processor runs, and which are chosen. Raises RuntimeError for a wrong choice."""
+    """Check which of our CPU kernels run here, and which are chosen. Raises RuntimeError for a wrong choice."""
     try:
         kernels = machine.load("sgl_batch_kernel")
     except (ImportError, OSError, StopIteration) as error:
@@ -95,7 +95,7 @@ def instruction_set(machine: Machine) -> Sequence[Row]:
 
 
 def attention(machine: Machine) -> Sequence[Row]:
-    """Attention backends that can run here, first the one that an engine takes without being told."""
+    """Check which attention backends can run here. The first one is an engine's default."""
     if not machine.has_gpu:
         native = _imports(machine, "sgl_batch_kernel")
         found = f"sgl_batch_cpu ({'our kernels' if native else 'by torch operators'})"

@@ -1,6 +1,7 @@
-"""Owns measuring how fast files can be read past the page cache, by as many threads as an engine reads with.
+"""Measures how fast files can be read past the page cache, with as many threads as an engine reads with.
 
-Reads go into huge pages: into small ones the same disk gave a third, as the kernel then cuts them into short requests.
+Reads go into huge pages. With small pages the same disk gave a third of the rate, because the kernel then cuts reads
+into short requests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _READ_BYTES = 2 << 20
 
 
 def disk_rate(files: list[Path], *, threads: int, most_bytes: int) -> float:
-    """Bytes per second of reading the files in pieces of 2 MiB, in their order, until `most_bytes` are read."""
+    """Return the bytes per second of reading the files in order, in pieces of 2 MiB, until `most_bytes` are read."""
     pieces = _pieces(files, most_bytes)
     lock, read = threading.Lock(), [0] * threads
     opened = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files}
@@ -47,7 +48,7 @@ def disk_rate(files: list[Path], *, threads: int, most_bytes: int) -> float:
 
 
 def _huge_page(memory: mmap.mmap) -> memoryview:
-    """The part of twice a huge page that is one, if the kernel gives it."""
+    """Return the aligned huge page within memory of twice its size. The kernel may back it by small pages."""
     memory.madvise(mmap.MADV_HUGEPAGE)
     first = ctypes.c_char.from_buffer(memory)
     begin = -ctypes.addressof(first) % _READ_BYTES

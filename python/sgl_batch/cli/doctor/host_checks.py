@@ -1,4 +1,4 @@
-"""The doctor's checks of the machine itself: Python, memory and its limits, huge pages, shared memory, open files."""
+"""Owns the doctor's checks of the machine itself: Python, memory, huge pages, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.cli.doctor.machine import Machine
 from sgl_batch.cli.doctor.rows import Row, State
 
-_PYTHONS = ((3, 11), (3, 13))  # from, up to but without; as in pyproject.toml
+_PYTHONS = ((3, 11), (3, 13))  # from the first, below the second; as in pyproject.toml
 _LEAST_SHM_BYTES = 64 << 20
 _LEAST_FILES = 4096
 _LEAST_MEMORY_BYTES = 4 << 30
 
 
 def python(_: Machine, version: tuple[int, ...] = sys.version_info[:3]) -> Sequence[Row]:
-    """The interpreter's version, against those that the engine's packages are released for."""
+    """Check the interpreter's version: the engine's packages are released for some versions only."""
     low, high = _PYTHONS
     good = low <= version[:2] < high
     return [
@@ -34,7 +34,7 @@ def python(_: Machine, version: tuple[int, ...] = sys.version_info[:3]) -> Seque
 
 
 def system(machine: Machine) -> Sequence[Row]:
-    """The operating system, the processor and how many cores this process may use."""
+    """Check the operating system, the processor, and how many cores this process may use."""
     cores = len(os.sched_getaffinity(0))
     lines = (machine.text("proc/cpuinfo") or "").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -44,14 +44,14 @@ def system(machine: Machine) -> Sequence[Row]:
             check="platform",
             state=State.OK if known else State.WARNING,
             found=f"{platform.platform()}, {names[0] if names else 'unknown processor'}, {cores} cores",
-            remedy="" if known else "tested on Linux on x86-64 alone",
+            remedy="" if known else "sgl_batch is tested only on Linux on x86-64",
             values={"cores": cores},
         )
     ]
 
 
 def memory(machine: Machine) -> Sequence[Row]:
-    """What is free, of the machine's memory or of its control group's limit."""
+    """Check how much memory is free, of the machine or within the limit of its control group."""
     from sgl_batch.memory.free_memory import free_bytes
 
     total = next(
@@ -68,16 +68,16 @@ def memory(machine: Machine) -> Sequence[Row]:
         Row(
             check="memory",
             state=State.WARNING if tight else State.OK,
-            found=f"{format_bytes(free)} free for this process, of {format_bytes(total)} in the machine; the smaller "
-            "of both, where a control group limits it, is what an engine has",
-            remedy="raise the control group's limit, or end what takes memory" if tight else "",
+            found=f"{format_bytes(free)} free for this process (within the limit of its control group, if it has one); "
+            f"the machine has {format_bytes(total)}",
+            remedy="raise the limit of the control group, or end programs that take memory" if tight else "",
             values={"free_bytes": free, "total_bytes": total},
         )
     ]
 
 
 def huge_pages(machine: Machine) -> Sequence[Row]:
-    """Whether the kernel gives huge pages to those that ask for them, as weights and the KV store do."""
+    """Check whether the kernel gives huge pages on request. Weights and the KV store request them."""
     text = machine.text("sys/kernel/mm/transparent_hugepage/enabled")
     mode = None if text is None else text.partition("[")[2].partition("]")[0]
     good = mode in ("always", "madvise")
@@ -92,12 +92,15 @@ def huge_pages(machine: Machine) -> Sequence[Row]:
 
 
 def shared_memory(machine: Machine) -> Sequence[Row]:
-    """The size of /dev/shm, through which ranks exchange tokens."""
+    """Check the size of /dev/shm, through which ranks exchange tokens."""
     path = machine.root / "dev/shm"
     if not path.is_dir():
         return [
             Row(
-                check="/dev/shm", state=State.MISSING, found="not there", remedy="mount a tmpfs on it for several ranks"
+                check="/dev/shm",
+                state=State.MISSING,
+                found="not present",
+                remedy="mount a tmpfs on it for several ranks",
             )
         ]
     found = os.statvfs(path)
@@ -115,7 +118,7 @@ def shared_memory(machine: Machine) -> Sequence[Row]:
 
 
 def open_files(_: Machine, limits: tuple[int, int] | None = None) -> Sequence[Row]:
-    """How many files and sockets a process may have open."""
+    """Check how many files and sockets a process may have open."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 0 <= soft < _LEAST_FILES
     return [

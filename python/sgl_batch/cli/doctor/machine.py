@@ -1,6 +1,6 @@
-"""Owns what the doctor's checks read of a machine: its files, environment, packages. It judges nothing.
+"""Owns what the doctor's checks read of a machine: its files, environment and packages.
 
-Tests give checks another machine.
+Tests replace it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sgl_batch.installed_versions import version_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`root`: where /proc and /sys are. `model`: the directory of the model asked about, if any.
+    """A machine. `root`: the directory of /proc and /sys. `model`: the directory of the model to check, if any.
 
-    `load` imports a module by its name, and `version_of` gives the version of an installed package, or None.
+    `load` imports a module by its name. `version_of` returns the version of an installed package, or None.
     """
 
     root: Path = Path("/")
@@ -29,7 +29,7 @@ class Machine:
     version_of: Callable[[str], str | None] = version_of
 
     def text(self, path: str) -> str | None:
-        """The text of a file below `root`; None where it is not there or cannot be read."""
+        """Return the text of a file below `root`, or None where it does not exist or cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
@@ -37,7 +37,7 @@ class Machine:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether torch finds a GPU. Imports torch, and False where that fails."""
+        """Whether torch finds a GPU. It imports torch; False where that fails."""
         try:
             return bool(self.load("torch").cuda.is_available())
         except (ImportError, OSError):

@@ -1,4 +1,4 @@
-"""The doctor's checks of a model, and of what self-checks have found to be the fastest for it on this device."""
+"""Owns the doctor's checks of a model, and of the choices that self-checks made for it on this device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.startup.model_checks import check_any_device
 
 
 def model(machine: Machine) -> Sequence[Row]:
-    """Whether the model that was asked about can be loaded, and how large it is."""
+    """Check whether the model can be loaded, and how large it is."""
     path = machine.model
     if path is None:
         return []
@@ -29,7 +29,7 @@ def model(machine: Machine) -> Sequence[Row]:
 
 
 def self_checks(machine: Machine) -> Sequence[Row]:
-    """Which decode forward and expert runner won the self-checks on this device, with these versions."""
+    """Show which decode forward and expert runner won the self-checks on this device, with these versions."""
     device = machine.load("torch").cuda.get_device_name(0) if machine.has_gpu else "cpu"
     kept = [
         (key, choice)
@@ -38,12 +38,12 @@ def self_checks(machine: Machine) -> Sequence[Row]:
     ]
     wanted = None if machine.model is None else model_hash(str(machine.model))
     shown = [one for one in kept if wanted in (None, one[0].model)]
-    remedy = "" if shown else "an engine measures at its start: on a GPU, or with --decode-forward measure"
+    remedy = "" if shown else "an engine measures at its start, on a GPU or with --decode-forward measure"
     return [
         Row(
             check="self-checks",
             state=State.OK,
-            found=" | ".join(_said(key, choice) for key, choice in shown) or "not measured on this machine",
+            found=" | ".join(_choice_text(key, choice) for key, choice in shown) or "not measured on this machine",
             remedy=remedy,
             values={
                 "choices": [{"option": key.option, "model": key.model, "mode": choice.mode} for key, choice in shown]
@@ -52,6 +52,6 @@ def self_checks(machine: Machine) -> Sequence[Row]:
     ]
 
 
-def _said(key: ChoiceKey, choice: Choice) -> str:
+def _choice_text(key: ChoiceKey, choice: Choice) -> str:
     sizes = key.settings.get("sizes") or key.settings.get("tokens")
     return f"{key.option.replace('_', ' ')}, model {key.model[:8]}, groups of {sizes}: {choice.why}"

@@ -1,4 +1,4 @@
-"""The doctor's checks of packages: their versions, whether they import, and what lacks without them."""
+"""Owns the doctor's checks of packages: their versions, whether they import, and what does not work without them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.sglang_adapter.absent_packages import REQUIREMENTS
 
 
 class Need(StrEnum):
-    """Where no engine runs beside a package that does not import, or without it unless that is `replaced`."""
+    """Where an engine needs a package: a broken one prevents it, and a missing one unless it is `replaced`."""
 
     ALWAYS = "always"
     ON_GPU = "on a GPU"
@@ -24,9 +24,9 @@ class Need(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """`name`: as it is known; `module`: what is imported; `lacks`: what an engine does without it.
+    """One package. `name`: shown in the table; `module`: imported by the check; `lacks`: what does not work without it.
 
-    `replaced`: where it is not installed, an engine runs with something else in its place.
+    `replaced`: where it is not installed, an engine uses something else.
     """
 
     name: str
@@ -106,7 +106,7 @@ PACKAGES = (
 
 
 def check_of(package: Package) -> Check:
-    """The check of a package."""
+    """Return the check of a package."""
     return Check(
         name=package.name,
         rows=lambda machine: [package_row(package, machine)],
@@ -118,13 +118,13 @@ def check_of(package: Package) -> Check:
 
 
 def package_row(package: Package, machine: Machine) -> Row:
-    """Whether a package is there and imports."""
+    """Check whether a package is installed and imports."""
     version = machine.version_of(package.distribution)
     required = package.need is Need.ALWAYS
     if package.need is not Need.ALWAYS and package.module != "sgl_batch_kernel" and not machine.has_gpu:
         found = f"{version}, not imported" if version else "not installed"
         state = State.OK if version else State.MISSING
-        return Row(check=package.name, state=state, found=f"{found}; a GPU alone uses it")
+        return Row(check=package.name, state=state, found=f"{found}; only engines on a GPU use it")
     required = required or package.need is Need.ON_GPU
     lacks = package.lacks or "no engine runs"
     try:
@@ -146,7 +146,7 @@ def package_row(package: Package, machine: Machine) -> Row:
 
 
 def _broken(package: Package, version: str | None, error: Exception, *, required: bool) -> Row:
-    words = (str(error).strip().splitlines() or ["without a word"])[0]
+    words = (str(error).strip().splitlines() or ["no message"])[0]
     return Row(
         check=package.name,
         state=State.FAILED,
@@ -157,7 +157,7 @@ def _broken(package: Package, version: str | None, error: Exception, *, required
 
 
 def sglang(machine: Machine) -> Sequence[Row]:
-    """Whether SGLang is the version that we extend, and imports."""
+    """Check whether SGLang has the version that we extend, and imports."""
     try:
         version = bootstrap.sglang_version()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The doctor's measurements: how fast memory is copied, and how fast the disk is read. Each takes about a second."""
+"""Owns the doctor's measurements of memory copies and disk reads. Each takes about a second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLOW_DISK = 200e6
 
 
 def copies(machine: Machine, *, num_bytes: int = _COPY_BYTES) -> Sequence[Row]:
-    """Host memory to each way of the device, or memory to memory without a GPU."""
+    """Measure copies between host and GPU memory in both directions; without a GPU, within memory."""
     torch = machine.load("torch")
     on_gpu = bool(torch.cuda.is_available())
     host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
@@ -40,7 +40,7 @@ def copies(machine: Machine, *, num_bytes: int = _COPY_BYTES) -> Sequence[Row]:
 
 
 def _rate(source: Any, target: Any, finish: Callable[[], object]) -> float:
-    """Bytes per second of the fastest of some copies; the first, which touches the memory, does not count."""
+    """Return the bytes per second of the fastest of some copies. The first does not count: it touches new memory."""
     best = 0.0
     for number in range(_ROUNDS + 1):
         finish()
@@ -53,7 +53,7 @@ def _rate(source: Any, target: Any, finish: Callable[[], object]) -> float:
 
 
 def disk(machine: Machine, *, num_bytes: int = _DISK_BYTES) -> Sequence[Row]:
-    """Reads past the page cache: of the model's files, or of a file in the directory for temporary ones."""
+    """Measure reads past the page cache: of the model's files, or else of a temporary file."""
     weights = [] if machine.model is None else sorted(machine.model.glob("*.safetensors"))
     if sum(file.stat().st_size for file in weights) > num_bytes:
         return [_disk_row(weights, f"of {machine.model}", num_bytes)]
@@ -66,7 +66,11 @@ def disk(machine: Machine, *, num_bytes: int = _DISK_BYTES) -> Sequence[Row]:
             return [_disk_row([Path(file.name)], f"of a temporary file in {Path(file.name).parent}", num_bytes)]
         except OSError as error:
             return [
-                Row(check="disk", state=State.WARNING, found=f"{Path(file.name).parent} has no direct reads: {error}")
+                Row(
+                    check="disk",
+                    state=State.WARNING,
+                    found=f"{Path(file.name).parent} does not allow direct reads: {error}",
+                )
             ]
 
 
@@ -77,7 +81,7 @@ def _disk_row(files: list[Path], what: str, num_bytes: int) -> Row:
         check="disk",
         state=State.WARNING if slow else State.OK,
         found=f"{_shown(rate)}, direct reads {what} by {_DISK_THREADS} threads",
-        remedy="--weights streamed and --kv-store-dir will wait for this disk" if slow else "",
+        remedy="--weights streamed and --kv-store-dir will be slow with this disk" if slow else "",
         values={"read_bytes_per_s": rate},
     )
 

@@ -1,4 +1,4 @@
-"""Owns the rows of the doctor's table: their form, and whether an engine can run with them. It checks nothing."""
+"""Owns the rows of the doctor's table: their form, and whether an engine can run with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FOUND_WIDTH = 88
 
 
 class State(StrEnum):
-    """`WARNING`: it works, slower or with less than it could. `MISSING`: not installed, or not there."""
+    """The result of a check. `WARNING`: slower, or less than possible. `MISSING`: not installed or not present."""
 
     OK = "ok"
     WARNING = "warning"
@@ -25,7 +25,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table. `required`: no engine runs here without it. `values`: numbers, for programs."""
+    """One row of the table. `required`: no engine runs here without it. `values`: the numbers, for programs."""
 
     check: str
     state: State
@@ -36,15 +36,15 @@ class Row:
 
     @property
     def prevents_run(self) -> bool:
-        """Whether no engine can run because of this row."""
+        """Whether this row prevents every engine from running."""
         return self.required and self.state in (State.MISSING, State.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A function that gives the rows of one check. It may raise, hang or end its process: it runs in a child.
+    """One check. `rows` returns its rows; it runs in a child process, and may raise, hang or end that process.
 
-    `remedy`, `required`: those of its row where it does. `after`: a check without whose answer this one is not run.
+    `remedy`, `required`: those of the row where it does so. `after`: a check whose answer this one needs.
     """
 
     name: str
@@ -55,17 +55,17 @@ class Check:
     after: str = ""
 
     def failed(self, why: str) -> Row:
-        """The row of a check that gave none."""
+        """Return the row of a check that gave no rows."""
         return Row(check=self.name, state=State.FAILED, found=why, remedy=self.remedy, required=self.required)
 
 
 def can_run(rows: Iterable[Row]) -> bool:
-    """Whether an engine can run on a machine with these rows."""
+    """Return whether an engine can run on a machine with these rows."""
     return not any(row.prevents_run for row in rows)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for a terminal; a remedy stands below what was found."""
+    """Return the rows as a table for a terminal. A remedy stands below what was found."""
     width = max(len(row.check) for row in rows)
     states = max(len(state) for state in State)
     lines = [f"{'check':<{width}}  {'state':<{states}}  found"]
@@ -78,6 +78,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row], took_s: float) -> dict[str, Any]:
-    """The rows for a program."""
+    """Return the rows as JSON."""
     listed = [asdict(row) for row in rows]
     return {"format": FORMAT, "can_run": can_run(rows), "took_s": round(took_s, 3), "rows": listed}

@@ -1,7 +1,4 @@
-"""Runs the doctor's checks in a child process, and a new one for the rest where a check ends it or hangs.
-
-What is checked, and what follows from it, is decided elsewhere.
-"""
+"""Runs the doctor's checks in a child process. Where a check hangs or ends it, a new child runs the rest."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ _END_WITHIN_S = 2.0
 
 
 def run_checks(checks: Sequence[Check], arguments: Sequence[str], child: Sequence[str] = _CHILD) -> Iterator[Row]:
-    """The rows of all checks, in their order, as they come.
+    """Yield the rows of all checks in order, as they come.
 
-    `child`: the command that runs those whose names come behind `arguments`, as the module `child` does.
+    `child`: a command that runs the checks named behind `arguments`, as the module `child` does.
     """
     left, silent = list(checks), set[str]()
     while left:
@@ -43,11 +40,11 @@ def run_checks(checks: Sequence[Check], arguments: Sequence[str], child: Sequenc
                 alive = False
                 silent.add(check.name)
                 yield check.failed(answer)
-                yield from _passed_over(left, silent)
+                yield from _skipped(left, silent)
 
 
-def _passed_over(left: list[Check], silent: set[str]) -> Iterator[Row]:
-    """Take the checks out of `left` that would meet what a `silent` one has met; their rows."""
+def _skipped(left: list[Check], silent: set[str]) -> Iterator[Row]:
+    """Remove the checks from `left` that need the answer of a `silent` one, and yield their rows."""
     for check in list(left):
         if check.after in silent:
             left.remove(check)
@@ -56,7 +53,7 @@ def _passed_over(left: list[Check], silent: set[str]) -> Iterator[Row]:
 
 
 class _Child:
-    """A process that answers each check with a line of JSON. What it logs is kept for when it ends too early."""
+    """A process that answers each check with a line of JSON. Its log is kept, for an error when it ends too early."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
@@ -70,7 +67,7 @@ class _Child:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """End it with what it has started. One that is stuck in a driver cannot be ended and is left behind."""
+        """Kill the process and its children. A process that is stuck in a driver cannot be killed, and stays."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -85,7 +82,7 @@ class _Child:
         self._answers.put(None)
 
     def answer(self, timeout_s: float) -> list[dict[str, Any]] | str:
-        """The rows of the next check, or why there are none."""
+        """Return the rows of the next check, or a text that says why there are none."""
         try:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
@@ -95,9 +92,9 @@ class _Child:
             return rows
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_WITHIN_S)
-        return f"its process ended with {_end(self._process.returncode)}{self._last_words()}"
+        return f"its process ended with {_end(self._process.returncode)}{self._last_log_line()}"
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
         return f": {lines[-1][:200]}" if lines else ""
@@ -110,5 +107,5 @@ def _end(code: int | None) -> str:
 
 
 def directory_argument(model: Path | None) -> list[str]:
-    """How a child is told the model."""
+    """Return the arguments that name the model to a child."""
     return [] if model is None else ["--model", str(model)]

@@ -1,1 +1,1 @@
-"""`sgl-batch jobs`: a client of the Files and Batches API, ours or others'; decides nothing of what a job is."""
+"""`sgl-batch jobs`: a client of the Files and Batches API, of our server or of another one."""

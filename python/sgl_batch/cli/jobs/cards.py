@@ -1,4 +1,4 @@
-"""Jobs as text: a row of the table, a card, the last line of a watched one. Pure; decides nothing about jobs."""
+"""Makes the text of jobs: rows of the table, the card of one job, the last line of a watched job. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _NAME_CHARACTERS = 24
 
 
 def counts(job: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Total, completed and failed lines; 0 where the server does not say."""
+    """Return the total, completed and failed lines; 0 where the server gives no number."""
     given = job.get("request_counts") or {}
     return int(given.get("total") or 0), int(given.get("completed") or 0), int(given.get("failed") or 0)
 
 
 def extra(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What our server says beyond the contract; empty for another's."""
+    """Return the fields that our server adds to OpenAI's; empty for another server."""
     found = job.get("x_sgl_batch")
     return found if isinstance(found, Mapping) else {}
 
 
 def name_of(job: Mapping[str, Any]) -> str:
-    """How its owner calls a job: metadata.name, else the name of its input; on one line, whatever it has in it."""
+    """Return a job's name: metadata.name, else the name of its input, with unprintable characters replaced."""
     found = (job.get("metadata") or {}).get("name") or extra(job).get("name") or "-"
     return "".join(letter if letter.isprintable() else "?" for letter in str(found))
 
@@ -38,14 +38,14 @@ def _cut(name: str) -> str:
 
 
 def exit_code(job: Mapping[str, Any]) -> int:
-    """As of `sgl-batch run`: 0 all well, 2 with failed lines, 3 not finished."""
+    """Return the exit code, as for `sgl-batch run`: 0 all lines ok, 2 some lines failed, 3 not finished."""
     if job.get("status") != "completed":
         return 3
     return 2 if counts(job)[2] else 0
 
 
 def table(jobs: Iterable[Mapping[str, Any]], now: float) -> str:
-    """One row for each job, under a head; words left, numbers right."""
+    """Return a table with a row for each job; words are aligned left, numbers right."""
     rows = [_HEAD, *(_row(job, now) for job in jobs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = []
@@ -77,7 +77,7 @@ def _row(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
 
 
 def card(job: Mapping[str, Any], now: float) -> str:
-    """One job for a person."""
+    """Return the card of one job, for a terminal."""
     total, completed, failed = counts(job)
     more = extra(job)
     percent = f" ({100 * (completed + failed) / total:.1f}%)" if total else ""
@@ -100,7 +100,7 @@ def card(job: Mapping[str, Any], now: float) -> str:
 
 
 def faults(job: Mapping[str, Any]) -> list[str]:
-    """Why a job failed as a whole, line by line of its input."""
+    """Return why a job failed as a whole, one text for each fault in its input."""
     listed = (job.get("errors") or {}).get("data") or []
     shown = []
     for one in listed[:SHOWN_FAULTS]:
@@ -112,7 +112,7 @@ def faults(job: Mapping[str, Any]) -> list[str]:
 
 
 def last_words(job: Mapping[str, Any]) -> str:
-    """What a job came to, in a line, with the reasons where it failed as a whole."""
+    """Return the result of a job in one line, followed by the reasons where it failed as a whole."""
     total, completed, failed = counts(job)
     began, ended = job.get("created_at"), job.get(f"{job.get('status')}_at")
     took = f", in {duration(ended - began)}" if began and ended else ""

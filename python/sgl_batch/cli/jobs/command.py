@@ -1,4 +1,4 @@
-"""Runs `sgl-batch jobs`: each command from its flags to its exit code; what a job is, is the server's to say."""
+"""Runs `sgl-batch jobs`: each command from its flags to its exit code."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def jobs_command(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command. Return its exit code."""
     job_id: str | None = None
     try:
         args = parse_jobs_options(argv)
         job_id = getattr(args, "id", None)
-        # The openai package takes most of a second, which help and mistakes do not wait for.
+        # Importing the openai package takes most of a second: help and mistakes do not wait for it.
         from sgl_batch.cli.jobs.client import JobsClient, JobsError
 
         try:
@@ -41,10 +41,10 @@ def jobs_command(argv: Sequence[str]) -> int:
     except SglBatchError as error:
         return _complain(str(error), 3)
     except BrokenPipeError:
-        return 0  # the reader of our output has seen enough
+        return 0  # the reader of our output has closed it
     except KeyboardInterrupt:
         return _complain(
-            "interrupted; a job that was made goes on (sgl-batch jobs list)"
+            "interrupted; if the job was made, it goes on (sgl-batch jobs list)"
             if job_id is None
             else f"interrupted; the job goes on (sgl-batch jobs watch {job_id})",
             130,
@@ -85,7 +85,7 @@ def _continue(client: JobsClient, args: argparse.Namespace) -> int:
 def _create(client: JobsClient, args: argparse.Namespace, body: Mapping[str, Any]) -> int:
     job = client.create({**body, **({"metadata": args.metadata} if args.metadata else {})}, args.idempotency_key)
     is_waited_for = args.wait or args.watch or args.output is not None
-    if not (args.json and is_waited_for):  # the object printed is the last one
+    if not (args.json and is_waited_for):  # with --json, the job is printed once, at its end
         _print(job if args.json else job["id"])
     if not is_waited_for:
         return 0
@@ -145,7 +145,7 @@ def _download(client: JobsClient, args: argparse.Namespace) -> int:
     args.output = args.output or f"{args.id}.jsonl"
     if args.output == STDOUT:
         if args.errors:
-            raise ConfigError("--errors needs a file to lie beside; give -o PATH instead of -o -")
+            raise ConfigError("--errors needs an output file to name its file after; give -o PATH instead of -o -")
         file_id = file_of(client.get(args.id), "output", partial=args.partial)
         if file_id is not None:
             copy(client.content, file_id, sys.stdout.buffer, lambda *_: None)
@@ -187,7 +187,7 @@ def _fetch(client: JobsClient, job: Job, kind: str, target: Path, *, partial: bo
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """What is to be written can be, before anything is asked for."""
+    """Check, before any request, that the output files can be written. Raises ConfigError."""
     if args.output is None:
         return
     output = Path(args.output)
@@ -201,7 +201,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _first_endpoint(file: BinaryIO, name: str) -> str:
-    """The url of the first line that is not blank."""
+    """Return the url of the first line that is not blank."""
     for line in file:
         text = line.removeprefix(UTF8_BOM).strip()
         if text:
@@ -212,7 +212,7 @@ def _first_endpoint(file: BinaryIO, name: str) -> str:
         url = json.loads(text).get("url")
     except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"the first line of {name} is no JSON object of a request ({error}); give --endpoint"
+            f"the first line of {name} is not a request as a JSON object ({error}); give --endpoint"
         ) from error
     if not isinstance(url, str):
         raise ConfigError(f'the first line of {name} has no "url"; give --endpoint')

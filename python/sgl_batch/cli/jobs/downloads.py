@@ -1,4 +1,4 @@
-"""Brings a job's files to the disk, whole or not at all; decides which file of a job is meant by its output."""
+"""Downloads a job's files, whole or not at all, and decides which of its files is its output."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Contents(Protocol):
     """Opens a file of the server."""
 
     def __call__(self, file_id: str) -> AbstractContextManager[tuple[int | None, Iterator[bytes]]]:
-        """Its bytes as they come, and how many they will be."""
+        """Give its length, if known, and its bytes as they come."""
         ...
 
 
 def file_of(job: Job, kind: str, *, partial: bool) -> str | None:
-    """The id of a job's `output` or `error` file; None where it has none (no line succeeded, or none failed).
+    """Return the id of a job's `output` or `error` file; None where it has none (no line succeeded, or none failed).
 
     Raises ConfigError for a job that has not ended, unless `partial`.
     """
@@ -38,16 +38,16 @@ def file_of(job: Job, kind: str, *, partial: bool) -> str | None:
     if not partial:
         raise ConfigError(
             f"job {job['id']} is {job.get('status')} and has no whole {kind} yet: wait for it with `sgl-batch jobs "
-            f"watch {job['id']}`, or give --partial for what there is of it"
+            f"watch {job['id']}`, or give --partial for the finished beginning"
         )
     found = extra(job).get(field)
     if not found:
-        raise ConfigError(f"job {job['id']} is {job.get('status')}, and its server gives no part of its {kind} yet")
+        raise ConfigError(f"job {job['id']} is {job.get('status')}, and its server has no part of its {kind} yet")
     return str(found)
 
 
 def download(open_content: Contents, file_id: str, target: Path, show: Callable[[int, int | None], None]) -> int:
-    """Write a file of the server under its final name once it is whole and on the disk; returns its bytes."""
+    """Download a file, and give it its name when it is whole and on the disk. Return its size in bytes."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
         draft = Path(name)
@@ -66,7 +66,7 @@ def download(open_content: Contents, file_id: str, target: Path, show: Callable[
 
 
 def copy(open_content: Contents, file_id: str, file: BinaryIO, show: Callable[[int, int | None], None]) -> int:
-    """Write a file of the server to an open one; returns its bytes."""
+    """Copy a file of the server to an open file. Return its size in bytes."""
     num_bytes = 0
     with open_content(file_id) as (length, chunks):
         for chunk in chunks:
@@ -79,7 +79,7 @@ def copy(open_content: Contents, file_id: str, file: BinaryIO, show: Callable[[i
 
 
 class BytesShown:
-    """How much has come, on one line of a terminal; silent elsewhere."""
+    """Shows on one line of a terminal how much has come. It is silent elsewhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -87,7 +87,7 @@ class BytesShown:
         self._shown = 0
 
     def __call__(self, num_bytes: int, length: int | None) -> None:
-        """Show it, now and then."""
+        """Show the progress, every 4 MiB."""
         if self._is_on and num_bytes - self._shown >= SHOW_EVERY_BYTES:
             self._shown = num_bytes
             whole = "" if length is None else f" of {format_bytes(length)} ({100 * num_bytes / max(length, 1):.0f}%)"

@@ -1,4 +1,4 @@
-"""Turns a table into the lines that are uploaded, and a job's files into one table; decides nothing about either."""
+"""Turns a table into the lines that are uploaded, and a job's files into one table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def lines_of(path: Path, rules: RowRules, directory: Path) -> Path:
-    """A JSONL file of the rows of a table."""
+    """Write the rows of a table to a JSONL file, and return its path."""
     lines = directory / f"{path.stem}.rows.jsonl"
     write_lines(Table(path), rules, lines)
     return lines
@@ -26,7 +26,7 @@ def lines_of(path: Path, rules: RowRules, directory: Path) -> Path:
 def download_table(
     client: JobsClient, job: Job, target: Path, show: Callable[[int, int | None], None], *, partial: bool
 ) -> int:
-    """Write what a job has, or had at its end, as one table; returns its rows."""
+    """Write the output and error lines of a job as one table. Return how many rows it has."""
     from sgl_batch.cli.jobs.downloads import download, file_of
 
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as directory:
@@ -35,7 +35,7 @@ def download_table(
             file_id = file_of(job, kind, partial=partial)
             if file_id is not None:
                 download(client.content, file_id, path, show)
-        # The records that a job has taken over from the one that it continues are that one's.
+        # Result lines that a job has reused carry the id of the job that it continues.
         earlier = extra(job).get("continue_from")
         writers = [str(job["id"]), *([str(earlier)] if earlier else [])]
         return write_results(merged(*paths, writers, counts(job)[0]), target)

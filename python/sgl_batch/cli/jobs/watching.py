@@ -1,4 +1,4 @@
-"""Follows a job to its end: asks again and again, shows what changed; decides nothing about the job."""
+"""Follows a job to its end: polls the server, and shows what has changed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sgl_batch.jobs.progress import ProgressTracker, Snapshot
 from sgl_batch.jobs.progress_display import BarDisplay, ProgressDisplay, details, write_line
 
 EVERY_S = 1.0
-GONE_AFTER_S = 60.0  # a server that is started again answers long before
+GONE_AFTER_S = 60.0  # a restarted server answers much sooner
 
 
 class GetJob(Protocol):
-    """Asks for a job as it is now."""
+    """Returns a job as it is now."""
 
     def __call__(self) -> Job:
-        """Raises ServerGoneError where the server does not answer."""
+        """Return the job. Raises ServerGoneError where the server does not answer."""
         ...
 
 
@@ -47,17 +47,17 @@ class ChangesDisplay:
         write_line(self._stream, message)
 
     def close(self, snapshot: Snapshot) -> None:
-        """The last change stands as it is."""
+        """Write nothing: the last change stays."""
 
 
 def choose_watch_display(stream: TextIO) -> ProgressDisplay:
-    """A bar on a terminal, lines elsewhere."""
+    """Return a bar on a terminal, and lines elsewhere."""
     return BarDisplay(stream) if stream.isatty() else ChangesDisplay(stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """How to wait: a clock, a sleep, and how often to ask."""
+    """How to wait: a clock, a sleep, and how often to poll."""
 
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -66,9 +66,9 @@ class Waiting:
 
 
 def watch(get_job: GetJob, display: ProgressDisplay | None, waiting: Waiting | None = None) -> Job:
-    """The job when it has ended. Without a display, in silence.
+    """Wait until a job has ended, and return it. Without a display nothing is shown.
 
-    Raises ServerGoneError once the server has not answered for a minute; shorter absences are waited out.
+    Raises ServerGoneError when the server has not answered for a minute. Shorter absences are waited out.
     """
     return _Watch(get_job, display, waiting or Waiting()).run()
 
@@ -111,13 +111,13 @@ class _Watch:
         return job
 
     def _show(self, job: Job) -> Snapshot | None:
-        status, text = str(job.get("status")), _trouble(job)
+        status, text = str(job.get("status")), _problem(job)
         if status != self._status:
             self._status = status
             self._note(f"{job['id']} {status}")
         if text != self._text:
             self._text = text
-            self._note(text or "the trouble is over")
+            self._note(text or "the problem is solved")
         total = counts(job)[0]
         if self._display is None or not total:
             return None
@@ -134,7 +134,7 @@ class _Watch:
 
 
 def _snapshot(job: Job, tracker: ProgressTracker) -> Snapshot:
-    """Our server's own rates; of another, what was seen from here."""
+    """Return the job's progress: rates of our server, or else as measured here."""
     _, tracker.ok, tracker.failed = counts(job)
     more = extra(job)
     seen = tracker.snapshot(int(more.get("in_flight") or 0))
@@ -148,14 +148,14 @@ def _snapshot(job: Job, tracker: ProgressTracker) -> Snapshot:
     )
 
 
-def _trouble(job: Job) -> str | None:
-    """What keeps the job from going on, or from ending in its window."""
+def _problem(job: Job) -> str | None:
+    """Return what stops the job, or will make it miss its window; None where nothing does."""
     more = extra(job)
     storage = more.get("storage") or {}
     if not storage.get("ok", True):
         return f"the server cannot write its jobs: {storage.get('message')}"
     if more.get("engine") == "absent":
-        return "the engine is absent (starting, or started again); the job waits for it"
+        return "the engine is not running (it starts, or restarts); the job waits for it"
     if more.get("window_at_risk"):
         return str(more.get("window_text"))
     return None

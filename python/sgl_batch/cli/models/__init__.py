@@ -1,1 +1,1 @@
-"""`sgl-batch models` and `sgl-batch check`: what runs how, of all models and of one, without loading any."""
+"""`sgl-batch models` and `sgl-batch check`: how models run, all families or one model. Nothing is loaded."""

@@ -13,7 +13,7 @@ from typing import Any
 from sgl_batch import config as batch_config
 from sgl_batch.byte_sizes import HOW_TO_WRITE, format_bytes
 from sgl_batch.checkpoint.model_directory import ModelSource, cached_directory, model_config, quantization
-from sgl_batch.cli.models.needs import Fit, Model, Place, fit, remedy
+from sgl_batch.cli.models.needs import Fit, Model, Target, fit, remedy
 from sgl_batch.cli.models.tensors import tensors_of
 from sgl_batch.cli.run.options import UsageParser
 from sgl_batch.config import BatchConfig
@@ -24,21 +24,21 @@ from sgl_batch.startup.model_checks import check_any_device, check_this_device
 
 FORMAT = "sgl_batch.check/1"
 _DESCRIPTION = """\
-Say whether a model would run here, and how: which forward pass computes it, its number format, its parameters, what it
-takes of a device's memory by use, and how many sequences fit there and in a host KV store. From its config.json and
-the headers of its safetensors files alone: no weight is read and nothing is started, so it takes a second.
+Check whether a model would run here, and print how: its forward pass, its number format, its parameters, the memory
+that it takes of a device by use, and how many sequences fit on the device and in a host KV store. The command reads
+only config.json and the headers of the safetensors files. It loads no weights, starts nothing, and takes a second.
 
   sgl-batch check --model ./my-moe
   sgl-batch check --model ./my-moe --device gpu --device-memory 80G --max-model-len 8192 --kv-store-bytes 200G
   sgl-batch check --model ./my-moe --device-memory 16G --weights streamed --json
 
-Flags mean what they mean for `sgl-batch run`. Working memory is an upper bound; on a GPU, what CUDA and its libraries
-take is a reserve, since it can only be measured there.
+Flags mean what they mean for `sgl-batch run`. Working memory is an upper bound. On a GPU, the memory of CUDA and its
+libraries is an assumed reserve, because only a running process can measure it.
 """
 _EPILOG = """\
 exit codes:
-  0  it would run
-  1  it would not, for the reason that is given (with the flags that would make it run, if any do); or bad usage
+  0  the model would run
+  1  it would not run (the output gives the reason, and flags with which it would run, if there are any); or bad usage
 """
 _OURS = ("b_moe_decode", "b_moe_prefill", "b_attn_prefill", "b_attn_decode", "mix_prefill", "cpu_weight_dtype")
 _MEMORY = ("device_memory", "kv_store_bytes", "weights", "weight_memory")
@@ -46,15 +46,15 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def check_command(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command. Return its exit code."""
     args = _parser().parse_args(argv)
     try:
         _check_sizes(args)
-        told = judge(args, batch_config.from_args(args))
+        report = judge(args, batch_config.from_args(args))
     except ConfigError as error:
-        told = {"format": FORMAT, "model": args.model, "runs": False, "why": str(error)}
-    sys.stdout.write(json.dumps(told, indent=2) + "\n" if args.json else _text(told))
-    return 0 if told["runs"] else 1
+        report = {"format": FORMAT, "model": args.model, "runs": False, "why": str(error)}
+    sys.stdout.write(json.dumps(report, indent=2) + "\n" if args.json else _text(report))
+    return 0 if report["runs"] else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,17 +69,19 @@ def _parser() -> argparse.ArgumentParser:
         "--model-path",
         required=True,
         metavar="DIR",
-        help="a model's directory, or its name on the hub where it is in the local cache",
+        help="model directory, or the hub name of a model in the local cache",
     )
-    parser.add_argument("--revision", help="of a model on the hub")
+    parser.add_argument("--revision", help="revision of a model on the hub")
     parser.add_argument(
-        "--device", choices=DEVICES, help="default: gpu where this machine has one of NVIDIA's, else cpu"
+        "--device",
+        choices=DEVICES,
+        help="device to check for (default: gpu where this machine has an NVIDIA GPU, else cpu)",
     )
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,
         default="auto",
-        help="number type of weights and KV (default: the model's; float16 for float32)",
+        help="number type of weights and KV (default: the model's; float16 where that is float32)",
     )
     parser.add_argument(
         "--max-model-len",
@@ -87,65 +89,65 @@ def _parser() -> argparse.ArgumentParser:
         dest="length",
         type=int,
         metavar="TOKENS",
-        help="tokens of a sequence, prompt and output together (default: 4096, or what the model allows)",
+        help="tokens of a sequence, prompt and output together (default: 4096, or less where the model allows less)",
     )
     parser.add_argument(
         "--page-size", type=int, default=64, metavar="TOKENS", help="tokens in one page of KV (default: 64)"
     )
-    parser.add_argument("--json", action="store_true", help="print it for a program, all sizes in bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all sizes in bytes")
     batch_config.add_some_flags(parser.add_argument_group("memory", f"sizes are {HOW_TO_WRITE}"), _MEMORY, briefly=True)
     batch_config.add_some_flags(parser.add_argument_group("groups and weights"), _OURS, briefly=True)
     return parser
 
 
 def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
-    """What is told of the model, for programs. Raises ConfigError where its config cannot be read."""
+    """Return the report on the model, as JSON. Raises ConfigError where its config cannot be read."""
     directory, device = _directory(args.model, args.revision), args.device or _device_here()
     whole = model_config(str(directory)) or {}
     text, architecture = text_part(whole), str((whole.get("architectures") or ["?"])[0])
     forward = forward_text(architecture, has_adapter=has_adapter(architecture))
-    told = {"format": FORMAT, "model": args.model, "architecture": architecture, "device": device, "forward": forward}
+    report = {"format": FORMAT, "model": args.model, "architecture": architecture, "device": device, "forward": forward}
     asked = {"model_path": str(directory), "dtype": args.dtype, "context_length": args.length}
     try:
         check_any_device(ModelSource(model=str(directory), needs_tokenizer=False))
         check_this_device(asked, config, on_cpu=device == CPU)
     except ConfigError as error:
-        return {**told, "forward": "refused", "runs": False, "why": str(error)}
+        return {**report, "forward": "refused", "runs": False, "why": str(error)}
     method, dtype = quantization(str(directory)), number_type(whole, args.dtype)
     if method is not None and config.memory.weights == "streamed":
         raise ConfigError(f"weights are to be streamed, and the model's are quantised ({method}); leave --weights out")
     tensors = tensors_of(directory, int(text.get("num_hidden_layers") or 0))
     model = Model(config=text, tensors=tensors, dtype=dtype)
-    place = Place(device=device, budget=_budget(config, device), page_size=args.page_size, length=_length(args, text))
+    target = Target(device=device, budget=_budget(config, device), page_size=args.page_size, length=_length(args, text))
     streamable = method is None and any(one.is_streamable for one in tensors)
     return {
-        **told,
+        **report,
         "number_format": method or dtype,
         "status": format_of(method or dtype).on(device).status,
-        **_memory(model, config, place, streamable),
+        **_memory(model, config, target, streamable),
     }
 
 
-def _memory(model: Model, config: BatchConfig, place: Place, may_stream: bool) -> dict[str, Any]:
-    int8 = place.device == CPU and config.forward.cpu_weight_dtype == "int8"
+def _memory(model: Model, config: BatchConfig, target: Target, may_stream: bool) -> dict[str, Any]:
+    int8 = target.device == CPU and config.forward.cpu_weight_dtype == "int8"
     weights, experts = model.weight_bytes(int8=int8)
     numbers = {
         "parameters": model.parameters(),
         "weight_bytes": weights,
         "expert_bytes": experts,
         "kv_token_bytes": model.kv_token_bytes,
-        "length": place.length,
+        "length": target.length,
     }
-    if not place.budget:
-        why = "--device-memory is not given, and the memory of a GPU is not known here: name it, as in 80G"
+    if not target.budget:
+        why = "the memory of the GPU is not known here: give --device-memory, as in 80G"
         return {**numbers, "runs": False, "why": why}
-    found = fit(model, config, place)
-    told = {**numbers, "device_memory": place.budget, "runs": found.fits, "why": found.lacks, **_fitted(found)}
-    helped = None if found.fits else remedy(model, config, place, may_stream=may_stream)
+    found = fit(model, config, target)
+    report = {**numbers, "device_memory": target.budget, "runs": found.fits, "why": found.lacks, **_fitted(found)}
+    helped = None if found.fits else remedy(model, config, target, may_stream=may_stream)
     if helped is not None:
         flags = [part for name, value in helped[0].items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        told |= {"flags": flags, "with_flags": _fitted(helped[1])}
-    return told
+        report |= {"flags": flags, "with_flags": _fitted(helped[1])}
+    return report
 
 
 def _fitted(found: Fit) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _directory(name: str, revision: str | None) -> Path:
-    """Where the model's files are. Raises ConfigError for one that is not on this machine."""
+    """Return the directory of the model's files. Raises ConfigError for a model that is not on this machine."""
     if Path(name).exists():
         return Path(name)
     cached = cached_directory(name, revision)
@@ -181,7 +183,7 @@ def _device_here() -> str:
 
 
 def _budget(config: BatchConfig, device: str) -> int:
-    """What may be used: as given; of a CPU, all that the machine has."""
+    """Return how much memory may be used: --device-memory; on a CPU by default all that the machine has."""
     if config.memory.device_memory or device == GPU:
         return config.memory.device_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - config.memory.store_in_memory_bytes
@@ -192,47 +194,47 @@ def _length(args: argparse.Namespace, text: Any) -> int:
     return int(args.length or min(most, 4096))
 
 
-def _text(told: dict[str, Any]) -> str:
-    """What is told, for a terminal."""
-    lines = _how(told) + (_sizes(told) if "parameters" in told else [])
+def _text(report: dict[str, Any]) -> str:
+    """Return the report as text for a terminal."""
+    lines = _how(report) + (_sizes(report) if "parameters" in report else [])
     table = "".join(f"{name:<12} {text}\n" for name, text in lines)
-    if told["runs"]:
+    if report["runs"]:
         return f"{table}\nIt would run.\n"
-    verdict = f"It would not run: {told['why']}.\n"
-    if "flags" in told:
-        verdict += f"It would with {' '.join(told['flags'])}: {_sequences(told['with_flags'], told['length'])}.\n"
+    verdict = f"It would not run: {report['why']}.\n"
+    if "flags" in report:
+        verdict += f"It would with {' '.join(report['flags'])}: {_sequences(report['with_flags'], report['length'])}.\n"
     return f"{table}\n{verdict}" if table else verdict
 
 
-def _how(told: dict[str, Any]) -> list[tuple[str, str]]:
-    if "architecture" not in told:
+def _how(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if "architecture" not in report:
         return []
-    number_format = f", {told['number_format']}" if "number_format" in told else ""
-    status = f": {told['status']}" if "status" in told else ""
+    number_format = f", {report['number_format']}" if "number_format" in report else ""
+    status = f": {report['status']}" if "status" in report else ""
     return [
-        ("model", f"{told['model']}: {told['architecture']}{number_format}"),
-        ("forward", told["forward"]),
-        ("device", f"{told['device']}{status}"),
+        ("model", f"{report['model']}: {report['architecture']}{number_format}"),
+        ("forward", report["forward"]),
+        ("device", f"{report['device']}{status}"),
     ]
 
 
-def _sizes(told: dict[str, Any]) -> list[tuple[str, str]]:
-    count, of_weights = told["parameters"], ""
+def _sizes(report: dict[str, Any]) -> list[tuple[str, str]]:
+    count, of_weights = report["parameters"], ""
     of_all = f", a token goes through {count['active']:,}" if count["experts"] else ""
     if count["experts"]:
-        of_weights = f", {format_bytes(told['expert_bytes'])} of them routed experts'"
+        of_weights = f", {format_bytes(report['expert_bytes'])} of them routed experts'"
     lines = [
         ("parameters", f"{count['total']:,}{of_all}"),
-        ("weights", f"{format_bytes(told['weight_bytes'])}{of_weights}"),
-        ("KV", f"{format_bytes(told['kv_token_bytes'])} a token"),
+        ("weights", f"{format_bytes(report['weight_bytes'])}{of_weights}"),
+        ("KV", f"{format_bytes(report['kv_token_bytes'])} a token"),
     ]
-    if "uses" not in told:
+    if "uses" not in report:
         return lines
-    uses = ", ".join(f"{name} {format_bytes(size)}" for name, size in told["uses"].items() if size)
-    memory = f"{format_bytes(told['device_memory'])}: {uses}, pages of KV {format_bytes(told['kv_bytes'])}"
-    return [*lines, ("memory", memory), ("sequences", _sequences(told, told["length"]))]
+    uses = ", ".join(f"{name} {format_bytes(size)}" for name, size in report["uses"].items() if size)
+    memory = f"{format_bytes(report['device_memory'])}: {uses}, pages of KV {format_bytes(report['kv_bytes'])}"
+    return [*lines, ("memory", memory), ("sequences", _sequences(report, report["length"]))]
 
 
-def _sequences(told: dict[str, Any], length: int) -> str:
-    store = f", {told['sequences_in_store']:,} in the host KV store" if told["sequences_in_store"] else ""
-    return f"of {length:,} tokens {told['sequences_on_device']:,} fit on the device{store}"
+def _sequences(report: dict[str, Any], length: int) -> str:
+    store = f", {report['sequences_in_store']:,} in the host KV store" if report["sequences_in_store"] else ""
+    return f"of {length:,} tokens {report['sequences_on_device']:,} fit on the device{store}"

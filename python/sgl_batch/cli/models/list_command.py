@@ -1,4 +1,4 @@
-"""Runs `sgl-batch models`: prints the table of what runs how. What is in it is decided in core/supported_models."""
+"""Runs `sgl-batch models`: prints the table of models and number formats, which is core/supported_models.py."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sgl_batch.cli.models.tables import as_json, as_markdown, as_text
 from sgl_batch.cli.run.options import UsageParser
 
 _DESCRIPTION = """\
-List the families of models and the number formats, which forward pass computes each, and what a CPU and a GPU do.
-Nothing is loaded. `sgl-batch check --model DIR` says it of one model, with the memory that it takes.
+List the supported families of models and number formats: which forward pass computes each, and whether it runs on a
+CPU and on a GPU. Nothing is loaded. `sgl-batch check --model DIR` checks one model, and the memory that it takes.
 """
 
 
 def models_command(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command. Return its exit code."""
     parser = UsageParser(
         prog="sgl-batch models", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print it for a program")
-    form.add_argument("--markdown", action="store_true", help="print it as the page docs/models.md")
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print the page docs/models.md")
     args = parser.parse_args(argv)
     if args.json:
         sys.stdout.write(json.dumps(as_json(), indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""Owns the estimate of what a model takes of a device and of a host store, from its config and headers alone.
+"""Owns the estimate of the memory that a model takes of a device and of a host store, from its config and headers.
 
-The arithmetic of budgets is core's, as an engine uses it; what only a running process knows is a constant here.
+The arithmetic of budgets is core's, as in an engine. What only a running process can measure is a constant here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sgl_batch.core.plan import make_plan
 from sgl_batch.core.supported_models import CPU
 from sgl_batch.errors import ConfigError
 
-# A scheduler's process on a CPU before it has a model: Python, torch and SGLang.
+# A scheduler's process on a CPU before it loads a model: Python, torch and SGLang.
 PROGRAM_BYTES = 500 << 20
 _STREAMED_LAYERS = 2
 _SMALL_PREFILL = 2048
 _FLOAT_BYTES = 4
-# SGLang's defaults: vocabularies are padded, and Triton cuts a decoding sequence into so many parts.
+# SGLang's defaults: a vocabulary is padded to this multiple, and Triton cuts a decoding sequence into so many parts.
 _VOCABULARY_STEP = 64
 _KV_SPLITS = 8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,7 +33,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is known of a model. `config`: the part of config.json that is about text; `dtype`: that of the engine."""
+    """A model as its files describe it. `config`: the text part of config.json; `dtype`: the engine's number type."""
 
     config: Mapping[str, Any]
     tensors: list[ModelTensor]
@@ -49,11 +49,11 @@ class Model:
 
     @property
     def kv_token_bytes(self) -> int:
-        """What the KV of a token takes in all layers."""
+        """Bytes of the KV of one token, in all layers."""
         return kv_token_bytes(self.value, self.item_bytes)
 
     def parameters(self) -> dict[str, int]:
-        """Numbers of the model: all, those of routed experts, and those that a token goes through."""
+        """Return how many parameters there are: in total, in routed experts, and active for one token."""
         own = [tensor for tensor in self.tensors if tensor.is_parameter]
         total = sum(tensor.count for tensor in own)
         experts = sum(tensor.count for tensor in own if tensor.is_expert)
@@ -62,7 +62,7 @@ class Model:
         return {"total": total, "experts": experts, "active": total - experts + experts * chosen // num_experts}
 
     def weight_bytes(self, *, int8: bool = False) -> tuple[int, int]:
-        """What all weights take of a device, and what routed experts take of that."""
+        """Return the bytes of all weights on a device, and of the routed experts among them."""
         tied = bool(self.config.get("tie_word_embeddings"))
         own = [tensor for tensor in self.tensors if not (tied and tensor.name.startswith("lm_head."))]
         sizes = [(self._bytes_of(tensor, int8=int8), tensor.is_expert) for tensor in own]
@@ -77,7 +77,7 @@ class Model:
         return tensor.num_bytes(self.item_bytes) * (rows + padding) // max(rows, 1)
 
     def _rotary_bytes(self) -> int:
-        """The table of angles, for all positions, that layers share."""
+        """Return the bytes of the table of rotary angles for all positions, which layers share."""
         scaling = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         share = scaling.get("partial_rotary_factor", self.config.get("partial_rotary_factor")) or 1
         width = number(self.value, "qk_rope_head_dim", "rotary_dim", default=int(head_dims(self.value)[0] * share))
@@ -86,8 +86,8 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a model is to run: `budget` bytes of a device, in pages of so many tokens, sequences of `length`."""
+class Target:
+    """What a model is checked for: `budget` bytes of a device, pages and sequences of so many tokens."""
 
     device: str
     budget: int
@@ -97,7 +97,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Bytes by use. `pages`: bytes left for KV, or None, with what `lacks`; sequences of the asked length that fit."""
+    """Bytes by use. `pages`: bytes left for KV; None where the model does not fit, and `lacks` says why.
+
+    `on_device`, `in_store`: how many sequences of the target's length fit.
+    """
 
     uses: dict[str, int]
     pages: int | None
@@ -110,13 +113,13 @@ class Fit:
         return self.pages is not None and self.on_device > 0
 
 
-def fit(model: Model, config: BatchConfig, place: Place) -> Fit:
-    """What a model takes of the device under this configuration, and what is left of it for KV."""
-    on_cpu, memory = place.device == CPU, config.memory
+def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
+    """Return the memory that a model takes of the device under this configuration, and what is left for KV."""
+    on_cpu, memory = target.device == CPU, config.memory
     latent = number(model.value, "kv_lora_rank") > 0
     most = 2 * config.forward.b_moe_decode
-    plan = make_plan(config, page_size=place.page_size, max_running=most, whole_groups=not on_cpu and not latent)
-    page_bytes, (key_dim, value_dim) = place.page_size * model.kv_token_bytes, head_dims(model.value)
+    plan = make_plan(config, page_size=target.page_size, max_running=most, whole_groups=not on_cpu and not latent)
+    page_bytes, (key_dim, value_dim) = target.page_size * model.kv_token_bytes, head_dims(model.value)
     weights, experts = model.weight_bytes(int8=on_cpu and config.forward.cpu_weight_dtype == "int8")
     if memory.weights == "streamed":
         layers = len({tensor.name.partition(".experts.")[0] for tensor in model.tensors if tensor.is_expert})
@@ -144,16 +147,16 @@ def fit(model: Model, config: BatchConfig, place: Place) -> Fit:
         else _reserves(min(2 * plan.decode.b_attn, plan.decode.b_moe), plan.decode.b_moe, row_bytes),
     )
     uses = {"program": needs.program, "weights": needs.weights, "working memory": needs.working, **needs.reserves}
-    a_sequence = pages_for(place.length, place.page_size)
+    a_sequence = pages_for(target.length, target.page_size)
     in_store = memory.kv_store_bytes // page_bytes // a_sequence
     try:
-        pages = kv_bytes(place.budget, needs, plan)
+        pages = kv_bytes(target.budget, needs, plan)
     except ConfigError as error:
         return Fit(uses=uses, pages=None, lacks=str(error), on_device=0, in_store=in_store)
     on_device, lacks = pages // page_bytes // a_sequence, ""
     if on_device == 0:
         lacks = (
-            f"pages of KV get {format_bytes(pages)}, and a sequence of {place.length:,} tokens takes "
+            f"pages of KV get {format_bytes(pages)}, and a sequence of {target.length:,} tokens takes "
             f"{format_bytes(a_sequence * page_bytes)}; raise --device-memory, or lower --max-model-len"
         )
     return Fit(uses=uses, pages=pages, lacks=lacks, on_device=on_device, in_store=in_store)
@@ -172,8 +175,8 @@ def _reserves(decode_rows: int, graph_rows: int, row_bytes: int) -> dict[str, in
     return gpu_reserves(nothing, nothing, use)
 
 
-def remedy(model: Model, config: BatchConfig, place: Place, *, may_stream: bool) -> tuple[dict[str, Any], Fit] | None:
-    """The fewest flags of ours with which the model fits, and how it does; None where none help."""
+def remedy(model: Model, config: BatchConfig, target: Target, *, may_stream: bool) -> tuple[dict[str, Any], Fit] | None:
+    """Return the fewest of our flags with which the model fits, and how it fits; None where no flags help."""
     sizes = [config.forward.b_moe_decode >> step for step in range(1, config.forward.b_moe_decode.bit_length())]
     groups: list[dict[str, Any]] = [{"b_moe_decode": size, "b_attn_decode": 0} for size in sizes]
     small: dict[str, Any] = {"b_moe_prefill": min(config.forward.b_moe_prefill, _SMALL_PREFILL)}
@@ -185,7 +188,7 @@ def remedy(model: Model, config: BatchConfig, place: Place, *, may_stream: bool)
         *({**streamed, **one, **small} for one in groups),
     ]
     for flags in tries:
-        found = fit(model, from_mapping({**config.flat(), **flags}), place)
+        found = fit(model, from_mapping({**config.flat(), **flags}), target)
         if found.fits:
             return {name: value for name, value in flags.items() if value != config.flat()[name]}, found
     return None

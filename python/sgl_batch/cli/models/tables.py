@@ -1,4 +1,4 @@
-"""Owns the table of models and number formats as text, as Markdown and for programs; what is in it is core's."""
+"""Owns the table of models and number formats as text, as Markdown and as JSON. Its rows are core's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HEAD = ("family", "architectures", "forward", "CPU", "GPU")
 
 
 def forward_of(family: ModelFamily) -> str:
-    """Which forward pass computes a family, for a table."""
+    """Return the name of the forward pass of a family."""
     return COROUTINE if family.forward == COROUTINE else "SGLang's own"
 
 
@@ -35,19 +35,19 @@ def _cell(cell: Cell) -> str:
 
 
 def family_rows() -> list[tuple[str, ...]]:
-    """A row of texts for each family."""
+    """Return a row of texts for each family."""
     return [
         (row.name, ", ".join(row.architectures), forward_of(row), _cell(row.cpu), _cell(row.gpu)) for row in FAMILIES
     ]
 
 
 def format_rows() -> list[tuple[str, ...]]:
-    """A row of texts for each number format."""
+    """Return a row of texts for each number format."""
     return [(row.name, _cell(row.cpu), _cell(row.gpu)) for row in FORMATS]
 
 
 def as_json() -> dict[str, Any]:
-    """All of it, for programs."""
+    """Return the table as JSON."""
 
     def cells(row: Any) -> dict[str, dict[str, str]]:
         return {device: {"status": row.on(device).status, "note": row.on(device).note} for device in (CPU, GPU)}
@@ -65,7 +65,7 @@ def as_json() -> dict[str, Any]:
 
 
 def as_text() -> str:
-    """For a terminal."""
+    """Return the table as text for a terminal."""
     families = _columns((_HEAD, *family_rows()))
     formats = _columns((("number format of weights", "CPU", "GPU"), *format_rows()))
     refused = "\n".join(f"  {kind}" for kind in _KINDS_REFUSED)
@@ -73,7 +73,7 @@ def as_text() -> str:
 
 
 def as_markdown() -> str:
-    """The page docs/models.md."""
+    """Return the page docs/models.md."""
     refused = "\n".join(f"- {kind}" for kind in _KINDS_REFUSED)
     return f"""\
 # Which models run how

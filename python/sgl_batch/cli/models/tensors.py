@@ -1,4 +1,4 @@
-"""Owns which tensors of a checkpoint an engine loads, and what they take. It reads no weight."""
+"""Owns which tensors of a checkpoint an engine loads, and their sizes. It reads no weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelTensor:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is of routed experts: by its name, or as one that stacks those of a layer."""
+        """Whether it belongs to routed experts: by its name, or because it stacks all experts of a layer."""
         return len(self.stored.shape) == 3 or _EXPERT.search(self.name) is not None
 
     @property
@@ -45,20 +45,23 @@ class ModelTensor:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether its numbers are the model's own; scales of quantised ones are not."""
+        """Whether it holds parameters of the model. Scales of quantised weights are none."""
         return _SCALE.search(self.name.rpartition(".")[2]) is None
 
     def num_bytes(self, float_bytes: int) -> int:
-        """In memory, where floats take `float_bytes` each."""
+        """Return its bytes in memory, where a float takes `float_bytes`."""
         return self.count * float_bytes if self.is_float else self.stored.num_bytes
 
 
 def tensors_of(directory: Path, num_layers: int) -> list[ModelTensor]:
-    """The tensors that an engine loads of a model of so many layers. Raises ConfigError where there are no headers."""
+    """Return the tensors that an engine loads of a model of `num_layers` layers.
+
+    Raises ConfigError where there are no headers.
+    """
     stored = read_tensors(directory)
     if not stored:
         raise ConfigError(
-            f"{directory} has no *.safetensors, of which headers say how large a model is; convert the weights, or "
+            f"{directory} has no *.safetensors, whose headers give the size of a model; convert the weights, or "
             "fetch the model's safetensors"
         )
     tensors = [ModelTensor(name, one) for name, one in stored.items()]
@@ -66,7 +69,7 @@ def tensors_of(directory: Path, num_layers: int) -> list[ModelTensor]:
 
 
 def _is_loaded(name: str, num_layers: int) -> bool:
-    """Layers behind the last one, and `mtp`, are for speculative decoding; frequencies are computed anew."""
+    """Return whether a tensor is loaded. Layers after the last and `mtp` are drafts; frequencies are computed anew."""
     layer = _LAYER.search(name)
     behind = layer is not None and num_layers and int(layer.group(1)) >= num_layers
     return not (behind or name.startswith("mtp.") or name.endswith("inv_freq"))

@@ -1,7 +1,4 @@
-"""`sgl-batch run`: one input file through one engine, with its files, manifest, summary and exit code.
-
-It wires the parts together; what a line is and how it is computed is decided elsewhere.
-"""
+"""Runs `sgl-batch run`: one input file through one engine, with its files, manifest, summary and exit code."""
 
 from __future__ import annotations
 
@@ -46,16 +43,16 @@ logger = logging.getLogger(__name__)
 
 
 class BatchEngine(Protocol):
-    """What a run needs from the engine as a whole."""
+    """What a run needs of the engine as a whole."""
 
     loop: asyncio.AbstractEventLoop
 
     def line_engine(self) -> LineEngine:
-        """The engine as jobs see it."""
+        """Return the engine as jobs use it."""
         ...
 
     def plan_manifest(self) -> Mapping[str, Any]:
-        """The plan, as it goes into the manifest."""
+        """Return the plan for the manifest."""
         ...
 
     def shutdown(self) -> None:
@@ -70,7 +67,7 @@ PrepareEngine = Callable[[Sequence[str]], StartEngine]
 
 
 def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
-    """Check the engine's flags (ConfigError) and return what starts it."""
+    """Check the engine's flags, and return the function that starts it. Raises ConfigError."""
     from sgl_batch.engine.engine_arguments import build_arguments
 
     arguments = build_arguments(engine_argv, near=run_flags())
@@ -86,7 +83,7 @@ def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
 
 
 def run_command(argv: Sequence[str], prepare_engine: PrepareEngine = prepare_sglang_engine) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command. Return its exit code."""
     try:
         options = parse_run_options(argv)
         check_paths(options)
@@ -95,17 +92,17 @@ def run_command(argv: Sequence[str], prepare_engine: PrepareEngine = prepare_sgl
     except ConfigError as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
-        return _complain("interrupted before the first line; nothing was run", 130)
+        return _complain("interrupted before the first line; nothing has run", 130)
     except SglBatchError as error:
         return _complain(str(error), 3)
     except Exception:
-        # Python's own exit code for this is 1, which says "bad usage" here.
+        # Python's own exit code for this is 1, which means bad usage here.
         logger.exception("the run ended by a fault of the program")
         return 3
 
 
 def resume_command(argv: Sequence[str], options: RunOptions) -> str:
-    """What to type to go on with a run: its own command with --resume, cut short where it is long."""
+    """Return the command that resumes a run: its own command with --resume, shortened where it is long."""
     kept = [one for one in redacted(argv) if one not in ("--overwrite", "--resume")]
     whole = shlex.join(["sgl-batch", "run", *kept, "--resume"])
     if len(whole) <= _LONGEST_COMMAND:
@@ -115,9 +112,9 @@ def resume_command(argv: Sequence[str], options: RunOptions) -> str:
 
 
 def _settled_before(options: RunOptions) -> list[str]:
-    """Flags for what the start of an earlier run has settled: one that goes on with it computes in the same way.
+    """Return flags with the choices of the earlier run's start, so that the resumed run computes in the same way.
 
-    An option that the command line names is the user's word, unless it is a decode forward to be measured.
+    An option on the command line takes precedence, unless it asks for a measurement.
     """
     if not options.resume or not options.manifest.exists():
         return []
@@ -174,7 +171,7 @@ class _Run:
             spool.remove()
 
     def _begin_spool(self) -> OwnedDirectory:
-        """A directory for temporary files. Raises ConfigError where another run writes the same output now."""
+        """Make the directory for temporary files. Raises ConfigError where another run writes the same output now."""
         options, purpose = self._options, str(self._options.output.resolve())
         prefix = f".{options.output.name}.spool-"
         try:
@@ -194,7 +191,7 @@ class _Run:
         return spool
 
     def _local_input(self, directory: Path) -> Path:
-        """The input as a file that can be read twice: a pipe is copied to the spool first."""
+        """Return the input as a file that can be read twice: a pipe is copied to the spool first."""
         source = Path(self._options.input)
         if self._options.input != STDIN and (source.is_file() or source.is_dir()):
             return self._as_lines(source, directory)
@@ -208,7 +205,7 @@ class _Run:
         return self._as_lines(copy, directory)
 
     def _as_lines(self, source: Path, directory: Path) -> Path:
-        """The input as JSONL: a table becomes a file of lines in the spool."""
+        """Return the input as JSONL: a table becomes a file of lines in the spool."""
         if not is_table(source):
             return source
         lines = directory / "input.jsonl"
@@ -276,7 +273,7 @@ class _Run:
         options = self._options
         if self._earlier is not None:
             return self._reopen_output(self._earlier)
-        # To resume a run that left nothing is to begin.
+        # A resumed run without anything left is a new run.
         replace = options.overwrite or options.resume
         if replace and options.table is not None:
             options.table.begin()
@@ -299,7 +296,7 @@ class _Run:
         return RunFiles(output=self._options.output, errors=self._options.errors)
 
     def _resume(self, scan: InputScan, total: int) -> None:
-        """Find what an earlier run has done, if it fits. Raises ConfigError where it does not."""
+        """Find what an earlier run has done. Raises ConfigError where its input, model or seed was another."""
         options = self._options
         if not options.resume:
             return
@@ -307,8 +304,8 @@ class _Run:
             left = (options.output, options.errors, self._shown_output)
             if any(path.exists() and path.stat().st_size for path in left):
                 raise ConfigError(
-                    f"{options.output} cannot be resumed: its manifest {options.manifest} is not there, which says of "
-                    "which run it is; start anew with --overwrite"
+                    f"{options.output} cannot be resumed: its manifest {options.manifest} is missing, which says what "
+                    "the earlier run was; start anew with --overwrite"
                 )
             return
         before = read_manifest(options.manifest)
@@ -316,7 +313,7 @@ class _Run:
         if found and ("input" in found or not options.force):
             what = "; ".join(f"{name} was {text}" for name, text in found.items())
             remedy = "start anew with --overwrite" + ("" if "input" in found else ", or go on with --force")
-            raise ConfigError(f"{options.output} cannot be resumed, the earlier run was another: {what}; {remedy}")
+            raise ConfigError(f"{options.output} cannot be resumed, because the earlier run differs: {what}; {remedy}")
         self._run_id = str(before["run_id"])
         if options.table is not None:
             options.table.restore(self._run_id)
@@ -329,7 +326,7 @@ class _Run:
         )
 
     def _is_finished(self, total: int) -> bool:
-        """Whether the earlier run has said that it was finished, and has not left a line since."""
+        """Whether the earlier run has completed, and its files still have all lines."""
         return self._was_completed and self._earlier is not None and self._earlier.prefix == total
 
     def _nothing_left(self, total: int) -> int:
@@ -374,7 +371,7 @@ class _Run:
         if result.status is not RunStatus.COMPLETED:
             lines.append(
                 f"sgl-batch run: {result.status.value}: {result.message}. {result.missing:,} of "
-                f"{result.total:,} lines have neither an output nor an error; what was finished is written. "
+                f"{result.total:,} lines have neither an output nor an error; finished lines are written. "
                 f"Go on with: {resume_command(self._argv, options)}"
             )
         for line in lines:

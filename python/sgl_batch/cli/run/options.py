@@ -1,6 +1,6 @@
-"""The command line of `sgl-batch run`: its flags, their checks, and which arguments go on to the engine.
+"""Owns the command line of `sgl-batch run`: its flags, their checks, and which arguments go to the engine.
 
-It imports nothing slow, so that help and mistakes are answered at once.
+It imports nothing slow, so that help and mistakes are shown at once.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from sgl_batch.jobs.tables.sources import check_table, is_table, need_pyarrow
 
 STDIN = "-"
 _DESCRIPTION = """\
-Run a file of OpenAI batch requests through a model, from start to end, without a server.
+Run a file of OpenAI batch requests through a model, without a server.
 
 INPUT has one JSON object a line, for /v1/chat/completions or /v1/completions:
 
   {"custom_id": "q1", "method": "POST", "url": "/v1/chat/completions",
    "body": {"model": "MODEL", "messages": [{"role": "user", "content": "2+3?"}], "max_tokens": 64}}
 
-(on one line). OUTPUT gets one line for each answered request, in the order of INPUT, and can be read while
-the run goes on. A request that fails gets its line in the error file and never stops the others. A manifest
-beside OUTPUT says what is needed to repeat the run. "model" in a line is PATH, or the --served-model-name.
+(on one line). OUTPUT gets one line for each answered request, in the order of INPUT, and can be read during the run. A
+request that fails gets a line in the error file, and never stops the others. A manifest beside OUTPUT has what is
+needed to repeat the run. "model" in a line is PATH, or the --served-model-name.
 
-INPUT may also be a table: Parquet, an Arrow file, or a folder of Hugging Face datasets (save_to_disk, or *.parquet);
-each row is a request (see "tables" below). An OUTPUT that ends in .parquet is written as one.
+INPUT may also be a table: Parquet, an Arrow file, or a folder of Hugging Face datasets (save_to_disk, or *.parquet).
+Each row is a request (see "tables" below). An OUTPUT that ends in .parquet is written as a table.
 """
 _EPILOG = """\
 example:
@@ -45,21 +45,21 @@ example:
   makes answers.jsonl, answers.manifest.json and, if a line failed, answers.errors.jsonl
 
 exit codes:
-  0    every line has its output
-  1    bad usage or input; nothing was run
+  0    every line has its answer
+  1    bad usage or input; nothing has run
   2    finished; some lines failed and are in the error file
-  3    crash; what was finished is written
-  130  stopped by Ctrl-C (or SIGTERM, SIGHUP); what was finished is written. Ctrl-C once more quits at once
+  3    crash; finished lines are written
+  130  stopped by Ctrl-C (or SIGTERM, SIGHUP); finished lines are written. A second Ctrl-C quits at once
 """
 TABLES_HELP = """\
-A row has a column body (JSON text, or a struct), messages (a list of role and content: chat) or prompt (a text:
-completions), or the one that a flag names; besides, if it likes, custom_id, method and url. Nulls in structs count as
-absent. A wrong row gets its own error, as a wrong line does.
+A table needs one of these columns: body (JSON text, or a struct), messages (a list of role and content, for chat),
+prompt (a text, for completions), or the column that a flag names. The columns custom_id, method and url are optional.
+Nulls in structs count as absent. A wrong row gets its own error, like a wrong line.
 
-An OUTPUT that ends in .parquet has one row for each row (or line) of INPUT, in its order, failed ones too: row,
-custom_id, status_code, request_id, content, finish_reason, prompt_tokens, completion_tokens, error_code,
-error_message, and body, the whole answer as JSON. It is written when all are done; until then the result lines are in
-OUTPUT.jsonl and OUTPUT.errors.jsonl. Tables need pyarrow (the extra `tables`).
+An OUTPUT that ends in .parquet has one row for each row (or line) of INPUT, in the same order, failed ones included.
+Its columns are row, custom_id, status_code, request_id, content, finish_reason, prompt_tokens, completion_tokens,
+error_code, error_message, and body, which is the whole answer as JSON. It is written when all rows are done; until then
+the result lines are in OUTPUT.jsonl and OUTPUT.errors.jsonl. Tables need pyarrow (the extra `tables`).
 """
 _ENGINE_FLAGS = (
     ("--dtype", "TYPE", "number type of weights and activations: auto, bfloat16, float32, ..."),
@@ -72,7 +72,7 @@ _ENGINE_FLAGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The parsed command line. `engine_argv` is what the engine's own parser still has to judge."""
+    """The parsed command line. `engine_argv` has the flags that the engine's own parser checks."""
 
     input: str
     output: Path
@@ -91,11 +91,11 @@ class RunOptions:
     force: bool
     engine_argv: tuple[str, ...]
     rows: RowRules
-    table: TableOutput | None  # what `output` and `errors` are made into at the end
+    table: TableOutput | None  # made from `output` and `errors` at the end
 
 
 class UsageParser(argparse.ArgumentParser):
-    """An ArgumentParser that exits with 1 for bad usage: 2 means failed lines here."""
+    """An ArgumentParser that exits with 1 for bad usage: here 2 means failed lines."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the mistake."""
@@ -104,7 +104,7 @@ class UsageParser(argparse.ArgumentParser):
 
 
 def parse_run_options(argv: Sequence[str]) -> RunOptions:
-    """Read the command line. Exits for --help and bad usage; raises ConfigError for bad values."""
+    """Parse the command line. Exits for --help and bad usage; raises ConfigError for bad values."""
     args, rest = _build_parser().parse_known_args(argv)
     if isinstance(args.max_line_bytes, str):
         args.max_line_bytes = parse_bytes("--max-line-bytes", args.max_line_bytes)
@@ -112,9 +112,9 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
     for flag in ("max_in_flight", "max_line_bytes", "limit"):
         _check_range("--" + flag.replace("_", "-"), getattr(args, flag), 1, None)
     if args.resume and args.overwrite:
-        raise ConfigError("--resume goes on with OUTPUT and --overwrite replaces it; give one of them")
+        raise ConfigError("--resume continues OUTPUT and --overwrite replaces it; give one of them")
     if (args.retry_failed or args.force) and not args.resume:
-        raise ConfigError("--retry-failed and --force belong to --resume; give it too")
+        raise ConfigError("--retry-failed and --force need --resume; give it too")
     output = Path(args.output)
     table = TableOutput(table=output) if is_table_name(output) else None
     if table is not None and args.errors:
@@ -143,12 +143,12 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
 
 
 def run_flags() -> tuple[str, ...]:
-    """Every flag of the command that is not the engine's alone."""
+    """Return every flag that this command itself reads."""
     return tuple(_build_parser()._option_string_actions)
 
 
 def row_rules(args: argparse.Namespace, model: str) -> RowRules:
-    """What the flags say of tables. Raises ConfigError."""
+    """Return the rules for tables that the flags give. Raises ConfigError."""
     if args.chat_column and args.prompt_column:
         raise ConfigError("--chat-column and --prompt-column name the column that makes the request; give one of them")
     return RowRules(
@@ -161,7 +161,7 @@ def row_rules(args: argparse.Namespace, model: str) -> RowRules:
 
 
 def check_paths(options: RunOptions) -> None:
-    """Raise ConfigError for files that are missing, in the way or not writable, before the slow part."""
+    """Raise ConfigError for files that are missing, exist already or cannot be written, before the slow part."""
     source = Path(options.input)
     if options.input != STDIN and not source.exists():
         raise ConfigError(f"the input {source} does not exist")
@@ -189,7 +189,7 @@ def _check_targets(options: RunOptions, source: Path) -> None:
         if other != name:
             raise ConfigError(f"the {name} {path} is also the {other}; name different files")
         if not path.parent.is_dir():
-            raise ConfigError(f"the {name} {path} has no directory to lie in; make {path.parent} first")
+            raise ConfigError(f"the directory of the {name} {path} does not exist; make {path.parent} first")
         if not os.access(path.parent, os.W_OK):
             raise ConfigError(f"the {name} {path} cannot be written: no permission for {path.parent}")
         if path.exists() and not path.is_file():
@@ -197,7 +197,7 @@ def _check_targets(options: RunOptions, source: Path) -> None:
         if path.exists() and not (options.overwrite or options.resume):
             raise ConfigError(
                 f"the {name} {path} exists already; name another -o, or give --overwrite to replace it, or --resume to "
-                "go on with it"
+                "continue it"
             )
     if not options.spool_dir.is_dir() or not os.access(options.spool_dir, os.W_OK):
         raise ConfigError(f"--spool-dir {options.spool_dir} is not a directory that can be written; name another")
@@ -218,7 +218,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add_table_flags(parser)
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help and exit")
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show this help and all flags of SGLang, and exit")
-    engine = parser.add_argument_group("engine", "every other flag of SGLang is passed on to it too")
+    engine = parser.add_argument_group("engine", "all other flags of SGLang are passed to it too")
     engine.add_argument(
         "--model", "--model-path", required=True, metavar="PATH", help="model directory, or name on the hub"
     )
@@ -235,34 +235,38 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
 
     add("-i", "--input", required=True, metavar="INPUT", text="request lines (JSONL), or a table; - is standard input")
-    add("-o", "--output", required=True, metavar="OUTPUT", text="where output lines go; NAME.parquet is a table")
-    add("--errors", metavar="PATH", text="where failed lines go (default: OUTPUT's stem + .errors.jsonl)")
+    add("-o", "--output", required=True, metavar="OUTPUT", text="file for the answers; NAME.parquet makes a table")
+    add("--errors", metavar="PATH", text="file for failed lines (default: OUTPUT's stem + .errors.jsonl)")
     add("--overwrite", action="store_true", text="replace an existing OUTPUT, error file and manifest")
-    text = "go on with the OUTPUT of a run that was killed or stopped, or that failed: run only what is missing"
+    text = "continue the OUTPUT of a run that was killed, was stopped or failed: run only the missing lines"
     add("--resume", action="store_true", text=text)
     add("--retry-failed", action="store_true", text="with --resume: run the failed lines of the earlier run again")
-    add("--force", action="store_true", text="with --resume: although the model or the seed are others now")
+    add("--force", action="store_true", text="with --resume: continue although the model or the seed has changed")
     add_count("--limit", None, "run only the first N lines")
-    add_count("--seed", 0, "seed of the job; a line without a seed gets one from it (default: %(default)s)")
+    add_count("--seed", 0, "seed of the job; lines without a seed get one derived from it (default: %(default)s)")
     add("--progress", choices=MODES, default="auto", text="auto: a bar on a terminal, else plain lines")
-    add_count("--max-in-flight", DEFAULT_MAX_IN_FLIGHT, "lines handed to the engine ahead (default: %(default)s)")
-    text = f"a longer line fails; {HOW_TO_WRITE} (default: %(default)s)"
+    add_count(
+        "--max-in-flight", DEFAULT_MAX_IN_FLIGHT, "the most lines that the engine has at a time (default: %(default)s)"
+    )
+    text = f"the longest line; a longer one fails; {HOW_TO_WRITE} (default: %(default)s)"
     add("--max-line-bytes", default=DEFAULT_MAX_LINE_BYTES, metavar="BYTES", text=text)
-    add("--spool-dir", metavar="DIR", text="where temporary files of the run lie (default: with OUTPUT)")
+    add("--spool-dir", metavar="DIR", text="directory for temporary files of the run (default: the one of OUTPUT)")
 
 
 def add_table_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of what makes a request of a row."""
+    """Add the flags that say how a row becomes a request."""
     group = parser.add_argument_group("tables", TABLES_HELP)
-    group.add_argument("--chat-column", metavar="NAME", help="a column of texts (what a user says) or of messages")
-    group.add_argument("--prompt-column", metavar="NAME", help="a column of texts to be completed")
-    group.add_argument("--id-column", metavar="NAME", help="the custom_id (default: custom_id, else row-0, row-1, ...)")
-    text = 'fields for each row that has them not, as \'{"max_tokens": 64, "temperature": 0}\''
+    group.add_argument("--chat-column", metavar="NAME", help="column of user messages (texts), or of lists of messages")
+    group.add_argument("--prompt-column", metavar="NAME", help="column of texts to complete")
+    group.add_argument(
+        "--id-column", metavar="NAME", help="column of custom_ids (default: custom_id, else row-0, row-1, ...)"
+    )
+    text = 'fields for each row that lacks them, as \'{"max_tokens": 64, "temperature": 0}\''
     group.add_argument("--body", metavar="JSON", help=text)
 
 
 class _Help(argparse.Action):
-    """Our flags, with those that config.py generates."""
+    """Prints our flags, with those that config.py generates."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from sgl_batch.config import add_cli_flags
@@ -273,7 +277,7 @@ class _Help(argparse.Action):
 
 
 class _HelpAll(argparse.Action):
-    """Our flags and SGLang's; importing SGLang takes seconds."""
+    """Prints our flags and SGLang's. Importing SGLang takes seconds."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from sgl_batch.engine.engine_arguments import add_engine_flags
@@ -290,7 +294,7 @@ def _engine_argv(args: argparse.Namespace, rest: Sequence[str]) -> tuple[str, ..
         value = getattr(args, flag[2:].replace("-", "_"))
         if value is not None:
             forwarded += [flag, value]
-    # SGLang's log of every step would drown the progress.
+    # SGLang's log of every step would hide the progress.
     if not any(one == "--log-level" or one.startswith("--log-level=") for one in rest):
         forwarded += ["--log-level", "error"]
     return (*forwarded, *rest)

@@ -1,4 +1,4 @@
-"""Turns the signals that ask a run to stop into an event; decides nothing about what stopping means."""
+"""Turns the signals that ask a run to stop into an event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEEP_EVERY_S = 1.0
 
 @contextmanager
 def signals_restored() -> Iterator[None]:
-    """Give the signals back to whoever listened before."""
+    """Restore the handlers of the signals at the end."""
     before = {one: signal.getsignal(one) for one in _SIGNALS}
     try:
         yield
@@ -36,18 +36,18 @@ class StopSignals:
         self._signals = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
 
     def install(self) -> None:
-        """Listen to the signals; replaces whoever listened."""
+        """Handle the signals, in place of earlier handlers."""
         for one in self._signals:
             self._loop.add_signal_handler(one, self._received)
 
     async def keep(self) -> None:
-        """Stay the listener: SGLang's tokenizer manager takes SIGTERM over when its first request arrives."""
+        """Install the handlers again and again: SGLang's tokenizer manager replaces SIGTERM's at its first request."""
         while True:
             self.install()
             await asyncio.sleep(_KEEP_EVERY_S)
 
     def ignore(self) -> None:
-        """From now on the run is over: a signal must not break the last writing."""
+        """Ignore the signals at the end of the run: they must not break the last writes."""
         for one in self._signals:
             self._loop.remove_signal_handler(one)
             signal.signal(one, signal.SIG_IGN)
