@@ -1,4 +1,4 @@
-"""Owns how the architecture tests see the repository: its syntax trees and the files that are ours."""
+"""Owns the fixtures of the architecture tests: the syntax trees of the package and the files of the repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_OURS = {".git", ".venv", "demo-out", "build", "dist", "__pycache__"}
 
 @pytest.fixture(scope="session")
 def package_trees(repo_root: Path) -> dict[str, ast.Module]:
-    """Every module of sgl_batch by its dotted name, parsed."""
+    """Return every module of sgl_batch by its dotted name, parsed."""
     root = repo_root / "python"
     trees = {}
     for path in sorted((root / "sgl_batch").rglob("*.py")):
@@ -26,7 +26,7 @@ def package_trees(repo_root: Path) -> dict[str, ast.Module]:
 
 @pytest.fixture(scope="session")
 def our_files(repo_root: Path) -> list[Path]:
-    """Every file that is or would be committed; without git, every file outside the ignored folders."""
+    """Return every file that is or would be committed; without git, every file outside the ignored folders."""
     listing = subprocess.run(
         ["git", "-C", str(repo_root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Owns the rule that behaviour is put together, not inherited: no concrete class of ours extends another of ours."""
+"""Owns the rule of composition over inheritance: no concrete class of the package extends another one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-# What a class of ours may extend: errors, messages, and classes of SGLang's that the adapter hands on.
+# What a class of the package may extend: errors, messages, and classes of SGLang that the adapter exports.
 _FREE_ROOTS = {"Exception", "Struct", "Enum", "NamedTuple"}
 _ABSTRACT = {"ABC", "Protocol"}
 
@@ -17,7 +17,7 @@ def _name_of(base: ast.expr) -> str:
 
 
 def classes_of(trees: dict[str, ast.Module]) -> dict[str, tuple[str, ast.ClassDef]]:
-    """Every class by its name, with its module; names are unique enough to follow a base by name."""
+    """Return every class by its name, with its module; names are unique enough to follow a base by name."""
     return {
         node.name: (module, node)
         for module, tree in trees.items()
@@ -27,7 +27,7 @@ def classes_of(trees: dict[str, ast.Module]) -> dict[str, tuple[str, ast.ClassDe
 
 
 def _ancestors(name: str, classes: dict[str, tuple[str, ast.ClassDef]]) -> set[str]:
-    """The names of all classes that a class extends, ours and others."""
+    """Return the names of all classes that a class extends, in the package and outside."""
     found: set[str] = set()
     left = [name]
     while left:
@@ -39,7 +39,7 @@ def _ancestors(name: str, classes: dict[str, tuple[str, ast.ClassDef]]) -> set[s
 
 
 def _is_abstract(node: ast.ClassDef) -> bool:
-    """Whether a class cannot be made: a Protocol, or one with abstract methods."""
+    """Return whether a class cannot be instantiated: a Protocol, or one with abstract methods."""
     marked = {"abstractmethod"} & {
         _name_of(decorator)
         for method in node.body
@@ -50,7 +50,7 @@ def _is_abstract(node: ast.ClassDef) -> bool:
 
 
 def inheritances(trees: dict[str, ast.Module]) -> list[str]:
-    """Concrete classes that extend concrete classes, without those whose family may do so."""
+    """Return the concrete classes that extend concrete classes, except where that is allowed."""
     classes = classes_of(trees)
     faults = []
     for name, (module, node) in classes.items():

@@ -1,4 +1,4 @@
-"""Owns what holds for the documentation: README's length, links, and the files and commands that it names."""
+"""Owns the rules for the documentation: README's length, links, and the files and commands that it names."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
 
 
 def prose(text: str) -> str:
-    """The page without its fenced blocks."""
+    """Return the page without its fenced blocks."""
     return _FENCE.sub("", text)
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
+    """Return the anchors that GitHub gives to a page's headings."""
     titles = re.findall(r"^#+ +(.+?) *$", prose(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def broken_links(page: Path) -> list[str]:
-    """Relative links of a page that lead to no file, or to no heading of one."""
+    """Return the relative links of a page that lead to no file, or to no heading of one."""
     broken = []
     for link in _LINK.findall(prose(page.read_text(encoding="utf-8"))):
         target, _, anchor = link.partition("#")
@@ -50,14 +50,14 @@ def broken_links(page: Path) -> list[str]:
 
 
 def named_paths(text: str) -> Iterator[str]:
-    """What stands in backticks and looks like a file, whole: `core/decide.py`, `scripts/demo`, `pyproject.toml`."""
+    """Yield texts in backticks that look like a path: `core/decide.py`, `scripts/demo`, `pyproject.toml`."""
     for code in _CODE.findall(prose(text)):
         if _PATH.fullmatch(code):
             yield code
 
 
 def missing_paths(text: str, root: Path) -> list[str]:
-    """Named paths that the repository lacks: those with a source file's ending, or in a folder that it has."""
+    """Return named paths that the repository lacks: those with a source file's suffix, or in a folder that it has."""
     missing = []
     for path in named_paths(text):
         first, slash, _ = path.partition("/")
@@ -68,7 +68,7 @@ def missing_paths(text: str, root: Path) -> list[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command in the fenced blocks without a language, and of `sgl-batch ...` in backticks."""
+    """Yield the words of each command in fenced blocks without a language, and of `sgl-batch ...` in backticks."""
     for language, block in _FENCE.findall(text):
         if not language:
             for line in block.replace("\\\n", " ").splitlines():
@@ -79,7 +79,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def flags_in_source(root: Path, program: str) -> set[str] | None:
-    """All that looks like a flag in a program's file and the Python files of its folder; None without such a file."""
+    """Return all that looks like a flag in a program's file and the Python files of its folder; None without a file."""
     if not (root / program).is_file():
         return None
     files = [root / program, *(root / program).parent.rglob("*.py")]
@@ -87,7 +87,7 @@ def flags_in_source(root: Path, program: str) -> set[str] | None:
 
 
 def wrong_commands(text: str, root: Path, flags_of: FlagsOf) -> list[str]:
-    """Files of commands that do not exist, and subcommands and flags that no parser knows."""
+    """Return programs that do not exist, and subcommands and flags that no parser knows."""
     wrong = []
     for words in commands(text):
         if not words:
@@ -113,7 +113,7 @@ def wrong_commands(text: str, root: Path, flags_of: FlagsOf) -> list[str]:
 
 @pytest.fixture
 def flags_of(capsys: pytest.CaptureFixture[str]) -> FlagsOf:
-    """The flags in the help of a subcommand, which imports nothing slow; none where there is no such subcommand."""
+    """Return a function that gives the flags in the help of a subcommand; none if there is no such subcommand."""
 
     @cache
     def flags(*subcommand: str) -> set[str]:
@@ -132,7 +132,7 @@ def flags_of(capsys: pytest.CaptureFixture[str]) -> FlagsOf:
 
 @pytest.fixture(scope="session")
 def pages(repo_root: Path) -> list[Path]:
-    """What a user or contributor reads."""
+    """Return the pages that a user or contributor reads."""
     return [repo_root / "README.md", repo_root / "CONTRIBUTING.md", *sorted((repo_root / "docs").glob("*.md"))]
 
 

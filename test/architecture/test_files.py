@@ -1,4 +1,4 @@
-"""Owns what holds for every file of ours: size, a first line that says what it owns, no names of places."""
+"""Owns the rules for every file: its size, a first line that says what it owns, no machine-specific names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOSTS = [f"{name}.org" for name in ("pypi", "pythonhosted", "download.pytorch",
 _HOSTS += [f"{name}.io" for name in ("crates", "docker", "ghcr", "quay", "nvcr")]
 _FOLDERS = ("work", "home", "Users", "root", "opt")
 # A folder counts only where a path starts: `tests/work/x` is not the root's `work`.
-PLACES = re.compile(
+MACHINE_NAMES = re.compile(
     "|".join(re.escape(host) for host in _HOSTS)
     + rf"|(?<![\w./:~-])/(?:{'|'.join(_FOLDERS)})/\w+"
     + r"|\b[A-Z]:\\Users"
@@ -28,12 +28,12 @@ PLACES = re.compile(
 
 
 def lines_over_limit(text: str, limit: int = MAX_FILE_LINES) -> int:
-    """By how many lines the text is too long; 0 if it is not."""
+    """Return by how many lines the text is too long; 0 if it is not."""
     return max(0, len(text.splitlines()) - limit)
 
 
 def long_functions(tree: ast.Module) -> list[str]:
-    """The functions of the tree that are longer than the limit, with their lengths."""
+    """Return the functions that are longer than the limit, with their lengths."""
     spans = [
         (node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
         for node in ast.walk(tree)
@@ -43,21 +43,21 @@ def long_functions(tree: ast.Module) -> list[str]:
 
 
 def lacks_first_line(tree: ast.Module) -> bool:
-    """Whether the module's docstring is missing or does not say anything in its first line."""
+    """Return whether the module's docstring is missing or has an empty first line."""
     return not (ast.get_docstring(tree) or "").split("\n")[0].strip()
 
 
-def named_places(text: str) -> list[str]:
-    """Registry hosts and paths of one developer's machine in the text, each with its line number."""
+def machine_names(text: str) -> list[str]:
+    """Return registry hosts and paths of one developer's machine in the text, each with its line number."""
     return [
         f"{number}: {match.group()}"
         for number, line in enumerate(text.splitlines(), 1)
-        for match in PLACES.finditer(line)
+        for match in MACHINE_NAMES.finditer(line)
     ]
 
 
 def _text(path: Path) -> str | None:
-    """The file's text, or None for a binary one."""
+    """Return the file's text, or None for a binary file."""
     data = path.read_bytes()
     return None if b"\0" in data[:8192] else data.decode("utf-8", errors="replace")
 
@@ -68,7 +68,7 @@ def _is_code(path: Path) -> bool:
     return not path.suffix and (_text(path) or "").startswith("#!")
 
 
-def test_nothing_lies_at_the_top_but_what_belongs_there(our_files: list[Path], repo_root: Path) -> None:
+def test_the_top_folder_holds_only_expected_entries(our_files: list[Path], repo_root: Path) -> None:
     assert {path.relative_to(repo_root).parts[0] for path in our_files} <= TOP_LEVEL
 
 
@@ -86,13 +86,13 @@ def test_every_package_file_says_what_it_owns(package_trees: dict[str, ast.Modul
     assert [name for name, tree in package_trees.items() if lacks_first_line(tree)] == []
 
 
-def test_no_module_is_a_drawer_for_everything(package_trees: dict[str, ast.Module]) -> None:
+def test_no_module_has_a_catch_all_name(package_trees: dict[str, ast.Module]) -> None:
     assert [name for name in package_trees if VAGUE_NAMES & set(name.split("."))] == []
 
 
 def test_no_file_names_a_registry_host_or_a_developers_machine(our_files: list[Path]) -> None:
     faults = {
-        str(path): found for path in our_files if (text := _text(path)) is not None and (found := named_places(text))
+        str(path): found for path in our_files if (text := _text(path)) is not None and (found := machine_names(text))
     }
     assert faults == {}
 
@@ -115,10 +115,10 @@ def test_docstring_check_sees_a_violation() -> None:
     "text",
     [f"see https://{_HOSTS[0]}/simple", *(f"open('/{folder}/ann/x')" for folder in _FOLDERS)],
 )
-def test_place_check_sees_a_violation(text: str) -> None:
-    assert len(named_places(f"first line\n{text}\n")) == 1
+def test_path_check_sees_a_violation(text: str) -> None:
+    assert len(machine_names(f"first line\n{text}\n")) == 1
 
 
 @pytest.mark.parametrize("text", ["test/work/main", "a homework/x", "/usr/bin/env", "./home/x"])
-def test_place_check_leaves_ordinary_paths_alone(text: str) -> None:
-    assert named_places(text) == []
+def test_path_check_leaves_ordinary_paths_alone(text: str) -> None:
+    assert machine_names(text) == []

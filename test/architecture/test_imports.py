@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# library -> the rooms or modules that may import it (none: nobody may).
+# library -> the rooms or modules that may import it.
 SOLE_IMPORTERS: dict[str, tuple[str, ...]] = {
     "sglang": ("sgl_batch.sglang_adapter",),
     "sqlite3": ("sgl_batch.jobs",),
@@ -26,7 +26,7 @@ SOLE_IMPORTERS: dict[str, tuple[str, ...]] = {
         "sgl_batch.layers.moe.expert_runner",
     ),
     "sgl_batch_kernel": ("sgl_batch.kernel_loader",),
-    # A pickle from a socket or a file runs whatever its author likes. The one that reads any reads tensors alone.
+    # A pickle from a socket or a file can run any code. The only module that reads pickles reads tensors only.
     "pickle": ("sgl_batch.sglang_adapter.received_pickles",),
     "cloudpickle": (),
     "dill": (),
@@ -47,7 +47,7 @@ def _within(module: str, room: str) -> bool:
 
 
 def imported_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Each absolute module that the tree imports, also by a call with a constant name, with its line."""
+    """Yield each absolute module that the tree imports, also by a call with a constant name, with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -60,17 +60,17 @@ def imported_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def wrong_importers(module: str, tree: ast.Module) -> list[str]:
-    """The imports in `module` of libraries that belong to others."""
+    """Return the imports in `module` of libraries that belong to others."""
     faults = []
     for name, line in imported_names(tree):
         allowed = SOLE_IMPORTERS.get(name.partition(".")[0])
         if allowed is not None and not any(_within(module, room) for room in allowed):
-            faults.append(f"{module}:{line} imports {name}; allowed: {', '.join(allowed) or 'nobody'}")
+            faults.append(f"{module}:{line} imports {name}; allowed: {', '.join(allowed) or 'no module'}")
     return faults
 
 
 def pickling_calls(module: str, tree: ast.Module) -> list[str]:
-    """The calls in `module` that pickle without importing pickle."""
+    """Return the calls in `module` that pickle without importing pickle."""
     return [
         f"{module}:{node.lineno} calls {node.attr}"
         for node in ast.walk(tree)
@@ -79,7 +79,7 @@ def pickling_calls(module: str, tree: ast.Module) -> list[str]:
 
 
 def impurities(module: str, tree: ast.Module) -> list[str]:
-    """What a pure room reaches for outside of its arguments."""
+    """Return what a module of a pure room uses besides its arguments."""
     if not any(_within(module, room) for room in PURE_ROOMS):
         return []
     faults = [
@@ -170,7 +170,7 @@ def test_import_contracts_break_on_a_violation(
 
 
 def _broken_contracts(root: Path, repo_root: Path, files: dict[str, str]) -> str:
-    """What lint-imports, with our contracts, says against a package of these files; '' if nothing."""
+    """Return what lint-imports reports with our contracts for a package of these files; '' if nothing."""
     for name, source in files.items():
         path = root / "sgl_batch" / name
         path.parent.mkdir(parents=True, exist_ok=True)

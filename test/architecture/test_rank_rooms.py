@@ -1,4 +1,4 @@
-"""Owns what the rooms between ranks may know: the protocol is pure, and neither room reaches past its own wires."""
+"""Owns what the rooms between ranks may import: the protocol is pure, and each room imports only its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-# Modules that decide: the same messages lead to the same states in every process, and in the tests that explore them.
+# Modules that decide: the same messages lead to the same states in every process and in tests.
 PURE = ("sgl_batch.migration.protocol", "sgl_batch.migration.messages", "sgl_batch.migration.header")
 PURE_IMPORTS = {"__future__", "collections.abc", "enum", "msgspec", "typing"}
 # Room -> the rooms of ours that it may import.
@@ -17,18 +17,18 @@ ROOMS = {
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """The modules that the tree names in its imports."""
+    """Return the modules that the tree imports."""
     names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     return names | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
 
 
 def impure(tree: ast.Module) -> set[str]:
-    """The imports of a pure module that are neither pure nor another pure module."""
+    """Return the imports of a pure module that are neither pure nor another pure module."""
     return imported(tree) - PURE_IMPORTS - set(PURE)
 
 
 def foreign_rooms(room: str, tree: ast.Module) -> set[str]:
-    """The rooms of ours, beside its own and those below, that a module of `room` imports."""
+    """Return the rooms that a module of `room` imports although it may not."""
     ours = {name.split(".")[1] for name in imported(tree) if name.startswith("sgl_batch.")}
     return ours - ROOMS[room]
 

@@ -1,4 +1,4 @@
-"""Owns the rule that nobody outside sglang_adapter writes into SGLang's modules, classes and tables."""
+"""Owns the rule that only sglang_adapter writes into SGLang's modules, classes and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SETTERS = {"setattr", "delattr"}
 
 
 def _absolute(module: str, is_package: bool, node: ast.ImportFrom) -> str:
-    """The absolute name of what `from X import ...` in `module` imports from."""
+    """Return the absolute name of what `from X import ...` in `module` imports from."""
     if node.level == 0:
         return node.module or ""
     parts = module.split(".")
@@ -24,7 +24,7 @@ def _is_foreign(name: str) -> bool:
 
 
 def foreign_names(module: str, tree: ast.Module, is_package: bool = False) -> set[str]:
-    """The names in the tree that stand for something of SGLang's, or handed on by the adapter."""
+    """Return the names in the tree that are bound to something of SGLang's or of the adapter's."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -66,7 +66,7 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 
 
 def _sets_by_call(node: ast.AST, names: set[str]) -> bool:
-    """setattr(X, ...), object.__setattr__(X, ...), patch.object(X, ...), X.table.update(...)."""
+    """Return whether a call sets: setattr(X, ...), object.__setattr__(X, ...), patch.object(X, ...), X.update(...)."""
     if not isinstance(node, ast.Call):
         return False
     called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -77,7 +77,7 @@ def _sets_by_call(node: ast.AST, names: set[str]) -> bool:
 
 
 def writes_into_sglang(module: str, tree: ast.Module, is_package: bool = False) -> list[str]:
-    """The statements of the tree that assign to, delete from or replace something of SGLang's."""
+    """Return the statements of the tree that assign to, delete from or replace something of SGLang's."""
     names = foreign_names(module, tree, is_package)
     faults = []
     for node in ast.walk(tree):

@@ -1,6 +1,6 @@
-"""Owns the rule that what SGLang hands to managers and model runners has types: `Any` stands in no signature of theirs.
+"""Owns the rule that managers and model runners declare types for SGLang's objects: no signature has `Any`.
 
-Nor in the declaration of an attribute. Where a value has no type that could be written down, it is named here.
+Nor has a declaration of an attribute. The exceptions are values without a type, which are listed here.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _says_any(annotation: ast.expr | None) -> bool:
     return any("Any" in (getattr(name, "id", ""), getattr(name, "attr", "")) for name in names)
 
 
-def _places(node: ast.AST, inside: str = "", *, in_function: bool = False) -> Iterator[str]:
-    """The functions, attributes and constants under `node` that are declared with `Any`, by dotted names."""
+def _declarations_with_any(node: ast.AST, inside: str = "", *, in_function: bool = False) -> Iterator[str]:
+    """Yield the functions, attributes and constants under `node` that are declared with `Any`, by dotted names."""
     for child in ast.iter_child_nodes(node):
         name = inside
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -80,28 +80,28 @@ def _places(node: ast.AST, inside: str = "", *, in_function: bool = False) -> It
             if is_attribute or not in_function:
                 yield f"{inside}.{ast.unparse(child.target)}".lstrip(".")
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
-        yield from _places(
+        yield from _declarations_with_any(
             child, name, in_function=is_function or (in_function and not isinstance(child, ast.ClassDef))
         )
 
 
 def untyped(module: str, tree: ast.Module) -> set[str]:
-    """The places of a module that are declared with `Any`."""
-    return {f"{module.removeprefix('sgl_batch.')}: {place}" for place in _places(tree)}
+    """Return the declarations of a module with `Any`."""
+    return {f"{module.removeprefix('sgl_batch.')}: {name}" for name in _declarations_with_any(tree)}
 
 
-def test_no_signature_says_any_but_where_there_is_no_type(package_trees: dict[str, ast.Module]) -> None:
+def test_signatures_use_any_only_where_no_type_exists(package_trees: dict[str, ast.Module]) -> None:
     found = {
-        place
+        name
         for module, tree in package_trees.items()
         if module.startswith(ROOMS) or module in MODULES
-        for place in untyped(module, tree)
+        for name in untyped(module, tree)
     }
     assert found == set(WITHOUT_TYPE)
 
 
 @pytest.mark.parametrize(
-    ("source", "place"),
+    ("source", "name"),
     [
         ("def f(request: Any): ...", "f"),
         ("async def f(*args: Any): ...", "f"),
@@ -113,10 +113,10 @@ def test_no_signature_says_any_but_where_there_is_no_type(package_trees: dict[st
         ("TABLE: dict[str, Any] = {}", "TABLE"),
     ],
 )
-def test_the_check_sees_any(source: str, place: str) -> None:
-    assert untyped("sgl_batch.managers.x", ast.parse(source)) == {f"managers.x: {place}"}
+def test_the_check_sees_any(source: str, name: str) -> None:
+    assert untyped("sgl_batch.managers.x", ast.parse(source)) == {f"managers.x: {name}"}
 
 
 @pytest.mark.parametrize("source", ["def f(x: object): ...", "def f():\n  x: Any = 1", "from typing import Any"])
-def test_the_check_leaves_other_things_alone(source: str) -> None:
+def test_the_check_accepts_other_annotations(source: str) -> None:
     assert untyped("sgl_batch.managers.x", ast.parse(source)) == set()

@@ -132,8 +132,8 @@ FAULTS = (
     _fault(
         "prompts stay on a device that has no room",
         "exclusive",
-        "for unit in units) <= rooms.device",
-        "for unit in units) <= rooms.device + 9",
+        "for unit in units) <= capacity.device",
+        "for unit in units) <= capacity.device + 9",
         "test_exclusive.py",
         "test_residency.py",
     ),

@@ -30,7 +30,7 @@ def test_letters_are_powers_of_1024(text, num_bytes):
 
 
 @pytest.mark.parametrize("text", ["", "G", "8X", "8GB", "1.5", "1e9", "8G8", "-1G", "0x10", "eight", "8 G B", "٨G"])
-def test_anything_else_is_refused_with_the_option_and_what_it_takes(text):
+def test_a_text_that_is_no_size_is_refused_with_the_option_and_what_it_takes(text):
     with pytest.raises(ConfigError, match=r"^kv_store_bytes is .*; it takes a number of bytes, or .* 512M, 8G, 1.5GiB"):
         parse_bytes("kv_store_bytes", text)
 
@@ -39,5 +39,5 @@ def test_anything_else_is_refused_with_the_option_and_what_it_takes(text):
     ("num_bytes", "text"),
     [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.00 KiB"), (5 << 19, "2.50 MiB"), (3 << 40, "3.00 TiB")],
 )
-def test_people_read_three_digits_and_a_unit(num_bytes, text):
+def test_sizes_are_formatted_with_three_digits_and_a_unit(num_bytes, text):
     assert format_bytes(num_bytes) == text

@@ -206,7 +206,7 @@ def test_a_value_of_another_type_is_refused_with_the_type(name, value, kind):
 
 
 @pytest.mark.parametrize(("name", "value"), [("refill_watermark", 1), ("ready_ahead", 0), ("trace_file", None)])
-def test_a_whole_number_is_a_share_and_no_file_is_a_file_name(name, value):
+def test_a_share_may_be_an_integer_and_a_file_name_none(name, value):
     assert from_mapping({name: value}).flat()[name] == value
 
 
@@ -238,7 +238,7 @@ def test_a_process_may_take_its_device_budget_and_a_store_in_memory():
     assert from_mapping({"kv_store_bytes": "1G"}).memory.process_bytes == 0
 
 
-def test_keywords_are_parted_into_ours_and_sglangs():
+def test_keywords_are_split_into_ours_and_sglangs():
     ours, rest = split_kwargs({"model_path": "m", "b_moe_decode": 30, "tp_size": 1, "accumulate": False})
     assert ours == from_mapping({"b_moe_decode": 30, "accumulate": False})
     assert rest == {"model_path": "m", "tp_size": 1}
@@ -248,6 +248,6 @@ def test_arguments_of_a_parser_without_our_flags_give_the_defaults():
     assert from_args(argparse.Namespace(model_path="m")) == BatchConfig()
 
 
-def test_a_configuration_does_not_change_under_its_readers():
+def test_a_configuration_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         BatchConfig().forward.b_moe_decode = 3

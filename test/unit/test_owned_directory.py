@@ -50,7 +50,7 @@ def test_a_directory_is_left_alone_while_its_process_lives_and_removed_when_it_w
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_without_an_owner_is_nobodys_to_remove(tmp_path: Path) -> None:
+def test_a_directory_without_an_owner_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "test-1").mkdir()
     (tmp_path / "test-1" / "owner-x").touch()
     (tmp_path / "test-2").mkdir()
@@ -58,7 +58,7 @@ def test_a_directory_without_an_owner_is_nobodys_to_remove(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test-1", "test-2"]
 
 
-def test_shared_memory_goes_with_the_directory_it_belongs_to(tmp_path: Path) -> None:
+def test_registered_shared_memory_is_removed_with_its_directory(tmp_path: Path) -> None:
     own = OwnedDirectory.make("test-", tmp_path)
     shared, file = Path("/dev/shm") / own.path.name, tmp_path / "file"
     for path in (shared, file):

@@ -112,7 +112,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
         lambda model: respell(model, lambda header: header[NORM].pop("data_offsets")),
         "no type, shape and bytes that could be it",
     ),
-    (lambda model: index(model, a="model.safetensors", b="2"), r"names 2 files .* of which 1 are not there \(2, say\)"),
+    (lambda model: index(model, a="model.safetensors", b="2"), r"names 2 files .* of which 1 are missing \(2, say\)"),
     (
         lambda model: index(model, lost="model.safetensors"),
         r"names 1 tensors that their files do not have \(lost, say, in model\.safetensors\)",
@@ -120,7 +120,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     (lambda model: (model / "model.safetensors.index.json").write_text("{}"), "no index of weights"),
     (
         lambda model: (model / "model.safetensors").rename(model / "model-00002-of-00004.safetensors"),
-        r"has 1 of 4 files of weights: 1, 3, 4 are not there",
+        r"has 1 of 4 files of weights: 1, 3, 4 are missing",
     ),
     (lambda model: only_pickled(model, POINTER), r"pytorch_model\.bin is a pointer of Git LFS"),
     (lambda model: only_pickled(model, b"PK\x03\x04" + bytes(99)), r"pytorch_model\.bin have 103 bytes, and no end"),
@@ -161,7 +161,7 @@ def test_a_spoiled_directory_is_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize("name", ["nothere/model", "./models", "/nothere", "a/b/c", "model/nothere"])
-def test_a_path_that_is_absent_does_not_exist(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_path_is_refused_as_absent(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model.parent)
     (model.parent / "nothere").mkdir()
     with pytest.raises(ConfigError, match=f"the model {name} does not exist"):
@@ -170,7 +170,7 @@ def test_a_path_that_is_absent_does_not_exist(model: Path, name: str, monkeypatc
         check(model, tokenizer=name)
 
 
-def test_a_name_on_the_hub_that_is_not_in_the_cache_is_said_to_need_a_network(
+def test_a_hub_name_that_is_not_cached_is_refused_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -206,7 +206,7 @@ def test_without_a_network_a_snapshot_in_the_hub_s_cache_is_checked_too(
         check("org/model")
 
 
-def test_what_is_not_ours_to_judge_passes(model: Path) -> None:
+def test_models_that_cannot_be_judged_from_files_pass(model: Path) -> None:
     check("s3://bucket/model")
     spoil_config(model, architectures=["FooForCausalLM"], auto_map={"AutoModel": "code.Foo"})
     without(model, "tokenizer*")
@@ -214,7 +214,7 @@ def test_what_is_not_ours_to_judge_passes(model: Path) -> None:
     check(model, load_format="dummy", needs_tokenizer=False)
 
 
-def test_a_checkpoint_s_own_ways_pass(model: Path, tmp_path: Path) -> None:
+def test_unusual_but_valid_checkpoints_pass(model: Path, tmp_path: Path) -> None:
     index(model, **{NORM: "model.safetensors"})
     add_scales(model, "F32", b"\0\0\x80\x3f" * 2)
     check(model)
@@ -248,7 +248,7 @@ def test_a_tokenizer_of_another_model_has_tokens_without_a_row(model: Path) -> N
         check(model)
 
 
-def test_a_file_is_no_model_unless_it_is_gguf(tmp_path: Path) -> None:
+def test_a_single_file_is_a_model_only_if_it_is_gguf(tmp_path: Path) -> None:
     for name in ("model.gguf", "model.txt"):
         (tmp_path / name).touch()
     check(tmp_path / "model.gguf")
@@ -256,7 +256,7 @@ def test_a_file_is_no_model_unless_it_is_gguf(tmp_path: Path) -> None:
         check(tmp_path / "model.txt")
 
 
-def test_experts_are_counted_where_the_config_says_so(model: Path, tmp_path: Path) -> None:
+def test_experts_are_counted_if_the_config_says_so(model: Path, tmp_path: Path) -> None:
     assert num_experts(str(model)) == 16
     (model / "config.json").write_text('{"text_config": {"n_routed_experts": 8}}')
     assert num_experts(str(model)) == 8

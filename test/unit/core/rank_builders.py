@@ -1,4 +1,4 @@
-"""Owns short ways to say a rank at a boundary; decides no behaviour."""
+"""Owns builders of ranks at a boundary for the tests of decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns random jobs for a group of virtual ranks; decides no behaviour."""
+"""Owns random jobs for a group of virtual ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.core.units import FUSED, SPLIT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A job, the ranks that do it, and the share of moves that fail."""
+    """A job, the ranks that run it, and the share of moves that fail."""
 
     seed: int
     num_ranks: int
@@ -26,7 +26,7 @@ class Scenario:
     failing: float
 
     def takes(self, name: str, step: int) -> bool:
-        """Whether a move of this sequence at this step gets through: the same however often it is asked."""
+        """Return whether a move of this sequence at this step succeeds; the same for every call."""
         return random.Random(f"{self.seed} {name} {step}").random() >= self.failing
 
 
@@ -51,7 +51,7 @@ def _plan(rng: random.Random) -> Plan:
 
 
 def tight(seed: int) -> Scenario:
-    """Little memory, prompts shared by several choices, aborts, sequences that cannot move, moves that fail."""
+    """Return a job with little memory, several choices, aborts, sequences that cannot move, and moves that fail."""
     rng = random.Random(seed)
     num_ranks, made = rng.choice((2, 3, 4)), _plan(rng)
     to_first = rng.choice((0.0, 0.5, 1.0))
@@ -83,7 +83,7 @@ def tight(seed: int) -> Scenario:
 
 
 def roomy(seed: int) -> Scenario:
-    """Room for all, and nothing that keeps a sequence on the rank to which it came; one rank gets most of them."""
+    """Return a job with room for all, whose sequences can all move; one rank gets most of them."""
     rng = random.Random(seed)
     num_ranks, made = rng.choice((2, 3, 4)), _plan(rng)
     requests, at = [], 0

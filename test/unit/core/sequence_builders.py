@@ -1,4 +1,4 @@
-"""Owns short ways to say a sequence and a plan; decides no behaviour."""
+"""Owns builders of sequences and plans for the tests of decisions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sequence(
     choice: int = 0,
     status: Status = Status.QUEUED,
 ) -> SequenceState:
-    """A sequence named after its arrival."""
+    """Return a sequence named after its arrival."""
     return SequenceState(
         sequence_id=f"s{arrival}",
         arrival=arrival,
@@ -31,7 +31,7 @@ def sequence(
 
 
 def choices(count: int, *, first: int = 0, group: str = "g", prompt: int = 10, new: int = 5) -> list[SequenceState]:
-    """The choices of one request, which arrive together; the first leads."""
+    """Return the choices of one request, which arrive together; the first is the leader."""
     return [sequence(first + index, prompt=prompt, new=new, group=group, choice=index) for index in range(count)]
 
 
@@ -45,7 +45,7 @@ def plan(
     page_size: int = 8,
     mix_prefill: int = 0,
 ) -> Plan:
-    """A plan whose attention sub-batches, which no decision looks at, are as large as its groups."""
+    """Return a plan whose attention sub-batches, which no decision reads, are as large as its groups."""
     return Plan(
         prefill=PhasePlan(b_attn=b_moe_prefill, b_moe=b_moe_prefill),
         decode=PhasePlan(b_attn=b_moe, b_moe=b_moe),
@@ -58,5 +58,5 @@ def plan(
 
 
 def in_force(fixed: Plan) -> Any:
-    """A `PlanInForce` as those see it that read the plan alone."""
+    """Return a stand-in for a `PlanInForce` of which only the plan is read."""
     return SimpleNamespace(plan=fixed, most_prompt_tokens=None)

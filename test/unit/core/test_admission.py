@@ -1,4 +1,4 @@
-"""Who makes the next prefill group: first come first served, within tokens, pages and slots."""
+"""Which sequences form the next prefill group: first come first served, within tokens, pages and request slots."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_units_are_taken_while_their_prompts_fit_the_group():
     assert select(units_of(40, 30, 30, 1), b_moe=100) == [[0], [1], [2]]
 
 
-def test_a_prompt_longer_than_the_group_goes_alone():
+def test_a_prompt_longer_than_the_group_forms_a_group_of_its_own():
     assert select(units_of(101, 1), b_moe=100) == [[0]]
 
 
@@ -64,12 +64,12 @@ def test_generated_tokens_take_pages_but_no_room_in_the_group():
     assert select(units_of(4, 4, 4, new=61), pages=16, b_moe=12) == [[0], [1]]
 
 
-def test_no_more_members_are_taken_than_slots_are_free():
+def test_no_more_members_are_taken_than_request_slots_are_free():
     assert select(units_of(1, 1, 1), free_request_slots=2) == [[0], [1]]
     assert select(units_of(1), free_request_slots=0) == []
 
 
-def test_a_unit_with_followers_needs_a_slot_for_every_member():
+def test_a_unit_with_followers_needs_a_request_slot_for_every_member():
     unit = Admission(leader=choices(3)[0], followers=tuple(choices(3)[1:]))
     assert select([unit], free_request_slots=2) == []
     assert select([unit], free_request_slots=3) == [[0, 1, 2]]
@@ -81,7 +81,7 @@ def test_followers_add_nothing_to_the_tokens_of_a_group():
     assert select(units, b_moe=100) == [[0, 1, 2, 3], [9]]
 
 
-def test_tokens_and_pages_that_others_have_take_no_room():
+def test_shared_tokens_and_pages_take_no_room():
     units = units_of(80, 80, 80)
     for unit in units[1:]:
         unit.leader.shared_tokens = 64
@@ -90,7 +90,7 @@ def test_tokens_and_pages_that_others_have_take_no_room():
     assert select(units, b_moe=112, pages=13) == [[0], [1]]
 
 
-def test_a_unit_too_large_for_an_empty_device_goes_without_its_followers():
+def test_a_unit_too_large_for_an_empty_device_is_taken_without_its_followers():
     group = choices(8, prompt=17, new=8)
     unit = Admission(leader=group[0], followers=tuple(group[1:]))
     # The prompt's 2 shared pages once and 8 members with 1 of their own, against 9.
@@ -98,7 +98,7 @@ def test_a_unit_too_large_for_an_empty_device_goes_without_its_followers():
     assert select([unit], pages=10) == [list(range(8))]
 
 
-def test_nobody_overtakes_the_followers_of_a_unit_that_was_cut():
+def test_no_unit_overtakes_the_followers_of_a_unit_that_was_cut():
     group = choices(8, prompt=17, new=8)
     units = [Admission(leader=group[0], followers=tuple(group[1:])), Admission(leader=sequence(9))]
     assert select(units, pages=9) == [[0]]
@@ -122,20 +122,20 @@ def test_the_group_is_a_prefix_of_the_queue_within_all_limits(prompts, new, b_mo
     assert tokens <= b_moe or len(group) == 1
     assert len(group) <= free_request_slots
     for unit in group:
-        reserve(unit, ledger, held=0, new=0)  # which refuses to overdraw
+        reserve(unit, ledger, held=0, new=0)  # it asserts that the pages are free
     if len(group) < len(units):
         following = units[len(group)]
         assert (
             (group and tokens + following.leader.prompt_tokens > b_moe)
             or unit_pages(following, ledger) > ledger.free_pages
             or len(group) == free_request_slots
-        ), "the group ends only where the next unit does not fit"
+        ), "the group ends only before a unit that does not fit"
 
 
 # Units of the queue.
 
 
-def test_choices_of_a_request_make_one_unit_at_its_leaders_place():
+def test_choices_of_a_request_form_one_unit_at_the_position_of_its_leader():
     queue = [sequence(0), *choices(3, first=1), sequence(4)]
     assert arrivals(group_by_prompt(queue, most_members=9)) == [[0], [1, 2, 3], [4]]
 
@@ -185,7 +185,7 @@ def test_what_a_unit_needs_is_what_it_reserves(count, found):
     reserve(unit, ledger, held=2, new=2 - found)
     assert ledger.reserved_pages == unit_pages(unit, ledger)
     assert all(ledger.held(member.sequence_id) == 7 - 2 for member in unit.members)
-    assert ledger.prompt_pages == 2 - found, "pages that others hold are theirs already"
+    assert ledger.prompt_pages == 2 - found, "pages that others hold are reserved already"
 
 
 # Refusal.
@@ -213,7 +213,7 @@ def test_a_sequence_that_fits_the_device_and_not_the_store_is_refused_with_the_s
         assert words in message
 
 
-def test_a_prompt_that_the_budget_has_no_working_memory_for_is_refused_with_the_longest():
+def test_a_prompt_without_working_memory_is_refused_with_the_longest_that_has_it():
     assert refusal(sequence(prompt=20, new=1), PageLedger(9, 8), most_prompt_tokens=20) is None
     message = refusal(sequence(prompt=21, new=1), PageLedger(9, 8), most_prompt_tokens=20)
     assert message is not None

@@ -1,4 +1,4 @@
-"""What was counted between two readings, by rank too, and which share of the time was waited."""
+"""Counts between two readings, also by rank, and the share of time spent waiting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from sgl_batch.core.answers import EngineStats
 
 
-def test_what_ranks_counted_since_an_earlier_reading_is_counted_by_rank():
+def test_counts_since_an_earlier_reading_are_kept_by_rank():
     earlier = EngineStats(ranks=[EngineStats(counters={"a": 1}), EngineStats(counters={"a": 2})])
     later = EngineStats(ranks=[EngineStats(counters={"a": 5}), EngineStats(counters={"a": 9})])
     assert [rank.counters for rank in later.since(earlier).ranks] == [{"a": 4}, {"a": 7}]
@@ -23,7 +23,7 @@ def test_what_ranks_counted_since_an_earlier_reading_is_counted_by_rank():
         ({"experts": 1.0, "boundary": 1.0}, 0.0),
         ({}, 0.0),
     ],
-    ids=["a lone rank", "waits told apart", "waits not told apart", "boundaries are work", "nothing yet"],
+    ids=["a single rank", "waits measured", "waits not measured", "boundaries are work", "nothing yet"],
 )
 def test_the_waiting_share_is_idle_time_and_waits_for_other_ranks(part_s, share):
     assert EngineStats(part_s=part_s).waiting_share == pytest.approx(share)

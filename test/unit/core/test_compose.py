@@ -1,4 +1,4 @@
-"""Of what a step consists: decode rows, and chunks of prompts beside them."""
+"""What a step computes: decode rows, and with them chunks of prompts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def kv(pages: int = 100) -> KVState:
 
 
 def chunks_of(at: State, *, mix: int, pages: int = 100) -> list[tuple[str, int, int]]:
-    """The chunks beside a decode step: sequence, start, tokens."""
+    """Return the chunks of a decode step: sequence, start, tokens."""
     step = MixPrefill().compose(StepView(state=at, kv=kv(pages), plan=plan(mix_prefill=mix)), DeviceOnly())
     return [(chunk.sequence.sequence_id, chunk.start, chunk.tokens) for chunk in step.prefill]
 
 
 def computed(arrival: int, *, prompt: int, tokens: int) -> SequenceState:
-    """A sequence of whose prompt so many tokens are computed."""
+    """Return a sequence with so many computed tokens of its prompt."""
     return dataclasses.replace(sequence(arrival, prompt=prompt, status=Status.PREFILLING), computed_tokens=tokens)
 
 
@@ -47,12 +47,12 @@ def test_without_mixing_a_step_is_its_decode_rows():
     assert decide(state(sequence(0)), kv(), plan(), DeviceOnly()) == (Step(),)
 
 
-def test_prompts_go_along_from_the_head_of_the_queue_and_the_last_is_cut_at_a_page():
+def test_a_step_takes_prompts_from_the_head_of_the_queue_and_cuts_the_last_at_a_page():
     at = state(sequence(0, prompt=10), sequence(1, prompt=50), sequence(2))
     assert chunks_of(at, mix=30) == [("s0", 0, 10), ("s1", 0, 16)]
 
 
-def test_a_prompt_that_was_begun_goes_on_first_and_others_follow_its_end():
+def test_a_begun_prompt_continues_first_and_others_follow_its_end():
     begun = computed(0, prompt=30, tokens=16)
     assert chunks_of(state(sequence(1, prompt=9), begun=begun), mix=30) == [("s0", 16, 14), ("s1", 0, 9)]
     assert chunks_of(state(sequence(1), begun=begun), mix=8) == [("s0", 16, 8)]
@@ -63,7 +63,7 @@ def test_a_chunk_begins_behind_what_the_prompt_shares():
     assert chunks_of(state(shares), mix=8) == [("s0", 24, 8)]
 
 
-def test_what_must_be_computed_in_one_pass_is_not_cut_and_holds_the_queue():
+def test_a_prompt_for_one_pass_is_not_cut_and_holds_the_queue():
     whole = dataclasses.replace(sequence(0, prompt=20), in_one_pass=True)
     assert chunks_of(state(whole, sequence(1)), mix=16) == []
     assert chunks_of(state(whole, sequence(1, prompt=3)), mix=24) == [("s0", 0, 20), ("s1", 0, 3)]
@@ -76,11 +76,11 @@ def test_a_prompt_of_several_choices_waits_for_a_group():
 
 
 @pytest.mark.parametrize(("pages", "free_request_slots"), [(1, 8), (100, 0)])
-def test_nothing_begins_without_pages_for_all_of_it_and_a_slot(pages, free_request_slots):
+def test_no_prompt_begins_without_pages_for_all_of_it_and_a_request_slot(pages, free_request_slots):
     assert chunks_of(state(sequence(0, prompt=10), free_request_slots=free_request_slots), mix=16, pages=pages) == []
 
 
-def test_where_a_page_lies_in_one_tier_no_prompt_is_cut():
+def test_no_prompt_is_cut_with_an_exclusive_store():
     device, both = PageLedger(50, 8), PageLedger(50, 8, overflow_pages=50)
     stores = KVState(device=device, admission=both, runners=tuple, estimate_shared=lambda _: None, store_free=50)
     view = StepView(state=state(sequence(0, prompt=10), sequence(1, prompt=50)), kv=stores, plan=plan(mix_prefill=30))
@@ -89,7 +89,7 @@ def test_where_a_page_lies_in_one_tier_no_prompt_is_cut():
     assert step.on_device == (2,), "with the pages to run until the next boundary"
 
 
-def test_a_group_computes_first_what_is_left_of_a_prompt_that_was_begun():
+def test_a_prefill_group_computes_the_rest_of_a_begun_prompt_first():
     begun, waiting = computed(0, prompt=30, tokens=16), sequence(1, prompt=90)
     at = state(waiting, running=0, begun=begun)
     mixed = plan(mix_prefill=8)
@@ -101,7 +101,7 @@ def test_a_group_computes_first_what_is_left_of_a_prompt_that_was_begun():
     assert [unit.leader for unit in action.units] == [waiting]
 
 
-def test_ranks_that_prefill_along_end_what_they_have_begun():
+def test_a_rank_that_joins_a_prefill_ends_its_begun_prompt():
     def rank(at: State) -> RankState:
         return RankState(state=at, total_pages=100, free_pages=90)
 
@@ -116,7 +116,7 @@ def test_ranks_that_prefill_along_end_what_they_have_begun():
     assert decision.expert_calls == 2, "14 rows, 10 in a call"
 
 
-def test_a_view_says_what_waits_and_what_is_free():
+def test_a_step_view_counts_waiting_tokens_and_free_pages():
     begun = computed(0, prompt=30, tokens=16)
     used = kv(pages=10)
     used.device.reserve("s0", 4)
@@ -132,6 +132,6 @@ def test_a_view_says_what_waits_and_what_is_free():
         ({}, {"mix_prefill": 64, "overlap": "on"}, "leave out overlap or mix_prefill"),
     ],
 )
-def test_what_mixing_does_not_go_with_is_refused(forward, schedule, words):
+def test_options_that_exclude_mixing_are_refused(forward, schedule, words):
     with pytest.raises(ConfigError, match=words):
         BatchConfig(forward=ForwardConfig(**forward), schedule=ScheduleConfig(**schedule))

@@ -1,4 +1,4 @@
-"""The table of transitions: what is in it happens, whatever else is refused."""
+"""The table of transitions: its events move a sequence, and all others are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_two_tests_above_cover_every_pair():
     assert len(REFUSED) + len(TRANSITIONS) == len(Status) * len(Event)
 
 
-def test_the_records_of_a_whole_life_join_end_to_end():
+def test_the_transitions_of_a_whole_life_join_end_to_end():
     whole = sequence()
     life = (Event.COMBINE_PREFILL, Event.YIELD_PREFILLED, Event.COMBINE_DECODE, Event.FINISH)
     records = [advance(whole, event, "") for event in life]

@@ -1,4 +1,4 @@
-"""What a decision looks at: what runs and what it takes, never all that waits."""
+"""A decision reads the sequences that run and those that it takes, never all that wait."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def waiting(count: int, first: int, status: Status) -> CountedView:
 
 
 def num_read(policy: KVPolicy, *, streams: bool, queued: int, ready: int) -> int:
-    """How many sequences that wait are read by one decision at a boundary with 4 running sequences."""
+    """Return how many waiting sequences one decision reads at a boundary with 4 running sequences."""
     running = [sequence(i, prompt=10, new=40, status=Status.RUNNING) for i in range(4)]
     device, admission = PageLedger(60, 8), PageLedger(1 << 30, 8)
     for one in running:
@@ -71,7 +71,7 @@ def num_read(policy: KVPolicy, *, streams: bool, queued: int, ready: int) -> int
     [(Inclusive, False), (Exclusive, False), (Streamed, True), (lambda: Streamed(StreamingChoice()), False)],
     ids=["inclusive", "exclusive", "streamed", "streamed by choice"],
 )
-def test_a_boundary_reads_as_many_of_100_000_that_wait_in_the_store_as_of_1_000(policy, streams):
+def test_a_boundary_reads_as_few_of_100_000_waiting_sequences_as_of_1_000(policy, streams):
     few = num_read(policy(), streams=streams, queued=0, ready=1_000)
     assert 0 < few < 50
     assert num_read(policy(), streams=streams, queued=0, ready=100_000) == few
@@ -84,8 +84,8 @@ def test_a_prefill_group_is_made_from_the_head_of_the_queue(policy):
     assert num_read(policy(), streams=False, queued=100_000, ready=0) == few
 
 
-def test_the_account_of_pages_is_kept_as_it_changes():
-    """Its sums are asked for at each boundary, with a reservation for every sequence that waits."""
+def test_the_sums_of_the_page_ledger_follow_each_change():
+    """Each boundary reads its sums, with a reservation for every waiting sequence."""
     ledger = PageLedger(1 << 30, 8, overflow_pages=1 << 20)
     for number in range(1_000):
         ledger.reserve(f"s{number}", 1 + number % 7)

@@ -1,4 +1,4 @@
-"""Which forward pass computes decode groups: every rule by which a measurement decides."""
+"""Which forward pass computes decode groups: each rule by which measurements decide."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_deterministic_mode_never_switches():
     assert choose((COROUTINE, SGLANG), outcomes, deterministic=True).mode == COROUTINE
 
 
-def test_candidates_compute_the_largest_group_each_in_another_way():
+def test_each_candidate_computes_the_largest_group_in_a_different_way():
     def of(**forms):
         return candidates(DecodeForms(**{"has_adapter": True, **forms}))
 
@@ -100,14 +100,14 @@ def test_candidates_compute_the_largest_group_each_in_another_way():
     assert of(obstacle="several ranks") == (DEFAULT,)
 
 
-def test_a_mode_that_was_asked_for_is_refused_where_it_cannot_compute():
+def test_a_requested_mode_that_cannot_compute_the_groups_is_refused():
     ranks, unknown = DecodeForms(has_adapter=True, obstacle="several ranks"), DecodeForms(has_adapter=False)
     assert [refusal(mode, ranks) for mode in MODES] == [None, None, None, "several ranks"]
     adapter = "this model has no family adapter"
     assert [refusal(mode, unknown) for mode in MODES] == [None, adapter, adapter, None]
 
 
-def test_the_times_of_the_chosen_mode_are_told_with_the_hosts_part():
+def test_a_choice_holds_the_step_time_of_its_mode_and_the_hosts_part():
     def of(ms, host_ms):
         return Measured(seconds=(ms / 1e3,), tokens=(1,), host_seconds=(host_ms / 1e3,))
 

@@ -1,4 +1,4 @@
-"""Sub-batches of streamed KV: every row once, within the device, and none brought over what is still attended."""
+"""Sub-batches of streamed KV: each row once, within the device, and never copied over pages that attention reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_row_has_its_pages_once_and_within_a_half(
             contents = [*row.store_blocks, *((number, index) for index in range(row.own_pages))]
             for page, content in zip(pages, contents, strict=True):
                 assert taken.setdefault(page, content) == content, "two contents in one page"
-        assert sorted(taken) == list(range(part.num_pages)), "and a content that rows share has one page"
+        assert sorted(taken) == list(range(part.num_pages)), "content that rows share has one page"
 
 
 @given(rows=rows_of, half_pages=st.integers(1, 20))
@@ -52,7 +52,7 @@ def test_a_sub_batch_is_as_large_as_a_half_allows(rows: list[StreamedRow], half_
 
 
 @given(rows=rows_of, half_pages=st.integers(1, 20), layers=st.integers(1, 4), most_rows=st.integers(1, 8))
-def test_each_turn_comes_once_before_it_is_attended_and_over_nothing_that_is_needed(
+def test_each_turn_is_copied_once_before_its_attention_and_never_over_pages_in_use(
     rows: list[StreamedRow], half_pages: int, layers: int, most_rows: int
 ) -> None:
     parts = lay_out(rows, half_pages=half_pages, most_rows=most_rows)
@@ -66,26 +66,28 @@ def test_each_turn_comes_once_before_it_is_attended_and_over_nothing_that_is_nee
     for number, turn in enumerate(turns):
         for other in coming:
             takes = {0, 1} if parts[turns[other].index].large else {turns[other].half}
-            assert not any(takes & halves for halves in on_device.values()), "it comes over what is needed"
+            assert not any(takes & halves for halves in on_device.values()), "it is copied over pages in use"
             on_device[other] = takes
             came.add(other)
-        assert number in on_device, "what is attended has begun to come"
+        assert number in on_device, "the copy of a turn has begun before its attention"
         assert (
             parts[turn.index].large
             or number + 1 == len(turns)
             or number + 1 in came
             or (parts[turns[number + 1].index].large)
-        ), "and so has what follows it"
+        ), "and so has the copy of the next turn"
         for other in turn.frees:
             leaving.pop(other, None)
-        assert not any(on_device[number] & halves for halves in leaving.values()), "its pages are nobody's source"
+        assert not any(on_device[number] & halves for halves in leaving.values()), (
+            "no copy to the store reads its pages"
+        )
         leaving[number] = on_device.pop(number)
         coming = list(turn.then)
     assert came == set(range(len(turns)))
     assert not coming
 
 
-def test_whatever_fits_the_device_is_not_streamed() -> None:
+def test_sequences_that_fit_the_device_are_not_streamed() -> None:
     choice = StreamingChoice()
     choice.note(10, streamed=True, rows=1000, seconds=1)
     assert not choice.choose(10, fits=True)
@@ -102,10 +104,10 @@ def test_both_ways_are_measured_and_the_faster_one_stays() -> None:
     assert not choice.choose(100, fits=False)
 
 
-def test_a_clear_choice_holds_for_the_next_smaller_group_too() -> None:
+def test_a_clear_winner_holds_for_the_next_smaller_group_too() -> None:
     choice = StreamingChoice()
     choice.note(100, streamed=True, rows=100, seconds=1)
     choice.note(100, streamed=False, rows=200, seconds=1)
     assert not choice.choose(50, fits=False)
     choice.note(50, streamed=False, rows=100, seconds=1)
-    assert choice.choose(20, fits=False), "nothing is known of so small a group"
+    assert choice.choose(20, fits=False), "nothing was measured for so small a group"

@@ -1,4 +1,4 @@
-"""What a budget leaves for pages of KV, and when that is too little."""
+"""What a device budget leaves for KV pages, and when that is too little."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def working(shape: ModelShape = SHAPE, **changes: object) -> int:
     return working_bytes(made, shape, **options)
 
 
-def test_pages_get_what_everything_else_leaves():
+def test_kv_pages_get_the_rest_of_the_budget():
     assert kv_bytes(2800 * MIB, NEEDS, plan(b_moe=8)) == 99 * MIB, "one page takes the writes of padding"
 
 
@@ -50,7 +50,7 @@ def test_two_pages_for_each_running_sequence_are_the_least():
         kv_bytes(2716 * MIB, NEEDS, plan(b_moe=8))
 
 
-def test_what_is_kept_of_a_gpu_is_taken_off_and_listed():
+def test_gpu_reserves_are_subtracted_and_listed():
     kept = dataclasses.replace(NEEDS, program=0, reserves={"CUDA's context": 300 * MIB, "decode graphs": 100 * MIB})
     assert kv_bytes(2800 * MIB, kept, plan(b_moe=8)) == 99 * MIB
     with pytest.raises(ConfigError, match=r"are needed: CUDA's context 300.00 MiB, decode graphs 100.00 MiB, weights"):

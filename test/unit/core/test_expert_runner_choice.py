@@ -1,4 +1,4 @@
-"""Which expert runner computes a call: every rule by which a measurement decides, by the number of tokens."""
+"""Which expert runner computes a call: each rule by which measurements decide, by the number of tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_call_gets_the_runner_of_the_largest_number_of_tokens_up_to_its_own(to
     assert TABLE.runner_for(tokens) == runner
 
 
-def test_a_table_is_read_from_the_text_that_it_is_written_as():
+def test_a_table_is_read_back_from_its_text():
     assert str(TABLE) == "sglang, triton from 512 tokens, deepgemm from 4096 tokens"
     assert RunnerTable.parse(str(TABLE)) == TABLE
     assert RunnerTable.parse("triton").best == ((0, "triton"),)

@@ -1,4 +1,4 @@
-"""What is kept of a GPU's budget: as measured where it can be, by name otherwise."""
+"""What is reserved of a GPU's budget: measured if possible, else a named constant."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALWAYS = {"CUDA's context": CONTEXT_BYTES, "workspaces of matrix products": WORK
 
 
 def after(*, weights: int, others: int = 0) -> GpuReading:
-    """Once weights are loaded, and libraries have taken something besides."""
+    """Return a reading after weights were loaded and libraries have taken memory."""
     return replace(BEFORE, free=BEFORE.free - (weights + others) * MIB, held=weights * MIB)
 
 

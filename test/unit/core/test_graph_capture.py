@@ -1,4 +1,4 @@
-"""For how many rows a decode step is captured, when, and until when."""
+"""For which numbers of rows a decode step is captured, and when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 32
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000))
-def test_a_size_holds_the_rows_and_no_more_than_may_be(num_rows: int, more: int) -> None:
+def test_a_size_holds_the_rows_and_is_at_most_the_largest(num_rows: int, more: int) -> None:
     most = num_rows + more
     assert num_rows <= captured_rows(num_rows, most) <= most
 
@@ -32,11 +32,11 @@ def test_a_size_is_its_own_size_so_that_rows_share_one(num_rows: int) -> None:
 def test_sizes_are_few() -> None:
     sizes = sorted({captured_rows(num_rows, 64) for num_rows in range(1, 65)})
     assert sizes == [1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
-    assert captured_rows(49, 50) == 50, "the largest group is captured as it is"
+    assert captured_rows(49, 50) == 50, "the largest group is captured without padding"
 
 
 def sizes_for(captures: Captures, num_rows: int, times: int) -> list[int | None]:
-    """The sizes at which as many passes run, each of which is captured at once."""
+    """Return the sizes at which `times` passes run; each size is captured at once."""
     sizes = []
     for _ in range(times):
         sizes.append(captures.size_for(num_rows, MOST))
@@ -45,7 +45,7 @@ def sizes_for(captures: Captures, num_rows: int, times: int) -> list[int | None]
     return sizes
 
 
-def test_a_size_is_captured_when_it_has_been_met_a_few_times_and_the_largest_before_it() -> None:
+def test_a_size_is_captured_after_a_few_passes_and_the_largest_before_it() -> None:
     captures, eager = Captures(1000), [None] * (PASSES_BEFORE_CAPTURE - 1)
     assert sizes_for(captures, 9, PASSES_BEFORE_CAPTURE + 2) == [*eager, MOST, 10, 10]
     assert sizes_for(captures, 10, 1) == [10], "rows that round up to one size share it"
@@ -53,7 +53,7 @@ def test_a_size_is_captured_when_it_has_been_met_a_few_times_and_the_largest_bef
     assert sizes_for(captures, MOST, 1) == [MOST]
 
 
-def test_when_the_budget_is_full_nothing_more_is_captured_and_what_is_serves() -> None:
+def test_a_full_budget_ends_captures_and_existing_ones_serve() -> None:
     captures = Captures(30)
     captures.spend(15)
     assert sizes_for(captures, 9, PASSES_BEFORE_CAPTURE + 1)[-2:] == [MOST, 10]
@@ -69,7 +69,7 @@ def test_stopping_keeps_what_is_captured() -> None:
     assert sizes_for(captures, MOST, 1) == [MOST]
 
 
-def test_what_is_forgotten_is_free_for_others() -> None:
+def test_forgotten_captures_free_their_memory() -> None:
     captures = Captures(30)
     captures.spend(15)
     sizes_for(captures, 9, PASSES_BEFORE_CAPTURE + 1)
@@ -94,7 +94,7 @@ def test_a_budget_of_nothing_captures_nothing() -> None:
     ],
     ids=lambda obstacle: next(iter(obstacle)),
 )
-def test_what_no_graph_can_do_leaves_no_budget(obstacle: dict[str, int]) -> None:
+def test_each_obstacle_to_graphs_leaves_no_budget(obstacle: dict[str, int]) -> None:
     fit = {
         "device_captures": True,
         "metadata_on_device": True,
@@ -108,6 +108,6 @@ def test_what_no_graph_can_do_leaves_no_budget(obstacle: dict[str, int]) -> None
     assert graph_budget(1000, **{**fit, **obstacle}) == 0
 
 
-def test_more_rows_than_can_be_are_a_fault() -> None:
+def test_more_rows_than_the_largest_size_are_a_fault() -> None:
     with pytest.raises(AssertionError, match="9 rows where 1 to 8"):
         captured_rows(9, 8)

@@ -1,4 +1,4 @@
-"""A model that could not be right here is refused by what its config holds, with the reason."""
+"""A model that cannot be computed correctly here is refused by the fields of its config, with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_batch.core.model_refusals import check_without_adapter, refusal
 from sgl_batch.core.supported_models import CPU, DEVICES, FAMILIES, GPU
 from sgl_batch.errors import ConfigError
 
-# As the models' own configs have them.
+# Fields as in the models' own configs.
 ON_ALL_DEVICES = [
     ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention", "full_attention"]}, "layers of linear_attention"),
     ("Qwen3NextForCausalLM", {"linear_num_value_heads": 32, "full_attention_interval": 4}, "linear_num_value_heads"),
@@ -86,14 +86,14 @@ def config(architecture, fields):
 
 
 @pytest.mark.parametrize(("architecture", "fields", "words"), ON_ALL_DEVICES)
-def test_what_no_device_computes_rightly_is_refused_before_the_device_is_known(architecture, fields, words):
+def test_a_model_that_no_device_computes_correctly_is_refused_before_the_device_is_known(architecture, fields, words):
     why = refusal(config(architecture, fields))
     assert why is not None
     assert words in why
 
 
 @pytest.mark.parametrize(("architecture", "fields", "words"), ON_A_CPU)
-def test_what_a_cpu_lacks_is_refused_there_alone(architecture, fields, words):
+def test_a_model_that_a_cpu_cannot_compute_is_refused_only_there(architecture, fields, words):
     assert refusal(config(architecture, fields)) is None
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(refusal(config(architecture, fields), device=CPU))

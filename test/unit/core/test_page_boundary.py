@@ -1,4 +1,4 @@
-"""What happens next: prefill, refill or decode; single decisions, and whole schedules of virtual sequences."""
+"""What comes next: prefill, refill or decode; single decisions, and whole schedules of virtual sequences."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_boundary_is_due_after_boundary_tokens_steps(steps, due):
     assert boundary_due(state(running=8, steps=steps), PLAN) is due
 
 
-def test_a_boundary_is_due_when_nobody_runs():
+def test_a_boundary_is_due_when_no_sequence_runs():
     assert boundary_due(EMPTY, PLAN)
 
 
@@ -59,16 +59,16 @@ def test_a_boundary_is_due_when_nobody_runs():
     ("running", "queued", "ready", "due"),
     [(4, 4, 0, True), (4, 0, 4, True), (4, 2, 2, True), (4, 2, 1, False), (5, 9, 9, False), (1, 0, 0, False)],
 )
-def test_a_boundary_comes_at_once_while_the_waiting_could_double_a_small_group(running, queued, ready, due):
+def test_a_boundary_comes_at_once_if_waiting_sequences_could_double_a_small_group(running, queued, ready, due):
     waiting = state(running=running, steps=1, queued=sequences(queued), ready=sequences(ready, first=50))
     assert boundary_due(waiting, PLAN) is due
 
 
-def test_a_small_group_under_which_nothing_has_changed_waits_for_its_boundary():
+def test_a_small_group_waits_for_its_boundary_if_nothing_has_changed():
     waiting = state(running=2, steps=1, queued=sequences(20), changed=False)
     assert not boundary_due(waiting, PLAN)
     assert boundary_due(dataclasses.replace(waiting, steps=4), PLAN)
-    assert boundary_due(dataclasses.replace(waiting, urgent=True), PLAN), "it is asked for"
+    assert boundary_due(dataclasses.replace(waiting, urgent=True), PLAN), "a boundary is asked for"
     assert boundary_due(dataclasses.replace(waiting, running=0), PLAN)
 
 
@@ -87,11 +87,11 @@ def test_a_boundary_with_nothing_to_change_decodes_on():
     assert actions(running=8, steps=4) == GOES_ON
 
 
-def test_a_full_group_takes_nobody_in():
+def test_a_full_group_is_not_refilled():
     assert actions(running=8, steps=4, ready=sequences(3)) == GOES_ON
 
 
-def test_a_refill_takes_the_first_that_arrived_up_to_the_room():
+def test_a_refill_takes_the_earliest_arrivals_up_to_the_room():
     ready = tuple(reversed(sequences(5)))
     assert actions(running=6, steps=4, ready=ready) == refilled(ready[4], ready[3])
 
@@ -111,13 +111,13 @@ def test_prefill_once_begun_goes_on_until_enough_are_ready(resident, prefills):
     assert isinstance(done, Prefill) is prefills
 
 
-def test_a_watermark_of_zero_prefills_when_nobody_is_left():
+def test_a_watermark_of_zero_prefills_when_no_sequence_is_left():
     never = plan(refill_watermark=0.0)
     assert isinstance(actions(plan=never, queued=sequences(1))[0], Prefill)
     assert actions(plan=never, queued=sequences(1), running=1, steps=4) == GOES_ON
 
 
-def test_a_head_that_lacks_pages_leaves_the_boundary_to_the_ready():
+def test_ready_sequences_join_if_the_head_of_the_queue_lacks_pages():
     done = actions(pages=1, running=1, steps=4, ready=sequences(2), queued=sequences(3, first=20))
     assert done == refilled(*sequences(2))
 
@@ -127,14 +127,14 @@ def test_choices_of_a_request_are_prefilled_as_one_unit():
     assert actions(queued=group) == (Prefill(units=(Admission(leader=group[0], followers=tuple(group[1:])),)),)
 
 
-def test_a_request_with_more_choices_than_slots_is_cut_to_them():
+def test_a_request_with_more_choices_than_request_slots_is_cut_to_them():
     (done,) = actions(queued=choices(5), request_slots=2, free_request_slots=2)
     assert [unit.members for unit in done.units] == [tuple(choices(2))]
 
 
 # Whole schedules.
 
-# Each request: decisions since the one before, prompt, most output, share of it that comes in truth, choices.
+# Each request: decisions since the one before, prompt, most output, percentage of it that is generated, choices.
 requests = st.tuples(
     st.integers(0, 12),
     st.one_of(st.integers(1, 40), st.integers(1, 200)),
@@ -177,9 +177,7 @@ def plans(draw):
     spare_request_slots=st.integers(0, 12),
     urgent_every=st.sampled_from([0, 1, 3]),
 )
-def test_every_schedule_ends_with_everybody_finished_in_fair_order(
-    drawn, plan, tokens, spare_request_slots, urgent_every
-):
+def test_every_schedule_finishes_every_sequence_in_fair_order(drawn, plan, tokens, spare_request_slots, urgent_every):
     todo = build(drawn)
     pages, request_slots = tokens // plan.page_size, plan.ready_target + spare_request_slots
     schedule = VirtualSchedule(todo, plan, pages=pages, request_slots=request_slots, urgent_every=urgent_every)
@@ -187,7 +185,7 @@ def test_every_schedule_ends_with_everybody_finished_in_fair_order(
     everybody = range(sum(request.choices for request in todo))
     assert sorted(log.finished + log.refused) == list(everybody)
     assert log.most_running <= plan.decode.b_moe
-    assert log.refilled == sorted(log.refilled), "nobody is overtaken on the way into the decode group"
+    assert log.refilled == sorted(log.refilled), "no sequence is overtaken on the way into the decode group"
 
 
 @settings(max_examples=60, deadline=None)

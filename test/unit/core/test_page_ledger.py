@@ -1,4 +1,4 @@
-"""The account of pages conserves, whatever is reserved and released."""
+"""The account of pages conserves under any reservations and releases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWNERS = st.sampled_from([f"s{i}" for i in range(6)])
 
 
 class LedgerAgainstAModel(RuleBasedStateMachine):
-    """Random operations, also such as must be refused, beside a plain dictionary."""
+    """Random operations, including some that must be refused, compared with a plain dictionary."""
 
     TOTAL = 20
 
@@ -56,7 +56,7 @@ TestFreeAndReservedMakeTheTotal = LedgerAgainstAModel.TestCase
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (7, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
-def test_a_page_that_is_begun_counts_whole(tokens, pages):
+def test_a_partly_filled_page_counts_whole(tokens, pages):
     assert pages_for(tokens, 8) == pages
 
 
@@ -68,4 +68,4 @@ def test_shared_and_own_pages_of_a_choice_make_its_whole(prompt, new, page_size)
     assert shared + own == whole
     assert whole * page_size >= choice.total_tokens > (whole - 1) * page_size
     assert shared * page_size < prompt, "the last token of the prompt is each choice's own"
-    assert own >= 1, "a choice writes into a page that nobody else reads"
+    assert own >= 1, "a choice writes into a page that no other sequence reads"

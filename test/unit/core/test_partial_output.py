@@ -1,38 +1,38 @@
-"""A record is the beginning of an answer, never more than that, and takes no more than there is room for."""
+"""A partial output is the beginning of an answer, and takes no more tokens than its budget."""
 
 from __future__ import annotations
 
 from sgl_batch.core.partial_output import PartialOutput, TokenBudget, unpack
 
 
-def test_tokens_come_part_after_part():
-    record = PartialOutput()
-    record.put(0, [5, 6])
-    record.put(2, [7])
-    assert list(record.tokens) == [5, 6, 7]
-    assert list(PartialOutput(record.pack()).tokens) == [5, 6, 7]
+def test_tokens_are_added_part_after_part():
+    partial = PartialOutput()
+    partial.put(0, [5, 6])
+    partial.put(2, [7])
+    assert list(partial.tokens) == [5, 6, 7]
+    assert list(PartialOutput(partial.pack()).tokens) == [5, 6, 7]
 
 
-def test_what_is_said_anew_replaces_what_was_behind_it():
-    record = PartialOutput()
-    record.put(0, [5, 6, 7, 8])
-    record.put(1, [9])
-    assert list(record.tokens) == [5, 9]
+def test_tokens_put_again_replace_all_after_them():
+    partial = PartialOutput()
+    partial.put(0, [5, 6, 7, 8])
+    partial.put(1, [9])
+    assert list(partial.tokens) == [5, 9]
 
 
-def test_what_follows_after_a_gap_is_left_out():
-    record = PartialOutput()
-    record.put(0, [5])
-    record.put(2, [7])
-    assert list(record.tokens) == [5]
+def test_tokens_after_a_gap_are_left_out():
+    partial = PartialOutput()
+    partial.put(0, [5])
+    partial.put(2, [7])
+    assert list(partial.tokens) == [5]
 
 
-def test_records_share_a_budget_and_give_back_what_they_had():
+def test_partial_outputs_share_a_budget_and_give_back_their_tokens():
     budget = TokenBudget(5)
     first, second = PartialOutput(budget=budget), PartialOutput(budget=budget)
     first.put(0, [1, 2, 3])
     second.put(0, [4, 5, 6])
-    assert list(second.tokens) == [4, 5], "the first of them count all the same"
+    assert list(second.tokens) == [4, 5], "tokens within the budget are taken"
     second.put(3, [7])
     assert (len(second), budget.left) == (2, 0)
     first.put(0, [1, 8])
@@ -42,34 +42,34 @@ def test_records_share_a_budget_and_give_back_what_they_had():
     assert (len(first), budget.left) == (0, 3)
 
 
-def test_news_bring_another_record_up_to_date():
-    record, other = PartialOutput(), PartialOutput()
+def test_updates_bring_a_copy_up_to_date():
+    partial, copy = PartialOutput(), PartialOutput()
 
-    def tell() -> bool:
-        news = record.take_update()
-        if news is None:
+    def publish() -> bool:
+        update = partial.take_update()
+        if update is None:
             return False
-        other.put(news[0], unpack(news[1]))
+        copy.put(update[0], unpack(update[1]))
         return True
 
-    assert not tell()
-    record.put(0, [1, 2])
-    assert tell()
-    record.put(2, [3])
-    assert record.take_update() == (2, PartialOutput(b"\3\0\0\0").pack()), "only what is new"
-    other.put(2, [3])
-    assert not tell()
-    record.cut(1)
-    record.put(1, [8, 9, 10])
-    assert tell()
-    assert list(other.tokens) == [1, 8, 9, 10], "also where as many came again as were there"
-    record.cut(0)
-    assert tell()
-    assert len(other) == 0
+    assert not publish()
+    partial.put(0, [1, 2])
+    assert publish()
+    partial.put(2, [3])
+    assert partial.take_update() == (2, PartialOutput(b"\3\0\0\0").pack()), "only what is new"
+    copy.put(2, [3])
+    assert not publish()
+    partial.cut(1)
+    partial.put(1, [8, 9, 10])
+    assert publish()
+    assert list(copy.tokens) == [1, 8, 9, 10], "also if as many tokens were put again as were cut"
+    partial.cut(0)
+    assert publish()
+    assert len(copy) == 0
 
 
-def test_of_a_record_that_came_from_elsewhere_nothing_is_news():
-    record = PartialOutput(PartialOutput(b"\1\0\0\0").pack())
-    assert record.take_update() is None
-    record.put(1, [2])
-    assert record.take_update() == (1, b"\2\0\0\0")
+def test_a_received_partial_output_has_no_update():
+    partial = PartialOutput(PartialOutput(b"\1\0\0\0").pack())
+    assert partial.take_update() is None
+    partial.put(1, [2])
+    assert partial.take_update() == (1, b"\2\0\0\0")

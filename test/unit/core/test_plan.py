@@ -1,4 +1,4 @@
-"""The plan's limits, and cutting a group by them: every row exactly once, nothing padded."""
+"""The limits of a plan, and groups cut by them: every row exactly once, without padding."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_without_accumulation_sequences_yield_after_their_experts_in_calls_of_a_
 @pytest.mark.parametrize(
     ("accumulate", "prefill", "decode"), [(None, FUSED, SPLIT), (True, SPLIT, SPLIT), (False, FUSED, FUSED)]
 )
-def test_prompts_of_a_dense_model_yield_after_its_mlp_unless_it_is_said_otherwise(accumulate, prefill, decode):
+def test_prompts_of_a_dense_model_yield_after_its_mlp_by_default(accumulate, prefill, decode):
     config = BatchConfig(forward=ForwardConfig(accumulate=accumulate))
     plan = make_plan(config, page_size=16, max_running=100, dense=True)
     assert (plan.prefill.yield_option, plan.decode.yield_option) == (prefill, decode)

@@ -1,4 +1,4 @@
-"""The plan in force: fitted to the device, changed as a whole, and never beyond the working memory of a budget."""
+"""The plan in force: fitted to the device, changed as a whole, and within the working memory of a budget."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_groups_that_are_one_sub_batch_stay_so_when_they_grow() -> None:
 
 
 @pytest.mark.parametrize("can_reenter", [True, False])
-def test_prompts_share_prefixes_where_attention_can_reenter_whatever_is_asked_for(can_reenter: bool) -> None:
+def test_prompts_share_prefixes_only_if_attention_can_reenter(can_reenter: bool) -> None:
     in_force = fitted(can_reenter=can_reenter)
     assert in_force.plan.share_prefixes is can_reenter
     change(in_force, share_prefixes=False)
@@ -53,7 +53,7 @@ def test_prompts_share_prefixes_where_attention_can_reenter_whatever_is_asked_fo
     assert in_force.plan.share_prefixes is can_reenter
 
 
-def test_what_is_wanted_is_in_force_from_the_change_on_and_builds_on_what_was_wanted_before() -> None:
+def test_a_prepared_change_is_in_force_once_applied_and_builds_on_earlier_ones() -> None:
     in_force = fitted()
     first = in_force.prepare({"b_moe_decode": 16})
     second = in_force.prepare({"boundary_tokens": 5})
@@ -66,12 +66,12 @@ def test_what_is_wanted_is_in_force_from_the_change_on_and_builds_on_what_was_wa
 
 
 @pytest.mark.parametrize("size", [*SIZES, "mix_prefill"])
-def test_no_size_goes_beyond_what_working_memory_was_reserved_for(size: str) -> None:
+def test_no_size_exceeds_the_reserved_working_memory(size: str) -> None:
     in_force = fitted(max_running=256, mix_prefill=16)
     in_force.reserve()
     before = in_force.plan
     limit = {**SIZES, "mix_prefill": 16}[size]
-    message = rf"^{size} is {limit + 1}, .* working memory for {limit} since .*: name at most {limit}, or .*device-mem"
+    message = rf"^{size} is {limit + 1}, .* working memory for {limit}, .*: give at most {limit}, or .*device-mem"
     with pytest.raises(ConfigError, match=message):
         in_force.prepare({size: limit + 1})
     assert in_force.plan is before
@@ -86,7 +86,7 @@ def test_sizes_that_were_lowered_may_be_raised_again_and_the_longest_prompt_stay
     before = in_force.plan
     change(in_force, b_moe_prefill=64, b_attn_prefill=64)
     assert in_force.plan.prefill.b_moe == 64
-    assert in_force.most_prompt_tokens == 512, "working memory is there as before"
+    assert in_force.most_prompt_tokens == 512, "the reserved working memory stays"
     change(in_force, b_moe_prefill=512, b_attn_prefill=128)
     assert in_force.plan == before
 
@@ -101,7 +101,7 @@ def test_without_a_budget_sizes_are_free() -> None:
     ("name", "value"),
     [("device_memory", 1 << 30), ("order", "longest-first"), ("expert_runner", "torch"), ("migration", "never")],
 )
-def test_what_an_engine_is_built_with_does_not_change_while_it_runs(name: str, value: Any) -> None:
+def test_options_that_an_engine_is_built_with_do_not_change_while_it_runs(name: str, value: Any) -> None:
     in_force = fitted()
     with pytest.raises(
         ConfigError, match=rf"^{name} is .* cannot become .* restart it with --{name.replace('_', '-')}"
@@ -118,7 +118,7 @@ def test_what_an_engine_is_built_with_does_not_change_while_it_runs(name: str, v
         (False, {"mix_prefill": 8}, "the attention backend cannot hold the plans of decode rows and prompts"),
     ],
 )
-def test_mixing_that_cannot_be_is_refused_before_anything_changes(
+def test_impossible_mixing_is_refused_before_anything_changes(
     can_reenter: bool, changes: dict[str, Any], words: str
 ) -> None:
     in_force = fitted(can_reenter=can_reenter)

@@ -1,4 +1,4 @@
-"""Pages of prompts are found by their tokens, held by whoever has them, and let go with the last, whoever that is."""
+"""Prompt pages are found by their tokens, and live until the last sequence that holds them is released."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_whole_pages_with_which_two_prompts_begin_are_shared(tree):
     assert tree.num_pages == 3
 
 
-def test_a_page_is_the_same_only_behind_the_same_pages(tree):
+def test_a_page_is_the_same_only_after_the_same_pages(tree):
     tree.match_and_insert("a", tokens(*range(9)))
     assert tree.match_and_insert("b", tokens(9, 9, 9, 9, *range(4, 9))).shared == 0
 
@@ -42,14 +42,14 @@ def test_the_page_of_the_last_token_is_never_found(tree, length, shared):
     assert tree.match_and_insert("b", tokens(*range(length))).shared == shared
 
 
-def test_an_equal_prompt_computes_its_last_page_for_itself_alone(tree):
+def test_an_equal_prompt_computes_its_last_page_for_itself(tree):
     tree.match_and_insert("a", tokens(*range(8)))
     assert len(tree.match_and_insert("b", tokens(*range(8))).pages) == 1
     assert [page.key for page in tree.release("a")] == [tokens(*range(4, 8)).tobytes()]
     assert len(tree.release("b")) == 1
 
 
-def test_pages_of_one_that_has_ended_are_found_while_another_holds_them(tree):
+def test_pages_of_an_ended_sequence_are_found_while_another_holds_them(tree):
     tree.match_and_insert("a", tokens(*range(9)))
     tree.match_and_insert("b", tokens(*range(9)))
     assert tree.release("a") == ()
@@ -59,7 +59,7 @@ def test_pages_of_one_that_has_ended_are_found_while_another_holds_them(tree):
     assert tree.match_and_insert("d", tokens(*range(9))).shared == 0
 
 
-def test_pages_that_are_not_listed_are_held_only_with_their_owner(tree):
+def test_unlisted_pages_are_found_only_by_match_as(tree):
     tree.match_and_insert("leader", tokens(*range(9)), listed=False)
     assert tree.match_and_insert("other", tokens(*range(9))).shared == 0
     assert tree.match_and_insert("again", tokens(*range(9)), listed=False).shared == 0
@@ -69,12 +69,12 @@ def test_pages_that_are_not_listed_are_held_only_with_their_owner(tree):
     assert len(tree.release("choice")) == 2
 
 
-def test_who_holds_nothing_has_nothing_to_release(tree):
+def test_a_sequence_without_pages_releases_none(tree):
     assert tree.release("a") == ()
     assert tree.match_of("a").pages == ()
 
 
-def test_foresight_is_what_claims_find_and_leaves_nothing_behind(tree):
+def test_an_estimate_is_what_prefill_shares_and_leaves_the_tree_unchanged(tree):
     rng = random.Random(3)
     prompts = [tokens(*(rng.randrange(2) for _ in range(rng.randrange(1, 20)))) for _ in range(30)]
     tree.match_and_insert("alive", prompts[0])
@@ -90,7 +90,7 @@ def test_foresight_is_what_claims_find_and_leaves_nothing_behind(tree):
     assert any(found)
 
 
-def test_foresight_ends_with_the_first_that_a_group_has_no_room_for(tree):
+def test_an_estimate_ends_with_the_first_sequence_that_a_group_has_no_room_for(tree):
     queue = [sequence(number, prompt=9) for number in range(5)]
     asked = []
 
@@ -100,12 +100,12 @@ def test_foresight_ends_with_the_first_that_a_group_has_no_room_for(tree):
             yield each, tokens(*range(9))
 
     estimate_shared(prompts(), tree, rows=10)
-    assert asked == [0, 1, 2], "9 rows, then 1 each: the third is one too many"
+    assert asked == [0, 1, 2], "9 rows, then 1 each: the third exceeds 10"
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_references_are_conserved_whoever_comes_and_goes(seed):
-    """Against a plain model: who holds which prefixes, by their tokens."""
+def test_holders_of_pages_are_conserved_under_random_operations(seed):
+    """Compared with a plain model: the prefixes that each sequence holds, by their tokens."""
     rng = random.Random(seed)
     tree, alive, model = PrefixTree(PAGE), {}, {}
     for step in range(400):
@@ -144,7 +144,7 @@ def all_pages(tree, names):
     return {id(page): page for name in names for page in tree.match_of(name).pages}.values()
 
 
-def test_a_tree_that_is_unlisted_gives_its_pages_to_nobody_and_takes_them_back(tree):
+def test_invalidated_pages_are_not_found_and_can_be_released(tree):
     tree.match_and_insert("before", tokens(*range(9)))
     tree.invalidate()
     assert tree.match_and_insert("after", tokens(*range(9))).shared == 0

@@ -1,4 +1,4 @@
-"""yield_ and combine: states by the table, in the order given."""
+"""yield_ and combine change states by the table, in the order given."""
 
 from __future__ import annotations
 

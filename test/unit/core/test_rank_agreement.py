@@ -1,4 +1,4 @@
-"""What a group of ranks does next: single decisions, by rule."""
+"""What a group of ranks does next: single decisions, rule by rule."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def decide(*ranks: RankState, plan: Plan = PLAN, migration: Migration = Migratio
 # The step that all take.
 
 
-def test_all_idle_when_nobody_has_anything():
+def test_all_ranks_idle_without_sequences():
     assert next_step([header(), header()], PLAN).kind is StepKind.IDLE
 
 
-def test_all_decode_while_somebody_runs():
+def test_all_ranks_decode_while_any_runs_sequences():
     step = next_step([header(running=3), header()], PLAN)
     assert step == GroupStep(kind=StepKind.DECODE, expert_calls=1, any_rank_decodes=True)
 
 
-def test_one_rank_that_is_due_makes_a_boundary_for_all():
+def test_one_rank_that_is_due_causes_a_boundary_for_all():
     assert next_step([header(running=3), header(running=5, due=True)], PLAN).kind is StepKind.BOUNDARY
 
 
-def test_a_waiting_rank_makes_a_boundary_when_nobody_runs():
+def test_a_waiting_rank_causes_a_boundary_when_no_rank_decodes():
     assert next_step([header(), header(waiting=1)], PLAN) == GroupStep(kind=StepKind.BOUNDARY)
 
 
-def test_at_a_boundary_all_know_whether_somebody_would_be_held_up():
+def test_at_a_boundary_all_ranks_know_whether_any_rank_decodes():
     assert next_step([header(running=3, due=True), header(waiting=1)], PLAN).any_rank_decodes
 
 
@@ -89,13 +89,13 @@ def test_the_rank_with_the_most_forks_sets_the_expert_calls_up_to_one_group():
 @pytest.mark.parametrize("steps", [0, 3, 4, 5])
 @pytest.mark.parametrize("waiting", [0, 1, 4, 9])
 @pytest.mark.parametrize("runners", [1, 4, 5, 8])
-def test_a_rank_with_runners_is_due_as_a_lone_rank_is(runners, waiting, steps, changed):
+def test_a_rank_with_runners_is_due_as_a_single_rank_is(runners, waiting, steps, changed):
     queued = [sequence(i) for i in range(waiting)]
     state = dataclasses.replace(rank(unmovable_running=runners, queued=queued, steps=steps).state, changed=changed)
     assert rank_is_due(state, PLAN) is boundary_due(state, PLAN)
 
 
-def test_a_rank_without_runners_is_due_once_for_each_change_under_those_that_wait():
+def test_a_rank_without_runners_is_due_once_for_each_change_of_its_waiting_sequences():
     waiting = rank(queued=[sequence()], steps=1).state
     assert rank_is_due(waiting, PLAN)
     assert not rank_is_due(dataclasses.replace(waiting, changed=False), PLAN)
@@ -105,8 +105,8 @@ def test_a_rank_without_runners_is_due_once_for_each_change_under_those_that_wai
 # Prefill.
 
 
-def test_all_prefill_when_one_must():
-    """A rank above its watermark takes the chance to prefill as well; one without a queue takes part without rows."""
+def test_all_ranks_prefill_when_one_must():
+    """A rank above its watermark prefills too; a rank without a queue takes part without rows."""
     needs = rank(queued=[sequence(0)])
     could = rank(queued=[sequence(1)], runs=running(7, first=10))
     empty = rank(runs=running(2, first=20))
@@ -117,19 +117,19 @@ def test_all_prefill_when_one_must():
     assert decision.actions[2] == (Idle(),)
 
 
-def test_a_rank_that_has_enough_ready_does_not_prefill_along():
+def test_a_rank_with_enough_ready_does_not_join_a_prefill():
     full = rank(queued=[sequence(1)], runs=running(8, first=10), ready=[movable(20 + i) for i in range(4)])
     decision = decide(rank(queued=[sequence(0)]), full)
     assert decision.prefill
     assert decision.actions[1] == (Idle(),)
 
 
-def test_a_rank_whose_head_lacks_pages_does_not_prefill_along():
+def test_a_rank_whose_head_lacks_pages_does_not_join_a_prefill():
     decision = decide(rank(queued=[sequence(0)]), rank(queued=[sequence(1)], runs=running(7, first=10), free_pages=0))
     assert decision.actions[1] == (Idle(),)
 
 
-def test_nobody_moves_while_the_group_prefills():
+def test_no_sequence_moves_while_the_ranks_prefill():
     assert decide(rank(queued=[sequence(0)]), rank(runs=running(8, first=10)), rank()).moves == ()
 
 
@@ -167,7 +167,7 @@ def test_a_rank_without_rows_takes_part_while_another_decodes():
     assert not decision.prefill
 
 
-def test_a_boundary_at_which_nobody_has_rows_is_not_busy():
+def test_a_boundary_without_rows_on_any_rank_is_not_busy():
     assert not decide(rank(), rank()).busy
 
 
@@ -184,7 +184,7 @@ def test_a_sequence_that_moves_is_refilled_at_the_same_boundary():
     assert [[s.sequence_id for s in action.sequences] for _, action in decision.actions] == [["s1"], ["s0"]]
 
 
-def test_moves_stand_in_the_list_of_every_rank_before_what_depends_on_them():
+def test_moves_are_in_the_list_of_every_rank_before_what_depends_on_them():
     first, second = rank(runs=running(6)), rank()
     decision = decide(first, second)
     moved = tuple(item.sequence for item in first.running[:3])
@@ -205,8 +205,8 @@ def test_a_runner_that_moves_is_refilled_at_the_same_boundary():
     assert [s.sequence_id for s in decision.actions[1][-1].sequences] == ["s0"]
 
 
-def test_the_ready_join_although_moves_leave_room_for_a_prefill():
-    """Of six that run four go, and two are less than the watermark."""
+def test_ready_sequences_join_although_moves_leave_room_for_a_prefill():
+    """Four of six running sequences leave, and two are below the watermark."""
     waiting = [sequence(20 + i, status=Status.READY) for i in range(2)]
     source = rank(queued=[sequence(30)], unmovable_ready=waiting, runs=running(6))
     decision = decide(source, rank())

@@ -1,4 +1,4 @@
-"""Whole schedules of a group of virtual ranks: together in every step, everybody finishes, memory is accounted for."""
+"""Whole schedules of a group of virtual ranks: together in each step, all sequences finish, no page is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_batch.core.rank_agreement import Migration
 
 
 def run(scenario: Scenario, migration: Migration) -> Log:
-    """What holds after every step is checked on the way; a failure names the seed."""
+    """Run a job and check the invariants after each step; a failure names the seed."""
     ranks = VirtualRanks(
         scenario.requests,
         scenario.plan,
@@ -27,7 +27,7 @@ def run(scenario: Scenario, migration: Migration) -> Log:
     try:
         log = ranks.run()
         everybody = sum(request.choices for request in scenario.requests)
-        assert len(log.ended_at) + len(log.refused) == everybody, "nobody starves"
+        assert len(log.ended_at) + len(log.refused) == everybody, "no sequence starves"
     except AssertionError as error:
         error.add_note(f"seed {scenario.seed}, step {ranks.log.steps}")
         raise
@@ -39,7 +39,7 @@ def run_all(make: Callable[[int], Scenario], migration: Migration, seeds: int) -
 
 
 @pytest.mark.parametrize("migration", Migration)
-def test_ranks_stay_together_and_everybody_finishes_under_pressure(migration):
+def test_ranks_stay_together_and_every_sequence_finishes_under_pressure(migration):
     logs = run_all(tight, migration, seeds=60)
     assert sum(log.steps for log in logs) > 8000
     assert any(log.moved for log in logs) is (migration is not Migration.NEVER)
@@ -47,18 +47,18 @@ def test_ranks_stay_together_and_everybody_finishes_under_pressure(migration):
 
 
 @pytest.mark.parametrize("migration", Migration)
-def test_ranks_stay_together_and_everybody_finishes_where_there_is_room(migration):
+def test_ranks_stay_together_and_every_sequence_finishes_with_room_for_all(migration):
     run_all(roomy, migration, seeds=20)
 
 
-def test_evened_out_ranks_run_as_many_each_give_or_take_one():
+def test_evened_out_ranks_run_equal_numbers_give_or_take_one():
     active = [counts for log in run_all(roomy, Migration.EVEN, seeds=40) for counts in log.active]
     assert len(active) > 300
     assert all(max(counts) - min(counts) <= 1 for counts in active)
 
 
-def test_ranks_that_are_not_evened_out_run_as_they_come():
-    """The rule above is no accident of the jobs."""
+def test_without_migration_ranks_run_their_own_arrivals():
+    """This shows that the rule above does not hold by accident of the jobs."""
     active = [counts for log in run_all(roomy, Migration.NEVER, seeds=40) for counts in log.active]
     assert any(max(counts) - min(counts) > 1 for counts in active)
 

@@ -1,4 +1,4 @@
-"""KV that is computed a second time is counted: never that of the sequence itself, by plan that of a shared prompt."""
+"""KV that is computed a second time is counted: planned for shared prompts, unplanned for a sequence's own KV."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from sequence_builders import choices, sequence
 from sgl_batch.core.recomputation import Recomputed, note_prefill
 
 
-def test_a_first_prefill_computes_nothing_again_however_it_is_cut():
+def test_a_first_prefill_recomputes_nothing_however_it_is_cut():
     whole, cut = sequence(0, prompt=10), sequence(1, prompt=10)
     assert note_prefill(whole, 0, 10) == Recomputed()
     assert note_prefill(cut, 0, 6) == note_prefill(cut, 6, 10) == Recomputed()
 
 
-def test_a_prefix_that_lies_there_is_not_computed():
+def test_a_shared_prefix_is_not_computed():
     assert note_prefill(sequence(prompt=10), 8, 10) == Recomputed()
 
 
-def test_a_second_prefill_of_the_same_sequence_is_against_the_plan_as_far_as_it_repeats_the_first():
+def test_a_second_prefill_of_a_sequence_is_unplanned_where_it_repeats_the_first():
     twice = sequence(prompt=10)
     note_prefill(twice, 0, 10)
     assert note_prefill(twice, 4, 13) == Recomputed(unplanned=6)
     assert note_prefill(twice, 0, 13) == Recomputed(unplanned=13)
 
 
-def test_choices_compute_the_last_token_of_their_prompt_again_by_plan_and_their_leader_nothing():
+def test_recomputing_the_last_prompt_token_of_a_choice_is_planned():
     leader, follower, alone = choices(3, prompt=10)
     assert note_prefill(leader, 0, 10) == Recomputed()
     assert note_prefill(follower, 9, 10) == Recomputed(planned=1)
     assert note_prefill(alone, 0, 10) == Recomputed(planned=10)
-    assert note_prefill(follower, 0, 10) == Recomputed(unplanned=10), "once more is once too often"
+    assert note_prefill(follower, 0, 10) == Recomputed(unplanned=10), "a third time is unplanned"
 
 
-def test_what_a_retracted_sequence_computes_again_is_by_plan_once():
+def test_recomputing_a_retracted_sequence_is_planned_once():
     retracted = sequence(prompt=10)
     note_prefill(retracted, 0, 10)
     retracted.generated_tokens, retracted.computed_tokens = 4, 0

@@ -26,12 +26,12 @@ PLAN = plan(b_moe_prefill=60, b_moe=8, boundary_tokens=4, page_size=8)
 
 
 def as_read(records):
-    """Records as they are read from a file."""
+    """Return records as they are read from a file."""
     return [json.loads(json.dumps(record)) for record in records]
 
 
 def random_decision(rng: random.Random, name: str, policy) -> dict:
-    """A decision of a rank with a few of everything, as its record."""
+    """Return the record of a decision of a rank with some sequences in each state."""
     arrivals = iter(range(1000))
     device = PageLedger(rng.randint(12, 40), 8)
     admission = device if name == "device" else PageLedger(4000, 8)
@@ -102,7 +102,7 @@ def test_a_whole_schedule_replays_to_the_same_actions():
     assert list(replay(as_read(schedule.records))) == []
 
 
-def told_group() -> dict:
+def recorded_group() -> dict:
     states = [
         rank(runs=running(6), ready=[movable(30)], queued=[]),
         rank(runs=running(1, first=10), ready=[], queued=[]),
@@ -111,7 +111,7 @@ def told_group() -> dict:
 
 
 def test_a_decision_for_two_ranks_replays_to_the_same_moves_and_actions():
-    record = told_group()
+    record = recorded_group()
     moved = {"action": "Migrate", "sequences": ["s30", "s0", "s1"], "source": 0, "target": 1}
     assert [actions[0] for actions in record["actions"]["actions"]] == [moved, moved]
     assert list(replay(as_read([record]))) == []
@@ -119,16 +119,16 @@ def test_a_decision_for_two_ranks_replays_to_the_same_moves_and_actions():
     assert len(list(replay(as_read([elsewhere])))) == 1
 
 
-def told_arrival(*, prompt: int, most_prompt_tokens: int | None = None, store: PageLedger | None = None) -> dict:
+def recorded_arrival(*, prompt: int, most_prompt_tokens: int | None = None, store: PageLedger | None = None) -> dict:
     come, device = sequence(prompt=prompt, new=20), PageLedger(9, 8)
     actions = decide.on_arrival(come, device, store, most_prompt_tokens=most_prompt_tokens)
     return arrival_record(come, device, store, most_prompt_tokens, actions)
 
 
-def test_an_abort_of_what_can_never_fit_replays_with_its_numbers():
-    fits, too_long = told_arrival(prompt=40), told_arrival(prompt=80)
-    beyond_store = told_arrival(prompt=40, store=PageLedger(3, 8))
-    beyond_memory = told_arrival(prompt=40, most_prompt_tokens=30)
+def test_an_abort_of_a_sequence_that_can_never_fit_replays_with_its_numbers():
+    fits, too_long = recorded_arrival(prompt=40), recorded_arrival(prompt=80)
+    beyond_store = recorded_arrival(prompt=40, store=PageLedger(3, 8))
+    beyond_memory = recorded_arrival(prompt=40, most_prompt_tokens=30)
     assert fits["actions"] == []
     for record, why in ((too_long, "the device holds 9"), (beyond_store, "holds 3"), (beyond_memory, "groups of 30")):
         (abort,) = record["actions"]
@@ -138,7 +138,7 @@ def test_an_abort_of_what_can_never_fit_replays_with_its_numbers():
     assert len(list(replay(as_read([altered(beyond_memory, ("most_prompt_tokens",), 40)])))) == 1
 
 
-def test_actions_of_several_ranks_are_written_down_whole():
+def test_actions_of_several_ranks_are_recorded_whole():
     one = sequence(3, status=Status.READY)
     actions = (
         SwitchPhase(phase=Phase.DECODE, form=ParallelForm.EXPERT),
@@ -155,8 +155,8 @@ def test_actions_of_several_ranks_are_written_down_whole():
     assert as_read(plain_actions(actions)) == plain
 
 
-def test_which_ranks_a_sequence_belongs_to_decides_in_a_replay_as_well():
-    record = told_group()
+def test_a_replay_reads_the_ranks_that_a_sequence_belongs_to():
+    record = recorded_group()
     of_two = altered(record, ("ranks", 0, "ready", 0, "sequence", "ranks"), [0, 1])
     (difference,) = replay(as_read([of_two]))
     assert difference.replayed["actions"][0][0]["sequences"] == ["s0", "s1", "s2"]
@@ -173,7 +173,7 @@ def altered(record: dict, path: tuple, value) -> dict:
 
 
 def tight_boundary() -> dict:
-    """The record of a boundary at which one of two runners is suspended."""
+    """Return the record of a boundary at which one of two runners is suspended."""
     young, old = (sequence(i, prompt=8, new=100, status=Status.RUNNING) for i in range(2))
     old.generated_tokens = 40
     waits = sequence(2, prompt=8, new=100, status=Status.SUSPENDED)

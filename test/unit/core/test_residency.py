@@ -1,4 +1,4 @@
-"""Who keeps device pages at a boundary: rules one by one, then long random runs under pressure."""
+"""Which sequences keep device pages at a boundary: rules one by one, then long random runs under pressure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def holding(pages: int, *held: tuple) -> PageLedger:
 
 
 def decided(running, waiting, ledger, plan, *, restoring=0, prompts=None):
-    """A decision over sequences of which `prompts`, by arrival, have pages to share; others have none."""
+    """Decide for sequences, of which `prompts` gives the shareable prompt pages by arrival."""
     of = {f"s{arrival}": pages for arrival, pages in (prompts or {}).items()}
     resident = ResidentPrompts()
     for each in running:
@@ -46,7 +46,7 @@ def decided(running, waiting, ledger, plan, *, restoring=0, prompts=None):
     [
         (8, 1, 100, 8, 3),  # one full page and two free ones
         (9, 1, 100, 8, 4),
-        (8, 1, 100, 64, 9),  # a boundary is eight pages away
+        (8, 1, 100, 64, 9),  # the next boundary is eight pages away
         (8, 1, 3, 8, 2),  # no more than it can use to its end
         (8, 2, 100, 8, 4),
     ],
@@ -58,7 +58,7 @@ def test_a_runner_holds_two_free_pages_or_what_it_can_reach_before_the_next_boun
     assert pages_to_run(one, PageLedger(100, 8), plan(boundary_tokens=boundary, page_size=8)) == pages
 
 
-def test_where_all_fit_nobody_is_suspended_and_those_that_wait_longest_come():
+def test_if_all_fit_none_is_suspended_and_the_longest_waiting_are_restored():
     runs, late, early = runner(0), runner(9), runner(3)
     turn = decided([runs], [early, late], holding(20, (runs, 3)), PLAN)
     assert turn.suspend == ()
@@ -73,7 +73,7 @@ def test_the_most_decoded_are_suspended_until_the_others_can_be_extended():
     assert turn.extend == ((young, 3), (middle, 6))
 
 
-def test_where_fewer_may_run_by_now_the_most_decoded_are_suspended():
+def test_if_fewer_may_run_now_the_most_decoded_are_suspended():
     young, old, middle = runner(0, generated=1), runner(1, generated=40), runner(2, generated=20)
     ledger = holding(90, (young, 2), (old, 6), (middle, 4))
     turn = decided([young, old, middle], [runner(3)], ledger, plan(b_moe=1, boundary_tokens=8, page_size=8))
@@ -81,7 +81,7 @@ def test_where_fewer_may_run_by_now_the_most_decoded_are_suspended():
     assert turn.restore == ()
 
 
-def test_another_policy_names_other_victims():
+def test_another_victim_policy_suspends_other_sequences():
     class LeastDecoded:
         def victims(self, running, need):
             assert need > 0
@@ -102,26 +102,26 @@ def test_one_that_does_not_fit_blocks_those_behind_it():
     assert turn.restore == ()
 
 
-def test_the_decode_group_takes_no_more_than_its_size_those_on_their_way_among_them():
+def test_the_decode_group_counts_sequences_on_their_way_toward_its_limit():
     waiting = [runner(i) for i in range(6)]
     turn = decided([], waiting, holding(100), PLAN, restoring=3)
     assert len(turn.restore) == 1
 
 
-def test_the_last_runner_gives_way_to_one_whose_kv_is_on_its_way():
+def test_the_last_runner_is_suspended_for_one_whose_kv_is_on_its_way():
     runs, comes = runner(0, prompt=30, generated=9), runner(1, prompt=30)
     turn = decided([runs], [], holding(9, (runs, 5), (comes, 4)), PLAN, restoring=1)
     assert turn.suspend == (runs,)
 
 
-def test_whoever_was_suspended_does_not_come_back_at_the_same_boundary():
+def test_a_suspended_sequence_is_not_restored_at_the_same_boundary():
     runs, grown = runner(0, generated=1), runner(1, generated=50)
     turn = decided([runs, grown], [], holding(10, (runs, 2), (grown, 8)), PLAN)
     assert turn.suspend == (grown,)
     assert turn.restore == ()
 
 
-def test_pages_of_a_prompt_take_room_once_for_all_that_run():
+def test_shared_prompt_pages_take_room_once():
     runs, first, second = runner(0, prompt=80), runner(1, prompt=80), runner(2, prompt=80)
     alike = dict.fromkeys(range(3), "abcdefghij")
     assert [s for s, _ in decided([runs], [first, second], holding(15, (runs, 2)), PLAN, prompts=alike).restore] == [
@@ -131,7 +131,7 @@ def test_pages_of_a_prompt_take_room_once_for_all_that_run():
     assert turn.restore == ((first, 2), (second, 2))
 
 
-def test_one_that_is_suspended_leaves_the_pages_that_others_have():
+def test_a_suspended_sequence_leaves_the_prompt_pages_that_others_hold():
     young, old = runner(0, prompt=16), runner(1, prompt=16, generated=40)
     turn = decided([young, old], [], holding(11, (young, 2), (old, 6)), PLAN, prompts={0: "ab", 1: "ab"})
     assert (turn.suspend, turn.extend) == ((), ((young, 2), (old, 7)))
@@ -141,8 +141,8 @@ def test_one_that_is_suspended_leaves_the_pages_that_others_have():
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("restore_steps", [1, 5])
-def test_ten_thousand_operations_under_pressure_lose_no_page_and_starve_nobody(seed, restore_steps):
-    """Over the seeds: each run goes on until its own share of the operations is done and everybody has finished."""
+def test_ten_thousand_operations_under_pressure_lose_no_page_and_starve_no_sequence(seed, restore_steps):
+    """Ten thousand over all seeds: each run does its share of operations, until every sequence has finished."""
     rng = random.Random(seed)
     pressure = VirtualPressure(rng.randint(20, 60), PLAN, restore_steps=restore_steps)
     arrivals = 0
@@ -153,7 +153,7 @@ def test_ten_thousand_operations_under_pressure_lose_no_page_and_starve_nobody(s
             pressure.add(sequence(arrivals, prompt=prompt, new=new))
             arrivals += 1
         if pressure.waiting or pressure.running or pressure.restoring:
-            pressure.page()
+            pressure.interval()
     pressure.run()
     assert len(pressure.finished) == arrivals
     assert pressure.ledger.free_pages == pressure.ledger.total_pages
@@ -164,7 +164,7 @@ def test_ten_thousand_operations_under_pressure_lose_no_page_and_starve_nobody(s
 def test_the_number_that_may_run_changes_and_boundaries_come_at_random_steps(seed):
     rng = random.Random(seed)
     pressure = VirtualPressure(rng.randint(20, 60), PLAN, restore_steps=2)
-    pressure.most_holders = 6  # what is on its way comes, though fewer may run by then
+    pressure.most_holders = 6  # sequences on their way join, even if fewer may run by then
     for arrival in range(40):
         pressure.add(sequence(arrival, prompt=rng.randint(1, 40), new=rng.randint(2, 60)))
     while pressure.waiting or pressure.running or pressure.restoring:
@@ -177,10 +177,12 @@ def test_the_number_that_may_run_changes_and_boundaries_come_at_random_steps(see
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("restore_steps", "to_store"), [(1, True), (5, True), (20, True), (5, False)])
-def test_ten_thousand_operations_in_two_exclusive_tiers_lose_no_page_and_starve_nobody(seed, restore_steps, to_store):
-    """As above, with stores from much smaller than the device to as large, and some that end before their time.
+def test_ten_thousand_operations_in_two_exclusive_tiers_lose_no_page_and_starve_no_sequence(
+    seed, restore_steps, to_store
+):
+    """As above, with stores up to the size of the device, and some sequences that are aborted.
 
-    Where prompts are computed on the device alone, stores are up to three times as large.
+    If prompts are computed on the device alone, stores are up to three times as large.
     """
     rng = random.Random(seed)
     device = rng.randint(20, 60)
@@ -193,7 +195,7 @@ def test_ten_thousand_operations_in_two_exclusive_tiers_lose_no_page_and_starve_
             tiers.queue.append(sequence(arrivals, prompt=prompt, new=rng.randint(2, 8 * 20 - prompt)))
             arrivals += 1
         if tiers.busy:
-            tiers.page()
+            tiers.interval()
         ended = [*tiers.running, *tiers.waiting]
         if ended and rng.random() < 0.1:
             tiers.abort(rng.choice(ended))

@@ -1,4 +1,4 @@
-"""What a sequence says of itself."""
+"""Properties of a single sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_choice_0_of_a_prompt_group_leads():
     assert not sequence(group="g", choice=1).is_leader
 
 
-def test_a_sequence_alone_leads_nobody():
+def test_a_sequence_without_a_prompt_group_is_no_leader():
     assert not sequence(choice=0).is_leader
 
 

@@ -1,4 +1,4 @@
-"""The queue keeps the order of arrival, and shows itself without a copy."""
+"""The queue keeps the order of arrival, and its views need no copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def arrivals(sequences) -> list[int]:
     return [one.arrival for one in sequences]
 
 
-def test_a_view_shows_the_queue_as_it_is_when_looked_at():
+def test_a_view_shows_the_present_queue():
     queue = queue_of(None, "g", None)
     view = queue.view()
     assert (len(view), arrivals(view)) == (3, [0, 1, 2])
@@ -45,12 +45,12 @@ def test_a_view_leaves_out_whole_prompt_groups():
 @pytest.mark.parametrize(
     "cut", [slice(2), slice(1, 3), slice(None), slice(9, 12), slice(-2, None), slice(None, None, -1)]
 )
-def test_a_view_is_cut_as_a_list_is(cut):
+def test_a_view_is_sliced_like_a_list(cut):
     view = queue_of(None, "g", None, "h").view(without={"g"})
     assert view[cut] == list(view)[cut]
 
 
-def test_a_sequence_of_a_view_is_found_by_its_place():
+def test_a_view_is_indexed_by_position():
     view = queue_of(None, "g", None).view(without={"g"})
     assert arrivals([view[0], view[1], view[-1]]) == [0, 2, 2]
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""What each form of KV beside a store does at a boundary, as actions in their order."""
+"""The actions of each KV policy with a store at a boundary, in order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runs(arrival: int, generated: int = 1) -> SequenceState:
 
 
 def rank(running=(), ready=(), *, pages=50, held=(), returning=0, **kv_fields) -> tuple[State, KVState]:
-    """A rank at a boundary; `held`: pages of the device by sequence, of runners 3 unless said."""
+    """Return a rank at a boundary. `held`: device pages by sequence; 3 for runners by default."""
     device = PageLedger(pages, 8)
     for one, number in {**{one.sequence_id: 3 for one in running}, **dict(held)}.items():
         device.reserve(one, number)
@@ -76,19 +76,19 @@ def test_a_boundary_with_nothing_to_do_completes_copies_and_idles():
     assert Inclusive().at_boundary(*rank(), PLAN) == (Sync(wait=True), Idle())
 
 
-def test_runners_are_extended_and_those_that_wait_come_back_while_steps_go_on():
+def test_runners_are_extended_and_waiting_sequences_restored_while_steps_run():
     one, other = runs(0), waits(1)
     actions = Inclusive().at_boundary(*rank([one], [other]), PLAN)
     assert actions == (Sync(), Extend(pages=((one, 3),)), Restore(pages=((other, 3),)), BeginInterval())
 
 
-def test_a_rank_without_runners_waits_for_what_comes_back_unless_others_run():
+def test_a_rank_without_runners_waits_for_restored_sequences_unless_other_ranks_run():
     state, kv = rank([], [waits(1)])
     assert Inclusive().at_boundary(state, kv, PLAN)[-2:] == (Join(wait=True), BeginInterval())
     assert Join(wait=True) not in Inclusive().at_boundary(state, kv, PLAN, others_run=True)
 
 
-def test_where_pages_lack_the_victim_leaves_before_others_are_extended():
+def test_a_victim_leaves_before_others_are_extended():
     young, old = runs(0), runs(1, generated=40)
     actions = Inclusive().at_boundary(*rank([young, old], pages=9, held={"s1": 6}), PLAN)
     assert [type(action) for action in actions] == [Sync, Suspend, Extend, BeginInterval]
@@ -98,7 +98,7 @@ def test_where_pages_lack_the_victim_leaves_before_others_are_extended():
 # Exclusive.
 
 
-def test_prompts_stay_on_the_device_only_while_nothing_waits_in_the_store():
+def test_prompts_stay_on_the_device_only_while_no_sequence_waits_in_the_store():
     unit = (Admission(leader=sequence(5, prompt=8, new=20)),)
     state, kv = rank(store_free=100)
     assert Exclusive().prefill(unit, state, kv, PLAN) == Prefill(units=unit, on_device=(3,))
@@ -106,7 +106,7 @@ def test_prompts_stay_on_the_device_only_while_nothing_waits_in_the_store():
     assert Exclusive().prefill(unit, state, kv, PLAN) == Prefill(units=unit)
 
 
-def test_where_prompts_are_computed_on_the_device_alone_none_is_while_something_waits_in_the_store():
+def test_prompts_for_the_device_alone_wait_for_the_sequences_in_the_store():
     policy, unit = Exclusive(to_store=False), (Admission(leader=sequence(5, prompt=8, new=20)),)
     state, kv = rank(store_free=100)
     assert policy.capacity(state, kv, PLAN) == TierCapacity(device=50, store=100, to_store=False)
@@ -118,7 +118,7 @@ def test_where_prompts_are_computed_on_the_device_alone_none_is_while_something_
     assert [type(action) for action in decide(state, kv, PLAN, Exclusive())] == [Prefill]
 
 
-def test_one_that_has_stayed_on_the_device_joins_at_once_and_one_in_the_store_comes_later():
+def test_a_sequence_on_the_device_joins_at_once_and_one_in_the_store_later():
     stayed, away = waits(1), waits(2)
     actions = Exclusive().at_boundary(*rank([], [stayed, away], held={"s1": 2}, store_free=100), PLAN)
     assert actions == (
@@ -136,7 +136,7 @@ def test_prompts_that_wait_on_a_device_without_room_go_to_the_store():
     assert Evict(sequences=(stayed,)) in actions
 
 
-def test_sequences_leave_for_the_store_when_those_on_their_way_have_given_back_its_pages():
+def test_sequences_leave_for_the_store_after_those_on_their_way_have_freed_its_pages():
     young, old = runs(0), runs(1, generated=40)
     tight = {"pages": 12, "held": {"s1": 6, "s9": 3}, "returning": 1}
     assert Exclusive().at_boundary(*rank([young, old], **tight, store_free=5), PLAN) == (Join(wait=True),)
@@ -144,7 +144,7 @@ def test_sequences_leave_for_the_store_when_those_on_their_way_have_given_back_i
     assert actions[:2] == (Sync(), Suspend(sequences=(old,), why="pages of the device lack"))
 
 
-def test_runners_may_move_to_another_rank_as_far_as_the_store_has_room_for_them():
+def test_runners_may_migrate_as_far_as_the_store_has_room_for_them():
     items = [Movable(sequence=runs(i), tokens=tokens, pages=9) for i, tokens in enumerate((30, 8, 16))]
     waiting = Movable(sequence=waits(7), tokens=8, pages=9)
     on_device = Movable(sequence=waits(8), tokens=8, pages=9)
@@ -157,7 +157,7 @@ def test_runners_may_move_to_another_rank_as_far_as_the_store_has_room_for_them(
 # Streamed.
 
 
-def test_streamed_decode_takes_all_that_the_plan_lets_run():
+def test_streamed_decode_refills_up_to_the_limit_of_the_plan():
     ready = [waits(i) for i in range(1, 9)]
     actions = Streamed().at_boundary(*rank([runs(0)], ready, streams=True), PLAN)
     assert actions == (Sync(), Refill(sequences=tuple(ready[:3])), BeginInterval())
@@ -173,8 +173,8 @@ def measured(number: int, rows: int) -> Interval:
     return Interval(number=number, alive=9, rows=rows, seconds=1.0)
 
 
-def test_the_faster_form_is_taken_when_both_were_measured():
-    """Nine sequences do not fit: streaming is tried, then the other form, then the faster one stays."""
+def test_the_faster_form_of_decode_kv_is_taken_when_both_were_measured():
+    """Nine sequences do not fit: streaming is tried, then resident steps, then the faster form stays."""
     admission = PageLedger(1000, 8)
     admission.reserve("all", 99)
     runners, ready = [runs(i) for i in range(4)], [waits(i) for i in range(4, 9)]
@@ -191,7 +191,7 @@ def test_the_faster_form_is_taken_when_both_were_measured():
     assert at_boundary(streams=True, interval=measured(4, 1))[-1] == StreamDecode(on=False)
 
 
-def test_the_form_changes_only_when_nothing_is_on_its_way():
+def test_the_form_of_decode_kv_changes_only_when_no_sequence_is_on_its_way():
     admission = PageLedger(1000, 8)
     admission.reserve("all", 99)
     state, kv = rank([runs(0)], [waits(1)], admission=admission, returning=1)

@@ -1,4 +1,4 @@
-"""The table of models and number formats is that of the adapters, and one function says which forward computes."""
+"""The table of models agrees with the adapters, and each model and number format has one row."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sgl_batch.core.supported_models import (
 from sgl_batch.model_executor import families
 
 
-def test_the_rows_with_an_adapter_are_the_adapters_and_no_others():
-    told = {name for row in FAMILIES if row.forward == COROUTINE for name in row.architectures}
+def test_the_table_names_exactly_the_existing_adapters():
+    named = {name for row in FAMILIES if row.forward == COROUTINE for name in row.architectures}
     there = {name: adapter for adapter in families.FAMILIES for name in adapter.architectures}
-    assert told == set(there)
+    assert named == set(there)
     for row in FAMILIES:
         for name in row.architectures:
             assert has_adapter(name) == (name in there)
@@ -43,6 +43,6 @@ def test_a_format_without_a_row_counts_as_one_of_the_other_quantised_ones():
     assert format_of("bitsandbytes") is format_of("gptq")
 
 
-def test_the_forward_is_said_with_the_architecture_that_lacks_an_adapter():
+def test_the_text_of_a_forward_names_the_architecture_without_an_adapter():
     assert forward_text("MixtralForCausalLM", has_adapter=True) == "coroutine"
     assert forward_text("Phi3ForCausalLM", has_adapter=False) == "sglang (no adapter for Phi3ForCausalLM)"

@@ -1,4 +1,4 @@
-"""A global rank has a stage, an attention rank, an expert shard; none of these is taken for another."""
+"""A global rank has a stage, an attention rank and an expert shard, which are numbered separately."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from sgl_batch.core.topology import RankPart, Role, Topology, check_runnable
 from sgl_batch.errors import ConfigError
 
-# Two ranks with the sequences, and two that compute experts for both.
+# Two ranks with sequences, and two that compute experts for both.
 APART = Topology(
     (
         RankPart(expert_shard=1),
@@ -17,7 +17,7 @@ APART = Topology(
     )
 )
 STAGES = Topology.uniform(2, num_stages=2)
-# A shard that is asked for often lies on two ranks.
+# A shard that is used often is on two ranks.
 REPLICATED = Topology(
     (
         RankPart(attention_rank=0, expert_shard=0),
@@ -40,7 +40,7 @@ def test_the_layout_that_runs_has_one_stage_where_each_rank_is_its_own_attention
     check_runnable(topology)
 
 
-def test_attention_and_experts_may_lie_on_ranks_of_their_own():
+def test_attention_and_experts_may_be_on_separate_ranks():
     assert (APART.num_ranks, APART.num_attention_ranks, APART.num_expert_shards) == (4, 2, 2)
     assert [part.role for part in APART.parts] == [Role.EXPERTS, Role.EXPERTS, Role.ATTENTION, Role.ATTENTION]
     assert [APART.rank_of_attention(number) for number in (0, 1)] == [2, 3]
@@ -56,7 +56,7 @@ def test_stages_have_attention_ranks_and_shards_of_their_own():
     assert STAGES.control_rank == 0
 
 
-def test_a_shard_may_lie_on_several_ranks():
+def test_several_ranks_may_hold_the_same_shard():
     assert (REPLICATED.num_attention_ranks, REPLICATED.num_expert_shards) == (3, 2)
     assert REPLICATED.holders(0) == (0, 2)
 
@@ -89,6 +89,6 @@ def test_a_layout_that_does_not_run_yet_is_refused_by_name(topology, named):
     ],
     ids=["two attention ranks 0", "a gap", "no shard 0", "a stage without experts", "a rank without a part"],
 )
-def test_parts_that_leave_work_to_no_rank_or_to_two_are_a_fault(parts):
+def test_parts_that_give_work_to_no_rank_or_to_two_are_a_fault(parts):
     with pytest.raises(AssertionError):
         Topology(parts)

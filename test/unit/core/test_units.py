@@ -1,4 +1,4 @@
-"""The units of a pass: which there are, in which order the engine runs them, and which may run next."""
+"""The units of a pass: which exist, in which order the engine runs them, and which may run next."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_static_order_is_admissible(option: str, after: tuple[int | None, ..
     assert admissible(given, done) == []
 
 
-def test_experts_of_a_layer_wait_for_all_its_sub_batches_and_the_next_layer_for_them() -> None:
+def test_experts_wait_for_all_sub_batches_of_the_layer_and_the_next_layer_for_them() -> None:
     done = {Unit(ATTENTION, 0, 0), Unit(ATTENTION, 0, 2)}
     assert admissible(shape(SPLIT), done) == [Unit(ATTENTION, 0, 1)]
     done.add(Unit(ATTENTION, 0, 1))
@@ -77,6 +77,6 @@ def test_a_fused_sub_batch_may_be_layers_ahead_of_another() -> None:
 
 
 @pytest.mark.parametrize(("option", "kind"), [(SPLIT, ATTENTION), (FUSED, ATTENTION_AND_EXPERTS)])
-def test_prompts_are_attended_in_their_order_within_a_layer(option: str, kind: str) -> None:
+def test_attention_of_prompts_runs_in_order_within_a_layer(option: str, kind: str) -> None:
     assert admissible(shape(option, MIXED), set()) == of_layer(kind, 0, 0, 1, 2)
     assert Unit(kind, 1, 2) in needs(shape(option, MIXED), Unit(kind, 1, 3))

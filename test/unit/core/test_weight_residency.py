@@ -1,4 +1,4 @@
-"""How much of each layer's experts stays in memory, which of them, and when a layer is read before it is asked for."""
+"""How many experts of each layer stay in memory, which of them, and when a layer is read ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sizes = st.tuples(st.integers(1, 64), st.integers(1, 64), st.integers(0, 64 * 64
 
 
 @given(sizes)
-def test_what_stays_and_what_passes_through_fits_and_no_slot_is_left_over(size: tuple[int, int, int]) -> None:
+def test_kept_and_passing_experts_fit_and_leave_no_slot_over(size: tuple[int, int, int]) -> None:
     layers, experts, more = size
     slots = experts + more
     plan = plan_residency(slots, layers=layers, experts=experts)
@@ -24,7 +24,7 @@ def test_what_stays_and_what_passes_through_fits_and_no_slot_is_left_over(size: 
     assert 0 <= plan.kept < experts
 
     def needed(kept: int) -> int:
-        """Of all layers but two what stays; of the one that computes and of the one that is read, everything."""
+        """Kept experts of all layers but two; all experts of the layer that computes and of the next one."""
         return (layers - 2) * kept + 2 * experts
 
     assert plan.kept == 0 or needed(plan.kept) <= slots
@@ -50,7 +50,7 @@ def test_memory_for_less_than_a_layer_is_refused_with_the_numbers(slots: int) ->
     st.lists(st.integers(0, 3), min_size=32, max_size=32),
     st.integers(0, 40),
 )
-def test_the_most_popular_stay_and_of_equals_those_that_did(
+def test_the_most_popular_experts_stay_and_of_equals_those_kept_before(
     present: set[int], kept_before: set[int], popularity: list[int], room: int
 ) -> None:
     stays = to_keep(sorted(present), kept_before, popularity, room)
@@ -61,11 +61,11 @@ def test_the_most_popular_stay_and_of_equals_those_that_did(
             assert popularity[expert] >= popularity[left]
             if popularity[expert] == popularity[left]:
                 assert expert in kept_before or left not in kept_before
-    assert to_keep(sorted(present, reverse=True), kept_before, popularity, room) == stays, "in whatever order they come"
-    assert to_keep(sorted(present), stays, popularity, room) == stays, "and nothing changes when nobody asks"
+    assert to_keep(sorted(present, reverse=True), kept_before, popularity, room) == stays, "in any order"
+    assert to_keep(sorted(present), stays, popularity, room) == stays, "nothing changes without new choices"
 
 
-def test_a_layer_is_read_ahead_from_the_group_on_that_is_likely_to_ask_for_nearly_all_of_it() -> None:
+def test_a_layer_is_read_ahead_if_the_group_likely_chooses_nearly_all_experts() -> None:
     pays = [rows for rows in range(200) if read_ahead_pays(rows, top_k=8, experts=64)]
     assert pays == list(range(18, 200)), "0.875 to the 18th is the first below a tenth"
     assert read_ahead_pays(1, top_k=4, experts=4)
@@ -73,7 +73,7 @@ def test_a_layer_is_read_ahead_from_the_group_on_that_is_likely_to_ask_for_nearl
 
 
 @given(st.integers(1, 400), st.integers(0, 10**6), st.integers(0, 400), st.integers(0, 10**6), st.integers(1, 5000))
-def test_slots_fill_what_a_pass_leaves_and_never_more(
+def test_expert_slots_fill_what_a_pass_leaves_and_never_more(
     now: int, free: int, held: int, working: int, slot_bytes: int
 ) -> None:
     least, most = 10, 300
@@ -81,6 +81,6 @@ def test_slots_fill_what_a_pass_leaves_and_never_more(
     slots = slots_that_fit(now, free=free, held=taken, working=working, slot_bytes=slot_bytes, least=least, most=most)
     assert least <= slots <= most or slots == now
     fits = slots * slot_bytes <= free + taken - working
-    assert fits or slots == least, "a layer's experts have room whatever is free"
+    assert fits or slots == least, "the least number of slots has room whatever is free"
     if slots < now and slots > least:
         assert (slots + 1) * slot_bytes > free + taken - working or slots == most, "nothing is given back for nothing"

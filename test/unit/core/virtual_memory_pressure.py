@@ -1,4 +1,4 @@
-"""Sequences that decode under too few device pages, as `decide_residency` says; every promise is checked each step."""
+"""Owns virtual sequences that decode with too few device pages by `decide_residency`; each step is checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_batch.core.sequence import SequenceState, Status
 
 
 class VirtualPressure:
-    """A device of some pages and a store without end. `restore_steps`: decode steps that KV takes to come back."""
+    """A device of some pages and a store without limit. `restore_steps`: decode steps that restoring KV takes."""
 
     def __init__(self, pages: int, plan: Plan, *, restore_steps: int) -> None:
         self.ledger, self.plan, self.restore_steps = PageLedger(pages, plan.page_size), plan, restore_steps
@@ -27,13 +27,13 @@ class VirtualPressure:
         self.operations = self.suspensions = self.restores = self._clock = 0
 
     def add(self, sequence: SequenceState) -> None:
-        """A sequence whose prompt is computed, and lies in the store."""
+        """Add a sequence whose prompt is computed, with its KV in the store."""
         sequence.status, sequence.generated_tokens = Status.READY, 1
         self._prompt_of[sequence.sequence_id] = self._shared_pages(sequence)
         self._wait(sequence)
 
     def _shared_pages(self, sequence: SequenceState) -> list[tuple[int, int]]:
-        """The pages of its prompt that others can have as well."""
+        """Return the pages of its prompt that others can share."""
         full = sequence.prompt_tokens // self.plan.page_size
         return [(sequence.arrival % 3, number) for number in range(full)]
 
@@ -43,34 +43,34 @@ class VirtualPressure:
         self.waiting.append(sequence)
 
     def run(self) -> None:
-        """Until all have finished."""
+        """Run until all sequences have finished."""
         while self.waiting or self.running or self.restoring:
-            self.page()
+            self.interval()
 
     def _leaves_device(self, sequence: SequenceState) -> None:
-        """Its KV is in the store, as all that is waited for."""
+        """Do nothing: the KV is in the store already."""
 
-    def page(self) -> None:
-        """A boundary and the steps after it, without rows where everybody's KV is still on its way."""
+    def interval(self) -> None:
+        """Run a boundary and the steps after it; steps have no rows while all KV is still on its way."""
         before = self._progress()
         self._boundary()
         for _ in range(self.plan.boundary_tokens):
             self._step()
-        assert self._progress() > before, "outputs grow, or KV comes nearer"
+        assert self._progress() > before, "outputs grow, or copies of KV progress"
 
     def preempt(self) -> None:
-        """A boundary before the interval is over."""
+        """Run a boundary before the interval is over."""
         self._boundary()
 
     def steps(self, count: int) -> None:
-        """So many decode steps."""
+        """Run `count` decode steps."""
         for _ in range(count):
             self._step()
 
     def _progress(self) -> tuple[int, int, int]:
-        everybody = [*self.running, *self.waiting, *(s for s, _ in self.restoring), *self.finished]
+        every_sequence = [*self.running, *self.waiting, *(s for s, _ in self.restoring), *self.finished]
         left = sum(left for _, left in self.restoring)
-        return sum(s.generated_tokens for s in everybody), self.restores, -left
+        return sum(s.generated_tokens for s in every_sequence), self.restores, -left
 
     def _boundary(self) -> None:
         oldest = min(self.waiting, key=lambda s: s.waits_since, default=None)
@@ -83,7 +83,9 @@ class VirtualPressure:
             self._leaves_device(sequence)
             self.suspensions += 1
         most = max((s.generated_tokens for s in self.running), default=0)
-        assert all(s.generated_tokens >= most for s in turn.suspend), "those that have generated most go first"
+        assert all(s.generated_tokens >= most for s in turn.suspend), (
+            "the sequences that have generated most are suspended first"
+        )
         for sequence in turn.evict:
             self.ledger.release(sequence.sequence_id)
             self._leaves_device(sequence)
@@ -101,8 +103,10 @@ class VirtualPressure:
             self.prompts.enter(sequence.sequence_id, prompt)
             self.ledger.reserve(sequence.sequence_id, pages)
             self.restoring.append((sequence, self.restore_steps))
-        assert not turn.restore or turn.restore[0][0] is oldest, "whoever waits longest comes back first"
-        assert not set(map(id, turn.suspend)) & {id(s) for s, _ in turn.restore}, "nobody leaves and comes at once"
+        assert not turn.restore or turn.restore[0][0] is oldest, "the sequence that waits longest is restored first"
+        assert not set(map(id, turn.suspend)) & {id(s) for s, _ in turn.restore}, (
+            "no sequence is suspended and restored at one boundary"
+        )
         self.operations += len(turn.suspend) + len(turn.extend) + len(turn.restore)
         self._conserve()
 
@@ -123,7 +127,7 @@ class VirtualPressure:
         for sequence in list(self.running):
             sequence.generated_tokens += 1
             held = self.ledger.held(sequence.sequence_id) + len(self._prompt_of[sequence.sequence_id])
-            assert pages_for(sequence.kv_tokens, self.plan.page_size) <= held, "a runner never lacks a page"
+            assert pages_for(sequence.kv_tokens, self.plan.page_size) <= held, "a running sequence never lacks a page"
             if sequence.generated_tokens >= sequence.max_new_tokens:
                 advance(sequence, Event.FINISH, "length")
                 self.running.remove(sequence)
@@ -148,7 +152,7 @@ class VirtualPressure:
         resident = [s for s in self.waiting if self.ledger.holds(s.sequence_id)]
         holders = [*self.running, *(s for s, _ in self.restoring), *resident]
         prompts = {page for s in holders for page in self._prompt_of[s.sequence_id]}
-        assert self.ledger.prompt_pages == len(self.prompts) == len(prompts), "each page of a prompt once"
+        assert self.ledger.prompt_pages == len(self.prompts) == len(prompts), "each prompt page counts once"
         own = sum(self.ledger.held(s.sequence_id) for s in holders)
         assert self.ledger.reserved_pages == own + len(prompts)
         assert 0 <= self.ledger.free_pages <= self.ledger.total_pages

@@ -1,6 +1,6 @@
-"""Owns one rank without an engine: it does to virtual sequences what the boundary executor does to requests.
+"""Owns one rank without an engine: it does with virtual sequences what the boundary executor does with requests.
 
-It has the executor's methods by which a rank takes part in its group's steps, and checks each action's limits.
+It has the methods of the executor that the steps of several ranks call, and checks the limits of each action.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sgl_batch.metrics.counters import PartClock
 
 
 class VirtualRank:
-    """Sequences of one rank. `fates` is shared by all ranks, by sequence id."""
+    """The sequences of one rank. `fates`: by sequence id, shared by all ranks."""
 
     def __init__(self, plan: Plan, fates: dict[str, Fate], *, pages: int, request_slots: int) -> None:
         self.plan, self.request_slots, self.fates = plan, request_slots, fates
@@ -49,7 +49,7 @@ class VirtualRank:
     # Intake.
 
     def enqueue(self, name: str, request: Request, group: str | None, choice: int) -> bool:
-        """Whether the sequence was taken in: one that can never fit is not."""
+        """Queue a sequence and return True, or return False if it can never fit."""
         sequence = SequenceState(
             sequence_id=name,
             arrival=self._arrivals,
@@ -66,7 +66,7 @@ class VirtualRank:
         return True
 
     def abort(self, name: str) -> None:
-        """End a sequence that is in no batch; one that is, or that waits for its fork, ends with its next step."""
+        """End a sequence that is in no batch at once; one in a batch, or a waiting fork, ends with its next step."""
         if name in self.queued or name in self.ready:
             sequence = self.queued.pop(name, None) or self.ready.pop(name)
             self._end(sequence, Event.ABORT)
@@ -74,9 +74,9 @@ class VirtualRank:
             self.fates[name].aborted = True
 
     def names(self) -> list[str]:
-        """Every sequence here, once for each place where it is."""
+        """Return the id of every sequence of this rank, once for each collection that holds it."""
         begun = [] if self.begun is None else [self.begun]
-        places = (
+        collections = (
             self.queued.values(),
             self.forked,
             self.ready.values(),
@@ -84,7 +84,7 @@ class VirtualRank:
             begun,
             *self.forks.values(),
         )
-        return [sequence.sequence_id for place in places for sequence in place]
+        return [sequence.sequence_id for collection in collections for sequence in collection]
 
     # The executor's part in a group's steps.
 
@@ -99,17 +99,17 @@ class VirtualRank:
     decides_alone = False
 
     def capacity(self, running: Running) -> None:
-        """There is one tier."""
+        """Return None: there is one tier."""
 
     def assign_tier(self, units: tuple[Admission, ...], running: Running) -> Prefill:
         return Prefill(units=units, rest=self.state(running).rest)
 
     def join_arrived(self, running: Running) -> Running:
-        """Nothing is on its way."""
+        """Return the running batch: no KV is on its way."""
         return running
 
     def sync(self) -> None:
-        """Nothing goes on in the background."""
+        """Do nothing: there are no copies."""
 
     def state(self, running: Running) -> State:
         promised = len(self.forked) + sum(len(forks) for forks in self.forks.values()) + (self.begun is not None)
@@ -145,13 +145,13 @@ class VirtualRank:
         return fate.rooted or fate.aborted
 
     def estimate_shared(self, state: State) -> None:
-        self._foresee(unit.leader for unit in group_by_prompt(state.queued, most_members=self.request_slots))
+        self._estimate_shared(unit.leader for unit in group_by_prompt(state.queued, most_members=self.request_slots))
 
-    def _foresee(self, leaders: Iterable[SequenceState]) -> None:
+    def _estimate_shared(self, leaders: Iterable[SequenceState]) -> None:
         estimate_shared(((one, prompt_of(one)) for one in leaders), self.tree, rows=self.plan.prefill.b_moe)
 
-    def told(self) -> RankState:
-        """This rank at a boundary."""
+    def rank_state(self) -> RankState:
+        """Return the state of this rank at a boundary."""
         self.estimate_shared(self.state(self.running))
         ready, running = self.movable(self.running)
         return RankState(
@@ -171,7 +171,7 @@ class VirtualRank:
     def prefill(self, action: Prefill) -> Batch:
         rest = [] if action.rest is None else [action.rest]
         num_prompts = len(action.units) + len(rest)
-        assert num_prompts, "a prefill group has somebody in it"
+        assert num_prompts, "a prefill group has a prompt"
         tokens = sum(unit.leader.prefill_rows for unit in action.units) + sum(chunk.tokens for chunk in rest)
         assert tokens <= self.plan.prefill.b_moe or num_prompts == 1
         self._filling = True
@@ -185,7 +185,10 @@ class VirtualRank:
 
     def composed_step(self, running: Running) -> Batch | None:
         kv = KVState(
-            device=self.ledger, admission=self.ledger, runners=lambda: running.reqs, estimate_shared=self._foresee
+            device=self.ledger,
+            admission=self.ledger,
+            runners=lambda: running.reqs,
+            estimate_shared=self._estimate_shared,
         )
         chunks = compose(self.state(running), kv, self.plan, DeviceOnly()).prefill
         tokens = sum(chunk.tokens for chunk in chunks)
@@ -199,15 +202,15 @@ class VirtualRank:
         return Batch(decode=True, sequences=tuple(running.reqs), rows=len(running.reqs) + tokens, prompts=whole)
 
     def _compute(self, chunk: Chunk) -> bool:
-        """Whether a prompt is computed with this chunk."""
+        """Compute a chunk, and return whether its prompt is complete."""
         self.begun = computed_with(chunk, self.begun, self.plan, self._take)
         return self.begun is None
 
     def _take(self, unit: Admission) -> None:
         leader = unit.leader
-        hold = self.tree.match_and_insert(leader.sequence_id, prompt_of(leader))
-        assert hold.shared * self.plan.page_size == leader.shared_tokens, "what was foreseen"
-        reserve(unit, self.ledger, held=len(hold.pages), new=len(hold.own))
+        match = self.tree.match_and_insert(leader.sequence_id, prompt_of(leader))
+        assert match.shared * self.plan.page_size == leader.shared_tokens, "the estimate is what is shared"
+        reserve(unit, self.ledger, held=len(match.pages), new=len(match.own))
         for follower in unit.followers:
             self.tree.match_as(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
         for member in unit.members:
@@ -240,7 +243,7 @@ class VirtualRank:
     # After a forward pass.
 
     def after(self, batch: Batch) -> None:
-        """Each sequence of the batch has one token more."""
+        """Give each sequence of the batch one more token."""
         decoded = batch.sequences if batch.decode else ()
         for sequence in (*batch.sequences, *batch.prompts):
             group = sequence.prompt_group
@@ -269,18 +272,20 @@ class VirtualRank:
             self.ledger.release(sequence.sequence_id)
         self.ledger.add_prompt_pages(-len(self.tree.release(sequence.sequence_id)))
 
-    # What comes from other ranks and goes there.
+    # Migration.
 
     def sequence_named(self, name: str) -> SequenceState:
-        """A READY or RUNNING sequence."""
+        """Return a READY or RUNNING sequence."""
         running = (sequence for sequence in self.running.reqs if sequence.sequence_id == name)
         return self.ready[name] if name in self.ready else next(running)
 
     def expect(self, sequence: SequenceState) -> None:
-        """Keep room for a sequence that comes, beside all that is here; no decision asks for more than there is."""
+        """Reserve room for a sequence that will arrive; no decision asks for more than there is."""
         self.ledger.reserve(sequence.sequence_id, self.ledger.whole_pages(sequence))
         self.expected.add(sequence.sequence_id)
-        assert len(self.expected) <= self.state(self.running).free_request_slots, "no place for a sequence that comes"
+        assert len(self.expected) <= self.state(self.running).free_request_slots, (
+            "no request slot for a sequence that arrives"
+        )
 
     def depart(self, name: str) -> None:
         sequence = self.sequence_named(name)
@@ -290,7 +295,7 @@ class VirtualRank:
         self._let_go(sequence)
 
     def adopt(self, departed: SequenceState) -> None:
-        """The sequence arrives as a new one in the order of this rank."""
+        """Take in a sequence as the latest arrival of this rank."""
         name = departed.sequence_id
         self.expected.remove(name)
         sequence = SequenceState(
@@ -307,13 +312,13 @@ class VirtualRank:
         self.ready[name] = sequence
 
     def check(self) -> None:
-        """What holds between two steps: each place has its status, pages add up, request slots suffice."""
-        for status, place in (
+        """Check the invariants between two steps: statuses fit, pages add up, request slots suffice."""
+        for status, sequences in (
             (Status.QUEUED, [*self.queued.values(), *self.forked]),
             (Status.READY, list(self.ready.values())),
             (Status.RUNNING, self.running.reqs),
         ):
-            assert all(sequence.status is status for sequence in place)
+            assert all(sequence.status is status for sequence in sequences)
         begun = [] if self.begun is None else [self.begun]
         assert all(sequence.status is Status.PREFILLING for sequence in begun)
         assert not self.forks

@@ -1,6 +1,6 @@
-"""Owns a group of virtual ranks in lockstep: each step agreed from all headers, each boundary from all states.
+"""Owns a group of virtual ranks in lockstep: each step is decided from all headers, each boundary from all states.
 
-Every rank carries out its own part from what it is told; what must hold of a group is checked after every step.
+Every rank carries out its own actions. The invariants of the group are checked after every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sgl_batch.core.rank_agreement import (
     rank_is_due,
 )
 
-# Whether the rank that a sequence is to go to takes it in; by sequence id and step.
+# Whether the target rank of a move accepts the sequence; by sequence id and step.
 Takes = Callable[[str, int], bool]
 
 
@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class Log:
-    """What happened. `active`: how many sequences each rank ran after a boundary at which nobody was queued."""
+    """What happened. `active`: how many sequences each rank ran after a boundary without queued sequences."""
 
     steps: int = 0
     boundaries: int = 0
@@ -54,7 +54,7 @@ class Log:
 
 
 class VirtualRanks:
-    """Runs requests to their ends. A fault shows as an AssertionError or as a `Log` unlike the rule."""
+    """Runs requests to their ends. A fault shows as an AssertionError, or in the `Log`."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class VirtualRanks:
 
     @property
     def alive(self) -> set[str]:
-        """Every sequence that has come and has not ended."""
+        """Every sequence that has arrived and has not ended."""
         return self._fates.keys() - self.log.ended_at.keys()
 
     def run(self) -> Log:
-        """Step until every request has ended. Steps at which somebody has work are at most as many as tokens."""
+        """Step until every request has ended. There are at most as many steps with work as tokens."""
         last = max((request.at for _, request in self._arriving), default=0)
         chunks = sum(-(-request.prompt // self.plan.page_size) * request.choices for _, request in self._arriving)
         most_steps = last + 1 + sum(request.output * request.choices for _, request in self._arriving)
@@ -94,15 +94,15 @@ class VirtualRanks:
         while not self.is_done:
             assert self.log.steps < most_steps, f"no end after {most_steps} steps"
             self.step()
-        assert all(rank.ledger.reserved_pages == 0 for rank in self.ranks), "the last to leave gives back the last page"
+        assert all(rank.ledger.reserved_pages == 0 for rank in self.ranks), "the last sequence gives back the last page"
         return self.log
 
     def step(self) -> None:
-        """One step of all ranks, and what holds in each."""
+        """Run one step of all ranks, and check its invariants."""
         self.finish(self.launch())
 
     def launch(self) -> list[Part]:
-        """What every rank does in this step, begun."""
+        """Begin a step, and return what every rank does in it."""
         self._arrive()
         self._abort()
         at_work = any(rank.names() for rank in self.ranks)
@@ -110,12 +110,12 @@ class VirtualRanks:
         entered = {part.enters for part in parts}
         assert len(entered) == 1, f"the ranks enter different exchanges: {entered}"
         batches = [part.batch for part in parts if part.batch is not None]
-        assert at_work == (parts[0].enters is not None), "all idle when nobody has work, and only then"
-        assert at_work == bool(batches), "in each step somebody advances: a boundary for nothing could repeat for ever"
+        assert at_work == (parts[0].enters is not None), "ranks idle if, and only if, none has work"
+        assert at_work == bool(batches), "in each step some sequence advances: an idle boundary could repeat for ever"
         return parts
 
     def finish(self, parts: Sequence[Part]) -> None:
-        """Take the results of the step in."""
+        """Process the results of the step."""
         for rank, part in zip(self.ranks, parts, strict=True):
             if part.batch is not None:
                 assert part.batch.rows, "a batch has rows"
@@ -145,15 +145,15 @@ class VirtualRanks:
                     rank.abort(name)
 
     def parts(self) -> list[Part]:
-        """What every rank does next."""
+        """Return what every rank does next."""
         headers = [self._header(rank) for rank in self.ranks]
         step = next_step(headers, self.plan)
         if step.kind is StepKind.IDLE:
             return [Part(batch=None, enters=None) for _ in self.ranks]
         if step.kind is StepKind.BOUNDARY:
-            told = [rank.told() for rank in self.ranks]
-            decision = decide_group(told, self.plan, self.migration)
-            assert decision == decide_group(told, self.plan, self.migration), "the same from the same"
+            states = [rank.rank_state() for rank in self.ranks]
+            decision = decide_group(states, self.plan, self.migration)
+            assert decision == decide_group(states, self.plan, self.migration), "the same states, the same decision"
             return self._boundary(decision)
         if step.kind is StepKind.FORKS:
             batches = [
@@ -198,13 +198,13 @@ class VirtualRanks:
 
     @staticmethod
     def _refill(rank: VirtualRank, number: int, ordered: list[str], moves: Sequence[Move]) -> None:
-        """Those ordered, and where moves have failed those that stayed, while there is room."""
+        """Refill the decided sequences, and those whose move has failed, while there is room."""
         stayed = [move.sequence_id for move in moves if move.source == number]
         room = max(0, rank.plan.decode.b_moe - len(rank.running.reqs))
         rank.refill(rank.ready_named([*ordered, *stayed])[:room], rank.running)
 
     def carry_out(self, moves: Sequence[Move]) -> None:
-        """Make the moves side by side: room is kept for all that come before anybody has left."""
+        """Make all moves together: every target reserves room before any sequence leaves."""
         taken = [move for move in moves if self._takes(move.sequence_id, self.log.steps)]
         for move in taken:
             self.ranks[move.target].expect(self.ranks[move.source].sequence_named(move.sequence_id))
@@ -224,4 +224,4 @@ class VirtualRanks:
                 self.log.ended_at[name] = self.log.steps
             rank.ended.clear()
         assert len(set(names)) == len(names), "a sequence is on one rank, in one state"
-        assert set(names) == self.alive, "nobody is lost"
+        assert set(names) == self.alive, "no sequence is lost"

@@ -1,6 +1,6 @@
 """Owns a schedule without an engine: `decide` drives virtual sequences that generate one token a decode step.
 
-It does to plain lists what the boundary executor does to requests, and checks each action's limits as it goes.
+It does with plain lists what the boundary executor does with requests, and checks the limits of each action.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sgl_batch.core.sequence_queue import SequenceQueue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request that arrives at decision `at` and, in truth, generates `output` tokens per choice."""
+    """A request that arrives at decision `at` and will generate `output` tokens per choice."""
 
     at: int
     prompt: int
@@ -52,7 +52,7 @@ class Log:
 
 
 class VirtualSchedule:
-    """Runs requests to their ends. A fault of the decisions shows as an AssertionError or as `Log` unlike the rule."""
+    """Runs requests to their ends. A fault of the decisions shows as an AssertionError, or in the `Log`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class VirtualSchedule:
         order: OrderPolicy | None = None,
         urgent_every: int = 0,
     ) -> None:
-        """`urgent_every`: before each so many decisions a boundary is asked for; 0: never."""
+        """`urgent_every`: number of decisions after which an urgent boundary is asked for; 0: never."""
         self.plan, self.request_slots = plan, request_slots
         self._urgent_every, self._urgent = urgent_every, False
         self.ledger = PageLedger(pages, plan.page_size)
@@ -84,7 +84,7 @@ class VirtualSchedule:
         self._changed = True
 
     def run(self, most_decisions: int) -> Log:
-        """Decide and do until every request has finished; more decisions than allowed mean starvation."""
+        """Decide and carry out until every request has finished; more decisions than allowed mean starvation."""
         while self._arriving or len(self._queued) or self._ready or self._running or self._begun:
             assert self.log.decisions < most_decisions, f"no end after {most_decisions} decisions"
             self._arrive()
@@ -95,7 +95,7 @@ class VirtualSchedule:
             assert self.ledger.prompt_pages == self._tree.num_pages
             assert 0 <= self.ledger.free_pages <= self.ledger.total_pages
             assert len(self._running) + len(self._ready) <= self.request_slots
-        assert self.ledger.reserved_pages == 0, "the last to leave gives back the last page"
+        assert self.ledger.reserved_pages == 0, "the last sequence gives back the last page"
         return self.log
 
     def _arrive(self) -> None:
@@ -134,7 +134,10 @@ class VirtualSchedule:
             urgent=self._urgent,
         )
         kv = KVState(
-            device=self.ledger, admission=self.ledger, runners=lambda: self._running, estimate_shared=self._foresee
+            device=self.ledger,
+            admission=self.ledger,
+            runners=lambda: self._running,
+            estimate_shared=self._estimate_shared,
         )
         free_before = self.ledger.free_pages
         observed = Observed(state, kv)
@@ -144,7 +147,7 @@ class VirtualSchedule:
         assert self.ledger.free_pages == free_before, "a decision reserves nothing"
         return actions
 
-    def _foresee(self, leaders: Iterable[SequenceState]) -> None:
+    def _estimate_shared(self, leaders: Iterable[SequenceState]) -> None:
         estimate_shared(((one, prompt_of(one)) for one in leaders), self._tree, rows=self.plan.prefill.b_moe)
 
     def _do(self, actions: Actions) -> None:
@@ -171,16 +174,16 @@ class VirtualSchedule:
                     assert waiting == [], "idle while there is work"
 
     def _prefill(self, units: tuple[Admission, ...], rest: Chunk | None) -> None:
-        assert units or rest, "a prefill group has somebody in it"
+        assert units or rest, "a prefill group has a prompt"
         tokens = sum(unit.leader.prefill_rows for unit in units) + (rest.tokens if rest else 0)
         assert tokens <= self.plan.prefill.b_moe or len(units) + (rest is not None) == 1
         if rest is not None:
-            assert self._compute(rest), "the rest is all that is left"
+            assert self._compute(rest), "the rest completes its prompt"
         for unit in units:
             self._take(unit)
         leaders = [unit.leader for unit in units]
         followers = [follower for unit in units for follower in unit.followers]
-        for part in (leaders, followers):  # followers begin behind their leader's KV, in a batch of their own
+        for part in (leaders, followers):  # followers begin from their leader's KV, in a batch of their own
             combine(part, Event.COMBINE_PREFILL, "")
             ended = [rest.sequence, *part] if rest is not None and part is leaders else part
             for sequence in ended:
@@ -188,9 +191,9 @@ class VirtualSchedule:
 
     def _take(self, unit: Admission) -> None:
         leader = unit.leader
-        hold = self._tree.match_and_insert(leader.sequence_id, prompt_of(leader))
-        assert hold.shared * self.plan.page_size == leader.shared_tokens, "what was foreseen"
-        reserve(unit, self.ledger, held=len(hold.pages), new=len(hold.own))
+        match = self._tree.match_and_insert(leader.sequence_id, prompt_of(leader))
+        assert match.shared * self.plan.page_size == leader.shared_tokens, "the estimate is what is shared"
+        reserve(unit, self.ledger, held=len(match.pages), new=len(match.own))
         for follower in unit.followers:
             self._tree.match_as(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
         for member in unit.members:
@@ -205,12 +208,12 @@ class VirtualSchedule:
         self._leave(sequence) if finished else self._ready.append(sequence)
 
     def _compute(self, chunk: Chunk) -> bool:
-        """Whether a prompt is computed with this chunk."""
+        """Compute a chunk, and return whether its prompt is complete."""
         self._begun = computed_with(chunk, self._begun, self.plan, self._take)
         return self._begun is None
 
     def _refill(self, sequences: tuple[SequenceState, ...]) -> None:
-        assert sequences, "a refill takes somebody in"
+        assert sequences, "a refill takes a sequence"
         combine(sequences, Event.COMBINE_DECODE, "")
         self._ready = [sequence for sequence in self._ready if sequence.status is Status.READY]
         self._running += sequences

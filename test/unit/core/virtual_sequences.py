@@ -1,4 +1,4 @@
-"""Owns what virtual ranks work on: requests, what becomes of their sequences, and batches of these."""
+"""Owns the data of virtual ranks: requests, the fates of their sequences, and batches of sequences."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from sgl_batch.core.sequence import SequenceState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Comes to `rank` at step `at`; in truth each choice generates `output` tokens, or is aborted at step `abort_at`.
+    """A request that arrives at `rank` at step `at`.
 
-    `rooted`: whether something that it carries keeps it on its rank.
+    Each choice will generate `output` tokens, or is aborted at step `abort_at`. `rooted`: whether it must stay on its
+    rank.
     """
 
     at: int
@@ -33,7 +34,7 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class Fate:
-    """What is true of a sequence beside its state; it goes along to other ranks."""
+    """What will become of a sequence; decisions do not see it. It moves to other ranks with the sequence."""
 
     left: int
     rooted: bool
@@ -43,9 +44,9 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Sequences of one forward pass, and how many rows they have in it.
+    """The sequences of one forward pass, and its number of rows.
 
-    `prompts`: beside decode rows, those of which the pass computes a prompt's last token.
+    `prompts`: in a decode step, the sequences whose last prompt token the pass computes.
     """
 
     decode: bool
@@ -73,9 +74,10 @@ class Running:
 def computed_with(
     chunk: Chunk, begun: SequenceState | None, plan: Plan, take: Callable[[Admission], None]
 ) -> SequenceState | None:
-    """Compute a chunk, which follows on what is computed of its prompt and ends with a page, unless the prompt does.
+    """Compute a chunk, and check that it continues its prompt and ends at a page or with the prompt.
 
-    `begun`: the sequence whose prompt is computed in part; returned is that after it. `take`: admits a queued one.
+    `begun`: the sequence whose prompt is computed in part; that after the chunk is returned. `take`: admits a queued
+    sequence.
     """
     sequence, end = chunk.sequence, chunk.start + chunk.tokens
     if sequence is begun:
@@ -92,5 +94,5 @@ def computed_with(
 
 
 def prompt_of(sequence: SequenceState) -> array[int]:
-    """Tokens of a virtual prompt: a third of all lengths begin alike."""
+    """Return the tokens of a virtual prompt; prompts of a third of all lengths share their beginning."""
     return array("q", [sequence.prompt_tokens % 3]) * sequence.prompt_tokens

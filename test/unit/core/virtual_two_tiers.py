@@ -1,4 +1,4 @@
-"""Sequences that decode where a page lies on the device or in the store alone; every promise is checked each step."""
+"""Owns virtual sequences that decode with an exclusive store; each step is checked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sgl_batch.core.sequence import SequenceState
 
 
 class VirtualTwoTiers(VirtualPressure):
-    """A device and a store of some pages, and a queue. `slots`: what each sequence has in the store.
+    """A device and a store of some pages, and a queue. `store_blocks`: by sequence, its blocks in the store.
 
-    `to_store`: whether prompts can be computed on their way there.
+    `to_store`: whether prompts can be computed on their way to the store.
     """
 
     def __init__(self, pages: int, store_pages: int, plan: Plan, *, restore_steps: int, to_store: bool = True) -> None:
@@ -40,7 +40,7 @@ class VirtualTwoTiers(VirtualPressure):
 
     def run(self) -> None:
         while self.busy:
-            self.page()
+            self.interval()
 
     def _boundary(self) -> None:
         while self._prefill():
@@ -60,11 +60,11 @@ class VirtualTwoTiers(VirtualPressure):
             filling=True,
             returning=len(self.restoring),
         )
-        capacity = self._rooms()
+        capacity = self._capacity()
         units = prefill_units(state, self.plan, self.account, capacity)
         stays = bool(units) and stays_on_device(units, capacity, self.account, self.plan)
         assert stays or self._to_store or not units, "prompts that cannot go to the store have room on the device"
-        assert [unit.leader for unit in units] == self.queue[: len(units)], "nobody passes the head of the queue"
+        assert [unit.leader for unit in units] == self.queue[: len(units)], "no prompt passes the head of the queue"
         for unit in units:
             assert not unit.followers
             sequence = self.queue.pop(0)
@@ -78,7 +78,7 @@ class VirtualTwoTiers(VirtualPressure):
         self.operations += len(units)
         return bool(units)
 
-    def _rooms(self) -> TierCapacity:
+    def _capacity(self) -> TierCapacity:
         in_store = any(not self.ledger.holds(s.sequence_id) for s in self.waiting)
         grow = sum(pages_to_run(s, self.ledger, self.plan) - self.ledger.held(s.sequence_id) for s in self.running)
         device = None if in_store else max(0, self.ledger.free_pages - grow)
@@ -91,7 +91,7 @@ class VirtualTwoTiers(VirtualPressure):
         return self.store_pages - sum(self.store_blocks.values())
 
     def _decide(self) -> Residency:
-        """Whoever needs store blocks that are free when a copy has ended waits for it."""
+        """Decide; sequences that need store blocks of copies under way wait for these copies."""
         turn = super()._decide()
         leave = sum(pages_for(s.kv_tokens, self.plan.page_size) for s in (*turn.suspend, *turn.evict))
         if leave > self._free_store_blocks:
@@ -119,13 +119,13 @@ class VirtualTwoTiers(VirtualPressure):
         super()._conserve()
         assert self._free_store_blocks >= 0, "the store holds no more than its blocks"
         on_device = {s.sequence_id for s in self.running}
-        assert not on_device & self.store_blocks.keys(), "whoever runs has nothing in the store"
+        assert not on_device & self.store_blocks.keys(), "a running sequence has nothing in the store"
         for sequence in self.waiting:
             held = self.ledger.holds(sequence.sequence_id)
-            assert held is not (sequence.sequence_id in self.store_blocks), "who waits has its KV in one of the tiers"
+            assert held is not (sequence.sequence_id in self.store_blocks), "a waiting sequence has its KV in one tier"
 
     def abort(self, sequence: SequenceState) -> None:
-        """A sequence that waits or runs ends."""
+        """Abort a waiting or running sequence."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         advance(sequence, Event.ABORT, "test")
         self.store_blocks.pop(sequence.sequence_id, None)

@@ -21,10 +21,10 @@ BUDGETS = Budgets(tokens=100, pages=100)
 
 
 class TwoEnded:
-    """A toy: the longest and the shortest in turn, as a scan from both ends of a sorted list takes them.
+    """A toy policy that takes the longest and the shortest sequence in turn, from both ends of a sorted list.
 
-    By the lengths that were announced, and of others by the prompt's. Long ones are for rank 0.
-    A prefix is kept until the last line that was announced with it has ended.
+    Lengths are those that were announced, or else the prompt's. Long sequences are assigned to rank 0. A prefix is kept
+    until the last line that was announced with it has ended.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class TwoEnded:
         if line is not None and line.prefix_path:
             self.kept[line.prefix_path] -= 1
 
-    # What it does beside ordering.
+    # Its optional abilities.
 
     def announce(self, lines: Iterable[LineMetadata]) -> None:
         self.announced.update({line.line_id: line for line in lines})
@@ -64,7 +64,7 @@ class TwoEnded:
 
     def assign(self, queued: Iterable[SequenceState], num_ranks: int) -> dict[str, int]:
         by_length = sorted(queued, key=self._length, reverse=True)
-        return {one.sequence_id: place * num_ranks // len(by_length) for place, one in enumerate(by_length)}
+        return {one.sequence_id: position * num_ranks // len(by_length) for position, one in enumerate(by_length)}
 
     def keeps(self, prefix: Prefix) -> bool:
         return self.kept[prefix] > 0
@@ -132,7 +132,7 @@ def test_a_whole_schedule_in_another_order_finishes_every_sequence(order):
     assert taken(policy) == []
 
 
-def test_a_two_ended_policy_hears_the_length_of_what_has_ended():
+def test_a_policy_learns_the_length_of_each_finished_sequence():
     policy = TwoEnded()
     todo = [Request(at=0, prompt=5 + i, max_new=9, output=1 + i) for i in range(6)]
     VirtualSchedule(todo, plan(), pages=60, request_slots=16, order=policy).run(most_decisions=500)
@@ -155,11 +155,11 @@ def offered(policy: OrderPolicy) -> OrderPolicy:
     return policy
 
 
-def test_what_is_announced_of_lines_orders_them_when_they_come():
+def test_announced_lengths_order_lines_when_they_are_offered():
     assert taken(offered(TwoEnded())) == [0, 1, 5, 2, 4, 3]
 
 
-def test_a_policy_assigns_ranks_to_what_is_queued():
+def test_a_policy_assigns_ranks_to_queued_sequences():
     policy = offered(TwoEnded())
     queued = [one for one, _ in policy.take(BUDGETS)]
     assert assign(policy, queued, 2) == {"s0": 0, "s5": 0, "s4": 0, "s3": 1, "s2": 1, "s1": 1}
@@ -181,7 +181,7 @@ def test_a_policy_keeps_a_prefix_until_its_last_line_has_ended_or_pages_are_want
 
 
 @pytest.mark.parametrize("name", config.ORDERS)
-def test_a_policy_that_orders_alone_hears_nothing_assigns_nothing_and_keeps_nothing(name):
+def test_a_policy_without_abilities_ignores_announcements_assigns_no_rank_and_keeps_no_prefix(name):
     policy, alone = make_order(name), make_order(name)
     alone.offer([sequence(i, prompt=10 + i) for i in range(6)])
     assert taken(offered(policy)) == taken(alone)
