@@ -1,1 +1,1 @@
-"""Memory of this process and its GPU: what is taken, what is free, and advice to the kernel."""
+"""Memory of this process and its GPU: how much is taken and free, and advice to the kernel."""

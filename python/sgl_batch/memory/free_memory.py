@@ -1,4 +1,4 @@
-"""Owns reading how much memory this process may still take before the kernel kills, and giving memory back to it."""
+"""Owns reading how much memory this process may still take before the kernel kills it, and giving memory back."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _libc = ctypes.CDLL(None)
 
 
 def give_back_heap() -> None:
-    """Let the kernel have what the C library keeps of memory that was freed; takes milliseconds."""
+    """Give the kernel the freed memory that the C library keeps; takes milliseconds."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
 
 
 def give_back(tensor: torch.Tensor) -> None:
-    """Let the kernel have the memory of a contiguous CPU tensor whose values nobody needs; new pages come when written.
+    """Give the kernel the memory of a contiguous CPU tensor whose values are not needed; writes take new pages.
 
-    Pages that it shares with others stay. Only for anonymous memory, which is what torch allocates.
+    Memory pages that the tensor shares with others stay. Only for anonymous memory, which torch allocates.
     """
     advise(tensor, mmap.MADV_DONTNEED)
 
 
 def free_bytes(root: Path = _ROOT) -> int:
-    """What is left of the machine's memory, or of that of a control group that this process is in, if that is less.
+    """Return the bytes left of the machine's memory, or of a control group's that this process is in, if less.
 
-    Files' pages that no process has mapped count as free, for the kernel takes them back.
+    Cached files that no process has mapped count as free, because the kernel takes them back.
     """
-    # A group may be seen by its name or, inside a container, as the root of what is mounted.
+    # Inside a container, a group may be at the root of the mount and not under its name.
     found = [_of_machine(root), *(left for group in _groups(root) if (left := _of_group(group)) is not None)]
     return max(0, min(found))
 
@@ -45,7 +45,7 @@ def _of_machine(root: Path) -> int:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The directories of this process's control groups for memory, from its own up to the first."""
+    """Yield the directories of this process's control groups for memory, from its own up to the root."""
     mounts = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -61,7 +61,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _of_group(group: Path) -> int | None:
-    """What a group's limit leaves; None where it has none."""
+    """Return the bytes that a group's limit leaves; None if it has no limit."""
     second = (group / "memory.max").exists()
     names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:
@@ -78,7 +78,7 @@ def _of_group(group: Path) -> int | None:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """`name number` of each line, with or without a colon and a unit."""
+    """Return the numbers of a file of lines `name number`, with or without a colon and a unit."""
     return {
         name: int(number) for name, number in re.findall(r"(?m)^(\S+?):?\s+(\d+)", file.read_text(encoding="ascii"))
     }

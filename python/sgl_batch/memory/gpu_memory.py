@@ -1,4 +1,4 @@
-"""Owns reading how much memory of this process's GPU is taken; decides nothing about how much may be."""
+"""Owns reading how much memory of this process's GPU is taken and free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgl_batch.core.gpu_reserves import GpuReading
 
 
 def read_gpu() -> GpuReading:
-    """A look at torch's current GPU. The first one opens a context there, unless there is one."""
+    """Return a reading of torch's current GPU. The first call opens a context there, if there is none."""
     return GpuReading(
         free=torch.cuda.mem_get_info()[0],
         held=torch.cuda.memory_reserved(),

@@ -1,7 +1,7 @@
-"""Owns asking the kernel for huge pages under weights. It decides neither what is a weight nor whether it gets them.
+"""Owns asking the kernel for huge pages under weights.
 
-Every call reads weights from end to end. On pages of 4 KiB a core looks up a page for every few rows of them, which
-costs expert calls of few tokens up to a fifth of their time.
+Every call reads weights from end to end. With pages of 4 KiB, a core looks up a page for every few rows, which costs
+expert calls of few tokens up to a fifth of their time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sgl_batch.memory.page_advice import HUGE_PAGE_BYTES, advise
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> bool:
-    """Ask for huge pages, as many as fit in a CPU tensor that nobody has written to yet; whether any were asked for.
+    """Ask for huge pages under a CPU tensor that is not yet written to. Returns whether any fit in it.
 
-    What is written already stays where it is. Where the kernel has no huge pages, small ones serve.
+    Written pages stay as they are. If the kernel has no huge pages, small ones serve.
     """
     plain = tensor.device.type == "cpu" and tensor.is_contiguous()
     return plain and advise(tensor, mmap.MADV_HUGEPAGE, page_bytes=HUGE_PAGE_BYTES)

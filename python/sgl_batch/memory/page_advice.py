@@ -1,4 +1,4 @@
-"""Owns telling the kernel what is to become of the pages under a tensor. It decides no advice."""
+"""Owns advice to the kernel on the memory pages under a tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def advise(tensor: torch.Tensor, advice: int, *, page_bytes: int = mmap.PAGESIZE) -> bool:
     """Give `advice` (one of mmap.MADV_*) on the whole pages within a contiguous CPU tensor.
 
-    Whether the kernel has taken it; there may be no whole page.
+    Returns whether the kernel has taken it. False if the tensor has no whole page.
     """
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     first, last = -(-begin // page_bytes) * page_bytes, end // page_bytes * page_bytes

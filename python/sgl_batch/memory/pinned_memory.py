@@ -1,4 +1,4 @@
-"""Owns making host memory one that a GPU reads and writes by itself. Which memory, and how long, is the caller's."""
+"""Owns pinning host memory, which a GPU then reads and writes by itself. The caller says which memory, and when."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sgl_batch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Some seconds each: the kernel gives and locks a few GB a second.
+# Each step takes seconds: the kernel allocates and locks a few GB a second.
 _STEP_BYTES = 4 << 30
 _GIB = 1 << 30
 _PAGE_BYTES = 4096
 
 Register = Callable[[int, int], int]
-"""Pins or unpins memory at an address, of a size; 0, or the driver's fault."""
+"""Pins or unpins memory (address, bytes); returns 0, or the driver's error."""
 
 
 def _register(address: int, size: int) -> int:
@@ -39,10 +39,20 @@ def pin(
     unregister: Register = _unregister,
     now: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Pin the memory of a tensor, all of it claimed from now on. Raises ConfigError, which names it `what`.
+    """Pin the memory of a tensor, which claims all of it.
 
-    `unit_bytes`: whole pages, where no copy takes bytes of two units: then large memory is pinned in steps of whole
-    units, which are logged. Without it all is pinned at once, since a copy may not cross the border of two steps.
+    Args:
+        memory: contiguous host memory. It stays allocated until `unpin`.
+        what: names the memory in logs and errors.
+        remedy: what the user can do in place of lifting the limit on locked memory.
+        unit_bytes: a multiple of 4096 such that no copy spans two units. Large memory is then pinned in steps of whole
+            units, which are logged. None pins all at once, because a copy may not span two steps.
+        register: pins; tests replace it.
+        unregister: unpins; tests replace it.
+        now: the clock, in seconds.
+
+    Raises:
+        ConfigError: the driver refuses. Nothing stays pinned.
     """
     address, total, begun = memory.data_ptr(), memory.nbytes, now()
     done: list[tuple[int, int]] = []
@@ -66,13 +76,13 @@ def pin(
 
 
 def unpin(memory: torch.Tensor, *, unit_bytes: int | None = None, unregister: Register = _unregister) -> None:
-    """Undo `pin` with the same `unit_bytes`: no work of the GPU uses the memory any more."""
+    """Undo a `pin` with the same `unit_bytes`. The caller has waited for all GPU work that uses the memory."""
     for offset, size in _steps(memory.nbytes, unit_bytes):
         unregister(memory.data_ptr() + offset, size)
 
 
 def _steps(total: int, unit_bytes: int | None) -> Iterator[tuple[int, int]]:
-    """Where each step begins, and its size."""
+    """Yield the offset and size of each step."""
     assert unit_bytes is None or unit_bytes % _PAGE_BYTES == 0, f"two steps would share a page: {unit_bytes} bytes"
     size = total if unit_bytes is None else unit_bytes * max(1, _STEP_BYTES // unit_bytes)
     for offset in range(0, total, size):

@@ -1,4 +1,4 @@
-"""Owns reading how much memory this process takes; decides nothing about how much it may."""
+"""Owns reading how much memory this process takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def _status_bytes(*names: str) -> int:
-    """The sum of these figures of the kernel's; 0 where it gives none."""
+    """Return the sum of these figures of the kernel; 0 if it gives none."""
     with suppress(OSError):
         text = _STATUS.read_text(encoding="ascii")
         found = [re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE) for name in names]
@@ -20,19 +20,19 @@ def _status_bytes(*names: str) -> int:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory now: its own, its libraries' files, and what it shares with others."""
+    """Return the bytes that this process has in memory: its own, its libraries' files, and what it shares."""
     return _status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """The most that it had in memory at once, since the start or the last `forget_peak`."""
+    """Return the most bytes that it had in memory at once, since the start or the last `forget_peak`."""
     return _status_bytes("VmHWM")
 
 
 def forget_peak() -> None:
-    """Let the peak begin again with what is resident now; where the kernel does not allow it, it stays.
+    """Reset the peak to what is resident now, if the kernel allows it.
 
-    For the end of loading: the files that it maps count as resident, but the kernel may take them back at any time.
+    Called after loading: mapped files count as resident, but the kernel may take them back at any time.
     """
     with suppress(OSError):
         _RESET.write_text("5", encoding="ascii")

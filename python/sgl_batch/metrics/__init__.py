@@ -1,1 +1,1 @@
-"""What a run counts, and how its time divides among the parts of a pass."""
+"""What a run counts, and its time by part."""

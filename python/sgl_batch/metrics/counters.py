@@ -1,4 +1,4 @@
-"""Owns what a run is measured by: exclusive time by part, and counts of groups, calls and rows."""
+"""Owns the measures of a run: exclusive time by part, and counts of groups, calls and rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from sgl_batch.metrics.sampled_parts import SampledParts
 
-# `idle` is the time without work: no request, or a pause. `other` is the start, scheduling and what no part names.
-# Of several ranks: `exchange` and `agreement` (before each step) are their own cost where the wait for other ranks can
-# be told apart, which is `stall`; `boundary` is the orders and moves at boundaries, waits for these included. `weights`
-# is the wait for weights that are read while the model runs. The MLPs of a dense model are its `experts`.
+# `idle` is the time without work: no request, or a pause. `other` is the start, scheduling and all that no part names.
+# Of several ranks: `exchange` and `agreement` (before each step) are their own cost if the wait for other ranks can be
+# separated, which is `stall`; `boundary` is the boundary actions and moves, with their waits. `weights` is the wait for
+# weights that are read while the model runs. The MLPs of a dense model count as `experts`.
 PARTS = (
     "attention",
     "router",
@@ -33,10 +33,11 @@ PARTS = (
 
 
 class PartClock:
-    """Wall time by part, exclusive: time in an inner part is not counted in the outer one. Seconds.
+    """Wall time by part in seconds, exclusive: time in an inner part does not count to the outer one.
 
-    It is the host's time. With a `device` that computes on its own, parts inside forward passes are of the device's
-    time, by samples, and `other` is what is left of the wall time; so a sample that comes late is in `other` before.
+    It is the host's time. With a `device` that computes on its own, parts inside forward passes are the device's time,
+    estimated from samples, and `other` is the rest of the wall time. Until a late sample is read, its time is in
+    `other`.
     """
 
     def __init__(self, device: SampledParts | None = None) -> None:
@@ -44,7 +45,7 @@ class PartClock:
         self._stack: list[str] = ["other"]
         self._since = self._begun = time.perf_counter()
         self._device, self._in_pass = device, False
-        self._told: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._reported: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
     def _switch(self) -> None:
         now = time.perf_counter()
@@ -54,12 +55,12 @@ class PartClock:
 
     @property
     def measures_parts(self) -> bool:
-        """Whether the pass under way is measured by part on the device: as the replay of a graph it would show none."""
+        """Whether the current pass is measured by part on the device. It may not replay a graph, which has no parts."""
         return self._device is not None and self._device.by_part
 
     @contextmanager
     def device_pass(self, kind: str) -> Iterator[None]:
-        """A forward pass, or the sampling behind one: what is launched inside is the device's time, where there is one.
+        """Inside, a forward pass or the sampling after it runs: its time is the device's, if there is one.
 
         `kind`: as in sampled_parts.
         """
@@ -93,7 +94,7 @@ class PartClock:
             self._device.mark(self._stack[-1])
 
     def shift(self, seconds: float, *, source: str, target: str) -> None:
-        """Count `seconds`, which were or will be counted to `source`, to `target` instead: of the host's time."""
+        """Move `seconds` of the host's time, which count to `source`, to `target`."""
         if not self._in_pass:
             self.part_s[source] -= seconds
             self.part_s[target] += seconds
@@ -106,14 +107,14 @@ class PartClock:
         now = {part: self.part_s[part] + self._device.part_s[part] for part in PARTS}
         now["other"] = 0.0
         now["other"] = self._since - self._begun - sum(now.values())
-        # No part goes back when a sample shows whose time it was.
-        self._told = {part: max(told, now[part]) for part, told in self._told.items()}
-        return dict(self._told)
+        # A late sample moves time out of `other`, but no reported part may decrease.
+        self._reported = {part: max(reported, now[part]) for part, reported in self._reported.items()}
+        return dict(self._reported)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since start. `expert_rows` are routed rows; `expert_gemms` are experts that had rows in a call."""
+    """Counts since the start. `expert_rows` are routed rows; `expert_gemms` are experts that had rows in a call."""
 
     counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     tokens_per_expert: torch.Tensor | None = None
@@ -133,7 +134,7 @@ class Counters:
 
     @contextmanager
     def uncounted(self, names: Collection[str] = ()) -> Iterator[None]:
-        """Inside, only these counts change, and the host's time counts to `other`."""
+        """Inside, only the counts in `names` change, and the host's time counts to `other`."""
         counts, per_expert, part_s = dict(self.counts), self.tokens_per_expert, dict(self.clock.part_s)
         self.tokens_per_expert = None
         try:

@@ -1,7 +1,7 @@
 """Owns the device's time by part of a forward pass, measured by events in some passes and scaled to all.
 
-A host that runs ahead of its device cannot tell where the device's time goes, and may not wait to find out. So events
-are recorded in the device's stream where parts begin and end, and read when they have happened.
+A host that runs ahead of its device cannot see where the device's time goes, and may not wait for it. So events are
+recorded in the device's stream where parts begin and end, and read after they have happened.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, Protocol
 
 import torch
 
-# Of passes that come by the thousand, one in so many is measured by part. It runs kernel by kernel where others are
-# replays of a graph, which shows no parts; twice as slow, it would cost less than a hundredth of the time.
+# Of frequent kinds of passes, one in so many is measured by part. It runs kernel by kernel; the others may replay a
+# graph, which has no parts. If that is twice as slow, it costs less than a hundredth of the time.
 SAMPLE_EVERY = 128
 DECODE, MIXED, PREFILL, SAMPLING = "decode", "mixed", "prefill", "sampling"
 _EVERY = {DECODE: SAMPLE_EVERY, MIXED: SAMPLE_EVERY, PREFILL: 1, SAMPLING: SAMPLE_EVERY}
 
 
 class Event(Protocol):
-    """A place in the device's stream; `elapsed_time` is in ms, to a later one that the device has passed."""
+    """An event in the device's stream. `elapsed_time` is in ms, to a later event that the device has passed."""
 
     def query(self) -> bool: ...
 
@@ -30,7 +30,7 @@ class Event(Protocol):
 
 
 def record_cuda_event() -> Event:
-    """An event behind all that torch's current stream has been given."""
+    """Record an event after all that torch's current stream was given."""
     event: Any = torch.cuda.Event(enable_timing=True)
     event.record()
     made: Event = event
@@ -39,7 +39,7 @@ def record_cuda_event() -> Event:
 
 @dataclass(slots=True)
 class _Sample:
-    """A pass that is measured: the parts that it consists of, each with the event at its beginning, and its end."""
+    """A measured pass: its parts, each with the event at its begin, and the event at the end."""
 
     kind: str
     by_part: bool
@@ -56,10 +56,10 @@ class _Sample:
 
 
 class SampledParts:
-    """Which passes are measured, and what they add up to. `record`: gives an event in the device's stream.
+    """Chooses the passes that are measured, and adds up their time by part. `record` records an event in the stream.
 
-    A pass that stands for others is followed by one that runs as they do, and is measured as a whole: of its time, each
-    part gets the share that it had in the first.
+    Of a frequent kind of pass, one is measured by part, and the next, which runs as all others do, as a whole. Each
+    part gets the share of the whole time that it had in the first pass. This is scaled to all passes.
     """
 
     def __init__(self, record: Callable[[], Event] = record_cuda_event) -> None:
@@ -72,12 +72,12 @@ class SampledParts:
 
     @property
     def by_part(self) -> bool:
-        """Whether the pass under way is measured by part; it must run kernel by kernel then."""
+        """Whether the current pass is measured by part. It must then run kernel by kernel."""
         return self._open is not None and self._open.by_part
 
     @contextmanager
     def measured(self, kind: str) -> Iterator[None]:
-        """A forward pass, or the sampling behind one, which begins in the part `other`."""
+        """Inside, a forward pass or the sampling after it runs. It begins in the part `other`."""
         assert self._open is None, "one pass at a time"
         number, every = self._num_passes[kind], _EVERY[kind]
         self._num_passes[kind] += 1
@@ -94,12 +94,12 @@ class SampledParts:
             self._open = None
 
     def mark(self, part: str) -> None:
-        """From here on the device computes `part`, if the pass under way is measured by part."""
+        """Note that the device computes `part` from here on, if the current pass is measured by part."""
         if self._open is not None and self._open.by_part:
             self._open.parts.append((part, self._record()))
 
     def collect(self) -> None:
-        """Add up the passes that the device has ended. It does not wait for any."""
+        """Add up the passes that the device has ended. Does not wait."""
         while self._pending:
             end = self._pending[0].end
             if end is None or not end.query():
@@ -114,7 +114,7 @@ class SampledParts:
         scale, parts = 1.0, seconds
         if every > 1:
             parts = self._shares.pop(sample.kind)
-            # Not more than kernel by kernel: a pass that was captured first took long, and does not stand for others.
+            # At most the time kernel by kernel: a pass that captured a graph first is slow, unlike the others.
             scale = every * min(sum(seconds.values()) / max(sum(parts.values()), 1e-9), 1.0)
         for part, value in parts.items():
             self.part_s[part] += scale * value

@@ -1,7 +1,7 @@
-"""Owns a GPU's slots for experts, which come from host memory on a stream of their own.
+"""Owns a GPU's expert slots, which are filled from host memory on a stream of their own.
 
-Which experts are asked for, kept and let go of is decided elsewhere. This has not run on a GPU yet: its order is tested
-on a CPU, with copies that are made as soon and as late as the stream allows.
+Which experts are requested, kept and released is decided elsewhere. Not yet run on a GPU: the order of copies is tested
+on a CPU, with copies as early and as late as the stream allows.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from sgl_batch.weights.host_experts import HostExperts
 
 
 class PrefetchStream(Protocol):
-    """A stream beside the one that computes, for copies from host memory."""
+    """A stream for copies from host memory, apart from the computing stream."""
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Make host memory one that the device reads by itself."""
+        """Let the device read host memory by itself."""
 
     def unpin(self, memory: torch.Tensor) -> None: ...
 
     def begin(self) -> None:
-        """Copies from here on wait for all that the computing stream has been given."""
+        """Let later copies wait for all that the computing stream was given so far."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None: ...
 
     def mark(self) -> Any:
-        """The end of the copies so far."""
+        """Return a mark of the end of the copies so far."""
 
-    def hold(self, mark: Any) -> None:
-        """What the computing stream is given from now on waits for `mark`; nobody on the host does."""
+    def compute_waits(self, mark: Any) -> None:
+        """Let all that the computing stream is given from now on wait for `mark`. The host does not wait."""
 
 
 class CudaPrefetchStream:
@@ -61,14 +61,14 @@ class CudaPrefetchStream:
     def mark(self) -> Any:
         return self._stream.record_event()
 
-    def hold(self, mark: Any) -> None:
+    def compute_waits(self, mark: Any) -> None:
         torch.cuda.current_stream().wait_event(mark)
 
 
 class DeviceExpertSlots:
-    """Slots over experts in host memory, all with their memory from the start.
+    """Expert slots on a GPU over experts in host memory. All slots have their memory from the start.
 
-    The stream makes copies in the order in which they were asked for: none is hurried, and none left out.
+    The stream makes copies in the order in which they were requested: `hurry` and `drop` change nothing.
     """
 
     def __init__(self, host: HostExperts, tensors: SlotTensors, stream: PrefetchStream) -> None:
@@ -84,7 +84,7 @@ class DeviceExpertSlots:
             pinned.append(memory)
 
     def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None:
-        """Have experts of a layer copied into free slots, of which there are enough; neighbours by one copy."""
+        """Begin to copy experts of a layer into free slots, of which there are enough; neighbours by one copy."""
         if not experts:
             return
         # A slot may still be read by what computes now.
@@ -99,21 +99,21 @@ class DeviceExpertSlots:
         self._asked += len(experts)
 
     def hurry(self, layer: int, experts: Sequence[int]) -> None:
-        """Nothing comes before what was asked for earlier."""
+        """Do nothing: copies keep their order."""
 
     def drop(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """What was asked for comes."""
+        """Return no expert: a copy cannot be dropped."""
         return []
 
     def wait(self, layer: int, experts: Sequence[int]) -> None:
-        """Let what is computed from now on wait until these are there."""
+        """Let all that is computed from now on wait until these experts are in their slots."""
         slots = self.table.slots(layer, experts).tolist()
         marks = {id(mark): mark for slot in slots if (mark := self._marks.pop(slot, None)) is not None}
         for mark in marks.values():
-            self._stream.hold(mark)
+            self._stream.compute_waits(mark)
 
     def free(self, layer: int, experts: Sequence[int]) -> None:
-        """Let go of experts; what is copied into their slots next comes after what is on its way there."""
+        """Free the slots of experts. Later copies into these slots follow the copies under way."""
         for slot in self.table.release(layer, experts):
             self._marks.pop(slot, None)
 
@@ -125,7 +125,7 @@ class DeviceExpertSlots:
 
 
 def _runs(experts: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut experts and their slots where one of them does not go on by one: first expert, first slot, how many."""
+    """Cut experts and their slots into runs of consecutive numbers: first expert, first slot, length."""
     start = 0
     for end in range(1, len(experts) + 1):
         goes_on = end < len(experts) and experts[end] == experts[end - 1] + 1 and slots[end] == slots[end - 1] + 1

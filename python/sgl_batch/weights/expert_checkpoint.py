@@ -1,4 +1,4 @@
-"""Owns where the experts of a model lie in the files of its checkpoint. It reads the files' headers, nothing else."""
+"""Owns where the experts of a model lie in the files of its checkpoint. It reads only the files' headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from sgl_batch.checkpoint.files import read_header
 from sgl_batch.errors import ConfigError
 
-# As Qwen3-MoE, DeepSeek and most others name them, and as Mixtral does: gate, up and down.
+# Gate, up and down: the names of Qwen3-MoE, DeepSeek and most others, and those of Mixtral.
 _CONVENTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _EXPERT = re.compile(r"\.experts\.\d+\.(?:gate_proj|up_proj|down_proj|w[123])\.weight$")
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
@@ -25,9 +25,10 @@ def is_expert_weight(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLocations:
-    """`files`, and for each expert [L, E, 3, 2] the file and first byte of its gate, up and down matrix, int64.
+    """Where each expert's gate, up and down matrices lie in `files`.
 
-    The matrices are plain [I, M], [I, M] and [M, I], of `dtype`.
+    `file_offsets` [L, E, 3, 2], int64: the number of the file, and the matrix's first byte in it. The matrices are
+    plain [I, M], [I, M] and [M, I], of `dtype`; M is `hidden`, I is `inter`.
     """
 
     files: list[str]
@@ -38,7 +39,7 @@ class ExpertLocations:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert, as it lies in the files."""
+        """Bytes of one expert in the files."""
         return 3 * self.hidden * self.inter * self.dtype.itemsize
 
 
@@ -51,10 +52,9 @@ class _Tensor:
 
 
 def find_experts(files: Sequence[str], modules: Sequence[str], experts: range) -> ExpertLocations:
-    """Find `experts` of each of the modules that hold a layer's experts, such as `model.layers.0.mlp.experts`.
+    """Find `experts` in each module that holds a layer's experts, such as `model.layers.0.mlp.experts`.
 
-    Raises ConfigError where one is missing, of another shape than the others, or of a number type that is not bf16 or
-    float32.
+    Raises ConfigError if one is missing, has another shape than the others, or is neither bf16 nor float32.
     """
     found: dict[str, _Tensor] = {}
     for number, file in enumerate(files):

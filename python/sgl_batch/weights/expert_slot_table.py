@@ -1,4 +1,4 @@
-"""Owns which slot each expert has, and which slots are free. What lies in a slot, and when, is decided elsewhere."""
+"""Owns which expert slot each expert has, and which slots are free. Which experts get one is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NOWHERE = -1
 
 
 class ExpertSlotTable:
-    """`slot_of` [L, E], int32, on the host, is the slot of every expert, or -1. All `num_slots` are free at first."""
+    """`slot_of` [L, E], int32, on the host: the slot of every expert, or -1. All `num_slots` are free at first."""
 
     def __init__(self, layers: int, experts: int, num_slots: int) -> None:
         self.slot_of = torch.full((layers, experts), _NOWHERE, dtype=torch.int32)
@@ -22,22 +22,22 @@ class ExpertSlotTable:
         return len(self._free)
 
     def present(self, layer: int) -> list[int]:
-        """The experts of a layer that have a slot, in their order."""
+        """Return the experts of a layer that have a slot, in ascending order."""
         found: list[int] = (self.slot_of[layer] != _NOWHERE).nonzero().flatten().tolist()
         return found
 
     def slots(self, layer: int, experts: Sequence[int]) -> torch.Tensor:
-        """The slots of experts, int64."""
+        """Return the slots of experts, int64 [N]; -1 for one without a slot."""
         return self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)].to(torch.int64)
 
     def take(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Give experts free slots, of which there are enough: the first of them, in their order."""
+        """Give experts free slots, of which there are enough: the lowest, in the order of experts."""
         taken = [self._free.pop() for _ in experts]
         self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)] = torch.tensor(taken, dtype=torch.int32)
         return taken
 
     def release(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Take their slots from experts; returns these, which are free now."""
+        """Free the slots of experts, and return the slots."""
         slots: list[int] = self.slots(layer, experts).tolist()
         self._free.extend(slots)
         self._free.sort(reverse=True)
@@ -45,7 +45,7 @@ class ExpertSlotTable:
         return slots
 
     def resize(self, num_slots: int) -> None:
-        """There are `num_slots` from now on. No expert has one of those that go."""
+        """Set the number of slots. No expert has a slot beyond it."""
         if num_slots < self.num_slots:
             self._free = [slot for slot in self._free if slot < num_slots]
         else:

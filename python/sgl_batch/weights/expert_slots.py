@@ -1,6 +1,6 @@
-"""Owns the slots that experts are read into: their memory, and the threads that fill them.
+"""Owns the expert slots in a CPU's memory, and the threads that read experts into them.
 
-Which experts are asked for, kept and let go of is decided elsewhere, and how many slots are in use.
+Which experts are requested, kept and released, and how many slots are in use, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sgl_batch.weights.expert_slot_table import ExpertSlotTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotTensors:
-    """What slots are made of: `w13` [S, 2I, M] and `w2` [S, M, I], packed; those of int8 have scales."""
+    """The tensors of expert slots: `w13` [S, 2I, M] and `w2` [S, M, I]. Packed on a CPU; int8 weights have scales."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -43,27 +43,40 @@ class SlotTensors:
 
     @property
     def num_bytes(self) -> int:
-        """What slots take once all hold an expert."""
+        """Bytes of all slots once each holds an expert."""
         return self.count * self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTotals:
-    """What was read since start."""
+    """Bytes and experts read since start."""
 
     bytes: int
     experts: int
 
 
 class ExpertSlots:
-    """Slots over the native loader, of which the first of `table` are in use: all, until `resize` says otherwise.
+    """Expert slots that the native loader fills from the checkpoint's files.
 
-    A slot takes memory from its first expert on.
+    An expert is requested (`ask`), awaited (`wait`), computed with, and released (`free`); `table` says which slot it
+    has. The caller makes room first: it asks for no more experts than `table.num_free`. A slot takes memory from its
+    first expert on. The first `table.num_slots` slots are in use: all, until `resize` changes that.
     """
 
     def __init__(
         self, locations: ExpertLocations, tensors: SlotTensors, *, num_threads: int, direct: bool = True
     ) -> None:
+        """Open the files and start the threads.
+
+        Args:
+            locations: where the experts lie in the files.
+            tensors: the slots' memory, to which the threads write until `close`.
+            num_threads: how many threads read and pack.
+            direct: whether to read past the page cache where the file system allows it.
+
+        Raises:
+            EngineError: a file cannot be opened.
+        """
         layers, experts = locations.file_offsets.shape[:2]
         self.tensors, self._file_offsets = tensors, locations.file_offsets
         self.table = ExpertSlotTable(layers, experts, tensors.count)
@@ -79,18 +92,21 @@ class ExpertSlots:
                 stored=locations.dtype,
                 num_threads=num_threads,
             )
-        # The threads end before the memory that they write to goes.
+        # The threads end before the memory that they write to is freed.
         self._close = weakref.finalize(self, _close, self._loader, [tensors])
 
     @property
     def num_bytes(self) -> int:
-        """What slots have taken of memory."""
+        """Bytes of memory that slots have taken."""
         return len(self._touched) * self.tensors.slot_bytes
 
     def resize(self, num_slots: int) -> list[tuple[int, int, bool]]:
-        """Use only the first `num_slots` slots. What the others hold is let go of, and their memory given back.
+        """Use only the first `num_slots` slots. Experts in the others are released, and the memory is given back.
 
-        Returns the experts that went, as (layer, expert, whether it had been read).
+        Waits for the reads under way into slots that are given back.
+
+        Returns:
+            The released experts, as (layer, expert, whether it had been read).
         """
         assert 0 < num_slots <= self.tensors.count, f"{num_slots} of {self.tensors.count} slots"
         gone: list[tuple[int, int, bool]] = []
@@ -111,7 +127,13 @@ class ExpertSlots:
         return bool(self._loader.direct())
 
     def ask(self, layer: int, experts: Sequence[int], *, urgent: bool) -> None:
-        """Have experts of a layer read into free slots, of which there are enough; urgent ones before others."""
+        """Begin to read experts of a layer into free slots, of which there are enough. Does not wait.
+
+        Args:
+            layer: the layer, counted among the layers with experts.
+            experts: experts that have no slot.
+            urgent: whether they are read before all experts that are not urgent.
+        """
         if not experts:
             return
         slots = self.table.take(layer, experts)
@@ -119,11 +141,11 @@ class ExpertSlots:
         self._loader.submit(torch.tensor(slots), self._file_offsets[layer, torch.tensor(experts)].contiguous(), urgent)
 
     def hurry(self, layer: int, experts: Sequence[int]) -> None:
-        """Let experts that were asked for come before those that nobody waits for."""
+        """Make requested experts urgent."""
         self._loader.hurry(self.table.slots(layer, experts))
 
     def drop(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Leave out what of these has not begun to be read; returns them."""
+        """Cancel the reads of these experts that have not begun; return those experts, which have no slot now."""
         asked = list(experts)
         left_out: list[bool] = self._loader.drop(self.table.slots(layer, asked)).tolist()
         dropped = [expert for expert, out in zip(asked, left_out, strict=True) if out]
@@ -131,12 +153,12 @@ class ExpertSlots:
         return dropped
 
     def wait(self, layer: int, experts: Sequence[int]) -> None:
-        """Return when these are there. Raises EngineError that says which file could not be read, and why."""
+        """Block until these experts are in their slots. Raises EngineError that names a file that cannot be read."""
         with _read_errors():
             self._loader.wait(self.table.slots(layer, experts))
 
     def free(self, layer: int, experts: Sequence[int]) -> None:
-        """Let go of experts; of those that are being read, when they are there."""
+        """Release experts and free their slots, after waiting for the reads under way."""
         self.wait(layer, experts)
         self.table.release(layer, experts)
 

@@ -1,4 +1,4 @@
-"""Owns the experts of a checkpoint in host memory, from which a GPU fetches them; decides neither which nor when."""
+"""Owns the experts of a checkpoint in host memory, from which they are copied to a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HostExperts:
 
 
 def read_experts(locations: ExpertLocations, num_threads: int) -> HostExperts:
-    """Read all experts. Raises ConfigError that names the file that cannot be read or is too short."""
+    """Read all experts. Raises ConfigError that names a file that cannot be read, or is too short."""
     layers, experts = locations.file_offsets.shape[:2]
     inter, hidden = locations.inter, locations.hidden
     w13 = torch.empty(layers, experts, 2 * inter, hidden, dtype=locations.dtype)
@@ -66,5 +66,5 @@ def _fill(part: torch.Tensor, descriptor: int, offset: int, file: str) -> None:
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}") from error
         if got == 0:
-            raise ConfigError(f"{file} ends {len(view) - done} bytes too soon: it is no whole file; fetch it again")
+            raise ConfigError(f"{file} ends {len(view) - done} bytes too soon: the file is not whole; fetch it again")
         done += got

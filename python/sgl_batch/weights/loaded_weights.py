@@ -1,7 +1,7 @@
 """Owns the proof that a checkpoint and a model fit: each parameter is loaded, and each tensor of the files is used.
 
-SGLang's models pass over names that they do not know, and leave parameters that no tensor names as they were
-allocated. Both give wrong tokens without a word.
+SGLang's models ignore names that they do not know, and leave a parameter that no tensor names as it was allocated.
+Both give wrong tokens without an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sgl_batch.checkpoint.files import few
 from sgl_batch.errors import ConfigError
 
-# Bits that no computation gives, by dtype: a NaN with a payload, and of formats without one any NaN.
+# By dtype, bits that no computation gives: a NaN with a payload, or any NaN if the format has no payloads.
 _NANS: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float64: (torch.int64, 0x7FF5_A5A5_A5A5_A5A5),
     torch.float32: (torch.int32, 0x7FA5_A5A5),
@@ -25,22 +25,23 @@ _NANS: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float8_e4m3fn: (torch.uint8, 0x7F),
     torch.float8_e5m2: (torch.uint8, 0x7D),
 }
-# By the bytes of a number that is no float, the integers that its bits are seen as.
+# By the size in bytes of a dtype that is no float, the integers as which its bits are viewed.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Of packed weights, what a checkpoint need not have: the order of groups where it is the plain one, and shapes.
+# What a checkpoint of packed weights may lack: the order of groups if it is the plain one, and shapes.
 _OPTIONAL = re.compile(r"g_idx(_sort_indices)?$|_shape$")
 _SCALE = re.compile(r"scales?(_inv)?$")
-# What SGLang computes itself: scales of the KV cache have defaults that stand where a checkpoint has none.
+# What SGLang computes itself: scales of the KV cache have defaults if a checkpoint has none.
 _COMPUTED = re.compile(r"\.attn(_m[qh]a)?\.[kv]_scale$")
-# Tables that older checkpoints hold and every library computes.
+# Tables in older checkpoints that every library computes.
 _KNOWN_UNUSED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$|\.masked_bias$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class LoadedWeights:
-    """Watches one load of a checkpoint of `num_layers` layers.
+    """Checks one load of a checkpoint of `num_layers` layers.
 
-    `is_elsewhere`: holds for names of tensors that another rank loads. `is_tied`: the output embedding is the input's.
+    `is_elsewhere`: whether another rank loads the tensor of this name. `is_tied`: whether the output embedding is the
+    input embedding.
     """
 
     def __init__(self, num_layers: int, *, is_tied: bool, is_elsewhere: Callable[[str], bool]) -> None:
@@ -52,7 +53,7 @@ class LoadedWeights:
         weights: Iterable[tuple[str, Tensor]],
         load_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
     ) -> None:
-        """Call `load_weights` with `weights`. Raises ConfigError that names what is not loaded and not used."""
+        """Call `load_weights` with `weights`. Raises ConfigError that names what is not loaded or not used."""
         parameters = {
             name: one
             for name, one in model.named_parameters()
@@ -70,7 +71,7 @@ class LoadedWeights:
         _check_scales({name: one.data for name, one in parameters.items() if _SCALE.search(name)})
 
     def _may_stay_unused(self, name: str) -> bool:
-        """Layers beyond the model's predict further tokens; SGLang reads them as a model of their own."""
+        """Whether the model needs no such tensor. Layers beyond its own predict further tokens in a separate model."""
         layer = _LAYER.search(name)
         beyond = layer is not None and int(layer[1]) >= self._num_layers
         tied = self._is_tied and name.endswith("lm_head.weight")
@@ -79,9 +80,10 @@ class LoadedWeights:
 
 
 class _Read(Tensor):
-    """A tensor of a checkpoint that leaves `unread`, names with addresses, when an operator reads it in any thread.
+    """A tensor of a checkpoint that removes itself from `unread` when an operator reads it, in any thread.
 
-    A view of it is one, too, and is not yet a use. A parameter may become one's memory, without an operator.
+    `unread`: addresses by name. A view is a `_Read` too, and making one is not a use. A parameter may also take over
+    the tensor's memory without an operator; `load` compares addresses for that.
     """
 
     stored_name: str
@@ -89,7 +91,7 @@ class _Read(Tensor):
 
     @classmethod
     def over(cls, weights: Iterable[tuple[str, Tensor]], unread: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """`weights`, each of which is in `unread` until it is read."""
+        """Yield `weights`, each of which is in `unread` until it is read."""
         for name, weight in weights:
             if weight.numel() > 0:
                 unread[name] = weight.untyped_storage().data_ptr()
@@ -117,7 +119,7 @@ class _Read(Tensor):
         return result
 
 
-# What reads numbers and returns no tensor.
+# Operators that read numbers and return no tensor.
 _READING = (
     Tensor.item,
     Tensor.tolist,
@@ -150,10 +152,11 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What the ends of a parameter's rows hold until they are loaded.
+    """The mark that the ends of a parameter's rows hold until they are loaded.
 
-    `bits`: of a NaN; None for a pseudo-random pattern of the rows, where any bits may be a weight. There an end counts
-    as not loaded in a run of `num_rows` rows alone, of which 64 bits are by chance a checkpoint's own once in 2^64.
+    `bits`: those of a NaN. None stands for a pseudo-random pattern, for dtypes in which any bits may be a weight. There
+    an end counts as not loaded only in a run of `num_rows` rows: its 64 bits are a checkpoint's own by chance once in
+    2^64.
     """
 
     integers: torch.dtype
@@ -162,16 +165,16 @@ class _Mark:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> _Mark | None:
-        """For a parameter of this type; None where there is none."""
+        """Return the mark for a parameter of this dtype; None if there is none."""
         if dtype in _NANS:
             return cls(*_NANS[dtype], 1)
         integers = _INTEGERS.get(dtype.itemsize)
         return None if integers is None or dtype is torch.bool else cls(integers, None, 8 // dtype.itemsize)
 
     def ends(self, data: Tensor) -> Tensor | None:
-        """The first and last number of each row [..., 1 or 2], a view; all numbers where rows are too few.
+        """Return a view of the first and last number of each row [..., 1 or 2]; of all numbers if rows are too few.
 
-        None where there are too few numbers, or where they lie upon each other.
+        None if there are too few numbers, or if they share memory.
         """
         view = data.view(self.integers)
         if data.dim() == 0:
@@ -185,7 +188,7 @@ class _Mark:
         return view[..., :: max(1, view.shape[-1] - 1)]
 
     def on(self, ends: Tensor) -> Tensor:
-        """What `ends` hold until they are loaded."""
+        """Return what `ends` hold until they are loaded."""
         if self.bits is not None:
             return torch.full_like(ends, self.bits)
         positions = torch.arange(ends.numel(), device=ends.device).reshape(ends.shape)
@@ -193,7 +196,7 @@ class _Mark:
 
 
 def _scrambled(numbers: Tensor) -> Tensor:
-    """Of int64, bits that look random, the same ones on every device: the last steps of splitmix64."""
+    """Return int64 numbers with bits that look random, equal on every device: the last steps of splitmix64."""
     for shift, factor in ((30, -0x40A7_B892_E31B_1A47), (27, -0x6B2F_B644_ECCE_EE15)):
         numbers = (numbers + 0x1E37_79B9_7F4A_7C15) ^ (numbers >> shift)
         numbers = numbers * factor
@@ -201,7 +204,7 @@ def _scrambled(numbers: Tensor) -> Tensor:
 
 
 def _in_runs(matches: Tensor, length: int) -> Tensor:
-    """[rows, ends] bool: those of `matches` that lie in a run of at least `length` rows."""
+    """Return those of `matches` [rows, ends] that lie in a run of at least `length` rows, bool [rows, ends]."""
     if length == 1 or matches.shape[0] < length:
         return matches if length == 1 else torch.zeros_like(matches)
     columns = matches.t().unsqueeze(1).float()  # [ends, 1, rows]
@@ -218,7 +221,7 @@ def _mark(data: Tensor) -> None:
 
 
 def _marked_rows(data: Tensor) -> Tensor:
-    """[rows] bool: which still hold a mark. None of a dtype without one."""
+    """Return which rows still hold a mark, bool [rows]; empty for a dtype without a mark."""
     mark = _Mark.of(data.dtype)
     ends = None if mark is None else mark.ends(data)
     if mark is None or ends is None:
@@ -228,12 +231,12 @@ def _marked_rows(data: Tensor) -> Tensor:
 
 
 def _num_infinite(data: Tensor) -> int:
-    """How many numbers are infinite or none."""
+    """Return how many numbers are infinite or NaN."""
     return int(torch.count_nonzero(~torch.isfinite(data.float())))
 
 
 def _part(data: Tensor) -> str:
-    """Which part is not loaded, where it is not all: experts by their number, else rows."""
+    """Say which part is not loaded, if not all of it: experts by number, else the count of rows."""
     marked = _marked_rows(data)
     if bool(marked.all()):
         return ""
@@ -247,7 +250,7 @@ def _check_scales(scales: Mapping[str, Tensor]) -> None:
     spoiled = [name for name, one in scales.items() if one.is_floating_point() and _num_infinite(one)]
     if spoiled:
         raise ConfigError(
-            f"{len(spoiled)} scales of the checkpoint's weights hold what is infinite or no number: {few(spoiled)}. "
+            f"{len(spoiled)} scales of the checkpoint's weights hold infinities or NaNs: {few(spoiled)}. "
             "Its answers would be wrong: quantise the model anew, or fetch the checkpoint anew"
         )
 

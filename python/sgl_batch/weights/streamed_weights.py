@@ -1,4 +1,4 @@
-"""Owns setting up streamed weights for a loaded model: where its experts lie, and how much memory they get."""
+"""Owns the setup of streamed weights for a loaded model: where its experts lie, and how much memory they get."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def stream_experts(
     kernels: ModuleType,
     counters: Counters,
 ) -> WeightStreamer[ExpertSlots]:
-    """Let the experts of a model that was loaded without them come from `files`; of several shards, this rank's.
+    """Return the streamer of a model that was loaded without its experts, for the experts of this rank's shard.
 
-    Raises ConfigError where the checkpoint or the memory does not allow it.
+    Raises ConfigError if the checkpoint or the memory does not allow it.
     """
     found = _Experts.of(model, files, expert_shard)
     locations = found.locations
     slot_bytes = locations.expert_bytes // (locations.dtype.itemsize if int8 else 1)
-    # Slots without an expert take no memory: where nobody has said how many there are to be, each pass decides.
+    # Slots without an expert take no memory. Without a limit (--weight-memory), each pass decides how many to use.
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     residency = found.plan(memory.weight_memory or machine, slot_bytes)
     slots = ExpertSlots(
@@ -54,7 +54,7 @@ def stream_experts(
     room = f"{residency.slots} ({residency.slots * slot_bytes / _MIB:.0f} MiB), {residency.kept} of a layer stay"
     logger.info(
         "weights: %s, %s; read %s the page cache",
-        found.words,
+        found.summary,
         f"in memory for {room}" if memory.weight_memory else "as many in memory as each pass leaves room for",
         "past" if slots.direct else "through",
     )
@@ -72,7 +72,7 @@ def stream_experts_to_device(
     stream: PrefetchStream,
     counters: Counters,
 ) -> WeightStreamer[DeviceExpertSlots]:
-    """As stream_experts, for a GPU: the experts are read into host memory, and come from there to the device's slots.
+    """As stream_experts, for a GPU: experts are read into host memory, and copied from there to the device's slots.
 
     Not yet run on a GPU. Raises ConfigError.
     """
@@ -87,18 +87,18 @@ def stream_experts_to_device(
     slots = DeviceExpertSlots(read_experts(locations, memory.weight_read_threads), tensors, stream)
     logger.info(
         "weights: %s, all in host memory, on the device %d (%.0f MiB), %d of a layer stay",
-        found.words,
+        found.summary,
         residency.slots,
         residency.slots * locations.expert_bytes / _MIB,
         residency.kept,
     )
     compute = plain_compute(runner, slots)
-    return WeightStreamer(slots, residency, found.keys, compute=compute, counters=counters, asks_device=False)
+    return WeightStreamer(slots, residency, found.keys, compute=compute, counters=counters, reads_routing=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Experts:
-    """A model's layers of experts, those on this rank, and where they lie. `keys`: each layer's gate and up weights."""
+    """A model's experts on this rank, and where they lie. `keys`: each layer's gate and up weights."""
 
     keys: list[torch.Tensor]
     locations: ExpertLocations
@@ -117,23 +117,23 @@ class _Experts:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Layers, and experts of each."""
+        """The number of layers, and of experts in each."""
         layers, experts = self.locations.file_offsets.shape[:2]
         return layers, experts
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         layers, experts = self.shape
         size = layers * experts * self.locations.expert_bytes / _MIB
         return f"{layers} layers of {experts} experts ({size:.0f} MiB in their files)"
 
     def bytes_to_stream(self, slot_bytes: int) -> int:
-        """What experts need to come while others compute."""
+        """Bytes that streaming needs: two layers of experts."""
         layers, experts = self.shape
         return slots_to_stream(layers=layers, experts=experts) * slot_bytes
 
     def plan(self, wanted: int, slot_bytes: int) -> WeightResidency:
-        """What to do with memory. Raises ConfigError where that is too little."""
+        """Return which experts stay in `wanted` bytes. Raises ConfigError if that is too little."""
         layers, experts = self.shape
         try:
             return plan_residency(wanted // slot_bytes, layers=layers, experts=experts)

@@ -1,4 +1,4 @@
-"""Owns keeping memory from being claimed for experts whose weights stay in their files. It decides not whose do."""
+"""Owns parameters without memory, for experts whose weights stay in their files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
 
 def is_expert_parameter(name: str) -> bool:
-    """Whether a module's parameter of this name, with or without the module's, holds the weights of experts."""
+    """Whether a parameter of this name, with or without its module's name, holds the weights of experts."""
     return name.rpartition(".")[2] in _EXPERT_WEIGHTS
 
 
 @contextmanager
 def unloaded_experts() -> Iterator[None]:
-    """Inside, modules get parameters of experts with their shape and number type, and memory for one number.
+    """Inside, modules get parameters of experts with their shape and dtype, and memory for one number.
 
-    Nobody can write to them; they stand for weights that are somewhere else.
+    These cannot be written to. They stand for weights that are elsewhere.
     """
 
     def shrink(_module: Any, name: str, parameter: torch.nn.Parameter | None) -> None:

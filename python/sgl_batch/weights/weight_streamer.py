@@ -1,5 +1,6 @@
-"""Owns computing experts whose weights are read while the model runs: the experts of the coming layer move while this
-one computes. What stays, what is read ahead and how much memory that takes is decided in core/weight_residency.
+"""Owns experts whose weights are read while the model runs: the next layer's experts are read while this one computes.
+
+Which experts stay, which are read ahead, and how much memory they take is decided in core/weight_residency.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from sgl_batch.sglang_adapter.host_copies import upload_copy
 from sgl_batch.weights.expert_slot_table import ExpertSlotTable
 from sgl_batch.weights.expert_slots import ExpertSlots, LoadTotals, SlotTensors
 
-_POPULARITY_DECAY = 0.9  # of one visit of a layer to the next
+_POPULARITY_DECAY = 0.9  # from one visit of a layer to its next
 
 
 class Slots(Protocol):
-    """Where experts are while they compute: ExpertSlots on a CPU, DeviceExpertSlots on a GPU."""
+    """Expert slots, with the contracts of ExpertSlots: that class on a CPU, DeviceExpertSlots on a GPU."""
 
     tensors: SlotTensors
     table: ExpertSlotTable
@@ -45,7 +46,7 @@ class Slots(Protocol):
 
 
 class ResizableSlots(Slots, Protocol):
-    """Slots that take memory as they are used, and give it back: ExpertSlots."""
+    """Slots that take memory as they are used, and give it back, as ExpertSlots does."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -64,7 +65,7 @@ class Compute(Protocol):
 
 
 def packed_compute(kernels: ModuleType, slots: ExpertSlots) -> Compute:
-    """By the native kernels, from slots of packed weights."""
+    """Return a Compute of the native kernels, over slots of packed weights."""
 
     def compute(
         layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
@@ -87,7 +88,7 @@ def packed_compute(kernels: ModuleType, slots: ExpertSlots) -> Compute:
 
 
 def plain_compute(runner: ExpertRunner, slots: Slots) -> Compute:
-    """By a runner for plain weights, to which slots are the experts of one layer."""
+    """Return a Compute of a runner for plain weights, to which the slots look like the experts of one layer."""
 
     def compute(
         layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
@@ -104,7 +105,11 @@ def plain_compute(runner: ExpertRunner, slots: Slots) -> Compute:
 
 @dataclass(slots=True)
 class _Layer:
-    """`fresh`: experts read since the layer was left; `routed`: those asked for since it was entered."""
+    """One layer's experts.
+
+    `popularity`: decayed count of each expert's visits. `kept`: experts that stay in their slots between two visits.
+    `fresh`: experts read since the layer was left. `routed`: experts that tokens were routed to since it was entered.
+    """
 
     number: int
     popularity: list[float]
@@ -114,13 +119,11 @@ class _Layer:
 
 
 class WeightStreamer(Generic[S_co]):
-    """The experts of a model's layers, in the order in which they come round.
+    """Reads the experts of a model's layers as the layers come round, and computes them. One thread calls it.
 
-    `keys`: of each layer the parameter that stands for its gate and up weights, by which an expert call names it.
-    Counted, in experts: `weights_routed`, asked for by a visit of a layer; of these `weights_kept` were there, and the
-    others read; `weights_unrouted` were read ahead and not asked for. `weights_slots` is how many there is memory for.
-    `asks_device`: whether it costs nothing to see what the router has chosen. On a GPU the host would wait for that:
-    there a group that is likely to ask for nearly all of a layer counts as one that asks for all.
+    It counts experts: `weights_routed`, to which a visit of a layer routed tokens; of these, `weights_kept` were in
+    their slots, and the others were read; `weights_unrouted` were read ahead and not routed to. `weights_slots` is how
+    many slots there is memory for.
     """
 
     def __init__(
@@ -131,11 +134,23 @@ class WeightStreamer(Generic[S_co]):
         *,
         compute: Compute,
         counters: Counters,
-        asks_device: bool = True,
+        reads_routing: bool = True,
     ) -> None:
+        """Stream through `slots`, all of which are free.
+
+        Args:
+            slots: the expert slots.
+            residency: how many slots there are, and how many experts of each layer stay.
+            keys: for each layer, in order, the parameter that stands for its gate and up weights. An expert call names
+                its layer by it.
+            compute: computes a layer from the slots.
+            counters: where experts and waits are counted.
+            reads_routing: whether the host reads which experts the router has chosen. On a GPU it would wait for that:
+                without it, a group that is likely to use nearly all experts of a layer counts as using all.
+        """
         experts = slots.table.slot_of.shape[1]
         self._slots, self._residency, self._compute, self._counters = slots, residency, compute, counters
-        self._asks_device = asks_device
+        self._reads_routing = reads_routing
         self._num_experts = experts
         self._layers = [_Layer(number, [0.0] * experts) for number in range(len(keys))]
         self._keys = {id(key): layer for key, layer in zip(keys, self._layers, strict=True)}
@@ -147,12 +162,17 @@ class WeightStreamer(Generic[S_co]):
 
     @property
     def bytes_to_stream(self) -> int:
-        """What experts need to be read while others compute."""
+        """Bytes of slots that let experts be read while others compute."""
         slots = slots_to_stream(layers=len(self._layers), experts=self._num_experts)
         return slots * self._slots.tensors.slot_bytes
 
     def fit(self: WeightStreamer[ResizableSlots], free_bytes: Callable[[], int], working: int) -> None:
-        """Before a forward pass that takes `working` bytes beside what is there: give memory back, or take more."""
+        """Change the number of slots to what the next forward pass leaves memory for. Called between two passes.
+
+        Args:
+            free_bytes: returns how many bytes this process may still take.
+            working: bytes that the pass takes in addition to what the process has now.
+        """
         slots, most = self._slots, self._slots.tensors.count
         wanted = slots_that_fit(
             slots.table.num_slots,
@@ -205,15 +225,15 @@ class WeightStreamer(Generic[S_co]):
 
     def _routed(self, ids_TK: torch.Tensor) -> list[int]:
         num_rows, top_k = ids_TK.shape
-        if not self._asks_device and read_ahead_pays(num_rows, top_k=top_k, experts=self._num_experts):
+        if not self._reads_routing and read_ahead_pays(num_rows, top_k=top_k, experts=self._num_experts):
             return list(range(self._num_experts))
         asked = torch.zeros(self._num_experts + 1, dtype=torch.bool, device=ids_TK.device)
         asked.scatter_(0, ids_TK.flatten().long() + 1, True)
-        # A host that is to fetch them has to know which: it waits for the device here.
+        # The host must know which experts to fetch: it waits for the device here.
         return [expert for expert, is_asked in enumerate(asked[1:].tolist()) if is_asked]
 
     def _enter(self, layer: _Layer) -> None:
-        """A layer keeps what it was given until another one computes: a long group comes in several calls."""
+        """Make this the current layer, and leave the one before. A large group enters a layer in several calls."""
         if self._current is not layer:
             if self._current is not None:
                 self._leave(self._current)
@@ -256,7 +276,7 @@ class WeightStreamer(Generic[S_co]):
         self._ask(coming, absent[: self._slots.table.num_free], urgent=False)
 
     def _make_room(self, wanted: int, layer: _Layer) -> None:
-        """Let go of what was read ahead for layers that did not come, as after a pass that ended half way."""
+        """Free slots of experts that were read ahead for layers that were not visited, as after an aborted pass."""
         for other in self._layers:
             if self._slots.table.num_free >= wanted:
                 return

@@ -39,7 +39,7 @@ class Stream:
         self.begun = False
         return self._made + len(self._waiting)
 
-    def hold(self, mark: int) -> None:
+    def compute_waits(self, mark: int) -> None:
         self._make(mark - self._made)
 
     def _make(self, count: int) -> None:

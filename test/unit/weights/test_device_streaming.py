@@ -56,7 +56,7 @@ class Model:
             self._keys,
             compute=plain_compute(runner, self.slots),
             counters=self.counters,
-            asks_device=False,
+            reads_routing=False,
         )
 
     def compute(self, layer: int, ids: torch.Tensor) -> None:
