@@ -1,4 +1,4 @@
-"""Owns how sizes in bytes are written, by people and for them; decides nothing about what they are the size of."""
+"""Owns how sizes in bytes are read from text, and formatted for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WRITTEN = re.compile(rf"(-?\d+)|(\d+(?:\.\d+)?)\s?([{_LETTERS}])(?:iB)?", re.AS
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """The bytes that `text` says. Raises ConfigError, which names the option `name`, where it says none."""
+    """Return the bytes that `text` says. Raises ConfigError, which names the option `name`, for any other text."""
     found = _WRITTEN.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"{name} is {text!r}; it takes {HOW_TO_WRITE}")
@@ -23,7 +23,7 @@ def parse_bytes(name: str, text: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size for a person, in powers of 1024."""
+    """Return a size as text for people, in powers of 1024."""
     size, unit = float(num_bytes), "bytes"
     for letter in _LETTERS:
         if abs(size) < 1024:

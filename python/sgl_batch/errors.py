@@ -1,8 +1,8 @@
-"""The exceptions that sgl_batch raises on purpose; decides nothing about how they are shown."""
+"""Owns the exceptions that sgl_batch raises on purpose. How they are shown is decided elsewhere."""
 
 from __future__ import annotations
 
-# The code of a failure that the command line is to blame for: trying again is no use.
+# The code of a failure that the command line causes: trying again does not help.
 BAD_USAGE = "bad_usage"
 
 
@@ -11,11 +11,11 @@ class SglBatchError(Exception):
 
 
 class ConfigError(SglBatchError):
-    """A flag, file or setting given by the user cannot work; the message says what, value, limit and remedy."""
+    """A flag, file or setting of the user cannot work. The message says what, its value, the limit and a remedy."""
 
 
 class RequestError(SglBatchError):
-    """One request is refused; it becomes that request's own error and never stops a job.
+    """One request is refused. The refusal becomes that request's own error and never stops a job.
 
     `code` is a stable machine-readable word, `param` names the field at fault, `status_code` is the HTTP status that
     the online endpoint gives for the same request.
@@ -32,7 +32,7 @@ class RequestError(SglBatchError):
 class EngineError(SglBatchError):
     """The engine itself is dead or cannot start; no further request can be answered.
 
-    `code`: where every request that is left fails for the same reason, which the user can mend, a stable word for it.
+    `code`: if all remaining requests fail for one reason that the user can remove, a stable word for that reason.
     """
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
@@ -41,6 +41,6 @@ class EngineError(SglBatchError):
 
 
 class StoreError(SglBatchError):
-    """The host KV store cannot be written or read any more: a full disk, say. The message says what can be done."""
+    """The host KV store cannot be written or read any more: a full disk, say. The message says what to do."""
 
     code = "kv_store_failed"

@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of a package; None where it is not installed as one."""
+    """Return the version of an installed package, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -15,5 +15,5 @@ def version_of(distribution: str) -> str | None:
 
 
 def versions_of(distributions: Iterable[str]) -> dict[str, str | None]:
-    """The version of each package, as `version_of` gives it."""
+    """Return the version of each package, as `version_of` does."""
     return {name: version_of(name) for name in distributions}

@@ -1,4 +1,4 @@
-"""Owns how a program of ours ends its process: with its exit code, and at once. It decides no exit code."""
+"""Owns how a program of this package ends its process: at once, with its exit code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import NoReturn
 
 
 def end_with(program: Callable[[], int]) -> NoReturn:
-    """Run a program of ours, and end this process with its exit code and at once.
+    """Run a program, and end this process at once with its exit code.
 
-    Python's own way looks at each of the millions of objects of the libraries, for seconds, before it lets them go.
+    Python's own exit would visit each of the millions of objects of the libraries first, which takes seconds.
     """
     try:
         code = program()

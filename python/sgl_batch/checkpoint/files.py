@@ -1,7 +1,7 @@
-"""Owns what the files of a checkpoint say of themselves: indexes and headers, and that each file is whole.
+"""Owns the reading of a checkpoint's indexes and headers, and the check that each file is complete.
 
-It reads no tensor and decides nothing about whether a model fits. A header of safetensors is 8 bytes of length, JSON,
-and then the tensors to which the JSON gives offsets.
+It reads no tensors, and does not check that they fit the model (`fit` does). A safetensors file has 8 bytes of length,
+a JSON header of that length, and then the tensors at the offsets in the header.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ITEM_BYTES = {
 }
 
 
-# What msgspec raises of JSON: no JSON, of other types, no text, too deep.
+# What msgspec raises for input that is no JSON, has other types, is no text, or is nested too deeply.
 NOT_READABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Entry(msgspec.Struct, gc=False):
-    """What a header says of one tensor. Its remarks on the whole file (`__metadata__`) have none of these."""
+    """The header's entry of one tensor. The entry of the whole file (`__metadata__`) has none of these fields."""
 
     dtype: str = ""
     shape: tuple[int, ...] | None = None
@@ -42,7 +42,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class _Index(msgspec.Struct):
-    """By tensor, the file that has it."""
+    """An index: by tensor, the file that has it."""
 
     weight_map: dict[str, str]
 
@@ -51,7 +51,7 @@ _HEADER = msgspec.json.Decoder(dict[str, _Entry])
 
 
 class StoredTensor(msgspec.Struct, frozen=True, gc=False):
-    """A tensor of a checkpoint: `num_bytes` from `begin` of `file`, of safetensors' `dtype`."""
+    """A tensor of a checkpoint: `num_bytes` bytes at offset `begin` of `file`. `dtype`: as safetensors names it."""
 
     file: Path
     dtype: str
@@ -61,7 +61,7 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of all files of safetensors, by name. Raises ConfigError for a file that is missing or not whole."""
+    """Return the tensors of all safetensors files, by name. Raises ConfigError for a missing or incomplete file."""
     files = sorted(directory.glob("*.safetensors"))
     headers = {path.name: read_header(path) for path in files}
     for pattern in _PICKLED:
@@ -76,7 +76,7 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file of safetensors. Raises ConfigError."""
+    """Return the tensors of one safetensors file, by name. Raises ConfigError for an unreadable or incomplete file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -101,7 +101,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_no_pointer(path: Path, begin: bytes) -> None:
-    """Raise ConfigError where a file is what Git leaves of one that it has not fetched."""
+    """Raise ConfigError for a Git LFS pointer, which Git leaves for a file that it has not fetched.
+
+    `begin`: the first bytes of the file.
+    """
     if begin.startswith(_LFS_POINTER):
         raise ConfigError(f"{path} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
 
@@ -126,7 +129,7 @@ def _stored(path: Path, name: str, entry: _Entry, data: int) -> StoredTensor:
 
 
 def _check_pickled(path: Path) -> None:
-    """A file of torch.save: an archive whose directory is at its end."""
+    """Raise ConfigError for an incomplete file of torch.save, an archive with its directory at the end."""
     with path.open("rb") as file:
         begin = file.read(len(_LFS_POINTER))
     check_no_pointer(path, begin)
@@ -139,26 +142,26 @@ def _check_pickled(path: Path) -> None:
 
 def _check_index(index: Path, headers: Mapping[str, Mapping[str, StoredTensor]]) -> None:
     try:
-        place_of = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        file_of = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except NOT_READABLE as error:
         raise ConfigError(f"{index} is no index of weights ({error}); fetch it anew") from error
-    named = sorted(set(place_of.values()))
+    named = sorted(set(file_of.values()))
     missing = [name for name in named if not (index.parent / name).exists()]
     if missing:
         raise ConfigError(
-            f"{index} names {len(named)} files of weights, of which {len(missing)} are not there ({missing[0]}, say); "
+            f"{index} names {len(named)} files of weights, of which {len(missing)} are missing ({missing[0]}, say); "
             "fetch them"
         )
-    absent = [name for name, file in place_of.items() if file in headers and name not in headers[file]]
+    absent = [name for name, file in file_of.items() if file in headers and name not in headers[file]]
     if absent:
         raise ConfigError(
             f"{index} names {len(absent)} tensors that their files do not have ({absent[0]}, say, in "
-            f"{place_of[absent[0]]}): the files are of two checkpoints; fetch all of one anew"
+            f"{file_of[absent[0]]}): the files are of two checkpoints; fetch all of one anew"
         )
 
 
 def _check_numbers(directory: Path) -> None:
-    """Files that say of themselves that they are one of several, without an index."""
+    """Raise ConfigError if files are missing whose names count them (`-00001-of-00004`), without an index."""
     found: dict[int, set[int]] = {}
     for path in directory.iterdir():
         if numbers := _ONE_OF.search(path.name):
@@ -166,13 +169,13 @@ def _check_numbers(directory: Path) -> None:
     for count, present in found.items():
         if absent := sorted(set(range(1, count + 1)) - present):
             raise ConfigError(
-                f"{directory} has {len(present)} of {count} files of weights: {few(map(str, absent))} are not there; "
+                f"{directory} has {len(present)} of {count} files of weights: {few(map(str, absent))} are missing; "
                 "fetch them"
             )
 
 
 def few(names: Iterable[str], most: int = 6) -> str:
-    """The first of several names, and how many more there are."""
+    """Return the first names as text, and how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
