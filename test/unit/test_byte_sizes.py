@@ -1,4 +1,4 @@
-"""Sizes are read as people write them, and written as they read them."""
+"""Sizes in bytes are read from text and formatted for people."""
 
 from __future__ import annotations
 

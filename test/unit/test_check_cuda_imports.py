@@ -1,4 +1,4 @@
-"""A mistake that only a CUDA machine would import is found on a CPU, by module and with its error."""
+"""A faulty import that only a CUDA machine runs is found on a CPU, with its module and error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our configuration: one list of names for keywords and flags, and values checked where they are given."""
+"""The configuration: keywords and flags have the same names, and values are checked when they are given."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OTHER = {
     "token_dispatcher": "gloo",
     "rank_timeout_s": 30.0,
 }
-# Those that go together: mixing wants accumulation, and no overlap.
+# Values that can be combined: mixing needs accumulation, and no overlap.
 TOGETHER = {**OTHER, "mix_prefill": 0}
 
 

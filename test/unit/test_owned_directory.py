@@ -1,4 +1,4 @@
-"""Temporary directories end with their process, and never before it."""
+"""Temporary directories are removed with their process, and never before it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def other(tmp_path: Path) -> Any:
-    """Another process that owns a directory in `tmp_path`, and lives; the path is in `path`."""
+    """Yield a living process that owns a directory in `tmp_path`; `path` is the directory."""
     process: Any = subprocess.Popen(
         [sys.executable, "-c", OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -66,4 +66,4 @@ def test_registered_shared_memory_is_removed_with_its_directory(tmp_path: Path) 
         register_shared_memory(own.path, path)
     own.remove()
     assert not shared.exists()
-    assert file.exists(), "other files are never removed from afar"
+    assert file.exists(), "files elsewhere are not removed"

@@ -119,11 +119,12 @@ def _cut_short(path: Path, size: int, whole: int) -> ConfigError:
 def _stored(path: Path, name: str, entry: _Entry, data: int) -> StoredTensor:
     shape, (begin, end) = entry.shape, entry.data_offsets or (0, -1)
     if not entry.dtype or shape is None or min(shape, default=0) < 0 or not 0 <= begin <= end:
-        raise ConfigError(f"{path} says of {name} no type, shape and bytes that could be it; fetch the file anew")
+        raise ConfigError(f"{path} has no valid type, shape and offsets of {name}; fetch the file anew")
     item_bytes = _ITEM_BYTES.get(entry.dtype)
     if item_bytes is not None and end - begin != prod(shape) * item_bytes:
         raise ConfigError(
-            f"{path} says of {name} that {entry.dtype}{list(shape)} is {end - begin:,} bytes; fetch the file anew"
+            f"{path} has {end - begin:,} bytes of {name}, which {entry.dtype}{list(shape)} does not take; fetch the file "
+            "anew"
         )
     return StoredTensor(path, entry.dtype, shape, data + begin, end - begin)
 

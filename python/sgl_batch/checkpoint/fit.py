@@ -1,7 +1,7 @@
-"""Owns whether the tensors of a checkpoint and its tokenizer belong to its config, as far as headers and small tensors
-show it. The load itself checks every parameter; this says the same of frequent mistakes before any process starts.
+"""Decides whether the tensors and the tokenizer of a checkpoint belong to its config, by headers and small tensors.
 
-It decides nothing about a config that has no numbers to compare with.
+Loading checks every parameter; this reports frequent mistakes before any process starts. A config without numbers to
+compare with passes.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ import msgspec
 from sgl_batch.checkpoint.files import NOT_READABLE, StoredTensor, few
 from sgl_batch.errors import ConfigError
 
-# A text model beside other parts has its names below one of these.
+# Prefixes of the names of a text model that is one part of a larger model.
 _ROOT = r"^(?:language_model\.|model\.)*"
 _EMBEDDING = re.compile(_ROOT + r"(?:embed_tokens|lm_head)\.weight$")
 _LAYER = re.compile(_ROOT + r"layers\.(\d+)\.(?:.*\.experts\.(\d+)\.)?")
 _PLAIN = ("F32", "F16", "BF16")
 _SCALE = re.compile(r"weight_scale(_inv)?$")
-# The bits of a number's exponent: all are set in what is infinite or no number.
+# By number type, its bits as an integer type and the mask of its exponent: all set means infinity or NaN.
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F8_E8M0": ("u1", 0xFF)}
-# The largest checkpoints have tens of thousands of scales, all over their files: to read them all takes seconds from a
-# cold disk. What spoils scales (an overflow in the tool that has quantised them) spoils many; the load checks all.
+# Limits of the sample of scales. The largest checkpoints have tens of thousands of scales, all over their files, and
+# reading them all from a cold disk takes seconds. A fault (an overflow in the quantising tool) spoils many of them, and
+# loading checks all.
 _MOST_SCALES, _MOST_SCALE_BYTES = 512, 16 << 20
 
 
 def check_shapes(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], experts: int | None, *, is_part: bool
 ) -> None:
-    """Raise ConfigError where the config says other numbers of rows, layers or experts than there are.
+    """Raise ConfigError if the config has other numbers of rows, layers or experts than the checkpoint.
 
-    `config`: the part about text, `is_part` where there are others. `experts`: how many each layer has, None where the
-    config does not say.
+    `config`: the part that describes the text model. `is_part`: whether the config has other parts. `experts`: the
+    experts of each layer; None if the config does not say.
     """
     for name, tensor in tensors.items():
         if tensor.dtype in _PLAIN and len(tensor.shape) == 2 and _EMBEDDING.search(name):
@@ -62,7 +63,7 @@ def _check_embedding(config: Mapping[str, Any], name: str, tensor: StoredTensor,
     if not isinstance(rows, int) or not isinstance(columns, int) or tensor.shape == (rows, columns):
         return
     if is_part and tensor.shape[0] >= rows and tensor.shape[1] == columns:
-        return  # other parts may have tokens of their own behind those of the text
+        return  # other parts may have tokens of their own after those of the text
     raise ConfigError(
         f"{name} is {list(tensor.shape)} in {tensor.file}, and config.json says vocab_size {rows} and hidden_size "
         f"{columns}; fetch the weights and the config of one checkpoint"
@@ -70,18 +71,18 @@ def _check_embedding(config: Mapping[str, Any], name: str, tensor: StoredTensor,
 
 
 def _experts_of_layers(tensors: Mapping[str, StoredTensor]) -> dict[int, set[int]]:
-    """By layer, the numbers of the experts that have tensors of their own."""
+    """Return by layer the numbers of the experts that have tensors of their own."""
     found: dict[int, set[int]] = {}
     for name in tensors:
-        if place := _LAYER.match(name):
-            numbers = found.setdefault(int(place[1]), set())
-            if place[2] is not None:
-                numbers.add(int(place[2]))
+        if matched := _LAYER.match(name):
+            numbers = found.setdefault(int(matched[1]), set())
+            if matched[2] is not None:
+                numbers.add(int(matched[2]))
     return found
 
 
 def check_scales(tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ConfigError for a scale of weights that is infinite or no number, among a sample of all scales."""
+    """Raise ConfigError for a scale of weights that is infinite or NaN, in a sample of all scales."""
     scales = [(name, one) for name, one in tensors.items() if _SCALE.search(name) and one.dtype in _EXPONENTS]
     left = _MOST_SCALE_BYTES
     for name, tensor in scales[:: max(1, -(-len(scales) // _MOST_SCALES))]:
@@ -105,7 +106,7 @@ def _num_infinite(tensor: StoredTensor) -> int:
 
 
 class _Vocabulary(msgspec.Struct):
-    """A list is in the order of the tokens' ids."""
+    """The vocabulary of a tokenizer.json: ids by token, or a list in the order of the ids."""
 
     vocab: dict[str, int] | list[Any] | None = None
 
@@ -115,11 +116,10 @@ class _Tokenizer(msgspec.Struct):
 
 
 def check_tokenizer_fits(path: Path, rows: int | None) -> None:
-    """Raise ConfigError for a tokenizer.json that is none, or that has tokens for which the model has no row.
+    """Raise ConfigError for an unreadable tokenizer.json, or one with tokens for which the model has no row.
 
-    `rows`: None where that is not known.
-
-    Tokens that were added may lie beyond: a prompt with one is refused by itself.
+    `rows`: rows of the model's embedding; None if not known. Added tokens may exceed them: a prompt with such a token
+    is refused by itself.
     """
     try:
         vocabulary = msgspec.json.decode(path.read_bytes(), type=_Tokenizer).model.vocab

@@ -1,7 +1,7 @@
-"""Looks at a model's files before anything slow is imported, and says in words what makes it unusable.
+"""Checks the files of a model before anything slow is imported, and says what makes the model unusable.
 
-It decides nothing about how a model is run. It reads names, config.json, the tokenizer, and of the weights headers and
-some scales: some milliseconds. A name on the hub is looked up there, or in the cache.
+It reads names, config.json, the tokenizer, and the headers and some scales of the weights, which takes milliseconds. A
+name on the hub is looked up there, or in the local cache.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TOKENIZER_PATTERNS = ("*.tiktoken", "tiktoken.model", "tokenization_*.py", "*.t
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _PLAIN_LOAD_FORMATS = (None, "auto", "safetensors")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# What names the layers that are not quantised.
+# Fields of a quantisation that name the layers that are not quantised.
 _SPARED = ("ignore", "ignored_layers", "modules_to_not_convert")
 _TOKENIZER_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
-# What every config has, by the names that families give it.
+# Numbers that every config has, by the names that families give them.
 _NEEDED = (
     ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim", "model_dim"),
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -42,9 +42,14 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model and its tokenizer are said to be. `load_format`: SGLang's; `tokenizer`: None is the model's own.
+    """Where the command line says that a model and its tokenizer are.
 
-    `is_overridden`: fields of the model's config are given beside it.
+    model: a directory, a .gguf file, or a name on the hub.
+    tokenizer: a directory or a name on the hub; None for the model's own.
+    load_format: as SGLang's --load-format.
+    revision: of a name on the hub.
+    needs_tokenizer: whether the engine uses a tokenizer.
+    is_overridden: whether flags override fields of the model's config.
     """
 
     model: str
@@ -58,7 +63,10 @@ class ModelSource:
 def check_model(
     source: ModelSource, is_known: Callable[[str], bool], is_known_quantization: Callable[[str], bool]
 ) -> None:
-    """Raise ConfigError for a model that cannot be loaded. `is_known`: whether an architecture can be run."""
+    """Raise ConfigError for a model that cannot be loaded.
+
+    `is_known`, `is_known_quantization`: return whether SGLang knows an architecture or a method of quantisation.
+    """
     if _REMOTE.match(source.model) or os.environ.get("SGLANG_USE_MODELSCOPE"):
         return
     path, is_here = Path(source.model), Path(source.model).exists()
@@ -69,10 +77,10 @@ def check_model(
             return
         raise ConfigError(f"the model {path} is a file; name the directory with its config.json and weights")
     config: Mapping[str, Any] = {}
-    if not (path / "params.json").exists():  # Mistral's own format has that one
+    if not (path / "params.json").exists():  # Mistral's own format, without config.json
         config = _check_config(path, is_known, source.model)
         _check_quantization(config, path / "config.json", is_known_quantization)
-    # What is not in the hub's cache yet is fetched, where there is a network.
+    # With a network, weights that are not yet in the hub's cache are fetched when they are loaded.
     if source.load_format in _PLAIN_LOAD_FORMATS and (is_here or _is_offline()):
         _check_weights(path, config, is_overridden=source.is_overridden)
     if source.needs_tokenizer and is_here:
@@ -81,12 +89,12 @@ def check_model(
 
 
 def model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
-    """A model's config.json, local or in the hub's cache; None where it is not here."""
+    """Return a model's config.json, local or in the hub's cache, or None if it is not on this machine."""
     return next(_text_configs(model, revision), None)
 
 
 def cached_directory(model: str, revision: str | None = None) -> Path | None:
-    """The directory of a model of the hub in the local cache; None where it is not there."""
+    """Return the directory of a hub model in the local cache, or None if it is not there."""
     if not _HUB_NAME.fullmatch(model):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -96,7 +104,7 @@ def cached_directory(model: str, revision: str | None = None) -> Path | None:
 
 
 def num_experts(model: str) -> int | None:
-    """How many routed experts a layer of a local model has; None where its config does not say."""
+    """Return how many routed experts a layer of a local model has, or None if its config does not say."""
     for part in _text_configs(model, None):
         for name in _EXPERT_COUNTS:
             if isinstance(part.get(name), int):
@@ -105,19 +113,19 @@ def num_experts(model: str) -> int | None:
 
 
 def architectures(model: str, revision: str | None = None) -> tuple[str, ...] | None:
-    """The architectures that a model's config names; None where there is no config here."""
+    """Return the architectures that a model's config names, or None without a config on this machine."""
     for part in _text_configs(model, revision):
         return tuple(map(str, part.get("architectures") or ()))
     return None
 
 
 def has_latent_attention(model: str, revision: str | None = None) -> bool:
-    """Whether a model's config, if it is here, says that its KV is latent."""
+    """Return whether a model's config, if it is on this machine, says that its KV is latent."""
     return any(part.get("kv_lora_rank") for part in _text_configs(model, revision))
 
 
 def quantization(model: str, revision: str | None = None) -> str | None:
-    """How the weights of a model's experts are quantised, such as "fp8"; None where its config does not say so."""
+    """Return how the weights of a model's experts are quantised, such as "fp8", or None if its config does not say."""
     for part in _text_configs(model, revision):
         for name in QUANTIZATION_FIELDS:
             asked = part.get(name)
@@ -127,7 +135,7 @@ def quantization(model: str, revision: str | None = None) -> str | None:
 
 
 def _text_configs(model: str, revision: str | None) -> Iterator[dict[str, Any]]:
-    """A model's config, local or in the hub's cache, and the part of it that is about text."""
+    """Yield a model's config, local or in the hub's cache, and its part that describes the text model."""
     path = Path(model) / "config.json"
     if not Path(model).exists() and _HUB_NAME.fullmatch(model):
         cached = cached_directory(model, revision)
@@ -167,7 +175,7 @@ def _check_config(directory: Path, is_known: Callable[[str], bool], name: str) -
 
 
 def _json_of(path: Path) -> Any:
-    """What a file of JSON says. Raises ConfigError."""
+    """Return the content of a JSON file. Raises ConfigError if it cannot be read."""
     with path.open("rb") as file:
         check_no_pointer(path, file.read(64))
     try:
@@ -177,10 +185,10 @@ def _json_of(path: Path) -> Any:
 
 
 def _check_fields(path: Path, config: Mapping[str, Any]) -> None:
-    """A field that is absent would be the default of some model of this family, which is another one's."""
+    """Raise ConfigError for a missing field: SGLang would use a default, which belongs to another model."""
     nested = [name for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
     if set(nested) - set(QUANTIZATION_FIELDS):
-        return  # the fields are in some part, of which each family knows which it is
+        return  # the fields are in one of the parts; only the family's code knows which
     for names in _NEEDED:
         given = next((config[name] for name in names if name in config), None)
         if not isinstance(given, int) or given < 1:
@@ -217,7 +225,7 @@ def _check_weights(directory: Path, config: Mapping[str, Any], *, is_overridden:
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that is about text; empty where that is not one of its direct parts."""
+    """Return the part of a config that describes the text model; empty if it is not one of its direct parts."""
     part = text_part(config)
     return {} if part is config and "thinker_config" in config else part
 
@@ -227,7 +235,7 @@ def _is_count(value: object) -> bool:
 
 
 def _check_tokenizer(name: str, rows: int | None) -> None:
-    """`rows`: how many the model's embedding has, where that is known."""
+    """Raise ConfigError for a tokenizer that is missing or does not fit. `rows`: rows of the embedding, if known."""
     directory = Path(name)
     if not directory.exists():
         _in_hub("tokenizer", name, "tokenizer_config.json", None)
@@ -254,7 +262,7 @@ def _check_tokenizer(name: str, rows: int | None) -> None:
 
 
 def _in_hub(kind: str, name: str, file: str, revision: str | None) -> Path:
-    """The directory with `file` of a model on the hub, or of its tokenizer, in the cache by then."""
+    """Return the cached directory with `file` of a hub model or tokenizer; the file is fetched if it is not cached."""
     first = name.split("/", maxsplit=1)[0]
     if not _HUB_NAME.fullmatch(name) or first in (".", "..") or ("/" in name and Path(first).is_dir()):
         raise ConfigError(f"the {kind} {name} does not exist; name a directory, or a {kind} on the hub (ORG/NAME)")
@@ -277,7 +285,7 @@ def _in_hub(kind: str, name: str, file: str, revision: str | None) -> Path:
             raise LocalEntryNotFoundError(name)
         return Path(hf_hub_download(name, file, revision=revision)).parent
     except GatedRepoError as error:
-        why = "it is there for those alone who have asked for access: ask for it on its page, and set HF_TOKEN"
+        why = "access to it has to be granted: ask for access on its page, and set HF_TOKEN"
         raise ConfigError(f"the {kind} {name} cannot be fetched from the hub: {why}") from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"the {kind} {name} has no revision {revision} on the hub; leave --revision out") from error
@@ -303,7 +311,7 @@ def _is_offline() -> bool:
 
 
 def _has_address(url: str) -> bool:
-    """Whether a host has an address here. Its library would try for half a minute to reach one that has none."""
+    """Return whether a host name can be resolved. The hub's library would retry for half a minute if it cannot."""
     host = urlsplit(url).hostname
     if host is None or getproxies():
         return True

@@ -1,4 +1,4 @@
-"""A model that cannot be loaded is refused in words, in milliseconds, before anything slow is imported."""
+"""A model that cannot be loaded is refused with a reason, in milliseconds, before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sgl_batch.sglang_adapter.known_models import is_known_architecture, is_know
 
 @pytest.fixture
 def model(repo_root: Path, tmp_path: Path) -> Path:
-    """A copy of a tiny model."""
+    """Return a copy of a tiny model."""
     return Path(shutil.copytree(repo_root / "test" / "models" / "tiny-qwen3-moe", tmp_path / "model"))
 
 
@@ -102,15 +102,15 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     (lambda model: (model / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{]"), "no file of safetensors"),
     (
         lambda model: respell(model, lambda header: header[NORM].update(shape=[7])),
-        r"layernorm\.weight that BF16\[7\] is 256 b",
+        r"has .* bytes of .*layernorm\.weight, which BF16\[7\] does not take",
     ),
     (
         lambda model: respell(model, lambda header: header[NORM].update(shape=[-64])),
-        "no type, shape and bytes that could be it",
+        "no valid type, shape and offsets",
     ),
     (
         lambda model: respell(model, lambda header: header[NORM].pop("data_offsets")),
-        "no type, shape and bytes that could be it",
+        "no valid type, shape and offsets",
     ),
     (lambda model: index(model, a="model.safetensors", b="2"), r"names 2 files .* of which 1 are missing \(2, say\)"),
     (
