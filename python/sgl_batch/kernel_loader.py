@@ -1,4 +1,4 @@
-"""Owns whether the native kernels are there: the only importer of `sgl_batch_kernel`. It decides no use of them."""
+"""Owns loading the native kernels: the only importer of `sgl_batch_kernel`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from sgl_batch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_INTERFACE = 2  # of the module that we call
+_INTERFACE = 2  # the version of the module's interface that this package calls
 
-BUILD_KERNELS = "build them with scripts/install or, beside a GPU, `pip install --no-build-isolation ./sgl-kernel`"
+BUILD_KERNELS = "build them with scripts/install, or with a GPU: `pip install --no-build-isolation ./sgl-kernel`"
 
 
 @cache
 def native_kernels() -> ModuleType | None:
-    """The compiled module, or None, with a warning that says why, where it cannot be loaded.
+    """Return the compiled module, or None if it cannot be loaded, with a warning that gives the reason.
 
-    Raises ConfigError when SGL_BATCH_ISA names an instruction set that this machine lacks.
+    Raises ConfigError if SGL_BATCH_ISA names an instruction set that this machine lacks.
     """
     try:
         import sgl_batch_kernel
@@ -48,15 +48,15 @@ def native_kernels() -> ModuleType | None:
 
 
 def kv_store_kernels() -> ModuleType:
-    """The native library's store of KV pages (`sgl_batch_kernel.kv_store`).
+    """Return the native library's store of KV pages (`sgl_batch_kernel.kv_store`).
 
-    Raises ConfigError where it cannot be loaded: nothing else copies pages to a store.
+    Raises ConfigError if it cannot be loaded: nothing else copies pages to a store.
     """
     if native_kernels() is not None:
         try:
             from sgl_batch_kernel import kv_store
         except ImportError:
-            pass  # built before there was a store
+            pass  # the library was built before it had a store
         else:
             return kv_store
     raise ConfigError(
@@ -66,15 +66,15 @@ def kv_store_kernels() -> ModuleType:
 
 
 def expert_loader_kernels() -> ModuleType:
-    """The native library's loader of experts (`sgl_batch_kernel.expert_loader`).
+    """Return the native library's loader of experts (`sgl_batch_kernel.expert_loader`).
 
-    Raises ConfigError where it cannot be loaded: nothing else reads weights while the model runs.
+    Raises ConfigError if it cannot be loaded: nothing else reads weights while the model runs.
     """
     if native_kernels() is not None:
         try:
             from sgl_batch_kernel import expert_loader
         except ImportError:
-            pass  # built before there was a loader
+            pass  # the library was built before it had a loader
         else:
             return expert_loader
     raise ConfigError(
@@ -84,6 +84,6 @@ def expert_loader_kernels() -> ModuleType:
 
 
 def kernels_in_use() -> str:
-    """What computes experts and linear layers on a CPU: the native kernels' instruction set, or "torch"."""
+    """Return what computes experts and linear layers on a CPU: the native kernels' instruction set, or "torch"."""
     kernels = native_kernels()
     return "torch" if kernels is None else str(kernels.isa())

@@ -1,1 +1,1 @@
-"""Our layers under SGLang's models: attention, experts, sampling and grammar masks."""
+"""Our layers in SGLang's models: attention, experts, sampling and grammar masks."""

@@ -1,6 +1,6 @@
-"""Owns sampling with counter-based randomness: a sample depends on (seed, position) and the row's logits alone.
+"""Owns sampling with counter-based randomness: a sample depends on (seed, position) and the row's logits only.
 
-It decides nothing about seeds; the choice index is folded into the seed where requests are taken in.
+Seeds come with the requests: the tokenizer manager folds the choice index into the seed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from sgl_batch.sglang_adapter.sampling_rows import RowParameters
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit integer (splitmix64)
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
-# Sorting and adding up take several copies of the probabilities: so many rows at a time as these bytes hold. A GPU's
-# memory is larger, and each of its launches takes a microsecond of the host for any number of rows.
+# Sorting and adding up take several copies of the probabilities: as many rows are sampled at a time as these bytes
+# hold. A GPU has more memory, and each launch takes microseconds of the host for any number of rows.
 _SCRATCH_BYTES = 48 << 20
 _GPU_SCRATCH_BYTES = 2 << 30
 _BYTES_PER_PROBABILITY = 48
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 right without its sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def counter_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One uniform number in [0, 1) per row, from splitmix64 over (seed, position); float64.
+    """Return one uniform number in [0, 1) per row, from splitmix64 over (seed, position); float64.
 
-    `seeds`, `positions`: int64 [B]. No state, so nothing migrates with a sequence (invariant 0).
+    `seeds`, `positions`: int64 [B]. There is no generator state that would migrate with a sequence (invariant 0).
     """
     x = seeds.to(torch.int64)
     for addend in (torch.ones_like(x), positions.to(torch.int64) + 1):
@@ -46,7 +46,7 @@ def counter_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
 
 
 def width_of(top_k: int, vocab_size: int) -> int:
-    """How many of the largest probabilities to sort for a row: depends on the row alone, never on neighbours."""
+    """Return how many of the largest probabilities to sort for a row. It depends on the row only, not on other rows."""
     return vocab_size if top_k >= TOP_K_ALL or 2 * top_k > vocab_size else 1 << (top_k - 1).bit_length()
 
 
@@ -58,11 +58,11 @@ def sample_top_k(
     min_ps: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """One token per row by inverse transform, int64 [B], for rows whose `top_ks` are all of one `width`.
+    """Draw one token per row by inverse transform, int64 [B], for rows whose `top_ks` are all of one `width`.
 
-    `probs`: [B, vocab] float32 after softmax. Filters keep, in descending order of probability, the first
-    `top_ks` tokens, those before which at most `top_ps` has been kept, and those of at least `min_ps` times
-    the largest.
+    `probs`: [B, vocab] float32 after softmax. In descending order of probability, the filters keep the first `top_ks`
+    tokens, of these the tokens before which at most `top_ps` is kept, and of these the tokens with at least `min_ps`
+    times the largest probability.
     """
     if width < probs.shape[-1]:
         values, tokens = probs.topk(width, dim=-1)
@@ -73,7 +73,7 @@ def sample_top_k(
 
 
 def sample_unfiltered(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Sample rows that no filter narrows: inverse transform over the vocabulary as it lies, without a sort."""
+    """Sample rows without filters by inverse transform over the vocabulary in its own order, without a sort."""
     total = probs.double().cumsum(-1)
     threshold = uniforms[:, None] * total[:, -1:]
     return (total <= threshold).sum(-1).clamp(max=probs.shape[-1] - 1)
@@ -81,9 +81,9 @@ def sample_unfiltered(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Rows of a batch that are sampled alike: `index` [N] on the device, or None where they are all `count` rows.
+    """Rows of a batch that are sampled in the same way: `index` [N] on the device, or None for all `count` rows.
 
-    `width`: what `width_of` says of their top_k; None where no filter narrows them.
+    `width`: the `width_of` their top_k; None for rows without filters. `only_nucleus`: they have no top_k.
     """
 
     width: int | None
@@ -92,7 +92,7 @@ class _Group:
     only_nucleus: bool = False
 
     def pieces(self, vocab_size: int, device: torch.device) -> Iterator[slice | torch.Tensor]:
-        """The rows, as many at a time as the scratch memory of sampling is for; a row knows no neighbour."""
+        """Yield the rows, as many at a time as the scratch memory of sampling allows; rows do not affect each other."""
         scratch = _SCRATCH_BYTES if device.type == "cpu" else _GPU_SCRATCH_BYTES
         size = max(1, scratch // (_BYTES_PER_PROBABILITY * vocab_size))
         if self.index is not None:
@@ -103,7 +103,7 @@ class _Group:
 
 
 def _groups_of(rows: Sequence[RowParameters], vocab_size: int, device: torch.device) -> list[_Group]:
-    """The groups of a batch's rows, but for greedy ones."""
+    """Return the groups of a batch's rows that are not greedy."""
     found: dict[tuple[int | None, bool], list[int]] = {}
     for index, row in enumerate(rows):
         if row.top_k > 1:
@@ -122,9 +122,9 @@ def _groups_of(rows: Sequence[RowParameters], vocab_size: int, device: torch.dev
 
 
 class CounterSampler(Sampler):  # type: ignore[misc]
-    """SGLang's sampler with our draw. Every row carries a seed; greedy rows take the largest logit.
+    """SGLang's sampler with our draw. Every row has a seed; greedy rows take the largest logit.
 
-    What rows ask for is read on the host, from `KnownSampling`: no step waits for the device here.
+    The rows' parameters are read on the host, from `KnownSampling`: no step waits for the device here.
     """
 
     def forward(
@@ -136,7 +136,7 @@ class CounterSampler(Sampler):  # type: ignore[misc]
         token_ids_logprobs: list[list[int] | None],
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """The rows' tokens. Beside a row that names tokens for log probabilities, SGLang needs all to name some."""
+        """Return the rows' tokens. If a row names tokens for log probabilities, SGLang needs a list in every row."""
         if return_logprob and any(ids is not None for ids in token_ids_logprobs):
             token_ids_logprobs = [ids or [] for ids in token_ids_logprobs]
         tokens: torch.Tensor = super().forward(

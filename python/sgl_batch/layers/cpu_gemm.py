@@ -1,8 +1,8 @@
-"""Owns matrix products with weights on a CPU: in which number type and orientation. The weights stay as they are.
+"""Owns matrix products with plain weights on a CPU: their number type and their orientation.
 
 A CPU without bf16 instructions multiplies bf16 several times slower than float32, and oneDNN compiles a kernel for
-every new number of rows. There, a weight is converted to float32 at its use: it is read from memory once, as bf16, and
-BLAS finds the converted one in the cache.
+every new number of rows. On such a CPU a weight is converted to float32 when it is used: it is read from memory once,
+as bf16, and BLAS finds the converted weight in the cache.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-# Rows from which converting a weight for one product pays.
+# The least rows for which converting a weight pays.
 _UPCAST_ROWS = 8
-# Rows up to which BLAS is quicker with the weight on the left (measured: 768 x 1024, 2 AVX512 cores, 2 to 64 rows).
+# The most rows for which BLAS is faster with the weight on the left (measured: 768 x 1024, 2 AVX512 cores, 2 to 64
+# rows).
 _WEIGHT_LEFT_ROWS = 64
 
 
 @cache
 def bf16_is_native() -> bool:
-    """Whether this CPU multiplies bf16 itself (AVX512-BF16 or AMX); otherwise float32 is quicker."""
+    """Return whether this CPU has bf16 instructions (AVX512-BF16 or AMX); otherwise float32 is faster."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The number type in which to keep rows of `dtype` between products, and to multiply all but a few rows."""
+    """Return the number type for rows of `dtype` between products, and for products of many rows."""
     return torch.float32 if dtype == torch.bfloat16 and not bf16_is_native() else dtype
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows [..., in] times a weight [out, in], plus a bias [out]; the result has x's number type."""
+    """Multiply rows [..., in] by a weight [out, in], plus a bias [out]; the result has x's number type."""
     rows = x.reshape(-1, x.shape[-1])
     dtype = compute_dtype(weight.dtype) if len(rows) >= _UPCAST_ROWS else weight.dtype
     out = _product(rows.to(dtype), weight.to(dtype))

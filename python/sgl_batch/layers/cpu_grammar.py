@@ -16,7 +16,7 @@ from sgl_batch.sglang_adapter.names import CPU_GRAMMAR
 
 
 class CpuGrammar(XGrammarGrammar):  # type: ignore[misc]
-    """One sequence's grammar state; SGLang's own refuses logits on a CPU."""
+    """One sequence's grammar state. SGLang's own class refuses logits on a CPU."""
 
     def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
         apply_token_bitmask_inplace(logits, vocab_mask)
@@ -57,5 +57,5 @@ def _create(server_args: Any, tokenizer: Any, vocab_size: int, eos_token_ids: se
 
 
 def register() -> None:
-    """Make the backend known to SGLang in this process."""
+    """Register the backend with SGLang in this process."""
     register_grammar_backend(CPU_GRAMMAR, _create)

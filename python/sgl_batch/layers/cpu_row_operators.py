@@ -1,4 +1,4 @@
-"""Owns RMS norm and rotary embedding under SGLang's layers by the native kernels; other options stay SGLang's own."""
+"""Owns RMS norm and rotary embedding of SGLang's layers by the native kernels; other options stay SGLang's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sgl_batch.sglang_adapter.layers import (
 
 
 def register(kernels: ModuleType, dispatch_key: str) -> None:
-    """Put the kernels under SGLang's layer classes on the platform of the given key."""
+    """Let SGLang's layer classes compute with the kernels, on the platform of the given key."""
 
     def rms_norm(
         norm: Any,
@@ -66,7 +66,7 @@ def register(kernels: ModuleType, dispatch_key: str) -> None:
 
 
 def adopt(kernels: ModuleType, model: Any) -> None:
-    """Norm and rotate the heads of a loaded model's queries and keys in one pass, where it norms them."""
+    """Norm and rotate the heads of queries and keys in one pass, in a loaded model that norms them."""
 
     def qk_norm_rope(attention: Any, qkv: torch.Tensor, positions: torch.Tensor) -> None:
         kernels.qk_norm_rope(

@@ -1,6 +1,6 @@
-"""Owns the int8 form of weights: each output has a scale of its own, the largest of its weights becomes 127.
+"""Owns the int8 form of weights: each output has its own scale, and its largest weight becomes 127.
 
-Which weights take that form is decided elsewhere.
+packed_weights decides which weights take that form.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _LARGEST = 127
 
 
 def to_int8(weight_BNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights rounded to int8 [B, N, K] and the scales [B, N], float32, that their outputs are multiplied by."""
+    """Return weights rounded to int8 [B, N, K], and the scales [B, N] in float32 by which outputs are multiplied."""
     rounded = torch.empty(weight_BNK.shape, dtype=torch.int8)
     prefer_huge_pages(rounded)
     scales = torch.empty(weight_BNK.shape[:2])
-    # One matrix after the other: a whole layer in float32 would be the peak of loading.
+    # One matrix after the other: a whole layer in float32 would be the memory peak of loading.
     for index, weight_NK in enumerate(weight_BNK):
         exact = weight_NK.float()
         scales[index] = exact.abs().amax(-1) / _LARGEST
@@ -27,7 +27,7 @@ def to_int8(weight_BNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_int8(rounded_BNK: torch.Tensor, scales_BN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weights [B, N, K] that rounded ones stand for."""
+    """Return the weights [B, N, K] that rounded weights stand for."""
     weights = torch.empty(rounded_BNK.shape, dtype=dtype)
     for index, rounded_NK in enumerate(rounded_BNK):
         weights[index] = rounded_NK.float() * scales_BN[index][:, None]

@@ -1,8 +1,8 @@
-"""Owns what surrounds latent attention (MLA) on a CPU: from hidden rows to queries over latents, and back.
+"""Owns the projections around latent attention (MLA) on a CPU: from hidden rows to queries over latents, and back.
 
-Queries are brought to the latent's space (DeepSeek-V2, section 2.1.2), in prefill as in decode, so that a token's
-result is the same however its sequence was cut. Attention itself is the attention backend's.
-Shape suffixes: T rows, H heads, N and V channels of a head without position and of its value, R latent, P rotated.
+Queries are projected to the latent's space (DeepSeek-V2, section 2.1.2) in prefill and in decode, so that a token's
+result is the same however its sequence is cut. The attention backend computes the attention itself.
+Shape suffixes: T rows, H heads, N channels of a head without position, V channels of a value, R latent, P rotated.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from sgl_batch.layers.packed_weights import PackedWeights
 
 
 def pack(module: Any, weights: PackedWeights) -> None:
-    """Pack what `run` multiplies by head."""
+    """Pack the weights that `run` multiplies by head."""
     for weight_HNK in _by_head(module):
         weights.add_by_head(weight_HNK)
 
 
 def run(module: Any, weights: PackedWeights, positions: torch.Tensor, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Attention of SGLang's module over `hidden` [T, M]; returns [T, M]."""
+    """Compute SGLang's attention module over `hidden` [T, M]; return [T, M]."""
     q_THX, latent_TR, k_TP = _projected(module, hidden)
     up_k_HRN, up_v_HVR = _by_head(module)
     q_THN, q_THP = q_THX.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
@@ -39,7 +39,7 @@ def run(module: Any, weights: PackedWeights, positions: torch.Tensor, hidden: to
 
 
 def _projected(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [T, H, N + P], latents before their norm [T, R], and the keys' part that will be rotated [T, P]."""
+    """Return queries [T, H, N + P], latents before their norm [T, R], and the keys' part to be rotated [T, P]."""
     rest = (module.kv_lora_rank, module.qk_rope_head_dim)
     if module.q_lora_rank is None:
         q, _ = module.q_proj(hidden)
@@ -52,5 +52,8 @@ def _projected(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _by_head(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """From a head's query to the latent [H, R, N], and from the latent to its value [H, V, R], as they lie."""
+    """Return the weights from a head's query to the latent [H, R, N], and from the latent to its value [H, V, R].
+
+    They are views of the module's weights.
+    """
     return module.w_kc.transpose(1, 2), module.w_vc.transpose(1, 2)

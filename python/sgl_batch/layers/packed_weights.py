@@ -1,7 +1,6 @@
-"""Owns which weights of a model lie in the native kernels' packed form, and computes with them.
+"""Owns the weights of a model in the native kernels' packed form, and computes with them.
 
-It decides neither which rows meet which weight nor when weights change; whoever writes to a packed weight does so
-under `plain()`.
+Code that writes to a packed weight must do so inside `plain()`.
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.int8_weights import from_int8, to_int8
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
-from sgl_batch.layers.packed_rows import packed_rows
+
+# Columns of a panel of a packed weight; the last panel has the remaining ones (sgl-kernel/csrc/cpu/gemm.h).
+_PANEL = 32
 
 
 @dataclass(slots=True, kw_only=True)
 class _Packed:
-    """A weight whose data lie packed, as matrices [B, N, K] of `shape`; `scales` [B, N] where they are of int8."""
+    """A weight whose data are packed, as matrices [B, N, K] of `shape`; int8 matrices have `scales` [B, N]."""
 
     weight: torch.Tensor
     shape: tuple[int, int, int]
     dtype: torch.dtype
     scales: torch.Tensor | None = None
     reordered: bool = False
-    """Whether rows of each expert's gate and up alternate in its plain order."""
+    """Whether the rows of each expert's gate and up alternate in the plain order."""
 
     @property
     def matrices(self) -> torch.Tensor:
@@ -37,11 +38,11 @@ class _Packed:
 
 
 class PackedWeights:
-    """Weights packed in place, so that packing takes no memory: a packed tensor keeps its shape, not its order.
+    """Weights that are packed in place, without more memory: a packed tensor keeps its shape, not its order.
 
-    `kernels`: the module `sgl_batch_kernel`, or None where it is not installed: then nothing is ever packed, and torch
-    operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except those
-    that are added as `exact`; such a tensor changes its number type.
+    `kernels`: the module `sgl_batch_kernel`, or None if it is not installed; then nothing is packed, and torch
+    operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except weights
+    that are added as `exact`. A rounded tensor changes its number type.
     """
 
     def __init__(self, kernels: ModuleType | None, *, int8: bool = False) -> None:
@@ -50,20 +51,21 @@ class PackedWeights:
         self._packed: dict[int, _Packed] = {}
 
     def add_linear(self, weight: torch.Tensor, *, exact: bool = False) -> bool:
-        """Pack a weight [out, in]; False where the kernels cannot take it."""
+        """Pack a weight [out, in]; return False if the kernels cannot take it."""
         return self._pack([(weight, (1, *weight.shape))], exact=exact)
 
     def add_experts(self, w13: torch.Tensor, w2: torch.Tensor, *, clamped: bool = False) -> bool:
-        """Pack the experts' weights [E, 2I, M], gate and up half each by itself, and [E, M, I]; False likewise.
+        """Pack the experts' weights [E, 2I, M], its gate and up halves apart, and [E, M, I]; return False likewise.
 
-        Those of a lone expert may come as [2I, M] and [M, I]. `clamped`: rows of w13 alternate, as in ClampedExperts.
+        The weights of a single expert may be [2I, M] and [M, I]. `clamped`: rows of w13 alternate, as in
+        ClampedExperts.
         """
         hidden, inter = w2.shape[-2:]
         reordered = w13 if clamped else None
         return self._pack([(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))], reordered=reordered)
 
     def add_by_head(self, weight_HNK: torch.Tensor) -> bool:
-        """Pack a weight [out, in] for each head; False likewise. They are not rounded."""
+        """Pack a weight [out, in] for each head; return False likewise. These weights are never rounded."""
         return self._pack([(weight_HNK, tuple(weight_HNK.shape))], exact=True)
 
     def _pack(
@@ -107,14 +109,14 @@ class PackedWeights:
         return len(self._packed)
 
     def __contains__(self, weight: torch.Tensor) -> bool:
-        """Whether a weight begins where a packed one does."""
+        """Return whether a weight begins where a packed weight begins."""
         return weight.data_ptr() in self._packed
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """All weights in their plain order and number type inside the block, packed again after it.
+        """Inside, all weights are in their plain order and number type; afterwards they are packed again.
 
-        Rounded weights that nobody writes to are rounded to the same again.
+        A rounded weight that is not written to rounds to the same values again.
         """
         everything = list(self._packed.values())
         for packed in everything:
@@ -129,7 +131,7 @@ class PackedWeights:
         return self._packed[weight.data_ptr()].scales
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows [..., in] times a weight [out, in], plus a bias [out]; the result has x's number type."""
+        """Multiply rows [..., in] by a weight [out, in], plus a bias [out]; the result has x's number type."""
         if self._kernels is None or weight not in self:
             return cpu_gemm.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -137,11 +139,11 @@ class PackedWeights:
         return out.view(*x.shape[:-1], -1)
 
     def rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Rows of a weight [out, in] by their numbers: [..., in]. Of a rounded weight there are none to be had."""
+        """Return rows [..., in] of a weight [out, in] by their indices. The weight must not be rounded."""
         if weight not in self:
             return torch.nn.functional.embedding(ids, weight)
         assert self._scales(weight) is None, "an embedding is not rounded"
-        return packed_rows(weight.data, ids)
+        return _rows_of(weight.data, ids)
 
     def by_head(self, x_THK: torch.Tensor, weight_HNK: torch.Tensor, *, out_THN: torch.Tensor) -> None:
         """Multiply the rows of each head by its weight, into `out_THN`; both may be parts of wider rows."""
@@ -161,7 +163,7 @@ class PackedWeights:
         f32_output: bool = False,
         clamped: ClampedExperts | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute experts from their packed weights: an `ExpertRunner`. Those that are not packed, torch computes."""
+        """Compute experts from their packed weights, or with torch if they are not packed: an `ExpertRunner`."""
         if self._kernels is None or w13 not in self:
             return cpu_experts.combined_experts(
                 x_TM, w13, w2, topk_weights_TK, topk_ids_TK, f32_output=f32_output, clamped=clamped
@@ -180,7 +182,7 @@ class PackedWeights:
         )
 
     def mlp(self, x_TM: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        """SiLU(gate) * up, and down, of every row [T, M]: one call, as of a lone expert. [2I, M] and [M, I]."""
+        """Compute an MLP with weights [2I, M] and [M, I] for every row [T, M] in one call, as a single expert."""
         one = (len(x_TM), 1)
         choice = torch.ones(one), torch.zeros(one, dtype=torch.int32)
         return self.experts(x_TM, gate_up[None], down[None], *choice)[0]
@@ -200,10 +202,10 @@ def packed_experts(
     slots: torch.Tensor | None = None,
     clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernels' `experts` with packed weights, whatever number types and order in memory the other tensors have."""
-    beside = {}
+    """Call the kernels' `experts` with packed weights. The other tensors are converted to the form that it needs."""
+    activation = {}
     if clamped is not None:
-        beside = {
+        activation = {
             "w13_bias": in_halves(clamped.w13_bias.float()),
             "w2_bias": clamped.w2_bias.float().contiguous(),
             "alpha": clamped.alpha,
@@ -219,18 +221,34 @@ def packed_experts(
         w13_scales=w13_scales,
         w2_scales=w2_scales,
         slots=slots,
-        **beside,
+        **activation,
     )
     return done
 
 
+def _rows_of(weight_NK: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return rows [..., K] of a packed weight of bf16 or float32, which has the shape of the plain one."""
+    outputs, inputs = weight_NK.shape
+    pair = 2 if weight_NK.dtype == torch.bfloat16 else 1
+    flat, numbers = weight_NK.reshape(-1), ids.reshape(-1)
+    whole = outputs // _PANEL * _PANEL
+    found = weight_NK.new_empty(len(numbers), inputs // pair, pair)
+    for first, last, width in ((0, whole, _PANEL), (whole, outputs, outputs - whole)):
+        here = (numbers >= first) & (numbers < last)
+        if width and bool(here.any()):
+            panels = flat[first * inputs : last * inputs].view(-1, inputs // pair, width, pair)
+            own = numbers[here] - first
+            found[here] = panels[own // width, :, own % width]
+    return found.view(*ids.shape, inputs)
+
+
 def _reorder(weight: torch.Tensor, order: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put the rows of each expert in another order, in place; one expert after the other, which takes little memory."""
+    """Put the rows of each expert in another order, in place, one expert after the other to take little memory."""
     for expert in weight.view(-1, *weight.shape[-2:]):
         expert.copy_(order(expert[None])[0])
 
 
 def _packable(weight: torch.Tensor) -> bool:
-    """What the kernels take: bf16 in pairs along the inputs, or float32; one contiguous piece of memory."""
+    """Return whether the kernels take a weight: bf16 in pairs along the inputs, or float32, contiguous, on a CPU."""
     in_pairs = weight.dtype == torch.bfloat16 and weight.shape[-1] % 2 == 0
     return (in_pairs or weight.dtype == torch.float32) and weight.is_contiguous() and weight.device.type == "cpu"

@@ -431,8 +431,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
             for batch in batches:
                 self._prepare_eager_forward_batch(batch)
-            logits, *beside = runner.forward_parts(batches)
-            self._mixed_logits = beside[0] if beside else None
+            logits, *mixed = runner.forward_parts(batches)
+            self._mixed_logits = mixed[0] if mixed else None
             return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
 
     def compute_decode_by(self, mode: str) -> None:

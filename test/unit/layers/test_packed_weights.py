@@ -176,3 +176,14 @@ def test_without_kernels_nothing_is_packed():
     assert not packed.add_linear(torch.ones(8, 8))
     assert not packed.add_experts(torch.ones(2, 8, 4), torch.ones(2, 4, 4))
     assert len(packed) == 0
+
+
+@pytest.mark.parametrize("kernels", [native_kernels(), None], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("outputs", [6, 64, 70])
+def test_rows_of_a_packed_weight_are_those_of_the_plain_one(kernels, dtype, outputs):
+    weight = torch.randn(outputs, 10).to(dtype)
+    plain, packed = weight.clone(), PackedWeights(kernels)
+    assert packed.add_linear(weight) == (kernels is not None)
+    for ids in (torch.arange(outputs), torch.tensor([[outputs - 1, 0], [3, 3]]), torch.empty(0, dtype=torch.int64)):
+        assert torch.equal(packed.rows(ids, weight), plain[ids])

@@ -1,12 +1,11 @@
 """Owns attention over device pages on a CPU: ragged prefill with a cached prefix, and decode over flat pages.
 
-It decides neither sub-batches nor pages; both come with the forward batch. The native kernels compute where pages
-have their layout, torch operators otherwise. Latent attention (MLA) is attention with one KV head, whose values are
-the first channels of its keys.
-A window limits what a row sees to that many tokens, its own included (0: all up to its own); the KV before it stays. A
-sink is a score of each query head beside those of the tokens, whose weight goes to no value.
-Shape suffixes: B sequences, P pages of all sequences, T tokens, S slots of a page, H KV heads, G query heads
-per KV head, D head dimension, V that of values.
+Sub-batches and pages come with the forward batch. The native kernels compute if pages have their layout, torch
+operators otherwise. Latent attention (MLA) is attention with one KV head, whose values are the first channels of its
+keys. With a window, a row attends to that many tokens, its own included (0: to all up to its own); KV before the window
+is kept. A sink is one more score of each query head, whose weight goes to no value.
+Shape suffixes: B sequences, P pages of all sequences, T tokens, S tokens of a page, H KV heads, G query heads
+per KV head, D head dimension, V head dimension of values.
 """
 
 from __future__ import annotations
@@ -28,21 +27,24 @@ from sgl_batch.sglang_adapter.layers import AttentionBackend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeMetadata:
-    """The pages of all sequences of a sub-batch, end to end, and which sequence owns each."""
+    """The pages of all sequences of a sub-batch, one sequence after the other, and the sequence that owns each."""
 
     pages_P: torch.Tensor
     owner_P: torch.Tensor
-    used_P: torch.Tensor  # tokens of the sequence from the page's first on
+    used_P: torch.Tensor  # the sequence's tokens from the page's first token on
     bias_PS: torch.Tensor
     num_pages_B: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillMetadata:
-    """Per piece of a sequence: its rows [start, end), and the slots of its tokens up to the last of them."""
+    """For each piece of a sequence: its rows [start, end), and the KV indices of its tokens up to its last row.
+
+    None in place of KV indices: the piece begins its sequence, so that its rows are all its tokens.
+    """
 
     rows: tuple[tuple[int, int], ...]
-    slots: tuple[torch.Tensor | None, ...]
+    kv_indices: tuple[torch.Tensor | None, ...]
 
 
 def page_table(
@@ -52,18 +54,18 @@ def page_table(
     page_size: int,
     first_page: int = 0,
 ) -> DecodeMetadata:
-    """Flatten the pages of sequences of `seq_lens_B` tokens; slots past a sequence's end get a bias of -inf.
+    """Flatten the pages of sequences of `seq_lens_B` tokens. Page 0 is the pool's page `first_page`.
 
-    Pages are counted from `first_page`.
+    The parts of a page past its sequence's end get a bias of -inf.
     """
     num_pages_B = (seq_lens_B + page_size - 1) // page_size
     owner_P = torch.repeat_interleave(torch.arange(len(seq_lens_B)), num_pages_B)
     rank_P = torch.arange(len(owner_P)) - (torch.cumsum(num_pages_B, 0) - num_pages_B)[owner_P]
-    slots_P = req_to_token[req_pool_indices_B[owner_P], rank_P * page_size].to(torch.int64)
+    first_kv_index_P = req_to_token[req_pool_indices_B[owner_P], rank_P * page_size].to(torch.int64)
     used_P = seq_lens_B[owner_P] - rank_P * page_size
     bias_PS = torch.zeros(len(owner_P), page_size)
     bias_PS.masked_fill_(torch.arange(page_size) >= used_P[:, None], float("-inf"))
-    pages_P = slots_P // page_size - first_page
+    pages_P = first_kv_index_P // page_size - first_page
     return DecodeMetadata(pages_P=pages_P, owner_P=owner_P, used_P=used_P, bias_PS=bias_PS, num_pages_B=num_pages_B)
 
 
@@ -76,10 +78,10 @@ def decode_attention(
     window: int = 0,
     sinks_G: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query token per sequence over its pages; returns float32 [B, H, G, V].
+    """Attend with one query token per sequence to its pages; return float32 [B, H, G, V].
 
-    Pages of all sequences are multiplied at once, then reduced to their sequences by a running maximum and
-    sum, so that no row is padded to the longest sequence and no Python loop visits sequences.
+    Pages of all sequences are multiplied at once, then reduced to their sequences by a maximum and a sum, so that no
+    row is padded to the longest sequence and no Python loop visits sequences.
     `k_pages`: [num_pages, H, S, D], `v_pages`: [num_pages, H, S, V]; `sinks_G`: [query heads].
     """
     owner_P = metadata.owner_P
@@ -112,9 +114,9 @@ def prefill_attention(
     window: int = 0,
     sinks_G: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of the last `len(q)` tokens of one sequence over all its tokens; returns [T, heads, V].
+    """Attend causally with the last `len(q)` tokens of one sequence to all its tokens; return [T, heads, V].
 
-    `k_THD`, `v_THV` may hold more tokens than `q_THD`: those before are the cached prefix. `sinks_G`: [query heads].
+    `k_THD`, `v_THV` may have more tokens than `q_THD`: the first ones are the cached prefix. `sinks_G`: [query heads].
     """
     num_q, num_kv, groups = q_THD.shape[0], k_THD.shape[0], q_THD.shape[1] // k_THD.shape[1]
     if groups > 1:
@@ -145,7 +147,7 @@ def _attention_with_sinks(
     visible_TT: torch.Tensor,
     sinks_G: torch.Tensor,
 ) -> torch.Tensor:
-    """Torch's own attention has no sinks: its definition, in float32."""
+    """Compute attention with sinks in float32 by its definition: torch's own attention has no sinks."""
     q_HTD, k_HTD, v_HTV = (x.transpose(0, 1).float() for x in (q_THD, k_THD, v_THV))
     scores_HTT = (q_HTD @ k_HTD.mT * scaling).masked_fill_(~visible_TT, float("-inf"))
     sinks_HT1 = sinks_G.float()[:, None, None].expand(-1, len(q_THD), 1)
@@ -192,7 +194,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
                 self.pool.first_page,
             )
             return
-        rows, slots, start = [], [], 0
+        rows, kv_indices, start = [], [], 0
         extends = zip(
             forward_batch.req_pool_indices.tolist(),
             forward_batch.extend_prefix_lens_cpu,
@@ -202,12 +204,12 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         for request, prefix, length in extends:
             rows.append((start, start + length))
             known = self.req_to_token[request, : prefix + length].to(torch.int64) if prefix else None
-            slots.append(None if known is None else known - self.pool.first_page * self.pool.page_size)
+            kv_indices.append(None if known is None else known - self.pool.first_page * self.pool.page_size)
             start += length
-        self.forward_metadata = PrefillMetadata(rows=tuple(rows), slots=tuple(slots))
+        self.forward_metadata = PrefillMetadata(rows=tuple(rows), kv_indices=tuple(kv_indices))
 
     def _check(self, layer: Any, sinks: torch.Tensor | None, asked: dict[str, Any]) -> None:
-        """Refuse what is not computed here, by name: never wrong tokens in silence (invariant 3)."""
+        """Raise ConfigError for features that are not computed here, by name: no wrong tokens (invariant 3)."""
         latent = isinstance(self.pool, LatentPagePool)
         features = {
             "logit_cap": bool(layer.logit_cap),
@@ -295,16 +297,19 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         assert isinstance(self.forward_metadata, PrefillMetadata), "prefill runs under prefill metadata"
         q_THD = q.view(q.shape[0], layer.tp_q_head_num, layer.qk_head_dim)
         out_THV = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        for (start, end), slots in zip(self.forward_metadata.rows, self.forward_metadata.slots, strict=True):
-            if slots is None:
+        for (start, end), kv_indices in zip(self.forward_metadata.rows, self.forward_metadata.kv_indices, strict=True):
+            if kv_indices is None:
                 keys, values = k[start:end], v[start:end]
             else:
-                keys, values = self.pool.read_kv(layer.layer_id, slots)
+                keys, values = self.pool.read_kv(layer.layer_id, kv_indices)
             out_THV[start:end] = prefill_attention(q_THD[start:end], keys, values, layer.scaling, _window(layer), sinks)
         return out_THV.view(q.shape[0], -1)
 
 
 def _window(layer: Any) -> int:
-    """How many tokens a row sees, its own included; 0 is all. SGLang counts those before it, and has -1 for all."""
+    """Return how many tokens a row attends to, its own included; 0 is all.
+
+    SGLang counts the tokens before the row's own, and has -1 for all.
+    """
     size = layer.sliding_window_size
     return size + 1 if size is not None and size > 0 else 0

@@ -1,4 +1,4 @@
-"""Owns what the native attention kernels are told of a batch: its pieces and their pages. Prefill and decode are one.
+"""Owns the arguments of the native attention kernels: the pieces of a batch and their pages, in prefill and decode.
 
 Shape suffixes: B pieces (sequences of a sub-batch), P pages of all pieces.
 """
@@ -14,7 +14,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceMetadata:
-    """Rows of each piece [B + 1], tokens of its sequence so far [B], and where its pages begin in `tables` [B]."""
+    """First row of each piece [B + 1], tokens of its sequence so far [B], and its first index in `tables` [B].
+
+    `tables`: the pages of all pieces [P], one piece after the other.
+    """
 
     starts: torch.Tensor
     lengths: torch.Tensor
@@ -23,9 +26,9 @@ class PieceMetadata:
 
 
 def pieces_of(forward_batch: Any, req_to_token: torch.Tensor, page_size: int, first_page: int) -> PieceMetadata:
-    """The pieces of a sub-batch: one row each in decode, the new tokens of each sequence in prefill.
+    """Return the pieces of a sub-batch: one row each in decode, the new tokens of each sequence in prefill.
 
-    Pages are counted from `first_page`.
+    Page 0 is the pool's page `first_page`.
     """
     lengths_B = forward_batch.seq_lens.to(torch.int64)
     if forward_batch.forward_mode.is_decode():
@@ -38,10 +41,9 @@ def pieces_of(forward_batch: Any, req_to_token: torch.Tensor, page_size: int, fi
     table_starts_B = torch.cumsum(num_pages_B, 0) - num_pages_B
     owner_P = torch.repeat_interleave(torch.arange(len(lengths_B)), num_pages_B)
     rank_P = torch.arange(len(owner_P)) - table_starts_B[owner_P]
-    slots_P = req_to_token[forward_batch.req_pool_indices[owner_P], rank_P * page_size].to(torch.int64)
-    return PieceMetadata(
-        starts=starts, lengths=lengths_B, table_starts=table_starts_B, tables=slots_P // page_size - first_page
-    )
+    first_kv_index_P = req_to_token[forward_batch.req_pool_indices[owner_P], rank_P * page_size].to(torch.int64)
+    tables_P = first_kv_index_P // page_size - first_page
+    return PieceMetadata(starts=starts, lengths=lengths_B, table_starts=table_starts_B, tables=tables_P)
 
 
 def attend(
@@ -56,9 +58,9 @@ def attend(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [rows, heads * head_dim] over the pages of its pieces; the same shape and number type.
+    """Attend causally with q [rows, heads * head_dim] to the pages of its pieces; the result has q's form.
 
-    A row sees the last `window` tokens up to its own, or all with 0. `sinks`: [heads].
+    A row attends to the last `window` tokens up to its own; 0 is all. `sinks`: [heads].
     """
     out: torch.Tensor = kernels.attention(
         q,
@@ -85,7 +87,7 @@ def attend_latent(
     value_dim: int,
     scaling: float,
 ) -> torch.Tensor:
-    """Causal attention of q [rows, heads * row] over pages of rows that all heads share: [rows, heads * value_dim]."""
+    """Attend causally with q [rows, heads * row] to pages of rows that all heads share: [rows, heads * value_dim]."""
     out: torch.Tensor = kernels.latent_attention(
         q,
         pages,

@@ -1,1 +1,1 @@
-"""Our expert runners."""
+"""Expert runners, and the exchange of tokens between expert-parallel ranks."""

@@ -1,6 +1,5 @@
-"""Owns what gpt-oss's experts have beside their matrices: biases, and what lies between the products.
-
-Which runner computes them is not decided here. Shape suffixes as in expert_runner, J gate and up together.
+"""Owns the biases and the clamped activation of gpt-oss's experts. Shape suffixes as in expert_runner, J gate and up
+together.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from sgl_batch.sglang_adapter.types.models import ExpertLayer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClampedExperts:
-    """An expert adds down(g * sigmoid(alpha * g) * (u + 1)): g is gate up to `limit`, u is up between -limit and limit.
+    """Biases and activation of a layer's experts.
 
-    Rows of w13 [E, 2I, M] alternate, gate, up, gate, up, and so do `w13_bias` [E, 2I]; `w2_bias`: [E, M]. Biases are
-    float32 and added to the products, before the weights of the choice.
+    An expert computes down(g * sigmoid(alpha * g) * (u + 1)); g is gate clamped to at most `limit`, u is up clamped to
+    [-limit, limit]. Rows of w13 [E, 2I, M] alternate (gate, up, gate, up), and so does `w13_bias` [E, 2I]; `w2_bias`:
+    [E, M]. Biases are float32 and are added to the products, before the weights of the choice.
     """
 
     w13_bias: torch.Tensor
@@ -27,14 +27,17 @@ class ClampedExperts:
     limit: float
 
     def mix(self, gate_up_RJ: torch.Tensor) -> torch.Tensor:
-        """What goes into the down product, of a gate and up product with its bias: [R, I]."""
+        """Return the input of the down product [R, I], from a gate and up product with its bias."""
         gate_RI = gate_up_RJ[:, 0::2].clamp(max=self.limit)
         up_RI = gate_up_RJ[:, 1::2].clamp(min=-self.limit, max=self.limit)
         return gate_RI * torch.sigmoid(gate_RI * self.alpha) * (up_RI + 1)
 
 
 def clamped_experts_of(layer: ExpertLayer) -> ClampedExperts | None:
-    """What a layer of experts has beside its matrices, or None for plain ones. Raises ConfigError for another form."""
+    """Return the biases and activation of a layer's experts, or None for plain experts.
+
+    Raises ConfigError for another form.
+    """
     config = layer.quant_method.moe_runner_config
     w13_bias: torch.Tensor | None = getattr(layer, "w13_weight_bias", None)
     w2_bias: torch.Tensor | None = getattr(layer, "w2_weight_bias", None)
@@ -52,10 +55,10 @@ def clamped_experts_of(layer: ExpertLayer) -> ClampedExperts | None:
 
 
 def in_halves(rows_EJ: torch.Tensor) -> torch.Tensor:
-    """A copy of [E, 2I, ...], rows of gate above those of up, of one in which they alternate."""
+    """Return a copy of [E, 2I, ...] with the rows of gate above those of up, from one whose rows alternate."""
     return torch.cat((rows_EJ[:, 0::2], rows_EJ[:, 1::2]), 1)
 
 
 def alternating(rows_EJ: torch.Tensor) -> torch.Tensor:
-    """A copy in which rows alternate; undoes `in_halves`."""
+    """Return a copy whose rows alternate; it undoes `in_halves`."""
     return torch.stack(rows_EJ.chunk(2, 1), 2).flatten(1, 2)

@@ -1,6 +1,5 @@
-"""Owns expert compute over a combined batch in plain torch: one GEMM pair per expert that has rows.
+"""Owns expert compute over a combined batch in plain torch: one GEMM pair for each expert that has rows.
 
-Which tokens are combined is decided by the layer runner; which expert a token goes to by the router.
 Shape suffixes: T tokens, K experts per token, R = T * K routed rows, E experts, M hidden, I intermediate.
 """
 
@@ -16,7 +15,7 @@ from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 def _expert(
     rows_RM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, expert: int, clamped: ClampedExperts | None
 ) -> torch.Tensor:
-    """Gate and up projection, SiLU-and-multiply or what is clamped, down projection, for one expert's rows."""
+    """Compute one expert for its rows: gate and up projection, activation, down projection."""
     gate_up_RJ = linear(rows_RM, w13[expert])
     if clamped is not None:
         mixed_RI = clamped.mix(gate_up_RJ.float() + clamped.w13_bias[expert])
@@ -57,8 +56,8 @@ def combined_experts(
             out_RM[rows] = _expert(sorted_RM[rows], w13, w2, expert, clamped)
             start += count
     out_RM[num_absent:] *= topk_weights_TK.reshape(-1)[order_R[num_absent:], None].to(out_RM.dtype)
-    place_R = torch.empty_like(order_R)
-    place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-    by_token_TKM = out_RM[place_R].view(num_tokens, top_k, w2.shape[1])
+    sorted_index_R = torch.empty_like(order_R)
+    sorted_index_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    by_token_TKM = out_RM[sorted_index_R].view(num_tokens, top_k, w2.shape[1])
     out_TM = by_token_TKM.sum(1, dtype=torch.float32)
     return out_TM if f32_output else out_TM.to(x_TM.dtype), rows_per_expert

@@ -1,4 +1,4 @@
-"""Owns the choice of experts under SGLang's layer on a CPU, by softmax or sigmoid; other choices stay SGLang's own."""
+"""Owns the choice of experts in SGLang's layer on a CPU, by softmax or sigmoid; other choices stay SGLang's own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sgl_batch.sglang_adapter.layers import TopK, register_forward
 
 
 def register(kernels: ModuleType | None, dispatch_key: str) -> None:
-    """Put the choice under SGLang's layer class on the platform of the given key."""
+    """Let SGLang's layer class choose with `choose`, on the platform of the given key."""
 
-    # SGLang binds it to its layer as a plain function, which a partial one is not.
+    # SGLang binds it to its layer, which works for a plain function only, not for a partial.
     def forward(topk: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, **given: Any) -> Any:
         return choose(kernels, topk, hidden_states, router_logits, **given)
 
@@ -25,7 +25,7 @@ def register(kernels: ModuleType | None, dispatch_key: str) -> None:
 def choose(
     kernels: ModuleType | None, topk: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, **given: Any
 ) -> Any:
-    """The choice of SGLang's layer `topk` for rows [T, M] with logits [T, E]. `kernels`: as grouped_topk has them."""
+    """Choose experts for SGLang's layer `topk`: for rows [T, M] with logits [T, E]. `kernels`: as in grouped_topk."""
     scoring = scoring_of(topk, given)
     known = router_logits.dtype in (torch.bfloat16, torch.float32) and router_logits.stride(-1) == 1
     if scoring is None or not known:

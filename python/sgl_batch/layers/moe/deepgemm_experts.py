@@ -1,7 +1,7 @@
 """Owns expert compute by DeepGEMM's grouped GEMMs, and is the only importer of deep_gemm. Not yet run on a GPU.
 
-Written after DeepGEMM's interface; gather, scatter and sum are our Triton kernels. It rounds to bfloat16 between its
-steps, before the weights of the choices too, so that it is less exact than the other runners.
+It follows DeepGEMM's published interface; gather, scatter and sum are our Triton kernels. It rounds to bfloat16 between
+its steps, also before the weights of the choices, so that it is less exact than the other runners.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ except ImportError as error:
         "machine with a Hopper or Blackwell GPU (pip install sgl-deep-gemm), or choose the expert runner triton"
     ) from error
 
-# Rows of one expert start at a multiple of this, as DeepGEMM's contiguous layout wants it.
+# Rows of one expert start at a multiple of this, as DeepGEMM's contiguous layout needs it.
 _BLOCK_ROWS = 128
 
 

@@ -22,9 +22,9 @@ ON_GPU = ("sglang", "triton", "deepgemm", "torch")
 
 
 def installed_on_gpu(dtype: torch.dtype, *, clamped: bool = False) -> tuple[str, ...]:
-    """The runners of a GPU that are there and take weights of this number type; first SGLang's own.
+    """Return the runners for a GPU that are installed and take weights of this number type; SGLang's own is first.
 
-    `clamped`: of experts with biases and a clamped activation.
+    `clamped`: the experts have biases and a clamped activation.
     """
     names = ["sglang"]
     if _is_there("triton"):
@@ -100,7 +100,7 @@ class ExpertCall(Protocol):
 
 
 def check_runner(name: str, *, on_cpu: bool) -> None:
-    """Raise ConfigError for a runner that cannot run on the device, or of which something is not installed."""
+    """Raise ConfigError for a runner that cannot run on the device or needs a package that is not installed."""
     known = ON_CPU if on_cpu else ON_GPU
     if name not in ("auto", *known):
         raise ConfigError(
@@ -119,7 +119,7 @@ def check_runner(name: str, *, on_cpu: bool) -> None:
 
 
 def check_experts(config: ExpertOptions) -> None:
-    """Refuse what no runner of ours computes, by name (invariant 3). `config`: SGLang's, of a layer of experts."""
+    """Raise ConfigError for options of a layer that none of our runners computes (invariant 3)."""
     if config.activation != "silu" or config.apply_router_weight_on_input:
         raise ConfigError(
             f"experts use SiLU and weight their output here; this model asks for activation="
@@ -134,7 +134,7 @@ def _interprets() -> bool:
 
 
 def create_expert_runner(name: str) -> ExpertRunner:
-    """The runner of a name, for weights as they are loaded. Raises ConfigError where a package is missing."""
+    """Return the runner of a name, for weights as they are loaded. Raises ConfigError if a package is missing."""
     if name == "triton":
         from sgl_batch.layers.moe.triton_experts import triton_experts
 

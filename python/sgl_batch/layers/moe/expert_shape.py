@@ -1,4 +1,4 @@
-"""Owns what decides, beside the number of tokens, which expert runner is the fastest on a GPU: a layer's shape."""
+"""Owns the shape of a layer of experts: with the number of tokens, it decides which runner is fastest on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_batch.sglang_adapter.types.models import ExpertLayer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """The shape of a layer of experts, those on this rank. `dtype`: without torch's prefix."""
+    """The shape of a layer's experts on this rank. `dtype`: the number type without torch's prefix."""
 
     experts: int
     hidden: int
@@ -19,7 +19,7 @@ class ExpertShape:
 
 
 def shape_of(layer: ExpertLayer) -> ExpertShape:
-    """The shape of one of SGLang's layers of experts."""
+    """Return the shape of one of SGLang's layers of experts."""
     experts, double, hidden = layer.w13_weight.shape
     dtype = str(layer.w13_weight.dtype).removeprefix("torch.")
     return ExpertShape(experts=experts, hidden=hidden, intermediate=double // 2, top_k=layer.top_k, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Owns the choice of experts on a CPU: the best of a row's best groups, or of all. It computes no logits.
+"""Owns the choice of experts on a CPU: the best experts of a row's best groups, or of all.
 
-DeepSeek-V2 scores by softmax and ranks a group by its best expert; DeepSeek-V3 scores by sigmoid, adds a bias to each
-expert for the choice alone, and ranks a group by its two best. A row's result has the same bits whatever rows are
-beside it.
+DeepSeek-V2 scores by softmax and ranks a group by its best expert. DeepSeek-V3 scores by sigmoid, adds a bias to each
+expert for the choice only, and ranks a group by its two best experts. A row's result has the same bits whatever the
+other rows are.
 Shape suffixes: T rows, E experts, N groups, K choices.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """How many of how many groups a row may choose from, and how many experts it chooses."""
+    """The number of groups, how many of them a row may choose from, and how many experts it chooses."""
 
     groups: int
     kept_groups: int
@@ -32,10 +32,10 @@ def grouped_topk(
     renormalize: bool,
     kernels: ModuleType | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, float32, and ids, int32, of each row's experts: [T, K] both. `scoring`: "softmax" or "sigmoid".
+    """Return weights (float32) and ids (int32) of each row's experts, both [T, K].
 
-    `kernels`: the module `sgl_batch_kernel`, or None where it is not installed. It takes logits and bias of bf16 or
-    float32, and of equal ranks the lower id; torch takes any of them.
+    `scoring`: "softmax" or "sigmoid". `kernels`: the module `sgl_batch_kernel`, or None if it is not installed. It
+    needs logits and bias in bf16 or float32, and chooses the lower id among equal scores; torch chooses any of them.
     """
     if kernels is not None:
         done: tuple[torch.Tensor, torch.Tensor] = kernels.topk(
@@ -64,7 +64,10 @@ def grouped_topk(
 
 
 def _scores(logits_TE: torch.Tensor, scoring: str) -> torch.Tensor:
-    """float32. torch's sigmoid takes another way for the last few numbers of a tensor: in float64 both round alike."""
+    """Return scores in float32.
+
+    Sigmoid is computed in float64: torch's float32 sigmoid rounds the last few numbers of a tensor differently.
+    """
     if scoring == "sigmoid":
         return logits_TE.to(torch.float64).sigmoid().to(torch.float32)
     assert scoring == "softmax", f"{scoring!r} is no scoring of experts"
@@ -72,7 +75,7 @@ def _scores(logits_TE: torch.Tensor, scoring: str) -> torch.Tensor:
 
 
 def _row_sums(weights_TK: torch.Tensor) -> torch.Tensor:
-    """[T, 1], added up one choice after the other."""
+    """Return the sums of rows [T, 1], added up one choice after the other."""
     total_T = weights_TK[:, 0].clone()
     for choice_T in weights_TK.unbind(1)[1:]:
         total_T += choice_T

@@ -1,4 +1,4 @@
-"""Owns expert compute over a combined batch by our Triton kernels. Not yet run on a GPU, by the interpreter only."""
+"""Owns expert compute over a combined batch by our Triton kernels. It has run under Triton's interpreter only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Owns the Triton kernels of expert compute over `RoutedRows`; `triton_steps` calls them. Not yet run on a GPU.
+"""Owns the Triton kernels of expert compute over `RoutedRows`, which `triton_steps` calls. Not yet run on a GPU.
 
-Nothing here adds up by atomics. Shape suffixes: H a block of rows, N a block of columns, D a step of the inner
-dimension, C the choices of a token up to a power of two.
+No kernel uses atomic additions. Shape suffixes: H a block of rows, N a block of columns, D a step of the inner
+dimension, C the choices of a token, rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import triton.language as tl
 
 @triton.jit
 def gate_up_kernel(
-    x, w13, inter, slot_row, block_expert, x_stride, top_k, hidden, width, experts, bias, alpha, limit,
+    x, w13, inter, cell_row, block_expert, x_stride, top_k, hidden, width, experts, bias, alpha, limit,
     H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CLAMPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """inter[s] = silu(gate(x[t])) * up(x[t]) for the slots of a block, in some columns; the gather is part of it.
+    """Gather x[t] and compute inter[s] = silu(gate(x[t])) * up(x[t]) for the cells s of a block, in some columns.
 
-    CLAMPED: as clamped_experts has it; rows of gate and up alternate.
+    CLAMPED: the activation of clamped_experts; rows of gate and up alternate.
     """
     expert = tl.load(block_expert + tl.program_id(0)).to(tl.int64)
     if expert < experts:
-        slot_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
-        row_H = tl.load(slot_row + slot_H)
+        cell_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
+        row_H = tl.load(cell_row + cell_H)
         used_H = row_H >= 0
         x_H = x + (row_H // top_k).to(tl.int64) * x_stride
         column_N = tl.program_id(1) * N + tl.arange(0, N)
@@ -54,22 +54,22 @@ def gate_up_kernel(
             mixed_HN = gate_HN / (1.0 + tl.exp(-alpha * gate_HN)) * up_HN
         else:
             mixed_HN = gate_HN / (1.0 + tl.exp(-gate_HN)) * up_HN
-        to_HN = inter + slot_H[:, None] * width + column_N[None, :]
+        to_HN = inter + cell_H[:, None] * width + column_N[None, :]
         tl.store(to_HN, mixed_HN.to(inter.dtype.element_ty), used_H[:, None] & (column_N < width)[None, :])
 
 
 @triton.jit
 def down_kernel(
-    inter, w2, weights, products, slot_row, block_expert, hidden, width, experts, bias,
+    inter, w2, weights, products, cell_row, block_expert, hidden, width, experts, bias,
     H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """products[r] = weight[r] * down(inter[s]) for the slots of a block, in some columns; the scatter is part of it."""
+    """Compute and scatter products[r] = weight[r] * down(inter[s]) for the cells s of a block, in some columns."""
     expert = tl.load(block_expert + tl.program_id(0)).to(tl.int64)
     if expert < experts:
-        slot_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
-        row_H = tl.load(slot_row + slot_H).to(tl.int64)
+        cell_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
+        row_H = tl.load(cell_row + cell_H).to(tl.int64)
         used_H = row_H >= 0
-        inter_H = inter + slot_H * width
+        inter_H = inter + cell_H * width
         column_N = tl.program_id(1) * N + tl.arange(0, N)
         w2_N = w2 + (expert * hidden + column_N) * width
         sum_HN = tl.zeros((H, N), dtype=tl.float32)
@@ -92,53 +92,54 @@ def down_kernel(
 
 @triton.jit
 def gather_kernel(
-    x, out, slot_row, block_expert, block_rows, x_stride, top_k, hidden, experts, H: tl.constexpr, N: tl.constexpr
+    x, out, cell_row, block_expert, block_rows, x_stride, top_k, hidden, experts, H: tl.constexpr, N: tl.constexpr
 ):
-    """out[s] = x[t] for a slot with a row of token t, else 0; idle blocks stay as they are."""
-    slot_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
+    """Write out[s] = x[t] for a cell with a row of token t, else 0; idle blocks stay as they are."""
+    cell_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
     if tl.load(block_expert + tl.program_id(0) * H // block_rows) < experts:
-        row_H = tl.load(slot_row + slot_H)
+        row_H = tl.load(cell_row + cell_H)
         column_N = tl.program_id(1) * N + tl.arange(0, N)
         from_HN = x + ((row_H // top_k).to(tl.int64) * x_stride)[:, None] + column_N[None, :]
         x_HN = tl.load(from_HN, (row_H >= 0)[:, None] & (column_N < hidden)[None, :], other=0.0)
-        tl.store(out + slot_H[:, None] * hidden + column_N[None, :], x_HN, (column_N < hidden)[None, :])
+        tl.store(out + cell_H[:, None] * hidden + column_N[None, :], x_HN, (column_N < hidden)[None, :])
 
 
 @triton.jit
 def scatter_kernel(
-    outputs, weights, products, slot_row, block_expert, block_rows, hidden, experts, H: tl.constexpr, N: tl.constexpr
+    outputs, weights, products, cell_row, block_expert, block_rows, hidden, experts, H: tl.constexpr, N: tl.constexpr
 ):
-    """products[r] = weight[r] * outputs[s] for each slot with a row r."""
-    slot_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
+    """Write products[r] = weight[r] * outputs[s] for each cell s with a row r."""
+    cell_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
     if tl.load(block_expert + tl.program_id(0) * H // block_rows) < experts:
-        row_H = tl.load(slot_row + slot_H).to(tl.int64)
+        row_H = tl.load(cell_row + cell_H).to(tl.int64)
         column_N = tl.program_id(1) * N + tl.arange(0, N)
         used_HN = (row_H >= 0)[:, None] & (column_N < hidden)[None, :]
-        out_HN = tl.load(outputs + slot_H[:, None] * hidden + column_N[None, :], used_HN, other=0.0).to(tl.float32)
+        out_HN = tl.load(outputs + cell_H[:, None] * hidden + column_N[None, :], used_HN, other=0.0).to(tl.float32)
         weight_H = tl.load(weights + row_H, row_H >= 0, other=0.0)
         tl.store(products + row_H[:, None] * hidden + column_N[None, :], out_HN * weight_H[:, None], used_HN)
 
 
 @triton.jit
 def silu_mul_kernel(gate_up, inter, block_expert, block_rows, width, experts, H: tl.constexpr, N: tl.constexpr):
-    """inter[s] = silu(gate) * up, where gate and up are the halves of a row; idle blocks stay as they are."""
-    slot_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
+    """Write inter[s] = silu(gate) * up, where gate and up are the halves of a row; idle blocks stay as they are."""
+    cell_H = (tl.program_id(0) * H + tl.arange(0, H)).to(tl.int64)
     if tl.load(block_expert + tl.program_id(0) * H // block_rows) < experts:
         column_N = tl.program_id(1) * N + tl.arange(0, N)
-        used_HN = (slot_H >= 0)[:, None] & (column_N < width)[None, :]
-        gate_HN = gate_up + slot_H[:, None] * 2 * width + column_N[None, :]
+        used_HN = (cell_H >= 0)[:, None] & (column_N < width)[None, :]
+        gate_HN = gate_up + cell_H[:, None] * 2 * width + column_N[None, :]
         up_HN = tl.load(gate_HN + width, used_HN, other=0.0).to(tl.float32)
         gate_HN = tl.load(gate_HN, used_HN, other=0.0).to(tl.float32)
         mixed_HN = gate_HN / (1.0 + tl.exp(-gate_HN)) * up_HN
-        tl.store(inter + slot_H[:, None] * width + column_N[None, :], mixed_HN.to(inter.dtype.element_ty), used_HN)
+        tl.store(inter + cell_H[:, None] * width + column_N[None, :], mixed_HN.to(inter.dtype.element_ty), used_HN)
 
 
 @triton.jit
 def tree_sum_kernel(products, ids, paths, out, top_k, hidden, experts, C: tl.constexpr, N: tl.constexpr):
-    """out[t] = the sum of token t's rows, added up in the order of the tree that halves [0, E) again and again.
+    """Write out[t] = the sum of token t's rows, in the order of the binary tree that halves [0, E) repeatedly.
 
-    The rows are in order of experts. Between two neighbours stands a gap, the larger the higher the node at which they
-    part; a gap is closed, by adding the sums on its sides, at the first row with a larger one behind it.
+    The rows are in the order of their experts. Two neighbours have a gap between them, which is larger the higher the
+    tree node at which they part. A gap is closed, by adding the sums on its two sides, at the first row that has a
+    larger gap behind it.
     """
     token = tl.program_id(0).to(tl.int64)
     column_N = tl.program_id(1) * N + tl.arange(0, N)

@@ -20,14 +20,14 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("block_rows", [1, 16, 32])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_row_of_an_expert_has_one_slot_in_a_block_of_that_expert(routing, block_rows):
+def test_every_row_of_an_expert_has_one_cell_in_a_block_of_that_expert(routing, block_rows):
     ids_TK = ROUTINGS[routing]
     rows = route(ids_TK, torch.rand(ids_TK.shape), num_experts=EXPERTS, block_rows=block_rows)
     expert_S = rows.block_expert_B.repeat_interleave(block_rows)
-    used_S = rows.slot_row_S >= 0
+    used_S = rows.cell_row_S >= 0
     expert_R = rows.ids_TK.flatten()
-    assert torch.equal(expert_R[rows.slot_row_S[used_S]], expert_S[used_S])
-    assert sorted(rows.slot_row_S[used_S].tolist()) == torch.where(expert_R < EXPERTS)[0].tolist()
+    assert torch.equal(expert_R[rows.cell_row_S[used_S]], expert_S[used_S])
+    assert sorted(rows.cell_row_S[used_S].tolist()) == torch.where(expert_R < EXPERTS)[0].tolist()
     assert rows.rows_per_expert.tolist() == [int((ids_TK == expert).sum()) for expert in range(EXPERTS)]
     assert rows.block_expert_B.tolist() == sorted(rows.block_expert_B.tolist()), "idle blocks come last"
 

@@ -18,7 +18,7 @@ from sgl_batch.layers.moe import triton_kernels, triton_steps
 POINTERS = {name: "*bf16" for name in ("x", "w13", "w2", "inter", "outputs", "gate_up", "out")}
 POINTERS.update({name: "*fp32" for name in ("weights", "products", "bias")})
 POINTERS.update({name: "fp32" for name in ("alpha", "limit")})
-POINTERS.update({name: "*i32" for name in ("slot_row", "block_expert", "ids", "paths")})
+POINTERS.update({name: "*i32" for name in ("cell_row", "block_expert", "ids", "paths")})
 gemm = {key: value for key, value in triton_steps._TILE.items() if key.isupper()} | {"WIDEN": False}
 constants = {
     "gate_up_kernel": [gemm | {"CLAMPED": one} for one in (False, True)],

@@ -1,7 +1,7 @@
 """Owns the exchange through torch.distributed's all-to-all: over gloo on CPUs, over NCCL on GPUs.
 
-One class for both, because torch.distributed gives both the same collective and only the device differs. On gloo
-all_to_all_single is as quick as sends and receives of our own, so there is no second way.
+One class serves both, because torch.distributed has the same collective for both and only the device differs. On gloo,
+all_to_all_single is as fast as our own sends and receives.
 
 Shape suffixes: T tokens, K experts per token, M hidden, W ranks, R rows received, S rows sent, B bytes of a row.
 """
@@ -21,7 +21,7 @@ from sgl_batch.layers.moe.token_dispatcher.routes import Routes, masked_choices,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trip:
-    """Where this rank's rows went, and how many went to and came from each rank."""
+    """The routes of this rank's rows, and the numbers of rows sent to and received from each rank."""
 
     routes: Routes
     num_sent: list[int]
@@ -29,9 +29,9 @@ class _Trip:
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """Two collectives to dispatch (how many rows, then the rows), one to combine.
+    """Two collectives to dispatch (the numbers of rows, then the rows), one to combine.
 
-    The buffers are this dispatcher's: those of received rows until its next `dispatch`, the others only within a call.
+    The dispatcher owns the buffers. Received rows are valid until its next `dispatch`; the others within a call only.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device, num_experts: int, hidden_size: int) -> None:
@@ -76,13 +76,16 @@ class AllToAllDispatcher(TokenDispatcher):
         return out_TM.index_fill_(0, routes.idle_tokens, 0.0)
 
     def _exchange_counts(self, num_rows_W: torch.Tensor, row_format: RowFormat) -> tuple[list[int], list[int]]:
-        """How many rows this rank sends to and gets from each rank. All ranks refuse together if formats differ."""
+        """Return how many rows this rank sends to and gets from each rank.
+
+        Raises ValueError, on all ranks, if their row formats differ.
+        """
         own_format = (self.num_experts, self.hidden_size, row_format.top_k, ROW_DTYPES.index(row_format.dtype))
         sent_W5 = torch.tensor([(0, *own_format)] * self.num_shards, device=self._device)
         sent_W5[:, 0] = num_rows_W
         received_W5 = torch.empty_like(sent_W5)
         dist.all_to_all_single(received_W5, sent_W5, group=self._group)
-        # One copy to the host for both, because on a GPU it waits for all that was queued before.
+        # One copy to the host for both: on a GPU it waits for all queued work.
         sent, received = torch.stack((sent_W5, received_W5)).tolist()
         for peer, (_, *peer_format) in enumerate(received):
             if tuple(peer_format) != own_format:

@@ -1,8 +1,13 @@
-"""Owns the contract of the exchange between expert-parallel ranks; decides neither routing nor what experts compute.
+"""Owns the contract of the exchange of tokens between expert-parallel ranks. Routing and expert compute are elsewhere.
 
-Each rank has its own tokens (data-parallel attention) and a contiguous shard of the experts. `dispatch` brings to each
-rank the rows that its experts must compute; `combine` brings the partial sums back to the ranks the tokens came from.
-The ranks of a dispatcher's process group are the expert shards, in order: all of them have both parts.
+Each rank has its own tokens (data-parallel attention) and a contiguous shard of the experts. `dispatch` sends tokens to
+the ranks that hold their experts; `combine` sends the partial sums back and adds them up:
+
+    rank 0:  tokens --dispatch-->  rows for shard 0 --experts--> partial sums --combine--> sums of its tokens
+                        X                                               X
+    rank 1:  tokens --dispatch-->  rows for shard 1 --experts--> partial sums --combine--> sums of its tokens
+
+The ranks of a dispatcher's process group are the expert shards, in order. Every rank has tokens and experts.
 
 Shape suffixes: T tokens of this rank, K experts per token, M hidden, R rows received, S rows sent.
 """
@@ -24,13 +29,15 @@ ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Received:
     """The rows that this rank's experts must compute, ordered by source rank, then by token of the source.
 
-    x_RM: in the type in which it was sent. Its rows are contiguous but may lie apart (stride(0) >= M).
-    ids_RK: int32, LOCAL expert ids, -1 where the choice belongs to another rank (or to none).
-    weights_RK: float32, without a meaning where ids_RK is -1 (0 or what the router gave).
-    routes: what the implementation needs for `combine`; nobody else reads it.
+    The tensors may be views of the arguments of `dispatch`, or of the dispatcher's buffers. They are read-only, and
+    valid until the dispatcher's next `dispatch`.
 
-    The tensors may be views of what was given to `dispatch` or of the dispatcher's buffers: read-only, and valid until
-    the dispatcher's next `dispatch`.
+    Attributes:
+        x_RM: Rows in the number type in which they were sent. Each row is contiguous; rows may lie apart
+            (stride(0) >= M).
+        ids_RK: int32, LOCAL expert ids; -1 for a choice of another rank's expert, or of none.
+        weights_RK: float32, the weights of the choices; meaningless where ids_RK is -1.
+        routes: The implementation's own data for `combine`; only the dispatcher reads it.
     """
 
     x_RM: torch.Tensor
@@ -40,19 +47,33 @@ class Received:
 
 
 class TokenDispatcher(ABC):
-    """One rank's end of the exchange. Every rank takes part in every call, in the same order, also without tokens.
+    """One rank's end of the exchange.
 
-    A token is sent once to each rank that has at least one of its experts, with all its choices. The number of
-    collectives in a call is fixed. Wrong arguments raise ValueError before the first of them; the other ranks then wait
-    in theirs until the group's timeout, so such an error ends the engine.
+    Each call is collective: every rank of the group makes the same calls in the same order, also without tokens. The
+    number of collectives in a call is fixed. A token is sent once to each rank that has at least one of its experts,
+    with all its choices.
 
-    At most one exchange is open: dispatch, combine, dispatch, ... Groups in flight together need a dispatcher each.
+    One exchange is open at a time: dispatch, combine, dispatch, ... Groups that are in flight together need one
+    dispatcher each. A dispatcher is used by one thread.
+
+    An implementation overrides `_send_tokens` and `_return_partials`.
     """
 
-    # Whether `combine` adds in float32 and in the order that it promises. The deterministic mode needs that.
+    # Whether `combine` adds in float32 and in the order that it promises. The deterministic mode needs both.
     exact_order: ClassVar[bool] = True
 
     def __init__(self, *, shard: int, num_shards: int, num_experts: int, hidden_size: int) -> None:
+        """Set the sizes of the exchange.
+
+        Args:
+            shard: This rank's index in the group.
+            num_shards: The number of ranks in the group.
+            num_experts: The experts of all ranks together.
+            hidden_size: M, the same on all ranks.
+
+        Raises:
+            ConfigError: The experts cannot be divided evenly among the ranks.
+        """
         if num_experts < num_shards or num_experts % num_shards:
             raise ConfigError(
                 f"{num_experts} experts cannot be shared out evenly among {num_shards} expert-parallel ranks; "
@@ -66,15 +87,26 @@ class TokenDispatcher(ABC):
 
     @property
     def num_local_experts(self) -> int:
-        """How many experts each shard has; this rank's first is `shard * num_local_experts`."""
+        """The number of experts of each shard; this rank's first expert is `shard * num_local_experts`."""
         return self.num_experts // self.num_shards
 
     def dispatch(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
-        """Send this rank's tokens to the ranks of their experts, and return the rows that came for this rank's.
+        """Send this rank's tokens to the ranks of their experts, and return the rows for this rank's experts.
 
-        topk_ids_TK: int32 or int64, global expert ids, none twice for a token, -1 for no expert. topk_weights_TK:
-        float32. K, M and the type of x_TM are the same on all ranks, also on one without tokens. The arguments are
-        free for reuse when `received` is no longer read.
+        K, M and the number type of x_TM must be the same on all ranks, also on a rank without tokens (T = 0).
+
+        Args:
+            x_TM: Tokens, in float32, bfloat16 or float16.
+            topk_ids_TK: int32 or int64, GLOBAL expert ids; no id twice for a token; -1 for no expert.
+            topk_weights_TK: float32, the weights of the choices.
+
+        Returns:
+            The received rows. The caller passes them to `combine`. It may overwrite the arguments when it no longer
+            reads the received rows.
+
+        Raises:
+            ValueError: An argument is wrong, or an exchange is open. It is raised before the first collective; the
+                other ranks then wait in theirs until the group's timeout, so that such an error ends the engine.
         """
         self._check_tokens(x_TM, topk_ids_TK, topk_weights_TK)
         if self._open is not None:
@@ -83,14 +115,23 @@ class TokenDispatcher(ABC):
         return self._open
 
     def combine(self, partial_RM: torch.Tensor, received: Received) -> torch.Tensor:
-        """Return the sums [T, M] in float32 of the partial sums that all ranks computed for this rank's tokens.
+        """Return the partial sums to the tokens' ranks, and add up those of this rank's tokens.
 
-        partial_RM: float32, for each row of `received` the weighted sum of this rank's experts, 0 for a row without
-        any. The ranks' partial sums are added in the order of a binary tree: a range of ranks is the sum of its first
-        half and its second (the middle one of an odd number belongs to the first), and a rank that had no expert of a
+        The ranks' partial sums are added in the order of a binary tree: a range of ranks is the sum of its first half
+        and its second half (the middle one of an odd number belongs to the first), and a rank without an expert of a
         token counts as nothing. With a power of two of ranks this is the upper part of the same tree over all expert
-        ids, so that experts added up in that order give the same bits on any such number of ranks, one included.
-        A token without any expert gives 0. The result is the caller's.
+        ids: experts that are added up in that order give the same bits on any such number of ranks, one included.
+
+        Args:
+            partial_RM: float32, for each row of `received` the weighted sum of this rank's experts, 0 for a row without
+                one. The caller does not use it afterwards.
+            received: The result of this dispatcher's latest `dispatch`.
+
+        Returns:
+            The sums [T, M] in float32, 0 for a token without an expert. They are the caller's.
+
+        Raises:
+            ValueError: `received` is not of the latest `dispatch`, or `partial_RM` does not fit it. See `dispatch`.
         """
         if received is not self._open:
             raise ValueError("combine was given a Received that is not of this dispatcher's latest dispatch")
@@ -100,16 +141,16 @@ class TokenDispatcher(ABC):
         return self._return_partials(partial_RM, received)
 
     def take_waited_s(self) -> float:
-        """Seconds in which this rank waited for the others since this was last asked, as far as they can be told."""
+        """Return the seconds that this rank waited for other ranks since the last call, as far as they are measured."""
         return 0.0
 
     @abstractmethod
     def _send_tokens(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
-        """What `dispatch` promises, for arguments that have been checked."""
+        """Implement `dispatch` for checked arguments."""
 
     @abstractmethod
     def _return_partials(self, partial_RM: torch.Tensor, received: Received) -> torch.Tensor:
-        """What `combine` promises, for arguments that have been checked."""
+        """Implement `combine` for checked arguments."""
 
     def _check_tokens(self, x_TM: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
         if ids_TK.dim() != 2 or ids_TK.shape[1] == 0:

@@ -1,4 +1,4 @@
-"""Owns which implementation a dispatcher's name stands for, and what it needs; does not decide which one to use."""
+"""Owns which implementation a dispatcher's name stands for, and what it needs. The caller chooses the name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,19 @@ def create_token_dispatcher(
     hidden_size: int,
     device: torch.device = _CPU,
 ) -> TokenDispatcher:
-    """The dispatcher `name` of this process's rank in `group` (None for `local`).
+    """Make the dispatcher `name` for this process's rank in `group` (None for `local`).
 
-    `num_experts` counts the experts of all ranks. `device`: where tokens are; those of a GPU go through the host to be
-    exchanged by `shared` and `gloo`. Every rank of the group must call this (shared and deepep make their
-    buffers together). Raises ConfigError where the name, the group or the machine cannot serve.
+    Every rank of the group must call this: shared and deepep make their buffers together.
+
+    Args:
+        name: One of `NAMES`.
+        group: The ranks that hold the expert shards, in order.
+        num_experts: The experts of all ranks together.
+        hidden_size: Numbers per token.
+        device: Where tokens are. Tokens on a GPU go through the host with `shared` and `gloo`.
+
+    Raises:
+        ConfigError: The name is unknown, or the group or the machine does not fit it.
     """
     if name not in NAMES:
         raise ConfigError(f"the token dispatcher {name!r} is unknown; known: {', '.join(NAMES)}")

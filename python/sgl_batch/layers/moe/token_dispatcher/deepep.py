@@ -1,9 +1,9 @@
 """Owns the exchange through DeepEP's normal mode, and is the only importer of deep_ep. Not yet run on a GPU.
 
-Written after the interface of DeepEP's `Buffer`; until the conformance suite has passed on a machine with two GPUs,
-nothing is known about it. It differs from the other implementations: rows travel in bfloat16 both ways, and DeepEP adds
-the ranks' partial sums itself, so results depend on the number of ranks by rounding. Within one node rows come by
-source rank, then by token; across nodes DeepEP chooses their order.
+It follows the published interface of DeepEP's `Buffer`; the conformance suite has not yet passed on a machine with two
+GPUs. It differs from the other implementations: rows travel in bfloat16 both ways, and DeepEP adds the ranks' partial
+sums itself, so that results depend on the number of ranks by rounding. Within one node, rows come by source rank, then
+by token; across nodes DeepEP chooses their order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DeepEPDispatcher(TokenDispatcher):
     exact_order: ClassVar[bool] = False
 
     def __init__(self, group: dist.ProcessGroup, *, num_experts: int, hidden_size: int) -> None:
-        """Allocates DeepEP's buffers, which is itself a collective over the group."""
+        """Allocate DeepEP's buffers, which is a collective over the group."""
         super().__init__(shard=group.rank(), num_shards=group.size(), num_experts=num_experts, hidden_size=hidden_size)
         try:
             from deep_ep import Buffer

@@ -1,4 +1,4 @@
-"""Owns the exchange of a single rank: there is none. Decides nothing."""
+"""Owns the dispatcher of a single rank, which exchanges nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgl_batch.layers.moe.token_dispatcher.base import Received, TokenDispatcher
 
 
 class LocalDispatcher(TokenDispatcher):
-    """Hands all tokens to the only rank without a copy, also those whose choices are all -1."""
+    """Returns all tokens to the only rank without a copy, also tokens whose choices are all -1."""
 
     def __init__(self, *, num_experts: int, hidden_size: int) -> None:
         super().__init__(shard=0, num_shards=1, num_experts=num_experts, hidden_size=hidden_size)

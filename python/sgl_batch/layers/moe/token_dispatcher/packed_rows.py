@@ -1,4 +1,4 @@
-"""Owns how a token travels as bytes, and the buffers in which such rows lie; does not know ranks.
+"""Owns the form of a token as bytes, and the buffers of such rows. It does not know ranks.
 
 Shape suffixes: R rows, B bytes of a row, M hidden, K experts per token.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-# So that each part, and each row, can be read in the widest loads of a GPU, whatever M and K are.
+# Each part and each row can be read with the widest loads of a GPU, whatever M and K are.
 _ALIGNMENT_BYTES = 16
 
 
@@ -34,7 +34,7 @@ class RowFormat:
         return _aligned(self.ids_start + 2 * self.top_k * torch.int32.itemsize)
 
     def parts(self, rows_RB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of uint8 rows: x [R, M], ids [R, K] and weights [R, K]."""
+        """Return views of uint8 rows: x [R, M], ids [R, K] and weights [R, K]."""
         ids_start, ids_bytes = self.ids_start, self.top_k * torch.int32.itemsize
         x_RM = rows_RB[:, : self.hidden_size * self.dtype.itemsize].view(self.dtype)
         ids_RK = rows_RB[:, ids_start : ids_start + ids_bytes].view(torch.int32)
@@ -43,14 +43,14 @@ class RowFormat:
 
 
 class GrowingBuffer:
-    """Memory for rows, kept between uses and replaced by a larger one when too small."""
+    """Memory for rows that is kept between uses, and replaced by larger memory when it is too small."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def rows(self, num_rows: int, row_bytes: int) -> torch.Tensor:
-        """Uint8 [num_rows, row_bytes], contiguous, with whatever was in it; ends the use of what it gave before."""
+        """Return contiguous uint8 [num_rows, row_bytes], undefined. Rows that were returned before are invalid."""
         num_bytes = num_rows * row_bytes
         if num_bytes > len(self._memory):
             size = max(num_bytes, len(self._memory) * 3 // 2)

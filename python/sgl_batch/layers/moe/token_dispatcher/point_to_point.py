@@ -1,8 +1,8 @@
-"""Owns the contract of sending rows to one rank at a time; decides neither which rows go where nor when.
+"""Owns the contract of sending rows to one rank at a time. The caller decides which rows go where, and when.
 
-Beside the collective `TokenDispatcher`, for ranks that do not all step together: expert ranks that compute what has
-come, attention ranks that go on with another group meanwhile. Peers are global ranks; `core.topology` says which of
-them hold a shard.
+It is for ranks that do not all step together, unlike the collective `TokenDispatcher`: expert ranks compute the rows
+that have arrived, attention ranks continue with another group meanwhile. Peers are global ranks; `core.topology` says
+which of them hold a shard.
 
 Shape suffixes: R rows, K experts per token, M hidden.
 """
@@ -17,10 +17,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of one message, at least one: tokens on their way to a layer's experts, or sums on their way back.
+    """The rows of one message, at least one: tokens for a layer's experts, or sums for a layer's tokens.
 
-    x_RM: tokens in the model's type, or float32 sums. ids_RK: int32, the receiver's local expert ids, -1 for none.
-    weights_RK: float32. K is 0 for sums, which return in the order in which their tokens came.
+    x_RM: tokens in the model's number type, or sums in float32. ids_RK: int32, the receiver's local expert ids, -1 for
+    none. weights_RK: float32. K is 0 for sums, which are in the order in which their tokens were sent.
     """
 
     layer: int
@@ -30,26 +30,29 @@ class Rows:
 
 
 class SendHandle(Protocol):
-    """One send under way. Until it is done nobody writes the tensors that were sent."""
+    """One send under way. The caller does not write to the sent tensors until it is done."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or with an error that `wait` raises."""
+        """Whether it has ended, successfully or with an error that `wait` raises."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the tensors are free, and take in what comes meanwhile. Raises TransferError, PeerTimeout."""
+        """Return when the tensors are free; receive messages meanwhile. Raises TransferError, PeerTimeout."""
 
 
 class PointToPoint(Protocol):
-    """One rank's end, of one thread. Messages of an ordered pair of ranks come in the order in which they were sent.
+    """One rank's end, used by one thread. Messages from one rank to another arrive in the order of sending.
 
-    A header travels before the data, and the receiver makes the tensors for them: they are the caller's. No call waits
-    for another rank to call `receive`: whichever call waits takes in what comes, so that ranks that all send at once do
-    not stand still. What has come lies in the receiver's memory until it is received; the callers bound how much.
+    A header is sent before the data. The receiver allocates the tensors, which are the caller's. No call waits for
+    another rank to call `receive`: a call that waits accepts incoming messages, so that ranks that all send at once
+    make progress. Messages stay in the receiver's memory until `receive` returns them; the callers bound their number.
     """
 
     def send(self, target: int, rows: Rows) -> SendHandle:
-        """Begin to send. Waits while as many sends to that rank as may be in flight are. Raises TransferError."""
+        """Begin to send; wait first while the most sends allowed to that rank are in flight. Raises TransferError."""
 
     def receive(self, timeout_s: float) -> tuple[int, Rows]:
-        """The next message whose data is here whole, with its source. Raises TransferError, PeerTimeout, PeerLost."""
+        """Return the next message that has arrived completely, and its source.
+
+        Raises TransferError, PeerTimeout, PeerLost.
+        """

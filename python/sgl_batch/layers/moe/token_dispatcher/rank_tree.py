@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import torch
 
-# What is absent must add nothing: x + -0.0 is x for every x, while -0.0 + 0.0 would be 0.0.
+# An absent row must add nothing: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
 _NOTHING = -0.0
 
 
 def sum_over_ranks(tokens_S: Sequence[torch.Tensor], rows_SM: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """The sums [T, M] in float32 of each rank's rows, where `tokens_S[rank]` says to which token a row belongs.
+    """Return the sums [T, M] in float32 of the ranks' rows; `tokens_S[rank]` has the token of each row.
 
-    A range of ranks is the sum of its first half and its second; the middle one of an odd number belongs to the first.
-    A token has at most one row from each rank; one that has none at all gets -0.0.
+    A range of ranks is the sum of its first half and its second half; the middle one of an odd number belongs to the
+    first. A token has at most one row from each rank; a token without any row gets -0.0.
     """
     if len(rows_SM) == 1:
         out_TM = torch.full((num_tokens, rows_SM[0].shape[1]), _NOTHING, dtype=torch.float32, device=rows_SM[0].device)
@@ -25,6 +25,6 @@ def sum_over_ranks(tokens_S: Sequence[torch.Tensor], rows_SM: Sequence[torch.Ten
     half = (len(rows_SM) + 1) // 2
     out_TM = sum_over_ranks(tokens_S[:half], rows_SM[:half], num_tokens)
     if len(rows_SM) - half == 1:
-        # Without a [T, M] of its own for one rank's rows. Each token is there once, so that the order is not at stake.
+        # One rank's rows need no [T, M] of their own. Each token has one row here, so that no order is undefined.
         return out_TM.index_add_(0, tokens_S[half], rows_SM[half])
     return out_TM.add_(sum_over_ranks(tokens_S[half:], rows_SM[half:], num_tokens))

@@ -1,6 +1,6 @@
-"""Owns rows sent from rank to rank over a control channel (headers) and a transport (data); knows no experts.
+"""Owns rows sent from rank to rank over a control channel (headers) and a transport (data). It knows no experts.
 
-Over gloo. NCCL, which knows no tags, would need a group for each direction of a pair.
+It uses gloo. NCCL has no message tags, and would need a group for each direction of a pair.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sgl_batch.layers.moe.token_dispatcher.base import ROW_DTYPES
 from sgl_batch.layers.moe.token_dispatcher.point_to_point import Rows
 
 MOST_IN_FLIGHT = 16
-"""Sends to one rank that have not ended (AsyncMoE; gLLM)."""
-# A full peer takes in what comes whenever it waits; its heartbeat finds one that hangs long before.
+"""The most sends to one rank that have not ended (AsyncMoE; gLLM)."""
+# A full peer accepts messages whenever it waits. The heartbeat finds a peer that hangs long before this timeout.
 _TIMEOUT_S = 1800.0
 
 
 class RowsHeader(msgspec.Struct, tag="rows", array_like=True, frozen=True):
-    """What the receiver makes tensors from. `number`: counts the messages of an ordered pair of ranks."""
+    """The form of a message's tensors, for the receiver. `number`: counts the messages from one rank to another."""
 
     number: int
     layer: int
@@ -43,7 +43,7 @@ class _Incoming:
 
 
 class RowMailbox:
-    """A `PointToPoint` (see point_to_point.py). `peers`: the other ranks, which have ends of both wires as well."""
+    """A `PointToPoint` (see point_to_point.py). `peers`: the other ranks, which have both a channel and a transport."""
 
     def __init__(self, channel: Channel[RowsHeader], transport: Transport, peers: Collection[int]) -> None:
         self._channel, self._transport, self._peers = channel, transport, peers
@@ -71,13 +71,13 @@ class RowMailbox:
         """See `PointToPoint`."""
         self._until(lambda: self._first_whole() is not None, timeout_s, "rows")
         item = self._first_whole()
-        assert item is not None, "that is what was waited for"
+        assert item is not None, "a whole message was waited for"
         self._incoming.remove(item)
         item.transfer.wait(0.0)
         return item.source, item.rows
 
     def wait_for(self, transfer: Transfer, timeout_s: float) -> None:
-        """Return when a transfer of this rank has ended, and take in what comes meanwhile."""
+        """Return when a transfer of this rank has ended; receive messages meanwhile."""
         self._until(lambda: transfer.done, timeout_s, "a send to end")
         transfer.wait(0.0)
 
@@ -89,7 +89,7 @@ class RowMailbox:
         return len(self._outgoing[target])
 
     def _first_whole(self) -> _Incoming | None:
-        """The message that came first of those that are whole, and of whose source none that came before is not."""
+        """Return the first message that is complete and has no incomplete message of its source before it."""
         waiting: set[int] = set()
         for item in self._incoming:
             if item.source not in waiting and item.transfer.done:
@@ -98,15 +98,15 @@ class RowMailbox:
         return None
 
     def _until(self, holds: Callable[[], bool], timeout_s: float, awaiting: str) -> None:
-        """Take in headers, and make place for their data, until this holds. The end of a transfer wakes the channel."""
+        """Receive headers and allocate their tensors until `holds`. The end of a transfer wakes the channel."""
         deadline = time.monotonic() + timeout_s
         while not holds():
             left_s = max(0.0, deadline - time.monotonic())
             received = self._channel.recv(self._peers, timeout_s=left_s, awaiting=awaiting)
             if received is not None:
-                self._make_place(*received)
+                self._post_receive(*received)
 
-    def _make_place(self, source: int, header: RowsHeader) -> None:
+    def _post_receive(self, source: int, header: RowsHeader) -> None:
         assert header.number == self._num_posted[source], f"rank {source} sent message {header.number} out of its order"
         self._num_posted[source] += 1
         rows = Rows(

@@ -1,7 +1,8 @@
 """Owns the exchange through memory that the ranks of one machine share, for tokens in host memory.
 
-A token is written once, into its rank's region, and every rank copies what its experts need from there; there are no
-counts to exchange first. The native kernels do it, in two waits for the other ranks: one to dispatch, one to combine.
+A token is written once, into its rank's region, and every rank copies the rows that its experts need from there; no
+counts are exchanged first. The native kernels do it, with two waits for the other ranks: one in dispatch, one in
+combine.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.moe.token_dispatcher.base import Received, TokenDispatcher
 
-# Address space of each rank's region; memory is taken only where tokens are written.
+# Address space of each rank's region; only written parts take memory.
 _REGION_BYTES = 32 << 30
-# A wait for another rank ends with its heartbeat; this is the last resort.
+# The heartbeat ends a wait for a lost rank; this is the last resort.
 _TIMEOUT_S = 1800.0
 
 
 class SharedDispatcher(TokenDispatcher):
-    """`x_RM` lies in this rank's region, so it is overwritten by the next `dispatch`."""
+    """Exchanges rows through shared memory. `x_RM` lies in this rank's region: the next `dispatch` overwrites it."""
 
     def __init__(self, group: dist.ProcessGroup, *, num_experts: int, hidden_size: int) -> None:
-        """Every rank of `group` calls this. Raises ConfigError where the native kernels are missing."""
+        """Share the ranks' regions; every rank of `group` calls this. Raises ConfigError without the native kernels."""
         super().__init__(shard=group.rank(), num_shards=group.size(), num_experts=num_experts, hidden_size=hidden_size)
         kernels = native_kernels()
         if kernels is None:
@@ -43,7 +44,7 @@ class SharedDispatcher(TokenDispatcher):
         return waited
 
     def _check_ids(self, ids_TK: torch.Tensor) -> None:
-        """The kernel does."""
+        """The kernel checks ids."""
 
     def _send_tokens(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
         x_RM, ids_RK, weights_RK, waited_s = self._kernels.exchange_dispatch(
@@ -74,7 +75,7 @@ class SharedDispatcher(TokenDispatcher):
 
 
 def _expect_same_on_all(group: dist.ProcessGroup, num_experts: int, hidden_size: int) -> None:
-    """Once here, because ranks that have different dispatchers of this group share no memory to find it out later."""
+    """Raise ValueError if the ranks' sizes differ. Ranks with different sizes share no memory to find it out later."""
     for peer, (experts, hidden) in enumerate(gathered(group, [num_experts, hidden_size])):
         if (experts, hidden) != (num_experts, hidden_size):
             raise ValueError(

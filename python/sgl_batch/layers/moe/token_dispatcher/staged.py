@@ -1,6 +1,6 @@
-"""Owns the exchange of tokens in GPU memory by a dispatcher for host memory: rows go down to the host and up again.
+"""Owns the exchange of tokens in GPU memory by a dispatcher for host memory: rows are copied to the host and back.
 
-For ranks that share a GPU, among which NCCL has no group. Not yet run on a GPU.
+It is for ranks that share a GPU, which NCCL does not support. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StagedDispatcher(TokenDispatcher):
         return self._through.take_waited_s()
 
     def _check_ids(self, ids_TK: torch.Tensor) -> None:
-        """The other one does."""
+        """The other dispatcher checks ids."""
 
     def _send_tokens(self, x_TM: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> Received:
         received = self._through.dispatch(x_TM.cpu(), topk_ids_TK.cpu(), topk_weights_TK.cpu())
