@@ -37,9 +37,11 @@ SHAPES = (
 )
 # Of these also experts with biases and a clamped activation.
 CLAMPED_SHAPES = ((1, 160, 96, 8, 8), (37, 128, 96, 8, 3), (68, 32, 130, 5, 1))
+RANKS = (2, 4)
 # More tokens would show nothing more of the order in which a token's experts are added up.
 RANKED_TOKENS = 50
 # Triton's interpreter takes some milliseconds for each block of a kernel, of which each expert has its own.
+INTERPRETED = "TRITON_INTERPRET" in os.environ
 INTERPRETED_SIZE, INTERPRETED_EXPERTS = 160, 20
 ROUTINGS = ("random", "one expert takes all", "one expert has none", "some choices belong to nobody")
 
@@ -131,16 +133,30 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def inputs(dtypes: Iterable[torch.dtype], *, clamped: bool) -> Iterator[tuple[torch.dtype, tuple[int, ...], str, bool]]:
-    """Every shape with every routing; those that Triton's interpreter manages, each with one by turns."""
-    everything = ((*one, False) for one in itertools.product(dtypes, SHAPES, ROUTINGS))
+Input = tuple[torch.dtype, tuple[int, ...], str, bool]
+
+
+def inputs(name: str, dtypes: Iterable[torch.dtype], *, clamped: bool) -> Iterator[Input]:
+    """Every shape with every routing, or with one by turns.
+
+    By turns for the native kernels, which meet every pair in test/unit/kernels, and for the shapes that Triton's
+    interpreter manages.
+    """
     more = itertools.product(dtypes, CLAMPED_SHAPES if clamped else (), ROUTINGS[-1:], [True])
-    if "TRITON_INTERPRET" not in os.environ:
-        return itertools.chain(everything, more)
-    small = [shape for shape in SHAPES if max(shape) <= INTERPRETED_SIZE and shape[3] <= INTERPRETED_EXPERTS]
-    pairs = itertools.product(dtypes, small)
-    by_turns = ((*pair, ROUTINGS[number % len(ROUTINGS)], False) for number, pair in enumerate(pairs))
-    return itertools.chain(by_turns, more)
+    if INTERPRETED:
+        small = [shape for shape in SHAPES if max(shape) <= INTERPRETED_SIZE and shape[3] <= INTERPRETED_EXPERTS]
+        dtypes_by_turns = itertools.cycle(dtypes)
+        more = ((next(dtypes_by_turns), *one) for one in itertools.product(CLAMPED_SHAPES, ROUTINGS[-1:], [True]))
+        return itertools.chain(by_turns(dtypes, small), more if clamped else ())
+    if name == "native":
+        return itertools.chain(by_turns(dtypes, SHAPES), more)
+    everything = ((*one, False) for one in itertools.product(dtypes, SHAPES, ROUTINGS))
+    return itertools.chain(everything, more)
+
+
+def by_turns(dtypes: Iterable[torch.dtype], shapes: Iterable[tuple[int, ...]]) -> Iterator[Input]:
+    pairs = itertools.product(dtypes, shapes)
+    return ((*pair, ROUTINGS[number % len(ROUTINGS)], False) for number, pair in enumerate(pairs))
 
 
 def cases(name: str, device: str) -> Iterator[tuple[str, bool]]:
@@ -155,7 +171,7 @@ def cases(name: str, device: str) -> Iterator[tuple[str, bool]]:
             f"{name}: biases are refused",
             refuses(lambda: run(draw(SHAPES[1], ROUTINGS[0], torch.bfloat16, device, clamped=True))),
         )
-    for dtype, shape, routing, clamped in inputs(promise.error, clamped=promise.clamped):
+    for number, (dtype, shape, routing, clamped) in enumerate(inputs(name, promise.error, clamped=promise.clamped)):
         batch = draw(shape, routing, dtype, device, clamped=clamped)
         case = f"{name} {dtype} {shape} {routing}{' clamped' * clamped}"
         out, rows = run(batch)
@@ -170,7 +186,7 @@ def cases(name: str, device: str) -> Iterator[tuple[str, bool]]:
             some = torch.randperm(shape[0], device=device)[: shape[0] // 2 + 1]
             yield f"{case}: a token's bits", torch.equal(run(batch.some(some))[0], out[some])
         if promise.tree_order and shape[0] <= RANKED_TOKENS:
-            yield from sharded(case, batch, out, run)
+            yield from sharded(case, batch, out, run, RANKS[number % 2 :][:1] if INTERPRETED else RANKS)
 
 
 def refuses(call: Callable[[], object]) -> bool:
@@ -181,9 +197,9 @@ def refuses(call: Callable[[], object]) -> bool:
     return False
 
 
-def sharded(case, batch, whole, run) -> Iterator[tuple[str, bool]]:
+def sharded(case, batch, whole, run, numbers_of_ranks) -> Iterator[tuple[str, bool]]:
     """Experts on 2 or 4 ranks, their sums added up as a tree: the same bits as on one."""
-    for ranks in (2, 4):
+    for ranks in numbers_of_ranks:
         if len(batch.w13) % ranks:
             continue
         parts = [run(batch.shard(rank, ranks))[0] for rank in range(ranks)]

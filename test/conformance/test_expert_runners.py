@@ -39,7 +39,7 @@ def runners() -> Iterator[Any]:
             yield pytest.param(name, "cuda", {}, id=f"{name}-gpu")
 
 
-@pytest.mark.parametrize(("name", "device", "environment"), runners())
+@pytest.mark.parametrize(("name", "device", "environment"), list(runners()))
 def test_an_expert_runner_keeps_its_promises(name, device, environment):
     done = subprocess.run(
         [sys.executable, str(CASES), name, device],

@@ -114,15 +114,15 @@ def row_by_row(q: torch.Tensor, news: list[int], lengths: list[int], given: dict
 def attention_in_float64(q, k, v, news, scaling, window=0, sinks=None) -> torch.Tensor:
     parts, row = [], 0
     for keys, values, new in zip(k, v, news, strict=True):
-        dim, length = keys.shape[2], len(keys)
-        queries = q[row : row + new].double().view(new, -1, dim)
-        groups = queries.shape[1] // keys.shape[1]
-        scores = torch.einsum("nhd,thd->hnt", queries, keys.double().repeat_interleave(groups, 1)) * scaling
+        length, kv_heads, dim = keys.shape
+        queries = q[row : row + new].double().view(new, kv_heads, -1, dim)
+        by_kv_head = torch.einsum("nkgd,tkd->kgnt", queries, keys.double()) * scaling
+        scores = by_kv_head.flatten(0, 1)
         behind = torch.arange(length - new, length)[:, None] - torch.arange(length)
         scores = scores.masked_fill((behind < 0) | (behind >= (window or length)), float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, new, 1)), -1)
-        shares = scores.softmax(-1)[..., :length]
-        parts.append(torch.einsum("hnt,thd->nhd", shares, values.double().repeat_interleave(groups, 1)).flatten(1))
+        shares = scores.softmax(-1)[..., :length].view_as(by_kv_head)
+        parts.append(torch.einsum("kgnt,tkd->nkgd", shares, values.double()).flatten(1))
         row += new
     return torch.cat(parts)

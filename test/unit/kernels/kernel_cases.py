@@ -16,6 +16,7 @@ import torch
 from kernel_attention import attention_cases
 from kernel_checks import DTYPES, TOLERANCE, Check, relative_error
 from kernel_choices import choice_cases
+from kernel_latent import latent_cases
 from kernel_pages import page_cases
 from kernel_products import expert_cases, linear_cases
 
@@ -71,7 +72,15 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     checked, failures = 0, []
-    cases = (expert_cases(), linear_cases(), row_cases(), attention_cases(), choice_cases(), page_cases())
+    cases = (
+        expert_cases(),
+        linear_cases(),
+        row_cases(),
+        attention_cases(),
+        choice_cases(),
+        page_cases(),
+        latent_cases(),
+    )
     for name, holds in itertools.chain.from_iterable(cases):
         checked += 1
         if not holds:

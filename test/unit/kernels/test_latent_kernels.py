@@ -1,36 +1,10 @@
-"""The kernels of latent attention against float64, on every instruction set here; a row's bits are its own."""
+"""Arguments of latent attention that do not fit are refused with what they are."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import sgl_batch_kernel
 import torch
-
-CASES = Path(__file__).with_name("latent_cases.py")
-
-
-@pytest.mark.parametrize("isa", sgl_batch_kernel.runnable_isas())
-def test_latent_attention_agrees_with_float64_on_each_instruction_set(isa):
-    """Each instruction set in a process of its own: the choice is made once."""
-    done = subprocess.run(
-        [sys.executable, str(CASES)],
-        env={**os.environ, "SGL_BATCH_ISA": isa, "OMP_WAIT_POLICY": "PASSIVE"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["isa"] == isa
-    assert report["checked"] > 100
-    assert report["failures"] == []
 
 
 def given(**changes):
