@@ -1,9 +1,9 @@
-"""Seeds faults into the decisions, one at a time in a copy of the package, and says which of them the tests catch.
+"""Seeds faults into the decisions, one at a time in a copy of the package, and reports which of them the tests catch.
 
     python test/long/seeded_faults.py [NUMBER ...]
 
-Exit code 1 where one is not caught. A fault is a line of the source in another form; where the line is there no longer,
-the fault has to be written anew, and that is said as well.
+Exit code 1 if a fault is not caught. A fault replaces a line of the source. If the source no longer has the line, the
+fault is reported as NOT THERE and has to be rewritten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`old` in the module of core is replaced by `new`; the tests named are those of the rule that it breaks."""
+    """`old` in a module of core is replaced by `new`. `tests`: those of the rule that this breaks."""
 
     what: str
     module: str
@@ -37,7 +37,7 @@ def _fault(what: str, module: str, old: str, new: str, *tests: str) -> Fault:
 
 FAULTS = (
     _fault(
-        "a chunk of a prompt begins anew instead of going on",
+        "a chunk of a prompt begins again instead of continuing",
         "page_boundary",
         "start = self.begun.computed_tokens",
         "start = self.begun.shared_tokens",
@@ -57,7 +57,7 @@ FAULTS = (
         "pages_for(tokens, size), pages_for(tokens, size)",
         "test_residency.py",
     ),
-    _fault("the least decoded give way", "victims", "reverse=True", "reverse=False", "test_residency.py"),
+    _fault("the least decoded are suspended", "residency", "reverse=True", "reverse=False", "test_residency.py"),
     _fault(
         "a sequence is restored past the room there is",
         "residency",
@@ -66,7 +66,7 @@ FAULTS = (
         "test_residency.py",
     ),
     _fault(
-        "one that does not fit is passed by those behind it",
+        "a sequence that does not fit is passed by those behind it",
         "residency",
         "        if takes > room:\n            break\n",
         "        if takes > room:\n            continue\n",
@@ -102,7 +102,7 @@ FAULTS = (
         "test_admission.py",
     ),
     _fault(
-        "a group takes more sequences than there are slots",
+        "a group takes more sequences than there are request slots",
         "admission",
         " or len(unit.members) > slots",
         "",
@@ -187,7 +187,7 @@ FAULTS = (
 
 
 def is_caught(fault: Fault) -> bool | None:
-    """Whether a test fails with the fault; None where the line is not in the source."""
+    """Return whether a test fails with the fault, or None if the line is not in the source."""
     with tempfile.TemporaryDirectory(prefix="seeded-fault-") as folder:
         package = Path(folder) / "sgl_batch"
         shutil.copytree(_ROOT / "python" / "sgl_batch", package)
@@ -205,7 +205,7 @@ def is_caught(fault: Fault) -> bool | None:
 
 
 def main(numbers: list[int]) -> int:
-    """Seed the faults of these numbers, or all; returns the exit code."""
+    """Seed the faults of these numbers, or all, and return the exit code."""
     missed = 0
     for number, fault in enumerate(FAULTS, 1):
         if numbers and number not in numbers:

@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             file.seek(8)
             entries = _HEADER.decode(file.read(length))
     except NOT_READABLE as error:
-        raise ConfigError(f"{path} is no file of safetensors ({error}); fetch it anew") from error
+        raise ConfigError(f"{path} is no file of safetensors ({error}); fetch it again") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     entries.pop("__metadata__", None)
@@ -112,19 +112,19 @@ def check_no_pointer(path: Path, begin: bytes) -> None:
 def _cut_short(path: Path, size: int, whole: int) -> ConfigError:
     return ConfigError(
         f"the weights {path} have {size:,} bytes, and by their header {whole:,}: the file was cut short, by an "
-        "interrupted download or copy, say; fetch it anew"
+        "interrupted download or copy, say; fetch it again"
     )
 
 
 def _stored(path: Path, name: str, entry: _Entry, data: int) -> StoredTensor:
     shape, (begin, end) = entry.shape, entry.data_offsets or (0, -1)
     if not entry.dtype or shape is None or min(shape, default=0) < 0 or not 0 <= begin <= end:
-        raise ConfigError(f"{path} has no valid type, shape and offsets of {name}; fetch the file anew")
+        raise ConfigError(f"{path} has no valid type, shape and offsets of {name}; fetch the file again")
     item_bytes = _ITEM_BYTES.get(entry.dtype)
     if item_bytes is not None and end - begin != prod(shape) * item_bytes:
         raise ConfigError(
-            f"{path} has {end - begin:,} bytes of {name}, which {entry.dtype}{list(shape)} does not take; fetch the file "
-            "anew"
+            f"{path} has {end - begin:,} bytes of {name}, which {entry.dtype}{list(shape)} does not take; "
+            "fetch the file again"
         )
     return StoredTensor(path, entry.dtype, shape, data + begin, end - begin)
 
@@ -137,7 +137,7 @@ def _check_pickled(path: Path) -> None:
     if not begin or (begin.startswith(b"PK") and not zipfile.is_zipfile(path)):
         raise ConfigError(
             f"the weights {path} have {path.stat().st_size:,} bytes, and no end: the file was cut short, by an "
-            "interrupted download or copy, say; fetch it anew"
+            "interrupted download or copy, say; fetch it again"
         )
 
 
@@ -145,7 +145,7 @@ def _check_index(index: Path, headers: Mapping[str, Mapping[str, StoredTensor]])
     try:
         file_of = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except NOT_READABLE as error:
-        raise ConfigError(f"{index} is no index of weights ({error}); fetch it anew") from error
+        raise ConfigError(f"{index} is no index of weights ({error}); fetch it again") from error
     named = sorted(set(file_of.values()))
     missing = [name for name in named if not (index.parent / name).exists()]
     if missing:
@@ -157,7 +157,7 @@ def _check_index(index: Path, headers: Mapping[str, Mapping[str, StoredTensor]])
     if absent:
         raise ConfigError(
             f"{index} names {len(absent)} tensors that their files do not have ({absent[0]}, say, in "
-            f"{file_of[absent[0]]}): the files are of two checkpoints; fetch all of one anew"
+            f"{file_of[absent[0]]}): the files are of two checkpoints; fetch all of one again"
         )
 
 

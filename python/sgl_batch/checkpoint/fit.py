@@ -92,7 +92,7 @@ def check_scales(tensors: Mapping[str, StoredTensor]) -> None:
         if bad := _num_infinite(tensor):
             raise ConfigError(
                 f"{name} in {tensor.file} has {bad} scales that are infinite or no numbers: every answer would be "
-                "wrong; quantise the model anew, or fetch the file anew"
+                "wrong; quantise the model again, or fetch the file anew"
             )
 
 
@@ -124,7 +124,7 @@ def check_tokenizer_fits(path: Path, rows: int | None) -> None:
     try:
         vocabulary = msgspec.json.decode(path.read_bytes(), type=_Tokenizer).model.vocab
     except NOT_READABLE as error:
-        raise ConfigError(f"{path} is no tokenizer ({error}); fetch it anew") from error
+        raise ConfigError(f"{path} is no tokenizer ({error}); fetch it again") from error
     largest = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary or ()) - 1
     if rows is not None and largest >= rows:
         raise ConfigError(

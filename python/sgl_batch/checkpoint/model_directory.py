@@ -153,7 +153,7 @@ def _check_config(directory: Path, is_known: Callable[[str], bool], name: str) -
     path = directory / "config.json"
     if not path.exists():
         raise ConfigError(
-            f"the model directory {name} has no config.json; name the directory that has it beside the weights, as "
+            f"the model directory {name} has no config.json; name the directory with it and the weights, as "
             "Hugging Face's save_pretrained makes it"
         )
     config = _json_of(path)
@@ -250,7 +250,7 @@ def _check_tokenizer(name: str, rows: int | None) -> None:
             begin = file.read(64)
         check_no_pointer(path, begin)
         if not begin:
-            raise ConfigError(f"the tokenizer {path} is empty; fetch it anew")
+            raise ConfigError(f"the tokenizer {path} is empty; fetch it again")
         if path.name == "tokenizer.json":
             check_tokenizer_fits(path, rows)
     if found or any(next(directory.glob(pattern), None) for pattern in _TOKENIZER_PATTERNS):

@@ -33,9 +33,12 @@ What happens at a boundary, in order, and why:
 6. Join waits for these copies only if no rank has a row to decode meanwhile.
 7. BeginInterval: steps are counted from here.
 
-Each of 2 to 6 is in the list only if it has something to do; with KV on the device alone, 2 to 4 never have. With
-several ranks, rank_agreement decides from the states of all ranks whether they prefill and which sequences migrate;
-the KV policy of each rank decides the rest.
+The forms of KV differ. Without a store all pages are reserved at admission, and only Refill and 7 remain. With an
+exclusive store, a Join comes before 2 if leaving sequences need blocks of sequences on their way back. Streamed decode
+has no 3 and 4, because running sequences hold no pages of the device.
+
+With several ranks, rank_agreement decides from the states of all ranks whether they prefill and which sequences
+migrate; a KV policy that is local (`KVPolicy.is_local`) decides the rest for its own rank.
 
 The same state, plan and policy give the same actions. The scheduler carries them out on a device, a simulator in
 modelled time, and a replay compares them with a recording.
@@ -90,7 +93,7 @@ def on_arrival(
 ) -> Actions:
     """Return what is done with a sequence that has arrived: nothing (it is queued), or Abort if it can never fit.
 
-    Args: as of `admission.refusal`.
+    `device` and `store` are the ledgers of `admission.refusal`, `most_prompt_tokens` is as there.
     """
     why = refusal(sequence, device, store, most_prompt_tokens=most_prompt_tokens)
     return () if why is None else (Abort(sequences=(sequence,), why=why),)

@@ -7,18 +7,37 @@ copies them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Protocol
 
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.resident_prompts import Page, ResidentPrompts
 from sgl_batch.core.sequence import SequenceState
-from sgl_batch.core.victims import MostDecoded, VictimPolicy
+
+FREE_PAGES = 2  # empty pages that a running sequence holds at a boundary, besides its pages with KV
+
+
+class VictimPolicy(Protocol):
+    """The order in which running sequences are suspended, if pages of the device lack or fewer sequences may run."""
+
+    def victims(self, running: Sequence[SequenceState], need: int) -> Iterator[SequenceState]:
+        """Return the running sequences in the order in which they are suspended; the caller reads as many as it needs.
+
+        `need`: number of pages that lack; 0 if too many sequences run.
+        """
+
+
+class MostDecoded:
+    """Suspends first the sequences that have generated most: they would soon need pages again (BatchGen 5.3)."""
+
+    def victims(self, running: Sequence[SequenceState], need: int) -> Iterator[SequenceState]:
+        return iter(sorted(running, key=lambda s: (s.generated_tokens, s.arrival), reverse=True))
+
 
 MOST_DECODED = MostDecoded()
-FREE_PAGES = 2  # empty pages that a running sequence holds at a boundary, besides its pages with KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

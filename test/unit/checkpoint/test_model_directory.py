@@ -140,10 +140,10 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     (lambda model: add_scales(model, "F8_E8M0", b"\xff\xff"), r"has 2 scales that are infinite or no numbers"),
     (lambda model: add_scales(model, "BF16", b"\xc0\x7f\x80\x3f"), r"has 1 scales that are infinite"),
     (lambda model: without(model, "tokenizer*"), "has no tokenizer .* --tokenizer-path"),
-    (lambda model: cut(model / "tokenizer.json", 0), r"tokenizer\.json is empty; fetch it anew"),
+    (lambda model: cut(model / "tokenizer.json", 0), r"tokenizer\.json is empty; fetch it again"),
     (lambda model: (model / "tokenizer.json").write_bytes(b'{"\xff": 1}'), r"tokenizer\.json is no tokenizer"),
     (lambda model: (model / "model.safetensors.index.json").write_bytes(b'{"\xff": 1}'), "no index of weights"),
-    (lambda model: cut(model / "tokenizer.json", 999), r"tokenizer\.json is no tokenizer \(.*; fetch it anew"),
+    (lambda model: cut(model / "tokenizer.json", 999), r"tokenizer\.json is no tokenizer \(.*; fetch it again"),
     (lambda model: (model / "tokenizer.json").write_bytes(POINTER), r"tokenizer\.json is a pointer of Git LFS"),
     (lambda model: (model / "tokenizer_config.json").write_text("{"), r"tokenizer_config\.json is no JSON"),
 ]
