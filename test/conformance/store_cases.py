@@ -18,7 +18,7 @@ NUM_PAGES = 40
 
 @dataclass(frozen=True, slots=True)
 class PlainPool:
-    """Pages of whatever size: `parts[layer][part]`, uint8 [num_pages, bytes]."""
+    """Pages of any size: `parts[layer][part]`, uint8 [num_pages, bytes]."""
 
     parts: list[tuple[torch.Tensor, ...]]
 
@@ -41,7 +41,7 @@ class PlainPool:
         return self.parts[layer]
 
     def page(self, number: int) -> list[torch.Tensor]:
-        """All of a page, as views."""
+        """Return all parts of a page, as views."""
         return [part[number] for parts in self.parts for part in parts]
 
     def fill(self, page: int, value: int) -> None:
@@ -49,7 +49,7 @@ class PlainPool:
             part.fill_(value)
 
     def value(self, page: int) -> int | None:
-        """What `fill` gave the page; None where its bytes differ."""
+        """Return the value with which `fill` filled the page; None if its bytes differ."""
         values = {int(value) for part in self.page(page) for value in (part.min(), part.max())}
         return values.pop() if len(values) == 1 else None
 
@@ -98,7 +98,7 @@ def store_and_engine(
     num_blocks: int = NUM_PAGES,
     **limits: int,
 ) -> Iterator[tuple[HostKVStore, NativeCopyEngine]]:
-    """A store for the pool's pages, and an engine between both."""
+    """Inside, a store for the pool's pages, and an engine between both."""
     geometry = StoreGeometry.of_pool(pool, checksums=checksums)
     num_ranks = 2 if form.kind == "shared" else 1
     with (
@@ -109,14 +109,14 @@ def store_and_engine(
 
 
 def prepared(store: HostKVStore, count: int) -> torch.Tensor:
-    """Blocks in state WRITING, where there are enough."""
+    """Return blocks in state WRITING, of which there are enough."""
     blocks = store.prepare_store(count)
     assert blocks is not None
     return blocks
 
 
 def stored(store: HostKVStore, engine: NativeCopyEngine, pages: list[int]) -> torch.Tensor:
-    """READY blocks with these pages."""
+    """Return READY blocks with these pages."""
     blocks = prepared(store, len(pages))
     engine.store_pages(range(store.geometry.num_layers), pages, blocks).wait()
     store.complete_store(blocks)

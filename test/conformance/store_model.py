@@ -1,4 +1,4 @@
-"""Owns what a host KV store has to do, in plain Python, and random operations that compare a real one with it."""
+"""Owns a model of the host KV store in plain Python, and random operations that compare a real store with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.kv_offload.store_errors import StoreFault
 
 
 class ModelledStore:
-    """A store of one rank and its engine, beside what each block must be: references, whether READY, and its value."""
+    """A store of one rank and its engine, and what each block must be: its state, references and value."""
 
     def __init__(self, store: HostKVStore, engine: CopyEngine, pool: PlainPool, seed: int) -> None:
         self.store, self.engine, self.pool = store, engine, pool
@@ -26,7 +26,7 @@ class ModelledStore:
         self.refusals = 0
 
     def step(self) -> None:
-        """One operation, drawn at random, and what must hold after it."""
+        """Do a random operation, and check the store after it."""
         operations = (
             (self.prepare, 4),
             (self.store_pages, 4),
@@ -58,7 +58,7 @@ class ModelledStore:
         self.writing.update(taken)
 
     def alone(self) -> list[int]:
-        """READY blocks with one reference."""
+        """Return the READY blocks with one reference."""
         return [block for block, (references, _) in self.ready.items() if references == 1]
 
     def store_pages(self) -> None:

@@ -22,23 +22,23 @@ from sgl_batch.kv_offload.store_geometry import StoreGeometry
 Tell = Callable[[list[int]], None]
 
 
-def hold(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
-    """Five blocks READY with pages 0 to 4, five WRITING, and one more reference to the first."""
+def hold(store: HostKVStore, pool: PlainPool, report: Tell) -> None:
+    """Hold five READY blocks with pages 0 to 4, five WRITING ones, and a second reference to the first."""
     engine = NativeCopyEngine(store, pool)
     blocks = prepared(store, 5)
     engine.store_pages(range(pool.layer_num), range(5), blocks).wait()
     store.complete_store(blocks)
     store.share(blocks[:1])
     prepared(store, 5)
-    tell(blocks.tolist())
+    report(blocks.tolist())
     signal.pause()
 
 
-def change(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
-    """In the table nearly all of the time: takes and frees half of the store again and again."""
+def change(store: HostKVStore, pool: PlainPool, report: Tell) -> None:
+    """Change the table nearly all the time: take and free half of the store again and again."""
     blocks = prepared(store, store.num_blocks // 2)
     store.free(blocks)
-    tell([])
+    report([])
     while True:
         blocks = prepared(store, store.num_blocks // 2)
         store.complete_store(blocks)
@@ -47,12 +47,12 @@ def change(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
         store.free(blocks)
 
 
-def write(store: HostKVStore, pool: PlainPool, tell: Tell) -> None:
-    """Copying all of the time, with two workers and several tickets in the queue."""
+def write(store: HostKVStore, pool: PlainPool, report: Tell) -> None:
+    """Copy all the time, with two workers and several tickets in the queue."""
     engine = NativeCopyEngine(store, pool, num_workers=2, max_tickets=8)
     blocks = prepared(store, 20)
     engine.store_pages(range(pool.layer_num), range(20), blocks).wait()
-    tell(blocks.tolist())
+    report(blocks.tolist())
     while True:
         engine.store_pages(range(pool.layer_num), range(20), blocks)
 
@@ -68,11 +68,11 @@ def main() -> None:
         geometry = StoreGeometry.of_pool(pool, checksums=command["checksums"])
         store = HostKVStore.join(StoreAddress(**command["address"]), geometry, rank=command["rank"])
 
-        def tell(blocks: list[int]) -> None:
+        def report(blocks: list[int]) -> None:
             sys.stdout.write(json.dumps({"pid": os.getpid(), "blocks": blocks}) + "\n")
             sys.stdout.flush()
 
-        {"hold": hold, "change": change, "write": write}[command["do"]](store, pool, tell)
+        {"hold": hold, "change": change, "write": write}[command["do"]](store, pool, report)
 
 
 if __name__ == "__main__":

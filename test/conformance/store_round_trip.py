@@ -1,4 +1,4 @@
-"""Stores pages in a file in the directory argv[1] and restores them: writes `equal`, or the error of the copy."""
+"""Stores pages in a file in the directory argv[1] and restores them; writes `equal`, or the copy's error."""
 
 from __future__ import annotations
 

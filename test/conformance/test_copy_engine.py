@@ -1,4 +1,4 @@
-"""Copies run beside the caller, in order where they touch the same pages, bounded, and each ends for whoever waits."""
+"""Copies run in the background, in order if they touch the same pages, in a bounded queue; each wait ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def form(request: pytest.FixtureRequest) -> Form:
 
 @pytest.fixture
 def large(form: Form, tmp_path: Path) -> Iterator[Parts]:
-    """Few pages of one layer, so large that copies are seen under way; page i is filled with i."""
+    """A few pages of one layer, large enough to observe running copies; page i is filled with i."""
     pool = PlainPool([(torch.zeros(6, LARGE, dtype=torch.uint8),)])
     for page in range(6):
         pool.fill(page, page)
@@ -42,7 +42,7 @@ def large(form: Form, tmp_path: Path) -> Iterator[Parts]:
 
 @contextlib.contextmanager
 def backlog(store: HostKVStore, engine: NativeCopyEngine) -> Iterator[list[NativeTicket]]:
-    """Copies of all pages that keep what touches them waiting; at the end those that have not begun are cancelled."""
+    """Inside, a queue of copies of all pages delays later ones; at the end the waiting ones are cancelled."""
     block = prepared(store, 1)
     # One block: they run one after the other.
     tickets = [engine.store_pages(ONE_LAYER, [turn % 6], block) for turn in range(BACKLOG)]
@@ -89,7 +89,7 @@ def test_copies_to_the_same_block_run_in_the_order_of_submission(large: Parts) -
     assert pool.value(0) == 4
 
 
-def test_a_cancelled_copy_keeps_its_place_for_those_behind_it(large: Parts) -> None:
+def test_copies_behind_a_cancelled_one_keep_their_order(large: Parts) -> None:
     store, engine, pool = large
     blocks = stored(store, engine, [1, 2, 3]).tolist()
     with backlog(store, engine):
@@ -102,7 +102,7 @@ def test_a_cancelled_copy_keeps_its_place_for_those_behind_it(large: Parts) -> N
         second.wait()
 
 
-def test_a_cancelled_copy_touches_nothing_and_its_blocks_are_free_to_go(large: Parts) -> None:
+def test_a_cancelled_copy_writes_nothing_and_its_blocks_can_be_freed(large: Parts) -> None:
     store, engine, pool = large
     block = stored(store, engine, [1])
     with backlog(store, engine):
@@ -135,7 +135,7 @@ def test_a_block_of_a_copy_under_way_can_neither_be_freed_nor_completed(large: P
     store.free(block)
 
 
-def test_waiting_ends_after_its_time_and_the_copy_goes_on(large: Parts) -> None:
+def test_wait_times_out_and_the_copy_goes_on(large: Parts) -> None:
     store, engine, pool = large
     block = stored(store, engine, [4])
     with backlog(store, engine):
@@ -149,7 +149,7 @@ def test_waiting_ends_after_its_time_and_the_copy_goes_on(large: Parts) -> None:
     assert engine.counters().ticket_wait_s >= 0.001
 
 
-def test_submitting_waits_while_too_many_copies_have_not_ended(form: Form, tmp_path: Path) -> None:
+def test_submission_waits_while_the_queue_is_full(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=1, part_bytes=(1 << 20,), pages=20)
     with store_and_engine(form, pool, tmp_path, max_tickets=2) as (store, engine):
         blocks, tickets = prepared(store, 20), []
@@ -206,7 +206,7 @@ def test_several_threads_submit_to_a_full_queue_without_deadlock(form: Form, tmp
     assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
 
 
-def test_other_python_threads_run_while_one_waits_and_while_pages_are_copied(large: Parts) -> None:
+def test_waits_and_copies_release_the_gil(large: Parts) -> None:
     store, engine, _ = large
     begun = threading.Event()
     with backlog(store, engine) as tickets:
@@ -226,7 +226,7 @@ def test_other_python_threads_run_while_one_waits_and_while_pages_are_copied(lar
     assert turns == 50, "the interpreter's lock was held until the copy had ended"
 
 
-def test_closing_cancels_what_has_not_begun_and_waits_for_what_has(large: Parts) -> None:
+def test_close_cancels_waiting_copies_and_waits_for_running_ones(large: Parts) -> None:
     store, engine, _ = large
     with backlog(store, engine) as tickets:
         engine.close()
@@ -240,7 +240,7 @@ def test_closing_cancels_what_has_not_begun_and_waits_for_what_has(large: Parts)
     assert engine.counters().tickets == len(tickets)
 
 
-def test_closing_wakes_who_waits_for_room(form: Form, tmp_path: Path) -> None:
+def test_close_wakes_a_submission_that_waits_for_room(form: Form, tmp_path: Path) -> None:
     pool = PlainPool([(torch.zeros(6, LARGE, dtype=torch.uint8),)])
     with store_and_engine(form, pool, tmp_path, num_blocks=8, max_tickets=1) as (store, engine):
         block = prepared(store, 1)
@@ -264,7 +264,7 @@ def test_closing_wakes_who_waits_for_room(form: Form, tmp_path: Path) -> None:
         store.free(block)
 
 
-def test_an_engine_that_is_dropped_ends_its_threads_and_copies(form: Form, tmp_path: Path) -> None:
+def test_a_garbage_collected_engine_ends_its_threads_and_copies(form: Form, tmp_path: Path) -> None:
     pool = PlainPool([(torch.zeros(6, LARGE, dtype=torch.uint8),)])
     with store_and_engine(form, pool, tmp_path, num_blocks=8) as (store, kept):
         kept.close()
@@ -283,7 +283,7 @@ def _thread_names() -> set[str]:
     return {path.read_text(encoding="utf-8").strip() for path in Path("/proc/self/task").glob("*/comm")}
 
 
-def test_no_pages_at_all_are_copied_at_once(form: Form, tmp_path: Path) -> None:
+def test_a_copy_of_no_pages_is_done_at_once(form: Form, tmp_path: Path) -> None:
     with store_and_engine(form, PlainPool.random(), tmp_path) as (_, engine):
         engine.store_pages(range(3), [], []).wait(10.0)
         engine.load_pages(range(0), torch.empty(0), torch.empty(0)).wait(10.0)
@@ -300,7 +300,9 @@ def test_no_pages_at_all_are_copied_at_once(form: Form, tmp_path: Path) -> None:
         (range(3), [-1, 0], "device page -1 of 40"),
     ],
 )
-def test_copies_of_what_is_not_there_are_refused(layers: range, pages: list[int], message: str, tmp_path: Path) -> None:
+def test_copies_outside_the_layers_pages_or_blocks_are_refused(
+    layers: range, pages: list[int], message: str, tmp_path: Path
+) -> None:
     with store_and_engine(FORMS[0], PlainPool.random(), tmp_path) as (store, engine):
         blocks = prepared(store, 2)
         with pytest.raises(StoreFault, match=message):
@@ -308,7 +310,7 @@ def test_copies_of_what_is_not_there_are_refused(layers: range, pages: list[int]
         store.free(blocks)
 
 
-def test_a_device_page_cannot_be_loaded_from_two_blocks_at_once(tmp_path: Path) -> None:
+def test_two_blocks_cannot_be_loaded_to_one_page(tmp_path: Path) -> None:
     with store_and_engine(FORMS[0], PlainPool.random(), tmp_path) as (store, engine):
         blocks = stored(store, engine, [1, 2])
         with pytest.raises(StoreFault, match="device page 7 stands twice among the targets"):
@@ -316,7 +318,7 @@ def test_a_device_page_cannot_be_loaded_from_two_blocks_at_once(tmp_path: Path) 
         store.free(blocks)
 
 
-def test_a_ready_block_is_written_again_while_nobody_else_holds_it(tmp_path: Path) -> None:
+def test_a_ready_block_with_one_reference_can_be_written_again(tmp_path: Path) -> None:
     pool = PlainPool.random()
     with store_and_engine(FORMS[0], pool, tmp_path) as (store, engine):
         block = stored(store, engine, [1])

@@ -1,4 +1,4 @@
-"""A host KV store keeps what it is given, counts every block and reference, and refuses what its states forbid."""
+"""A host KV store keeps its data, counts blocks and references, and refuses what a block's state forbids."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _pool(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "layout"), [("heads", "packed"), ("heads", "plain"), ("latent", "rows")])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_pools_pages_come_back_bit_for_bit(
+def test_pages_are_restored_bit_for_bit(
     form: Form,
     kind: str,
     layout: str,
@@ -78,7 +78,7 @@ def test_a_pools_pages_come_back_bit_for_bit(
         assert torch.equal(part[:11], old[:11]), "a page that is no target has changed"
 
 
-def test_a_span_of_layers_leaves_the_other_layers_alone(tmp_path: Path) -> None:
+def test_a_copy_of_some_layers_leaves_the_others_unchanged(tmp_path: Path) -> None:
     pool = PlainPool.random(layers=5)
     with store_and_engine(FORMS[0], pool, tmp_path) as (store, engine):
         blocks = stored(store, engine, [1])
@@ -89,7 +89,7 @@ def test_a_span_of_layers_leaves_the_other_layers_alone(tmp_path: Path) -> None:
             assert torch.equal(part, (source if 2 <= index < 6 else before)[index])
 
 
-def test_more_layers_than_one_call_to_the_system_takes_are_stored(tmp_path: Path) -> None:
+def test_more_layers_than_one_system_call_takes_are_stored(tmp_path: Path) -> None:
     pool = PlainPool.random(layers=700, part_bytes=(65, 3), pages=4)
     with store_and_engine(Form("file", 1), pool, tmp_path, checksums=True) as (store, engine):
         blocks = stored(store, engine, [1])
@@ -97,7 +97,7 @@ def test_more_layers_than_one_call_to_the_system_takes_are_stored(tmp_path: Path
         assert all(torch.equal(new, old) for new, old in zip(pool.page(3), pool.page(1), strict=True))
 
 
-def test_nothing_is_taken_when_too_few_blocks_are_free(tmp_path: Path) -> None:
+def test_prepare_store_takes_no_block_when_too_few_are_free(tmp_path: Path) -> None:
     with FORMS[0].store(StoreGeometry(num_layers=1, part_bytes=(64,)), tmp_path, num_blocks=4) as store:
         prepared(store, 3)
         assert store.prepare_store(2) is None
@@ -106,7 +106,7 @@ def test_nothing_is_taken_when_too_few_blocks_are_free(tmp_path: Path) -> None:
         assert store.counts().used == store.num_blocks
 
 
-def test_a_fault_names_the_block_and_its_state(tmp_path: Path) -> None:
+def test_a_store_fault_names_the_block_and_its_state(tmp_path: Path) -> None:
     with FORMS[0].store(StoreGeometry(num_layers=1, part_bytes=(64,)), tmp_path) as store:
         blocks = prepared(store, 2)
         store.free(blocks[:1])
@@ -116,7 +116,7 @@ def test_a_fault_names_the_block_and_its_state(tmp_path: Path) -> None:
             store.free([40])
 
 
-def test_the_blocks_freed_last_are_the_first_to_be_used_again(tmp_path: Path) -> None:
+def test_the_block_freed_last_is_taken_first(tmp_path: Path) -> None:
     with FORMS[0].store(StoreGeometry(num_layers=1, part_bytes=(64,)), tmp_path) as store:
         blocks = prepared(store, 10)
         store.free(blocks[3:5])
@@ -124,17 +124,17 @@ def test_the_blocks_freed_last_are_the_first_to_be_used_again(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["memory", "shared", "file"])
-def test_a_store_claims_nothing_before_it_is_written(kind: str, tmp_path: Path) -> None:
+def test_a_store_takes_no_memory_before_it_is_written(kind: str, tmp_path: Path) -> None:
     geometry = StoreGeometry(num_layers=4, part_bytes=(1 << 20, 1 << 20))
     with Form(kind, 1).store(geometry, tmp_path, num_blocks=512, num_ranks=2 if kind == "shared" else 1) as store:
         assert store.num_blocks * geometry.block_bytes == 1 << 32
         resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         prepared(store, 512)
         grown = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) - resident
-        assert grown < 1024, f"{grown} pages of memory for blocks that nobody wrote"
+        assert grown < 1024, f"{grown} pages of memory for blocks that were never written"
 
 
-def test_a_file_has_no_name_and_goes_with_the_store(tmp_path: Path) -> None:
+def test_a_stores_file_has_no_name_and_is_freed_with_the_store(tmp_path: Path) -> None:
     store = HostKVStore.create(StoreGeometry(num_layers=1, part_bytes=(4096,)), num_bytes=1 << 20, directory=tmp_path)
     data = Path(store.address.data_path)
     assert data.stat().st_size == 1 << 20
@@ -160,14 +160,14 @@ def test_without_the_native_kernels_a_store_is_refused_with_a_remedy(monkeypatch
         HostKVStore.create(StoreGeometry(num_layers=1, part_bytes=(64,)), num_bytes=1 << 20)
 
 
-def test_kernels_from_before_there_was_a_store_are_refused_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_a_store_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sgl_batch_kernel.kv_store", None)
     monkeypatch.delattr("sgl_batch_kernel.kv_store", raising=False)
     with pytest.raises(ConfigError, match="or are of an older version"):
         HostKVStore.create(StoreGeometry(num_layers=1, part_bytes=(64,)), num_bytes=1 << 20)
 
 
-def test_an_engine_for_other_pages_than_the_stores_is_refused(tmp_path: Path) -> None:
+def test_an_engine_for_pages_of_another_geometry_is_refused(tmp_path: Path) -> None:
     geometry = StoreGeometry.of_pool(PlainPool.random())
     with FORMS[0].store(geometry, tmp_path) as store:
         with pytest.raises(StoreFault, match="the store is for 40 contiguous pages of 4096 bytes"):

@@ -1,4 +1,4 @@
-"""What the system refuses reaches whoever waits, with path, sizes and remedy; the engine goes on with the next copy."""
+"""System errors are raised by wait, with path, sizes and remedy; the engine goes on with the next copy."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ def limited(kind: int, num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("form", FILES, ids=str)
-def test_a_full_disk_says_path_bytes_and_remedy_and_later_copies_work(form: Form, small_disk: Path) -> None:
+def test_a_full_disk_is_reported_with_a_remedy_and_later_copies_work(form: Form, small_disk: Path) -> None:
     pool = PlainPool.random(layers=2, part_bytes=(MIB // 2,), pages=4)
     with store_and_engine(form, pool, small_disk, num_blocks=4) as (store, engine):
-        (small_disk / "of somebody else").write_bytes(bytes(6 * MIB))
+        (small_disk / "of another program").write_bytes(bytes(6 * MIB))
         blocks = prepared(store, 4)
         ticket = engine.store_pages(range(2), range(4), blocks)
         with pytest.raises(CopyError) as caught:
             ticket.wait()
         assert caught.value.errno == errno.ENOSPC
-        told = str(caught.value)
-        assert f"of the file {small_disk}/sgl-batch-kv-store-" in told
+        message = str(caught.value)
+        assert f"of the file {small_disk}/sgl-batch-kv-store-" in message
         assert (
-            "No space left on device; the whole store needs 2097152 bytes more, and its file system has 0 free" in told
+            "No space left on device; the whole store needs 2097152 bytes more, and its file system has 0 free"
+            in message
         )
-        assert "name another directory (--kv-store-dir) or a smaller store (--kv-store-bytes)" in told
-        (small_disk / "of somebody else").unlink()
+        assert "name another directory (--kv-store-dir) or a smaller store (--kv-store-bytes)" in message
+        (small_disk / "of another program").unlink()
         engine.store_pages(range(2), range(4), blocks).wait()
         assert engine.counters().errors == 1
 
@@ -65,7 +66,7 @@ def test_a_store_that_does_not_fit_on_its_disk_is_refused_with_both_sizes(small_
 
 
 @pytest.mark.parametrize("form", FILES, ids=str)
-def test_a_limit_on_the_size_of_files_is_told_and_lower_blocks_still_work(form: Form, tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported_and_blocks_below_it_still_work(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=2, part_bytes=(MIB // 2,), pages=4)
     with store_and_engine(form, pool, tmp_path, num_blocks=4) as (store, engine):
         blocks = sorted(prepared(store, 4).tolist())
@@ -79,21 +80,21 @@ def test_a_limit_on_the_size_of_files_is_told_and_lower_blocks_still_work(form: 
         assert all((new == old).all() for new, old in zip(pool.page(3), pool.page(1), strict=True))
 
 
-def test_a_store_over_the_limit_on_the_size_of_files_is_refused(tmp_path: Path) -> None:
+def test_a_store_over_the_file_size_limit_is_refused(tmp_path: Path) -> None:
     geometry = StoreGeometry(num_layers=1, part_bytes=(MIB,))
     with limited(resource.RLIMIT_FSIZE, 2 * MIB), pytest.raises(ConfigError, match=r"of 4194304 bytes .*ulimit -f"):
         HostKVStore.create(geometry, num_bytes=4 * MIB, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_for_which_there_is_no_address_space_is_refused() -> None:
+def test_a_store_beyond_the_address_space_limit_is_refused() -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + 64 * MIB
     with limited(resource.RLIMIT_AS, limit), pytest.raises(ConfigError, match=r"268435456 bytes .*ulimit -v"):
         HostKVStore.create(StoreGeometry(num_layers=1, part_bytes=(MIB,)), num_bytes=256 * MIB)
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot make a file in .*nowhere .*--kv-store-dir"):
         HostKVStore.create(
             StoreGeometry(num_layers=1, part_bytes=(MIB,)), num_bytes=4 * MIB, directory=tmp_path / "nowhere"
@@ -101,7 +102,7 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FILES, ids=str)
-def test_a_file_that_was_cut_short_is_an_error_for_its_blocks_alone(form: Form, tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error_only_for_its_missing_blocks(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=2, part_bytes=(4096,), pages=8)
     with store_and_engine(form, pool, tmp_path, num_blocks=4) as (store, engine):
         blocks = sorted(stored(store, engine, [0, 1, 2, 3]).tolist())
@@ -141,9 +142,7 @@ def test_a_checksum_finds_a_single_changed_bit_and_names_block_and_layer(form: F
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_checksum_finds_a_layer_that_was_stored_in_an_earlier_use_of_the_block_only(
-    form: Form, tmp_path: Path
-) -> None:
+def test_a_checksum_finds_a_layer_left_from_an_earlier_use_of_the_block(form: Form, tmp_path: Path) -> None:
     pool = PlainPool.random(layers=3, part_bytes=(4096,), pages=8)
     with store_and_engine(form, pool, tmp_path, checksums=True, num_blocks=1) as (store, engine):
         store.free(stored(store, engine, [0]))
@@ -189,7 +188,7 @@ SHORT(preadv) SHORT(pwritev) SHORT(preadv64) SHORT(pwritev64)
 
 @pytest.fixture(scope="module")
 def short_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library before libc whose reads and writes do little at a time."""
+    """A library preloaded before libc, whose reads and writes are short."""
     place = tmp_path_factory.mktemp("short_calls")
     source, library = place / "short_calls.c", place / "short_calls.so"
     source.write_text("#include <stdio.h>\n" + _SHORT_CALLS, encoding="utf-8")
@@ -208,11 +207,11 @@ def _run_below(library: Path, tmp_path: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_reads_and_writes_that_do_less_than_asked_are_continued(short_calls: Path, tmp_path: Path) -> None:
+def test_short_reads_and_writes_are_continued(short_calls: Path, tmp_path: Path) -> None:
     assert _run_below(short_calls, tmp_path) == "equal\n"
 
 
-def test_an_error_of_the_device_reaches_the_waiter_with_its_number(short_calls: Path, tmp_path: Path) -> None:
-    told = _run_below(short_calls, tmp_path, FAIL_AFTER="20")
-    assert told.startswith(f"errno {errno.EIO}: layers 0 to 1 of device page 0 to slot 0: writing ")
-    assert "Input/output error" in told
+def test_a_device_error_is_raised_by_wait_with_its_errno(short_calls: Path, tmp_path: Path) -> None:
+    message = _run_below(short_calls, tmp_path, FAIL_AFTER="20")
+    assert message.startswith(f"errno {errno.EIO}: layers 0 to 1 of device page 0 to slot 0: writing ")
+    assert "Input/output error" in message

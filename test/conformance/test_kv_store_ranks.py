@@ -30,7 +30,7 @@ GEOMETRY = StoreGeometry(num_layers=3, part_bytes=(1 << 16, 1 << 16), checksums=
 
 
 class RankProcess:
-    """A second rank: `start` it at something, `kill` it there."""
+    """A second rank as a process: `start` it on a task, `kill` it there."""
 
     def __init__(self) -> None:
         script = Path(__file__).parent / "store_rank.py"
@@ -40,7 +40,7 @@ class RankProcess:
         self._child = 0
 
     def start(self, do: str, store: HostKVStore, *, pool: dict[str, Any] = POOL, rank: int = 1) -> list[int]:
-        """Do it as that rank of the store; returns the blocks that the process names when it is at it."""
+        """Start a task as that rank; return the blocks that the process names once it is running."""
         address = dataclasses.asdict(store.address)
         checksums = store.geometry.checksums
         command = {"do": do, "address": address, "pool": pool, "checksums": checksums, "rank": rank}
@@ -48,13 +48,13 @@ class RankProcess:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
-        told = json.loads(self._process.stdout.readline())
-        self._child = told["pid"]
-        blocks: list[int] = told["blocks"]
+        reply = json.loads(self._process.stdout.readline())
+        self._child = reply["pid"]
+        blocks: list[int] = reply["blocks"]
         return blocks
 
     def kill(self) -> None:
-        """SIGKILL; returns when no thread of it is left."""
+        """Send SIGKILL; return when no thread is left."""
         start = process_start(self._child)
         os.kill(self._child, signal.SIGKILL)
         limit = time.monotonic() + 60
@@ -81,7 +81,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostKVStor
         yield store
 
 
-def test_another_ranks_blocks_are_shared_loaded_and_outlive_it(store: HostKVStore, other_rank: RankProcess) -> None:
+def test_another_ranks_blocks_can_be_shared_and_outlive_that_rank(store: HostKVStore, other_rank: RankProcess) -> None:
     blocks = other_rank.start("hold", store)
     with pytest.raises(StoreFault, match="this rank holds no reference"):
         store.free(blocks)
@@ -100,7 +100,7 @@ def test_another_ranks_blocks_are_shared_loaded_and_outlive_it(store: HostKVStor
     assert store.counts().free == store.num_blocks
 
 
-def test_a_rank_that_runs_keeps_what_it_holds_and_its_place(store: HostKVStore, other_rank: RankProcess) -> None:
+def test_a_running_rank_cannot_be_reclaimed_or_joined_again(store: HostKVStore, other_rank: RankProcess) -> None:
     other_rank.start("hold", store)
     with pytest.raises(StoreFault, match=r"rank 1 still runs as process \d+"):
         store.reclaim(1)
@@ -111,9 +111,7 @@ def test_a_rank_that_runs_keeps_what_it_holds_and_its_place(store: HostKVStore, 
     assert store.reclaim(1) == 0
 
 
-def test_a_rank_that_is_started_again_has_nothing_of_its_forerunner(
-    store: HostKVStore, other_rank: RankProcess
-) -> None:
+def test_a_restarted_rank_holds_no_blocks_of_its_earlier_process(store: HostKVStore, other_rank: RankProcess) -> None:
     other_rank.start("hold", store)
     other_rank.kill()
     assert store.counts().used == 10
@@ -124,7 +122,7 @@ def test_a_rank_that_is_started_again_has_nothing_of_its_forerunner(
     assert store.counts().used == 0
 
 
-def test_a_rank_killed_while_it_changes_the_table_holds_up_nobody(tmp_path: Path, other_rank: RankProcess) -> None:
+def test_a_rank_killed_while_it_changes_the_table_blocks_no_other(tmp_path: Path, other_rank: RankProcess) -> None:
     drawn = random.Random(5)
     small: dict[str, Any] = {"layers": 1, "part_bytes": (64,), "pages": 8}
     geometry = StoreGeometry.of_pool(PlainPool.random(**small))
@@ -153,7 +151,9 @@ def test_a_rank_killed_while_it_changes_the_table_holds_up_nobody(tmp_path: Path
         assert store.counts().recoveries == 20, "the other rank was never killed in the middle of a change"
 
 
-def test_a_rank_killed_while_it_writes_harms_nobody_elses_pages(store: HostKVStore, other_rank: RankProcess) -> None:
+def test_a_rank_killed_while_it_writes_damages_no_other_ranks_pages(
+    store: HostKVStore, other_rank: RankProcess
+) -> None:
     pool = PlainPool.random(**POOL)
     engine = NativeCopyEngine(store, pool, num_workers=2)
     for turn in range(4):

@@ -1,4 +1,4 @@
-"""The copy engines under which staging is tested: a CPU's threads, and a GPU's streams at their latest and soonest."""
+"""The copy engines with which staging is tested: a CPU's threads, and a GPU's streams at their latest and soonest."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ ENGINES: dict[str, Callable[[HostKVStore], CopyEngines]] = {
 
 
 def keeps_checksums(kind: str) -> bool:
-    """Whether it is tested with them; streams cannot keep any."""
+    """Whether the store has checksums. A GPU's streams support none."""
     return kind == "three threads"

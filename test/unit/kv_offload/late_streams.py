@@ -1,4 +1,4 @@
-"""A GPU's copy streams without one: copies are made as late as somebody's wait allows, or as soon as they are given."""
+"""A GPU's copy streams without a GPU: copies are made as late as the waits allow, or as soon as they are given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.kv_offload.store_geometry import PagedPool
 
 
 class Event:
-    """The first `count` pieces of work of a stream."""
+    """An event after the first `count` pieces of a stream's work."""
 
     def __init__(self, stream: Stream, count: int) -> None:
         self._stream, self._count = stream, count
@@ -28,7 +28,7 @@ class Event:
 
 
 class Stream:
-    """Work in the order in which it was given."""
+    """A stream: work in the order in which it was given."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -47,7 +47,7 @@ class Stream:
 
 
 class LateStreams:
-    """DeviceStreams. What computes is the test, at once."""
+    """DeviceStreams. The test computes, at once."""
 
     def __init__(self, *, late: bool) -> None:
         self._late = late
@@ -79,7 +79,7 @@ class LateStreams:
 
 
 class LateEngines:
-    """CopyEngines over such streams."""
+    """CopyEngines over these streams."""
 
     def __init__(self, store: HostKVStore, *, late: bool) -> None:
         self._store, self._streams = store, LateStreams(late=late)

@@ -1,4 +1,4 @@
-"""A pool of one-part pages for tests of what is staged, and a store for it."""
+"""A pool of one-part pages for tests of staging."""
 
 from __future__ import annotations
 

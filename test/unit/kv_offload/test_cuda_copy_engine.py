@@ -1,4 +1,4 @@
-"""The GPU form's own logic, with streams that the test advances: who waits for whom, what is held, what is told."""
+"""The copy engine of GPUs, over streams that the test advances: its waits, the blocks it holds, its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = range(3)
 
 @dataclass
 class Event:
-    """Endpoints when the test says so, or when somebody waits for it."""
+    """An event that happens when the test says so, or when it is waited for."""
 
     ended: bool = False
     fault: str | None = None
@@ -40,7 +40,7 @@ class Event:
 
 @dataclass
 class Streams:
-    """Copies are made at once; what they would have waited for is kept, with the events."""
+    """Makes copies at once, and keeps the events for which they would have waited."""
 
     pinned: list[torch.Tensor] = field(default_factory=list)
     waited_for: list[list[Event]] = field(default_factory=list)
@@ -107,7 +107,7 @@ def test_pages_come_back_bit_for_bit_and_others_stay(parts: Parts) -> None:
     assert counters.stored_bytes == 3 * counters.loaded_bytes // 2 == 3 * 3 * (2 + 4) * 8 * 2
 
 
-def test_a_copy_waits_for_the_other_direction_where_they_touch_the_same_page_or_block_and_only_there(
+def test_a_copy_waits_for_the_other_direction_only_if_both_touch_a_page_or_block(
     parts: Parts,
 ) -> None:
     store, engine, streams, _ = parts
@@ -121,7 +121,7 @@ def test_a_copy_waits_for_the_other_direction_where_they_touch_the_same_page_or_
     first.ended = second.ended = True
 
 
-def test_nothing_is_waited_for_that_has_ended_and_was_seen_to(parts: Parts) -> None:
+def test_a_copy_does_not_wait_for_an_ended_ticket(parts: Parts) -> None:
     store, engine, streams, _ = parts
     ready, writing = stored(store, engine, [0]), store.prepare_store(1)
     engine.load_pages(LAYERS, ready, [5]).wait()
@@ -145,7 +145,7 @@ def test_blocks_are_held_until_their_copy_has_ended(parts: Parts) -> None:
     store.complete_store(blocks)
 
 
-def test_the_device_waits_for_a_copy_that_has_not_ended_and_nobody_on_the_host_does(parts: Parts) -> None:
+def test_device_waits_blocks_the_device_and_not_the_host(parts: Parts) -> None:
     store, engine, streams, _ = parts
     ticket = engine.store_pages(LAYERS, [0, 1], store.prepare_store(2))
     ticket.device_waits()
@@ -176,7 +176,7 @@ def test_engines_of_one_store_share_its_pinned_memory(parts: Parts) -> None:
     store.free(blocks)
 
 
-def test_submitting_waits_for_the_oldest_while_too_many_have_not_ended(parts: Parts) -> None:
+def test_submission_waits_for_the_oldest_ticket_while_the_queue_is_full(parts: Parts) -> None:
     store, engine, streams, _ = parts
     blocks = store.prepare_store(4)
     for index in range(4):
@@ -185,7 +185,7 @@ def test_submitting_waits_for_the_oldest_while_too_many_have_not_ended(parts: Pa
     assert engine.counters().submit_wait_s > 0
 
 
-def test_an_error_of_the_gpu_reaches_who_waits_and_lets_go_of_the_blocks(parts: Parts) -> None:
+def test_a_gpu_error_is_raised_by_wait_and_releases_the_blocks(parts: Parts) -> None:
     store, engine, streams, _ = parts
     blocks = store.prepare_store(1)
     ticket = engine.store_pages(LAYERS, [0], blocks)
@@ -202,7 +202,7 @@ def test_an_error_of_the_gpu_reaches_who_waits_and_lets_go_of_the_blocks(parts: 
     store.free(blocks)
 
 
-def test_what_the_rules_forbid_is_refused_and_nothing_held(parts: Parts) -> None:
+def test_a_forbidden_copy_is_refused_and_holds_no_block(parts: Parts) -> None:
     store, engine, _, _ = parts
     blocks = store.prepare_store(2)
     ready = stored(store, engine, [0, 1])
@@ -220,7 +220,7 @@ def test_what_the_rules_forbid_is_refused_and_nothing_held(parts: Parts) -> None
     store.free(torch.cat((blocks, ready, ready)))
 
 
-def test_closing_waits_for_all_and_refuses_more(parts: Parts) -> None:
+def test_close_waits_for_all_copies_and_refuses_new_ones(parts: Parts) -> None:
     store, engine, _, _ = parts
     blocks = store.prepare_store(2)
     ticket = engine.store_pages(LAYERS, [0, 1], blocks)
@@ -230,7 +230,7 @@ def test_closing_waits_for_all_and_refuses_more(parts: Parts) -> None:
         engine.store_pages(LAYERS, [0, 1], blocks)
 
 
-def test_checksums_are_refused() -> None:
+def test_checksums_are_refused_on_a_gpu() -> None:
     pool = SimpleNamespace(layer_num=1, page_parts=lambda layer: (torch.zeros(4, 64),))
     geometry = StoreGeometry.of_pool(pool, checksums=True)
     with (
@@ -240,7 +240,7 @@ def test_checksums_are_refused() -> None:
         CudaCopyEngines(store, Streams())
 
 
-def test_copies_go_before_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_streams_have_priority_over_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     priorities: list[int] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority=0: priorities.append(priority))
     CudaStreams()

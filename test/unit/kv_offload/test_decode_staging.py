@@ -1,4 +1,4 @@
-"""Decode KV comes to the device by layer and sub-batch, and what a step changes of it goes back."""
+"""Decode KV is streamed to the device by layer and sub-batch, and the pages that a step changes go back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST = 100
 
 
 class Group:
-    """Sequences that grow by a token a step: a token's KV is its position, in all layers beside the layer's number."""
+    """Sequences that grow by a token a step. A token's KV encodes its row, its position and the layer."""
 
     def __init__(self, store: HostKVStore, half_pages: int, num_rows: int, seed: int) -> None:
         self.store, self.half_pages, self.random = store, half_pages, random.Random(seed)
@@ -28,7 +28,7 @@ class Group:
         self.tokens = [0] * num_rows
 
     def copies(self) -> list[PartCopies]:
-        """Of the coming step, which opens a page where the last one is full."""
+        """Return the copies of the coming step, which opens a page after a full one."""
         new = [row for row, tokens in enumerate(self.tokens) if tokens % PAGE == 0]
         for row, block in zip(new, self.store.prepare_store(len(new)).tolist(), strict=True):
             self.blocks[row].append(block)
@@ -56,7 +56,7 @@ class Group:
         )
 
     def step(self, pool: StagedPool, staging: DecodeStaging) -> None:
-        """One forward pass: all KV of a sub-batch is there in a layer when it is attended, and a token more is left."""
+        """Run a forward pass: check each sub-batch's KV in each layer, and write the KV of a new token."""
         copies = self.copies()
         staging.begin(copies)
         staging.redirect_pool()
@@ -82,13 +82,13 @@ class Group:
         self.tokens = [tokens + 1 for tokens in self.tokens]
 
     def leave(self) -> None:
-        """The last row ends."""
+        """End the last row's sequence."""
         self.store.free(self.blocks.pop())
         self.tokens.pop()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_group_larger_than_the_device_finds_all_its_kv_in_every_step(kind: str) -> None:
+def test_a_group_larger_than_the_device_reads_all_its_kv_in_every_step(kind: str) -> None:
     pool = StagedPool()
     geometry = StoreGeometry.of_pool(pool, checksums=keeps_checksums(kind))
     with HostKVStore.create(geometry, num_bytes=4 << 20) as store:

@@ -1,4 +1,4 @@
-"""Both ways to copy pages put every byte where it belongs and leave the others alone; the kernel compiles for GPUs."""
+"""Both page copies write exactly their target bytes, and the kernel compiles for GPUs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for to_store in (False, True):
 def check(
     copies: type, words: tuple[int, ...], to_store: bool, layers: range, pages: list[int], device: str = "cpu"
 ) -> None:
-    """Copy in one direction, and compare all memory with what it should be. `device`: of the pages."""
+    """Copy in one direction, and compare all memory with the expected bytes. `device`: of the pages."""
     torch.manual_seed(0)
     parts = [[torch.randint(0, 255, (6, 8 * n), dtype=torch.uint8).to(device) for n in words] for _ in range(3)]
     pool = SimpleNamespace(layer_num=3, page_parts=lambda layer: tuple(parts[layer]))
@@ -63,7 +63,7 @@ def check(
     )
 
 
-def test_programs_have_as_much_in_flight_as_fills_the_link_and_no_more() -> None:
+def test_programs_have_just_enough_bytes_in_flight_to_fill_the_link() -> None:
     in_flight = 8 * 1024
     assert COPY_PROGRAMS == 16
     assert programs_to_fill(64e9, 2e-6) * in_flight >= 64e9 * 2e-6 > (COPY_PROGRAMS - 1) * in_flight
@@ -79,11 +79,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_call_for_every_page_copies_what_is_asked_and_nothing_else(case) -> None:
+def test_copies_page_by_page_change_only_their_targets(case) -> None:
     check(PerPageCopy, *case)
 
 
-def test_one_kernel_copies_what_is_asked_and_nothing_else() -> None:
+def test_the_fused_kernel_changes_only_its_targets() -> None:
     program = "import test_page_copies as t; [t.check(t.FusedPageCopy, *case) for case in t.CASES]; print(len(t.CASES))"
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     done = subprocess.run(

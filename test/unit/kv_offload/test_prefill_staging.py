@@ -1,4 +1,4 @@
-"""A prefill group's KV goes to the store layer by layer, through two halves of memory, whatever the sub-batches."""
+"""A prefill group's KV goes to the store layer by layer, through two halves of memory, for all sub-batches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def staging(pool, store, kind):
 def prefill(
     pool: StagedPool, staging: PrefillStaging, lengths: list[int], blocks: torch.Tensor, sub_batch: int
 ) -> None:
-    """What a forward pass does: each layer writes the rows of one sub-batch after the other."""
+    """Do as a forward pass does: in each layer, write the rows of one sub-batch after the other."""
     staging.begin(lengths, blocks, restored=NONE)
     owner = [(sum(-(-n // PAGE) for n in lengths[:i]), at) for i, n in enumerate(lengths) for at in range(n)]
     for layer in range(LAYERS):
@@ -79,7 +79,7 @@ def test_every_row_of_every_layer_arrives(pool, store, staging, lengths, sub_bat
     back.close()
 
 
-def test_a_large_group_needs_the_memory_of_two_layers_and_a_small_one_after_it_no_more(pool, store, staging):
+def test_staging_takes_two_layers_of_the_largest_group(pool, store, staging):
     prefill(pool, staging, [40], store.prepare_store(10), 64)
     most = staging.peak_bytes
     assert most == 2 * 10 * PAGE * WIDTH * 4
@@ -87,7 +87,7 @@ def test_a_large_group_needs_the_memory_of_two_layers_and_a_small_one_after_it_n
     assert staging.peak_bytes == most
 
 
-def test_blocks_are_ready_only_when_the_group_has_ended(pool, store, staging):
+def test_blocks_are_ready_only_after_the_group_has_ended(pool, store, staging):
     blocks = store.prepare_store(2)
     staging.begin([5], blocks, restored=NONE)
     assert pool.first_page == 0
@@ -103,7 +103,7 @@ def test_blocks_are_ready_only_when_the_group_has_ended(pool, store, staging):
     assert store.counts().ready == 2
 
 
-def test_pages_computed_before_come_back_for_each_layer_and_stay_as_they_were(pool, store, staging):
+def test_restored_pages_are_loaded_for_each_layer_and_stay_unchanged(pool, store, staging):
     before = store.prepare_store(3)
     prefill(pool, staging, [3 * PAGE], before, 64)
     blocks = store.prepare_store(2)

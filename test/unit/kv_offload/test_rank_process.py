@@ -1,4 +1,4 @@
-"""A process counts as running while any thread of it may still write, and a number is one process's only for a time."""
+"""A process runs while any of its threads may still write; its number may be reused later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def process():
     process.wait()
 
 
-def test_a_process_runs_until_it_is_killed_and_is_gone_before_anybody_waits_for_it(process):
+def test_a_killed_process_no_longer_runs_before_its_parent_waits_for_it(process):
     start = process_start(process.pid)
     assert is_running(process.pid, start)
     os.kill(process.pid, signal.SIGKILL)
@@ -39,11 +39,11 @@ def test_a_stopped_process_still_runs(process):
     assert is_running(process.pid, process_start(process.pid))
 
 
-def test_a_later_process_with_the_same_number_is_another_one(process):
+def test_a_later_process_with_the_same_number_is_a_different_process(process):
     assert not is_running(process.pid, process_start(process.pid) - 1)
 
 
-def test_threads_count_when_the_first_one_has_ended():
+def test_a_process_runs_while_any_thread_runs():
     # The first thread ends, the other goes on until its input does.
     code = (
         "import ctypes, sys, threading\n"

@@ -1,4 +1,4 @@
-"""Parts of a block do not overlap and lie where the alignments want them; a page's size follows from its pool."""
+"""Parts of a block are aligned and do not overlap; a page's size follows from its pool."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_parts_checksums_and_layers_follow_each_other_without_overlap(num_layers
     assert 0 <= geometry.block_bytes - num_layers * geometry.layer_bytes < 4096
 
 
-def test_a_large_models_page_wastes_nothing():
+def test_a_large_models_page_needs_no_padding():
     geometry = StoreGeometry(num_layers=48, part_bytes=(128 << 10, 128 << 10))
     assert geometry.block_bytes == 48 * 2 * (128 << 10)
 
 
-def test_a_pools_geometry_is_that_of_one_page():
+def test_a_pools_geometry_is_its_pages():
     pool = LatentPagePool(10 * 8, 8, torch.bfloat16, 6, 2, 3, "cpu", False)
     assert StoreGeometry.of_pool(pool) == StoreGeometry(num_layers=3, part_bytes=(8 * 8 * 2,))
 

@@ -1,4 +1,4 @@
-"""The blocks of sequences in the store: full pages go there as they fill, and none is lost whoever ends when."""
+"""The blocks of sequences in the store: pages are stored as they fill, and no block is lost."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def stored(store, pool, counters):
 
 
 def prompt(stored: StoredKV, store: HostKVStore, name: str, tokens: int) -> None:
-    """A sequence whose prompt lies in the store; what is in the pages is of no matter here."""
+    """Store a sequence's prompt. The content of its pages does not matter here."""
     blocks = stored.take(-(-tokens // PAGE))
     stored._engine.store_pages(range(LAYERS), range(len(blocks)), blocks).wait()
     store.complete_store(blocks)
     stored.adopt(name, blocks, tokens)
 
 
-def test_a_suspended_sequence_comes_back_as_it_was(stored, store, pool, counters):
+def test_a_restored_sequence_has_its_kv_unchanged(stored, store, pool, counters):
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
     stored.write_through(["a"], torch.tensor([7]))
     stored.write_through(["a"], torch.tensor([3]))
@@ -65,14 +65,14 @@ def test_a_suspended_sequence_comes_back_as_it_was(stored, store, pool, counters
     assert counters.counts["pages_written_through"] == 2
 
 
-def test_of_a_sequence_that_ends_with_a_full_page_nothing_is_copied_to_suspend_it(stored, counters):
+def test_suspending_a_sequence_whose_last_page_is_full_copies_nothing(stored, counters):
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
     stored.write_through(["a"], torch.tensor([7]))
     stored.suspend(["a"], [torch.tensor([7])], [4])
     assert counters.counts["pages_copied_to_suspend"] == 0
 
 
-def test_a_prompt_with_an_open_page_gives_its_block_back_when_it_runs(stored, store):
+def test_a_restored_sequence_frees_the_block_of_its_open_page(stored, store):
     prompt(stored, store, "a", 6)
     assert store.counts().used == 2
     stored.restore("a", torch.tensor([5, 6])).wait()
@@ -80,7 +80,7 @@ def test_a_prompt_with_an_open_page_gives_its_block_back_when_it_runs(stored, st
     assert store.counts().used == 1
 
 
-def test_blocks_of_one_that_ends_under_a_copy_are_free_when_the_copy_has_ended(stored, store):
+def test_blocks_of_an_ended_sequence_are_freed_after_their_copies(stored, store):
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
     stored.write_through(["a"], torch.tensor([7]))
     stored.forget("a")
@@ -91,7 +91,7 @@ def test_blocks_of_one_that_ends_under_a_copy_are_free_when_the_copy_has_ended(s
 
 
 class LateDownload:
-    """Numbers of pages that come when the test says so, or when somebody waits for them."""
+    """A download of page numbers that ends when the test says so, or when it is waited for."""
 
     come = False
 
@@ -107,7 +107,7 @@ class LateDownload:
 
 
 @pytest.mark.parametrize("how", ["comes", "is waited for", "ends before"])
-def test_a_page_whose_number_comes_late_reaches_its_block(how, stored, store, pool, monkeypatch):
+def test_a_written_through_page_is_copied_once_its_number_is_on_the_host(how, stored, store, pool, monkeypatch):
     monkeypatch.setattr(stored_kv, "Download", LateDownload)
     monkeypatch.setattr(LateDownload, "come", False)
     stored.adopt("a", torch.empty(0, dtype=torch.int64), 0)
@@ -131,7 +131,7 @@ def test_a_page_whose_number_comes_late_reaches_its_block(how, stored, store, po
     assert all(torch.equal(pool.page_parts(layer)[0][20], before[layer]) for layer in range(LAYERS))
 
 
-def test_writing_through_makes_the_host_wait_for_nothing(stored, store, monkeypatch):
+def test_write_through_never_blocks_the_host(stored, store, monkeypatch):
     syncs, prepare = HostSyncs(), store.prepare_store
 
     def prepared(count):
@@ -157,7 +157,7 @@ def test_writing_through_makes_the_host_wait_for_nothing(stored, store, monkeypa
     stored.sync(wait=True)
 
 
-def test_blocks_that_wait_for_their_copies_are_found_when_all_others_are_taken(stored, store):
+def test_take_waits_for_blocks_of_ended_sequences_when_no_others_are_free(stored, store):
     for name in "abcdef":
         stored.adopt(name, torch.empty(0, dtype=torch.int64), 0)
         stored.write_through([name] * 2, torch.tensor([1, 2]))
@@ -165,7 +165,7 @@ def test_blocks_that_wait_for_their_copies_are_found_when_all_others_are_taken(s
     assert len(stored.take(store.num_blocks)) == store.num_blocks
 
 
-def test_a_sequence_that_moves_takes_its_blocks_along_and_no_page_is_copied(pool):
+def test_a_sequence_moves_to_another_rank_with_its_blocks_and_without_a_copy(pool):
     geometry = StoreGeometry.of_pool(pool, checksums=True)
     with (
         HostKVStore.create(geometry, num_bytes=12 * 4096, num_ranks=2) as here,
@@ -190,8 +190,8 @@ def test_a_sequence_that_moves_takes_its_blocks_along_and_no_page_is_copied(pool
             engine.close()
 
 
-def test_blocks_of_one_that_ended_under_a_copy_count_to_this_rank_s_share(pool, counters):
-    """Others' shares are never touched, however late a copy ends."""
+def test_blocks_of_an_ended_sequence_count_to_the_ranks_share_until_their_copies_end(pool, counters):
+    """Other ranks' shares are never touched, even if a copy ends late."""
     with HostKVStore.create(StoreGeometry.of_pool(pool), num_bytes=12 * 4096, num_ranks=2) as store:
         engine = NativeCopyEngine(store, pool)
         stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=6, counters=counters)
@@ -203,7 +203,7 @@ def test_blocks_of_one_that_ended_under_a_copy_count_to_this_rank_s_share(pool, 
         engine.close()
 
 
-def test_in_exclusive_tiers_all_pages_go_to_the_store_and_leave_it_when_they_come_back(store, pool, counters):
+def test_an_exclusive_store_frees_a_sequences_blocks_when_it_is_restored(store, pool, counters):
     engine = NativeCopyEngine(store, pool)
     stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=12, counters=counters, exclusive=True)
     stored.suspend(["a", "b"], [torch.tensor([7, 3, 9]), torch.tensor([5])], [9, 4])
@@ -222,7 +222,7 @@ def test_in_exclusive_tiers_all_pages_go_to_the_store_and_leave_it_when_they_com
     engine.close()
 
 
-def test_the_rate_of_copies_is_measured_without_a_trace(stored, store, pool):
+def test_measuring_the_copy_rate_changes_no_page_and_keeps_no_block(stored, store, pool):
     before = [pool.page_parts(layer)[0].clone() for layer in range(LAYERS)]
     assert stored.copy_rate(torch.arange(1, 9)) > 0
     assert store.counts().used == stored.held == 0

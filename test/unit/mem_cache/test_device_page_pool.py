@@ -1,4 +1,4 @@
-"""The pool gives back what was written, moves it, and claims memory only when written to."""
+"""The pool reads back what was written, moves it, and takes memory only when written to."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_writing_touches_no_other_token_and_no_other_layer():
         assert not values.any()
 
 
-def test_sglangs_wrapped_write_location_is_understood():
+def test_sglangs_wrapped_write_location_is_accepted():
     pool, kv_indices = make(), torch.tensor([9, 70])
     k, v = draw(0, 2), draw(1, 2)
     pool.set_kv_buffer(SimpleNamespace(layer_id=0), KVWriteLoc(kv_indices, None), k, v)
@@ -106,7 +106,7 @@ def test_its_size_counts_page_0_and_both_halves():
     assert make(dtype=torch.bfloat16).get_kv_size_bytes() == (LAYERS * 11 * 8 * HEADS * DIM * 2,) * 2
 
 
-def test_a_pool_of_gigabytes_claims_memory_only_where_it_is_written():
+def test_a_large_pool_takes_memory_only_where_it_is_written():
     process, page_size, heads, dim, layers = psutil.Process(), 64, 8, 128, 4
     tokens = 4 * 2**30 // (layers * 2 * heads * dim * 2)
     before = process.memory_info().rss

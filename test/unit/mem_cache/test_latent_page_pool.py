@@ -1,4 +1,4 @@
-"""The pool of latent rows gives back what was written, moves it, and is read as pages, by KV index and by part."""
+"""The pool of latent rows reads back what was written, moves it, and is read by page, KV index and part."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_writing_touches_no_other_token_and_no_other_layer():
         assert not pool.read_kv(layer, untouched)[0].any()
 
 
-def test_sglangs_wrapped_write_location_is_understood():
+def test_sglangs_wrapped_write_location_is_accepted():
     pool, kv_indices = make(), torch.tensor([9, 70])
     rows = torch.ones(2, 1, LATENT + ROPE)
     pool.set_kv_buffer(SimpleNamespace(layer_id=0), KVWriteLoc(kv_indices, None), rows, None)
@@ -82,7 +82,7 @@ def test_a_page_is_one_part_of_each_layer_and_its_size_counts_page_0():
 @pytest.mark.parametrize(
     ("dtype", "latent", "native"), [(torch.bfloat16, 6, True), (torch.bfloat16, 7, False), (torch.float32, 7, True)]
 )
-def test_the_kernels_read_bf16_rows_of_even_parts_only(dtype, latent, native):
+def test_the_native_layout_needs_even_parts_of_bf16_rows(dtype, latent, native):
     assert make(dtype=dtype, latent=latent).native_layout is native
 
 

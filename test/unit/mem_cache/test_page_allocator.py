@@ -1,4 +1,4 @@
-"""Pages have one owner at a time, tokens lie where their position says, and what does not fit takes nothing."""
+"""Pages have one owner, tokens lie at their positions, and an allocation that does not fit takes no page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make(page_size: int, num_pages: int = NUM_PAGES) -> PageAllocator:
 
 
 def extend(allocator: PageAllocator, held: list[list[int]], news: list[int]) -> torch.Tensor | None:
-    """alloc_extend as SGLang calls it, for sequences whose tokens lie at `held` and which get `news` more."""
+    """Call alloc_extend as SGLang does, for sequences whose tokens are at `held` and which get `news` more."""
     prefixes = torch.tensor([len(kv_indices) for kv_indices in held])
     lengths = prefixes + torch.tensor(news)
     last = torch.tensor([kv_indices[-1] if kv_indices else -1 for kv_indices in held])
@@ -26,13 +26,13 @@ def extend(allocator: PageAllocator, held: list[list[int]], news: list[int]) -> 
 
 
 def decode(allocator: PageAllocator, held: list[list[int]]) -> torch.Tensor | None:
-    """alloc_decode as SGLang calls it, for the next token of each sequence."""
+    """Call alloc_decode as SGLang does, for the next token of each sequence."""
     lengths = torch.tensor([len(kv_indices) + 1 for kv_indices in held])
     return allocator.alloc_decode(lengths, lengths, torch.tensor([kv_indices[-1] for kv_indices in held]))
 
 
 class AllocatorAgainstSets(RuleBasedStateMachine):
-    """Random operations beside a model that knows each sequence's KV indices and nothing of free lists."""
+    """Random operations, checked against a model that knows each sequence's KV indices and no free list."""
 
     @initialize(page_size=st.sampled_from([1, 4, 64]))
     def begin(self, page_size):
@@ -47,7 +47,7 @@ class AllocatorAgainstSets(RuleBasedStateMachine):
         return NUM_PAGES - sum(len(self.pages(kv_indices)) for kv_indices in self.sequences)
 
     def check(self, result: torch.Tensor | None, wanted_pages: int) -> bool:
-        """Whether something was given: exactly when enough pages were free."""
+        """Return whether pages were taken, which must be exactly when enough were free."""
         if wanted_pages > self.num_free():
             assert result is None
             return False
@@ -131,7 +131,7 @@ AllocatorAgainstSets.TestCase.settings = settings(max_examples=40, stateful_step
 TestPagesHaveOneOwnerAndTokensTheirPlace = AllocatorAgainstSets.TestCase
 
 
-def test_an_extension_fills_the_open_page_before_it_opens_another():
+def test_an_extension_fills_the_open_page_before_a_new_one():
     allocator = make(4)
     first = extend(allocator, [[]], [3]).tolist()
     (more,) = [extend(allocator, [first], [2]).tolist()]
@@ -150,7 +150,7 @@ def test_a_decode_step_opens_a_page_exactly_at_a_page_edge(length, opens):
     assert (kv_index % 4 == 0) if opens else (kv_index == held[-1] + 1)
 
 
-def test_an_exhausted_pool_gives_nothing_and_takes_nothing_not_even_for_those_who_would_fit():
+def test_a_batch_that_does_not_fit_takes_no_page():
     allocator = make(4, num_pages=3)
     held = extend(allocator, [[], []], [4, 4]).tolist()
     sequences = [held[:4], held[4:]]
@@ -162,7 +162,7 @@ def test_an_exhausted_pool_gives_nothing_and_takes_nothing_not_even_for_those_wh
     assert decode(allocator, sequences[:1]) is not None
 
 
-def test_clear_gives_every_page_back():
+def test_clear_frees_every_page():
     allocator = make(4)
     allocator.alloc(4 * NUM_PAGES)
     allocator.clear()
@@ -170,8 +170,8 @@ def test_clear_gives_every_page_back():
     assert sorted(allocator.alloc(4 * NUM_PAGES).tolist()) == list(range(4, 4 * NUM_PAGES + 4))
 
 
-def test_pages_that_were_used_before_are_given_again_before_any_fresh_one():
-    """The kernel gives a page its memory at the first write: a long run must not touch the whole pool by and by."""
+def test_used_pages_are_taken_before_fresh_ones():
+    """The kernel gives a page its memory at the first write: a long run must not touch the whole pool over time."""
     allocator = make(4)
     touched: set[int] = set()
     held: list[torch.Tensor] = []
@@ -184,17 +184,17 @@ def test_pages_that_were_used_before_are_given_again_before_any_fresh_one():
 
 
 def test_part_of_a_page_cannot_be_taken_as_whole_pages():
-    with pytest.raises(AssertionError, match="6 tokens are no whole number of pages"):
+    with pytest.raises(AssertionError, match="6 tokens are not a whole number of pages"):
         make(4).alloc(6)
 
 
-def test_to_free_nothing_changes_nothing():
+def test_freeing_nothing_changes_nothing():
     allocator = make(4)
     allocator.free(torch.empty(0, dtype=torch.int64))
     assert allocator.available_size() == 4 * NUM_PAGES
 
 
-def test_tokens_of_staged_pages_lie_one_after_the_other_and_take_no_page():
+def test_staged_tokens_are_consecutive_and_take_no_page():
     allocator = make(4)
     with allocator.decoding_staged():
         assert decode(allocator, [[0, 1, 2, 3], [96, 97, 98, 99], [84]]).tolist() == [4, 100, 85]

@@ -1,4 +1,4 @@
-"""What a process may still take is what the tightest of its machine and its control groups leaves."""
+"""A process may still take what the tightest of its machine and its control groups leaves."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def second(directory: Path, limit: int | str, used: int, files: tuple[int, int] 
     )
 
 
-def test_without_control_groups_it_is_what_the_machine_has(root: Path) -> None:
+def test_without_control_groups_the_machines_memory_counts(root: Path) -> None:
     assert free_bytes(root) == MACHINE
     write(root / "proc/self/cgroup", "3:cpu:/a\n0::/a/b\n")
     assert free_bytes(root) == MACHINE
 
 
-def test_of_groups_within_each_other_the_tightest_counts(root: Path) -> None:
+def test_the_tightest_of_nested_control_groups_counts(root: Path) -> None:
     write(root / "proc/self/cgroup", "0::/a/b\n")
     mount = root / "sys/fs/cgroup"
     second(mount / "a/b", "max", 5)
@@ -52,7 +52,7 @@ def test_of_groups_within_each_other_the_tightest_counts(root: Path) -> None:
     assert free_bytes(root) == 0
 
 
-def test_files_that_nobody_has_mapped_count_as_free(root: Path) -> None:
+def test_unmapped_cached_files_count_as_free(root: Path) -> None:
     write(root / "proc/self/cgroup", "0::/\n")
     second(root / "sys/fs/cgroup", 1000, 900, files=(300, 200), mapped=120)
     assert free_bytes(root) == 100 + 380
@@ -60,7 +60,7 @@ def test_files_that_nobody_has_mapped_count_as_free(root: Path) -> None:
     assert free_bytes(root) == 100
 
 
-def test_the_older_kind_of_group_counts_what_is_below_it_too(root: Path) -> None:
+def test_cgroup_v1_counts_nested_groups(root: Path) -> None:
     write(root / "proc/self/cgroup", "9:name=systemd:/x\n4:cpu,memory:/job\n0::/\n")
     job = root / "sys/fs/cgroup/memory/job"
     write(job / "memory.limit_in_bytes", "2000\n")
@@ -73,7 +73,7 @@ def test_the_older_kind_of_group_counts_what_is_below_it_too(root: Path) -> None
     assert free_bytes(root) == 1300 + 60
 
 
-def test_memory_that_this_process_takes_is_no_longer_free() -> None:
+def test_memory_that_this_process_takes_is_not_free() -> None:
     size = 512 << 20
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         before = free_bytes()
@@ -81,7 +81,7 @@ def test_memory_that_this_process_takes_is_no_longer_free() -> None:
         assert free_bytes() < before - size // 4, "whatever others give back meanwhile"
 
 
-def test_memory_that_is_given_back_is_free_and_begins_anew() -> None:
+def test_memory_that_is_given_back_is_free_and_zero() -> None:
     tensor = torch.full((64 << 20,), 7, dtype=torch.uint8)
     before = resident_bytes()
     give_back(tensor[mmap.PAGESIZE // 2 :])

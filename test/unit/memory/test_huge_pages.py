@@ -1,4 +1,4 @@
-"""Weights lie on huge pages from their first write on, where the kernel has them."""
+"""Weights lie on huge pages from their first write on, if the kernel has them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def bytes_on_huge_pages(tensor: torch.Tensor) -> int:
-    """Of the mappings in which a tensor lies."""
+    """Return the bytes on huge pages in the mappings of a tensor."""
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():
@@ -33,7 +33,7 @@ def bytes_on_huge_pages(tensor: torch.Tensor) -> int:
 
 @pytest.fixture
 def _given_here() -> None:
-    """Skips where the kernel gives a plain request nothing: huge pages are off, or all memory is in pieces."""
+    """Skip if the kernel gives a plain request no huge page: they are off, or memory is fragmented."""
     memory = mmap.mmap(-1, 5 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -45,7 +45,7 @@ def _given_here() -> None:
 
 
 def compacted() -> None:
-    """Let the kernel put its memory together, where this process may ask for that."""
+    """Let the kernel compact its memory, if this process may ask for that."""
     with suppress(OSError):
         Path("/proc/sys/vm/compact_memory").write_text("1", encoding="ascii")
 
@@ -65,7 +65,7 @@ def some_get(make: Callable[[], torch.Tensor]) -> bool:
 
 
 @pytest.mark.usefixtures("_given_here")
-def test_a_tensor_that_is_asked_for_gets_huge_pages_when_it_is_written():
+def test_a_tensor_gets_huge_pages_when_it_is_written():
     def asked_for() -> torch.Tensor:
         tensor = torch.empty(20 * HUGE, dtype=torch.uint8)
         assert prefer_huge_pages(tensor)
@@ -75,7 +75,7 @@ def test_a_tensor_that_is_asked_for_gets_huge_pages_when_it_is_written():
 
 
 @pytest.mark.usefixtures("_given_here")
-def test_parameters_created_inside_get_huge_pages_and_others_do_not():
+def test_only_parameters_created_inside_get_huge_pages():
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -97,5 +97,5 @@ def test_parameters_created_inside_get_huge_pages_and_others_do_not():
     [torch.zeros(0), torch.zeros(HUGE // 4 - 1), torch.empty(3, HUGE).T, torch.empty(HUGE, device="meta")],
     ids=["none", "less than a page", "not in one piece", "not in memory"],
 )
-def test_other_tensors_are_left_alone(tensor):
+def test_tensors_that_cannot_have_huge_pages_are_left_alone(tensor):
     assert not prefer_huge_pages(tensor)

@@ -1,4 +1,4 @@
-"""Host memory is pinned in steps of whole units, with progress said, and given back whole where a step fails."""
+"""Host memory is pinned in logged steps of whole units, and unpinned if a step fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMORY = torch.zeros(10 * UNIT, dtype=torch.uint8)
 
 
 class Driver:
-    """What is pinned, as offset and size. From byte `most` on it refuses."""
+    """Keeps what is pinned, as offset and size. Refuses from byte `most` on."""
 
     def __init__(self, most: int = 1 << 60) -> None:
         self.pinned: list[tuple[int, int]] = []
@@ -39,7 +39,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_memory, "_STEP_BYTES", 4 * UNIT + 5)
 
 
-def test_large_memory_is_pinned_in_steps_of_whole_units_that_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_large_memory_is_pinned_in_logged_steps_of_whole_units(caplog: pytest.LogCaptureFixture) -> None:
     driver, seconds = Driver(), itertools.count(100, 2)
     with caplog.at_level(logging.INFO):
         pin(MEMORY, "the store", "", unit_bytes=UNIT, register=driver.register, now=lambda: float(next(seconds)))
@@ -50,7 +50,7 @@ def test_large_memory_is_pinned_in_steps_of_whole_units_that_are_said(caplog: py
     assert driver.pinned == []
 
 
-def test_a_step_that_fails_names_how_far_it_came_and_leaves_nothing_pinned() -> None:
+def test_a_failed_step_says_how_much_was_pinned_and_unpins_it() -> None:
     driver = Driver(most=8 * UNIT)
     with pytest.raises(ConfigError, match="the GPU's driver") as refused:
         pin(
@@ -64,7 +64,7 @@ def test_a_step_that_fails_names_how_far_it_came_and_leaves_nothing_pinned() -> 
     assert driver.pinned == []
 
 
-def test_memory_of_which_copies_take_any_part_is_pinned_at_once() -> None:
+def test_memory_without_units_is_pinned_at_once() -> None:
     driver = Driver()
     pin(MEMORY, "experts", "", register=driver.register)
     assert driver.pinned == [(0, MEMORY.nbytes)]

@@ -1,4 +1,4 @@
-"""What a process takes is what the kernel says of it."""
+"""The memory that a process takes is what the kernel reports."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SIZE = 64 << 20
 
 
 def claim() -> None:
-    """Have memory for a moment."""
+    """Take memory and free it."""
     with mmap.mmap(-1, SIZE) as memory:
         for page in range(0, SIZE, mmap.PAGESIZE):
             memory[page] = 1
 
 
-def test_the_peak_keeps_what_was_given_back_until_it_is_forgotten():
+def test_the_peak_includes_freed_memory_until_it_is_reset():
     forget_peak()
     before = resident_bytes()
     claim()

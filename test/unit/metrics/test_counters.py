@@ -14,7 +14,7 @@ from sgl_batch.metrics.counters import PARTS, Counters, PartClock
 
 @pytest.fixture
 def wall(monkeypatch):
-    """A clock that the test turns: wall[0] is the time in seconds."""
+    """A clock that the test sets: wall[0] is the time in seconds."""
     now = [100.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     return now
@@ -32,7 +32,7 @@ def test_time_in_an_inner_part_is_not_counted_in_the_outer_one(wall):
     assert clock.read() == {**dict.fromkeys(PARTS, 0.0), "other": 17.0, "attention": 10.0, "copies": 4.0}
 
 
-def test_the_parts_make_the_whole_also_while_one_of_them_runs(wall):
+def test_the_parts_sum_to_the_wall_time_while_one_runs(wall):
     clock = PartClock()
     for name in PARTS:
         with clock.part(name):
@@ -67,7 +67,7 @@ def test_amounts_are_added_by_name():
     assert counters.as_dict()["counters"] == {"boundaries": 1, "rows": 12}
 
 
-def test_an_expert_call_counts_its_rows_the_experts_that_had_some_and_the_rows_of_each():
+def test_an_expert_call_counts_its_rows_and_its_experts_with_rows():
     counters, rows_per_expert = Counters(), torch.tensor([4, 0, 2])
     counters.add_expert_call(rows_per_expert)
     counters.add_expert_call(torch.tensor([0, 0, 6]))
@@ -84,12 +84,12 @@ def test_new_counters_can_be_read_and_sent():
     assert set(read["part_s"]) == set(PARTS)
 
 
-def test_the_time_without_work_is_named_idle_and_no_part_is_named_waiting():
+def test_time_without_work_is_idle():
     assert "idle" in PARTS
     assert "waiting" not in PARTS
 
 
-def test_what_is_uncounted_leaves_only_its_time_and_the_named_counts(wall):
+def test_an_uncounted_block_changes_only_its_time_and_the_named_counts(wall):
     counters = Counters()
     counters.add("decode_groups", 2)
     counters.add_expert_call(torch.tensor([1, 2]))

@@ -1,4 +1,4 @@
-"""A device's time by part comes from events in some passes, without waits, and stands for all."""
+"""A device's time by part is measured by events in some passes, without waits, and scaled to all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_batch.metrics.sampled_parts import DECODE, PREFILL, SAMPLE_EVERY, SAMPL
 
 @dataclass
 class FakeEvent:
-    """Happens when the device has come to `at_s`."""
+    """Happens when the device has reached `at_s`."""
 
     device: FakeDevice
     at_s: float
@@ -28,7 +28,7 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """A stream: `given_s` is how long all the work takes that it was given, `reached_s` how far it has come."""
+    """A stream: `given_s` is the time that all its work takes, `reached_s` how far it has come."""
 
     def __init__(self) -> None:
         self.given_s, self.reached_s, self.num_events = 0.0, 0.0, 0
@@ -48,7 +48,7 @@ def device() -> FakeDevice:
 
 @pytest.fixture
 def wall(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The host's clock, in seconds, which the test turns."""
+    """The host's clock in seconds, which the test sets."""
     now = [100.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     return now
@@ -72,7 +72,7 @@ def run_pass(clock: PartClock, device: FakeDevice, kind: str = DECODE, *, slower
             device.given_s += 2 * by
 
 
-def test_of_many_passes_one_is_measured_by_part_and_the_next_as_a_whole(clock: PartClock, device: FakeDevice) -> None:
+def test_one_of_many_passes_is_measured_by_part_and_the_next_as_a_whole(clock: PartClock, device: FakeDevice) -> None:
     for _ in range(SAMPLE_EVERY - 1):
         run_pass(clock, device)
     assert device.num_events == 0
@@ -85,20 +85,20 @@ def test_of_many_passes_one_is_measured_by_part_and_the_next_as_a_whole(clock: P
     assert device.num_events == 8 + 2
 
 
-def test_parts_have_their_share_of_what_a_pass_takes_that_is_not_measured_by_part(
+def test_a_whole_measured_pass_is_divided_by_the_shares_of_the_pass_before(
     clock: PartClock, device: FakeDevice, wall: list[float]
 ) -> None:
     for _ in range(SAMPLE_EVERY + 1):
         run_pass(clock, device)
     device.catch_up()
     wall[0] += 6 * SAMPLE_EVERY
-    told = clock.read()
+    reading = clock.read()
     for part, seconds in {"attention": 1, "experts": 3, "copies": 1, "other": 1}.items():
-        assert told[part] == pytest.approx(seconds * SAMPLE_EVERY), part
-    assert sum(told.values()) == pytest.approx(wall[0] - 100)
+        assert reading[part] == pytest.approx(seconds * SAMPLE_EVERY), part
+    assert sum(reading.values()) == pytest.approx(wall[0] - 100)
 
 
-def test_a_pass_that_took_longer_for_its_capture_does_not_stand_for_others(
+def test_a_pass_slowed_by_a_capture_is_not_scaled_to_others(
     clock: PartClock, device: FakeDevice, wall: list[float]
 ) -> None:
     for _ in range(SAMPLE_EVERY):
@@ -110,30 +110,28 @@ def test_a_pass_that_took_longer_for_its_capture_does_not_stand_for_others(
     assert clock.read()["attention"] == pytest.approx(SAMPLE_EVERY)
 
 
-def test_nothing_waits_for_the_device_and_what_it_has_not_done_is_read_later(
-    clock: PartClock, device: FakeDevice, wall: list[float]
-) -> None:
+def test_reading_never_waits_for_the_device(clock: PartClock, device: FakeDevice, wall: list[float]) -> None:
     run_pass(clock, device, PREFILL)
     wall[0] += 10
     assert clock.read() == {**dict.fromkeys(PARTS, 0.0), "other": 10.0}
     device.reached_s = device.given_s - 0.5
     assert clock.read()["experts"] == 0
     device.catch_up()
-    told = clock.read()
-    assert told["experts"] == pytest.approx(6.0)
-    assert told["other"] == 10.0, "a reading never goes back"
+    reading = clock.read()
+    assert reading["experts"] == pytest.approx(6.0)
+    assert reading["other"] == 10.0, "a reading never goes back"
     wall[0] += 10
     assert sum(clock.read().values()) == pytest.approx(wall[0] - 100)
 
 
-def test_every_prefill_is_measured_and_stands_for_itself(clock: PartClock, device: FakeDevice) -> None:
+def test_every_prefill_is_measured_and_not_scaled(clock: PartClock, device: FakeDevice) -> None:
     for _ in range(3):
         run_pass(clock, device, PREFILL)
     device.catch_up()
     assert clock.read()["attention"] == pytest.approx(3 * 2.0)
 
 
-def test_the_hosts_time_in_a_pass_is_no_parts_and_outside_it_is(clock: PartClock, wall: list[float]) -> None:
+def test_the_hosts_time_counts_to_parts_only_outside_passes(clock: PartClock, wall: list[float]) -> None:
     with clock.device_pass(SAMPLING), clock.part("sampling"):
         wall[0] += 1
         clock.shift(0.5, source="exchange", target="stall")
@@ -145,7 +143,7 @@ def test_the_hosts_time_in_a_pass_is_no_parts_and_outside_it_is(clock: PartClock
     assert clock.read() == expected
 
 
-def test_a_pass_that_fails_is_not_measured_and_the_next_one_begins(clock: PartClock, device: FakeDevice) -> None:
+def test_a_failed_pass_is_not_measured(clock: PartClock, device: FakeDevice) -> None:
     with suppress(KeyError), clock.device_pass(PREFILL):
         device.given_s += 1
         raise KeyError
@@ -154,7 +152,7 @@ def test_a_pass_that_fails_is_not_measured_and_the_next_one_begins(clock: PartCl
     assert clock.read()["attention"] == pytest.approx(2.0)
 
 
-def test_a_host_that_computes_itself_has_no_passes_apart(wall: list[float]) -> None:
+def test_without_a_device_passes_are_the_hosts_time(wall: list[float]) -> None:
     clock = PartClock()
     with clock.device_pass(DECODE), clock.part("attention"):
         wall[0] += 3

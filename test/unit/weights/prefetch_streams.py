@@ -1,4 +1,4 @@
-"""Streams for tests without a GPU: copies are made as soon, or as late, as a stream may make them."""
+"""Streams for tests without a GPU: copies are made as soon, or as late, as a stream may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns layers of random experts, once in a checkpoint and streamed, once resident."""
+"""Owns layers of random experts, which are both streamed from a checkpoint and resident."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 5, 12, 3, 64, 32
 
 
 class StreamedLayers:
-    """`LAYERS` layers of `EXPERTS`, with memory for `slots` of them all."""
+    """`LAYERS` layers of `EXPERTS`, with memory for `slots` experts of all layers."""
 
     def __init__(self, folder: Path, slots: int, *, seed: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ class StreamedLayers:
         return find_experts([str(file)], modules, range(EXPERTS))
 
     def routing(self, rows: int, among: Sequence[int] = range(EXPERTS)) -> torch.Tensor:
-        """Random choices [rows, TOP_K] of some experts, a few of them nobody's."""
+        """Return random choices [rows, TOP_K] of some experts, a few of them -1."""
         pool = torch.tensor(list(among))
         picks = [pool[torch.randperm(len(pool), generator=self.generator)[:TOP_K]] for _ in range(rows)]
         ids = torch.stack(picks) if picks else torch.empty(0, TOP_K, dtype=torch.int64)
@@ -68,7 +68,7 @@ class StreamedLayers:
         return ids
 
     def visit(self, layer: int, ids_TK: torch.Tensor) -> None:
-        """One expert call; its result is that of resident weights, bit for bit, and no slot is lost."""
+        """Make an expert call; check that its result equals that of resident weights, and that no slot is lost."""
         x = self._random(len(ids_TK), HIDDEN)
         weights = torch.rand(ids_TK.shape, generator=self.generator)
         found = self._streamer.experts(x, self._keys[layer], torch.empty(0), weights, ids_TK)
@@ -83,13 +83,13 @@ class StreamedLayers:
         assert all(slot < self.slots.table.num_slots for slot in held)
 
     def fit(self, slots: int) -> None:
-        """A pass is to come that leaves memory for so many slots."""
+        """Fit the slots to a pass that leaves memory for so many."""
         size = self.slots.tensors.slot_bytes
         self._streamer.fit(lambda: slots * size - self.slots.num_bytes + 1000, 1000)
         self.check_slots()
 
     def leave_all(self) -> None:
-        """Two passes in which nobody asks for anything: all that was read is there, left and counted."""
+        """Visit all layers twice without tokens, so that every read has ended and is counted."""
         for layer in range(LAYERS):
             self.slots.wait(layer, self.slots.table.present(layer))
         for layer in (*range(LAYERS), *range(LAYERS)):
@@ -100,5 +100,5 @@ class StreamedLayers:
 
 
 def routed(ids_TK: torch.Tensor) -> set[int]:
-    """The experts that are asked for."""
+    """Return the experts that are routed to."""
     return set(ids_TK.flatten().tolist()) - {-1}

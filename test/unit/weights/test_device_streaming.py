@@ -1,4 +1,4 @@
-"""Experts that a GPU fetches from host memory compute what resident ones do, however late their copies are made."""
+"""Experts that a GPU fetches from host memory compute as resident ones do, even if copies are late."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEMORY = (EXPERTS, EXPERTS + 3, 2 * EXPERTS, 2 * EXPERTS + 4 * (LAYERS - 2), ALL
 
 
 class Model:
-    """Layers of experts in host memory, with a device's memory for `slots` of them."""
+    """Layers of experts in host memory, with device memory for `slots` of them."""
 
     def __init__(self, slots: int, *, late: bool, runner: Any = combined_experts) -> None:
         self.dice = torch.Generator().manual_seed(slots)
@@ -60,12 +60,12 @@ class Model:
         )
 
     def compute(self, layer: int, ids: torch.Tensor) -> None:
-        """One expert call of rows that chose `ids`."""
+        """Make an expert call of rows that chose `ids`."""
         x, weights = ids.new_ones((len(ids), HIDDEN)).float(), ids.float()
         self._streamer.experts(x, self._keys[layer], x, weights, ids)
 
     def visit(self, layer: int, rows: int) -> None:
-        """One expert call, and that of resident weights."""
+        """Make an expert call, and compare it with that of resident weights."""
         ids = torch.stack([torch.randperm(EXPERTS, generator=self.dice)[:TOP_K] for _ in range(rows)])
         ids[torch.rand(ids.shape, generator=self.dice) < 0.05] = -1
         x, weights = torch.randn(rows, HIDDEN, generator=self.dice), torch.rand(ids.shape, generator=self.dice)
@@ -92,7 +92,7 @@ def test_results_are_those_of_resident_weights(slots: int, late: bool) -> None:
         assert counts["weights_read"] == ALL, "each expert once"
 
 
-def test_a_large_group_asks_the_device_nothing_and_a_small_one_fetches_what_it_needs() -> None:
+def test_a_large_group_fetches_all_experts_and_a_small_one_those_it_uses() -> None:
     model = Model(2 * EXPERTS, late=True)
     for layer in range(LAYERS):
         model.visit(layer, MANY)
@@ -105,7 +105,7 @@ def test_a_large_group_asks_the_device_nothing_and_a_small_one_fetches_what_it_n
     assert model.counters.counts["weights_read"] - before <= EXPERTS + LAYERS * TOP_K, "a layer was under way"
 
 
-def test_neighbouring_experts_come_by_one_copy_to_neighbouring_slots() -> None:
+def test_neighbouring_experts_are_fetched_by_one_copy() -> None:
     slots = Model(ALL, late=False).slots
     stream: Any = slots._stream
     slots.ask(0, list(reversed(range(EXPERTS))), urgent=True)
@@ -123,7 +123,7 @@ def test_neighbouring_experts_come_by_one_copy_to_neighbouring_slots() -> None:
             assert torch.equal(slots.tensors.w2[slot], slots._host.w2[layer, expert])
 
 
-def test_the_host_waits_for_the_choices_of_a_small_group_alone() -> None:
+def test_the_host_reads_the_routing_of_small_groups_only() -> None:
     def runner(x: torch.Tensor, w13: torch.Tensor, *others: Any, f32_output: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return x, torch.zeros(len(w13), device=x.device)
 
@@ -139,7 +139,7 @@ def test_the_host_waits_for_the_choices_of_a_small_group_alone() -> None:
     assert [(sync.kind, times) for sync, times in found.items()] == [(".tolist", LAYERS)]
 
 
-def test_host_memory_is_pinned_as_long_as_the_slots_are_there() -> None:
+def test_host_memory_is_pinned_until_the_slots_are_closed() -> None:
     model = Model(EXPERTS, late=False)
     assert model.stream.pinned == {model.host.w13.data_ptr(), model.host.w2.data_ptr()}
     model.slots.close()
@@ -148,7 +148,7 @@ def test_host_memory_is_pinned_as_long_as_the_slots_are_there() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Any) -> Any:
-    """A file of three layers of four experts, and their weights."""
+    """Write a file of three layers of four experts; keep their weights."""
     tensors = {
         f"layers.{layer}.experts.{expert}.{name}.weight": torch.randn(shape)
         for layer in range(3)
@@ -166,7 +166,7 @@ def checkpoint(tmp_path: Any) -> Any:
 MODULES = [f"layers.{layer}.experts" for layer in range(3)]
 
 
-def test_experts_are_read_as_the_checkpoint_has_them(checkpoint: Any) -> None:
+def test_experts_are_read_unchanged_from_the_checkpoint(checkpoint: Any) -> None:
     host = read_experts(find_experts([str(checkpoint.file)], MODULES, range(2, 4)), 2)
     for layer in range(3):
         for index, expert in enumerate((2, 3)):
@@ -186,7 +186,7 @@ def test_a_file_that_has_become_shorter_is_named(checkpoint: Any) -> None:
 
 
 class Experts(torch.nn.Module):
-    """What SGLang's layer of experts has; its own runner is not to be asked."""
+    """A layer of experts as SGLang's; its own runner must not be called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,9 +204,7 @@ def not_settled(*_: object) -> Choice:
     raise AssertionError("what is asked for is not measured")
 
 
-def test_a_models_experts_are_left_on_the_host_and_computed_from_there(
-    checkpoint: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_models_experts_stay_on_the_host_and_are_streamed(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def expert_layers(model: torch.nn.Module) -> list[Experts]:
         return [module for module in model.modules() if isinstance(module, Experts)]
 
@@ -219,7 +217,7 @@ def test_a_models_experts_are_left_on_the_host_and_computed_from_there(
     gpu.stream(model, [str(checkpoint.file)], MemoryConfig(weights="streamed"), expert_shard=0)
     gpu.adopt(model)
     assert gpu.streams_weights
-    assert gpu.streamed_bytes == 2 * 4 * 3 * HIDDEN * INTER * 4, "two layers, unless told"
+    assert gpu.streamed_bytes == 2 * 4 * 3 * HIDDEN * INTER * 4, "two layers by default"
     host = read_experts(find_experts([str(checkpoint.file)], MODULES, range(4)), 1)
     for number, layer in enumerate(expert_layers(model)):
         x, ids = torch.randn(6, HIDDEN), torch.stack([torch.randperm(4)[:2] for _ in range(6)])

@@ -1,4 +1,4 @@
-"""Experts are found in real safetensors files; whatever is wrong with a file is said, with a remedy."""
+"""Experts are found in safetensors files; an error says what is wrong with a file, and a remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layer(module: str, experts: int = 4, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def others() -> Tensors:
-    """What a checkpoint has besides, of sizes that leave experts at odd bytes."""
+    """Other tensors of a checkpoint, of sizes that put experts at odd offsets."""
     return {
         "model.embed_tokens.weight": torch.randn(7, 3).to(torch.bfloat16),
         "model.layers.0.mlp.shared_experts.gate_proj.weight": torch.randn(INTER, HIDDEN),
@@ -59,9 +59,7 @@ def read(file: str, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", NAMINGS)
-def test_every_matrix_lies_where_its_place_says_in_whichever_file(
-    form: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_every_matrix_is_found_at_its_file_offset(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     modules = [form.format(3), form.format(1)]
     first, second = (layer(module, dtype=dtype) for module in modules)
     name = next(iter(second))
@@ -84,7 +82,7 @@ def test_every_matrix_lies_where_its_place_says_in_whichever_file(
                 assert torch.equal(read(files[file], offset, tuple(tensor.shape), dtype), tensor)
 
 
-def test_only_matrices_of_routed_experts_are_left_in_their_files() -> None:
+def test_only_matrices_of_routed_experts_stay_in_their_files() -> None:
     assert is_expert_weight("model.layers.0.mlp.experts.17.down_proj.weight")
     assert is_expert_weight("model.layers.11.block_sparse_moe.experts.0.w2.weight")
     for name in (
@@ -107,7 +105,7 @@ def without(tensors: Tensors, ending: str) -> Tensors:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "message"),
     [
         (
             lambda: without(layer(MODULE), ".2.up_proj.weight"),
@@ -133,11 +131,11 @@ def without(tensors: Tensors, ending: str) -> Tensors:
     ],
     ids=["a matrix missing", "no experts", "other shape", "other type of one", "type of all", "not a matrix"],
 )
-def test_a_checkpoint_that_cannot_be_streamed_is_refused_with_what_and_remedy(
-    tensors: Callable[[], Tensors], told: str, tmp_path: Path
+def test_a_checkpoint_that_cannot_be_streamed_is_refused_with_a_remedy(
+    tensors: Callable[[], Tensors], message: str, tmp_path: Path
 ) -> None:
     file = saved(tmp_path / "model.safetensors", tensors())
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         find_experts([file], [MODULE], range(4))
 
 
@@ -147,7 +145,7 @@ def test_a_checkpoint_of_another_format_is_refused() -> None:
 
 
 def with_header(make: Callable[[dict], object]) -> Callable[[bytes], bytes]:
-    """A file with another header before the same data."""
+    """Write a file with another header before the same data."""
 
     def changed(content: bytes) -> bytes:
         (size,) = struct.unpack("<Q", content[:8])
@@ -158,7 +156,7 @@ def with_header(make: Callable[[dict], object]) -> Callable[[bytes], bytes]:
 
 
 def with_entry(**changes: object) -> Callable[[bytes], bytes]:
-    """A file in whose header one expert's entry is changed; None takes a key away."""
+    """Change one expert's entry in a file's header; None removes a key."""
     name = f"{MODULE}.2.up_proj.weight"
 
     def make(header: dict) -> object:
@@ -197,7 +195,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_file_is_named_whatever_is_wrong_with_it(broken: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_named(broken: str, tmp_path: Path) -> None:
     file = Path(saved(tmp_path / "broken.safetensors", layer(MODULE)))
     content = file.read_bytes()
     file.write_bytes(BROKEN[broken](content))

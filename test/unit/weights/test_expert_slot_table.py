@@ -14,7 +14,7 @@ def held(table: ExpertSlotTable) -> list[int]:
     return slots
 
 
-def test_experts_have_the_slots_that_they_took_until_they_release_them() -> None:
+def test_an_expert_keeps_its_slot_until_it_is_released() -> None:
     table = ExpertSlotTable(LAYERS, EXPERTS, 5)
     taken = table.take(1, [6, 2])
     assert table.slots(1, [6, 2]).tolist() == taken
@@ -24,7 +24,7 @@ def test_experts_have_the_slots_that_they_took_until_they_release_them() -> None
     assert (table.take(0, []), table.release(0, [])) == ([], [])
 
 
-def test_no_slot_is_lost_or_given_twice() -> None:
+def test_no_slot_is_lost_or_taken_twice() -> None:
     dice, table = random.Random(0), ExpertSlotTable(LAYERS, EXPERTS, MOST)
     for _ in range(500):
         layer, present = dice.randrange(LAYERS), {layer: table.present(layer) for layer in range(LAYERS)}

@@ -1,4 +1,4 @@
-"""Whatever a checkpoint lacks and whatever a model has no place for is named; what may be so is passed over."""
+"""Missing parameters and unused tensors of a checkpoint are named, except those that may be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 class Layer(nn.Module):
-    """A fused product of two tensors, experts, and a scale that the model computes."""
+    """A model with a product fused from two tensors, experts, and a scale that it computes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Loads by name as SGLang's models do, and passes over what it does not know."""
+    """Load by name as SGLang's models do, and ignore unknown names."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def load(weights: dict[str, Tensor], *, is_tied: bool = False, elsewhere: str = 
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_a_checkpoint_that_fits_loads_with_its_very_numbers(threads: bool) -> None:
+def test_a_checkpoint_that_fits_loads_unchanged(threads: bool) -> None:
     weights = checkpoint()
     model = load(weights, threads=threads)
     for number, layer in enumerate(model.layers):
@@ -101,7 +101,7 @@ def test_a_checkpoint_that_fits_loads_with_its_very_numbers(threads: bool) -> No
         ("layers.1.up", r"layers.1.gate_up \(4 of 8 rows\)"),
     ],
 )
-def test_what_a_checkpoint_lacks_is_named(absent: str, said: str, dtype: torch.dtype) -> None:
+def test_parameters_missing_in_a_checkpoint_are_named(absent: str, said: str, dtype: torch.dtype) -> None:
     weights = {name: one.nan_to_num(1.0) if dtype.itemsize > 1 else one for name, one in checkpoint(dtype).items()}
     if dtype.itemsize == 1:  # any NaN is a mark there, and none is a weight
         weights |= {f"layers.{layer}.norm": torch.ones(4).to(dtype) for layer in range(NUM_LAYERS)}
@@ -111,7 +111,7 @@ def test_what_a_checkpoint_lacks_is_named(absent: str, said: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_what_a_model_has_no_place_for_is_named(threads: bool) -> None:
+def test_unused_tensors_of_a_checkpoint_are_named(threads: bool) -> None:
     strange = {f"layers.0.strange.{number}": torch.zeros(2) for number in range(8)}
     with pytest.raises(ConfigError, match=r"no place for 8 of its tensors: layers.0.strange.0, .*strange.5 and 2 more"):
         load({**checkpoint(), **strange}, threads=threads)
@@ -132,7 +132,7 @@ PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class Packed(nn.Module):
-    """One parameter, of which `load_weights` fills what `loaded` says with the numbers it is given."""
+    """A model of one parameter, of which `load_weights` fills the slices `loaded`."""
 
     def __init__(self, data: Tensor, loaded: tuple[slice, ...], name: str = "qweight") -> None:
         super().__init__()
@@ -169,15 +169,13 @@ def test_packed_weights_that_are_not_loaded_are_named(dtype: torch.dtype, loaded
 
 @pytest.mark.parametrize("dtype", PACKED, ids=str)
 @pytest.mark.parametrize("shape", [(100,), (3, 50)])
-def test_packed_weights_of_few_rows_are_watched_by_all_their_numbers(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_packed_weights_of_few_rows_are_marked_in_all_numbers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="nothing for 1 parameters"):
         Packed(torch.empty(shape, dtype=dtype), (slice(0),)).load(torch.zeros(shape, dtype=dtype))
     Packed(torch.empty(shape, dtype=dtype), (slice(None),)).load(torch.zeros(shape, dtype=dtype))
 
 
-def test_no_numbers_of_a_checkpoint_are_taken_for_a_mark() -> None:
+def test_a_checkpoints_numbers_are_not_taken_for_a_mark() -> None:
     torch.manual_seed(0)
     for dtype in (torch.uint8, torch.int8):
         for numbers in (torch.randint(0, 127, (1 << 20, 2)), torch.arange(1 << 21).reshape(-1, 2) % 251):
@@ -187,7 +185,7 @@ def test_no_numbers_of_a_checkpoint_are_taken_for_a_mark() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_a_parameter_is_watched_however_it_lies_in_memory(dtype: torch.dtype) -> None:
+def test_parameters_are_marked_in_any_memory_layout(dtype: torch.dtype) -> None:
     for data in (
         torch.empty(12, 40, dtype=dtype).t(),
         torch.empty(40, 24, dtype=dtype)[:, ::2],
@@ -200,7 +198,7 @@ def test_a_parameter_is_watched_however_it_lies_in_memory(dtype: torch.dtype) ->
     Packed(alike, (slice(0),)).load(torch.ones(40, 12).to(dtype))
 
 
-def test_what_packed_weights_need_not_have_is_passed_over_and_their_scales_are_numbers() -> None:
+def test_packed_weights_may_lack_optional_parts_but_need_finite_scales() -> None:
     Packed(torch.full((64,), -1, dtype=torch.int32), (slice(0),), "g_idx").load(torch.zeros(64, dtype=torch.int32))
     for spoiled in ("nan", "inf"):
         numbers = torch.ones(4, 8, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A model whose experts stay in their files claims no memory for them, and is refused where its files or memory do."""
+"""A model whose experts stay in their files takes no memory for them; wrong files or too little memory are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPERT_BYTES = 3 * HIDDEN * INTER * 2
 
 
 class Experts(torch.nn.Module):
-    """A layer's experts as SGLang declares them; `experts` of them lie on this rank."""
+    """A layer of experts as SGLang declares it, with `experts` of them on this rank."""
 
     def __init__(self, experts: int, dtype: torch.dtype, inter: int = INTER) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def stream(model: torch.nn.Module, files: list[str], memory: int = 0, *, rank: i
     )
 
 
-def test_experts_that_stay_in_their_files_claim_no_memory_and_keep_their_shape() -> None:
+def test_experts_in_their_files_take_no_memory_and_keep_their_shape() -> None:
     built = model()
     weights = {name: parameter for name, parameter in built.named_parameters() if is_expert_parameter(name)}
     assert len(weights) == 2 * LAYERS
@@ -105,7 +105,7 @@ def test_experts_that_stay_in_their_files_claim_no_memory_and_keep_their_shape()
         (1 << 30, False, LAYERS * EXPERTS),
     ],
 )
-def test_memory_may_be_for_all_unless_told_and_never_for_more_than_the_model_has(
+def test_slots_default_to_all_experts_and_never_exceed_them(
     memory: int, int8: bool, slots: int, files: list[str]
 ) -> None:
     assert stream(model(), files, memory, int8=int8).slots.tensors.count == slots
@@ -127,7 +127,7 @@ def test_a_rank_streams_its_share(files: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("built", "memory", "told"),
+    ("built", "memory", "message"),
     [
         (torch.nn.Identity, 0, "Identity has no unquantised experts to stream: use --weights resident"),
         (
@@ -146,8 +146,8 @@ def test_a_rank_streams_its_share(files: list[str]) -> None:
     ],
     ids=["no experts", "too little memory", "other number type", "other size", "other number"],
 )
-def test_what_cannot_be_streamed_is_refused_with_what_and_remedy(
-    built: Any, memory: int, told: str, files: list[str]
+def test_a_model_that_cannot_be_streamed_is_refused_with_a_remedy(
+    built: Any, memory: int, message: str, files: list[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         stream(built(), files, memory)

@@ -1,4 +1,4 @@
-"""Streamed experts compute what resident ones do, and each is read as often as it must be, which the counters say."""
+"""Streamed experts compute as resident ones do, and each is read no more often than needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY = (EXPERTS, EXPERTS + 3, 2 * EXPERTS, 2 * EXPERTS + 4 * (LAYERS - 2), ALL
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Experts this small are computed sooner by one thread than shared out."""
+    """Use one thread, which is faster for experts this small."""
     number = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -28,7 +28,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("slots", MEMORY)
-def test_results_are_those_of_resident_weights_and_every_read_is_accounted_for(slots: int, tmp_path: Path) -> None:
+def test_streamed_results_equal_resident_ones_and_every_read_is_counted(slots: int, tmp_path: Path) -> None:
     model = StreamedLayers(tmp_path, slots, seed=slots)
     asked = 0
     for rows in (MANY, FEW, MANY, MANY, 1, FEW, 0, FEW, MANY):
@@ -46,7 +46,7 @@ def test_results_are_those_of_resident_weights_and_every_read_is_accounted_for(s
 
 
 @pytest.mark.parametrize("slots", MEMORY)
-def test_a_small_group_reads_the_experts_that_it_asks_for_and_no_others(slots: int, tmp_path: Path) -> None:
+def test_a_small_group_reads_only_the_experts_it_uses(slots: int, tmp_path: Path) -> None:
     model = StreamedLayers(tmp_path, slots)
     absent = 0
     for _ in range(12):
@@ -61,7 +61,7 @@ def test_a_small_group_reads_the_experts_that_it_asks_for_and_no_others(slots: i
     assert (model.count("kept") > 0) == (model.residency.kept > 0)
 
 
-def test_with_memory_for_everything_a_second_pass_reads_nothing(tmp_path: Path) -> None:
+def test_with_memory_for_all_experts_a_second_pass_reads_nothing(tmp_path: Path) -> None:
     model = StreamedLayers(tmp_path, ALL)
     everything = torch.arange(EXPERTS).view(-1, 3)
     for _ in range(3):
@@ -72,7 +72,7 @@ def test_with_memory_for_everything_a_second_pass_reads_nothing(tmp_path: Path) 
     assert model.count("kept") == 2 * ALL
 
 
-def test_the_experts_that_are_asked_for_most_often_stay(tmp_path: Path) -> None:
+def test_the_most_used_experts_stay(tmp_path: Path) -> None:
     model = StreamedLayers(tmp_path, 2 * EXPERTS + 4 * (LAYERS - 2))
     assert model.residency.kept == 4
     popular = {layer: set(torch.randperm(EXPERTS)[:4].tolist()) for layer in range(LAYERS)}
@@ -87,7 +87,7 @@ def test_the_experts_that_are_asked_for_most_often_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slots", MEMORY)
-def test_passes_that_end_half_way_lose_no_slot(slots: int, tmp_path: Path) -> None:
+def test_aborted_passes_lose_no_slot(slots: int, tmp_path: Path) -> None:
     model = StreamedLayers(tmp_path, slots, seed=slots)
     for last in (2, 0, 4, 1, 1, 3, 0, 0, 4, 4):
         for layer in range(last + 1):
@@ -99,7 +99,7 @@ def test_passes_that_end_half_way_lose_no_slot(slots: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("slots", MEMORY)
-def test_a_group_that_comes_in_several_calls_of_a_layer_reads_nothing_twice(slots: int, tmp_path: Path) -> None:
+def test_several_calls_of_a_layer_read_no_expert_twice(slots: int, tmp_path: Path) -> None:
     model = StreamedLayers(tmp_path, slots)
     union = 0
     for layer in range(LAYERS):
@@ -113,7 +113,7 @@ def test_a_group_that_comes_in_several_calls_of_a_layer_reads_nothing_twice(slot
     assert model.count("read") == union + model.count("unrouted")
 
 
-def test_memory_may_come_and_go_between_passes_and_nothing_else_changes(tmp_path: Path) -> None:
+def test_slots_may_be_resized_between_passes(tmp_path: Path) -> None:
     model = StreamedLayers(tmp_path, ALL)
     asked = 0
     for room in (ALL, EXPERTS, 0, 3 * EXPERTS, 2 * EXPERTS + 1, ALL, ALL + 7, EXPERTS, ALL):
@@ -133,7 +133,7 @@ def test_memory_may_come_and_go_between_passes_and_nothing_else_changes(tmp_path
     assert model.count("slots") == ALL
 
 
-def test_an_update_of_the_room_that_is_not_worth_reading_again_for_changes_nothing(tmp_path: Path) -> None:
+def test_slots_grow_only_if_it_pays_and_shrink_at_once(tmp_path: Path) -> None:
     model = StreamedLayers(tmp_path, ALL)
     model.fit(40)
     model.fit(41)
