@@ -122,7 +122,7 @@ class KVTiers:
         if not hasattr(self._pool, "page_parts"):
             raise ConfigError(
                 f"kv_store_bytes is {memory.kv_store_bytes}; this model keeps its KV in {type(self._pool).__name__}, "
-                "whose pages the host KV store has no form for: leave it out"
+                "whose pages the host KV store cannot hold: start without a store"
             )
         self._store = open_store(
             StoreGeometry.of_pool(self._pool, checksums=memory.kv_store_checksums), memory, rank_context

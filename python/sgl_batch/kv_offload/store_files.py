@@ -64,7 +64,7 @@ def _in_memory(name: str, num_bytes: int | None) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     if num_bytes is not None:
         os.ftruncate(descriptor, num_bytes)
-        # A process that touches a mapping without its memory is killed.
+        # Sealed: a process that touches mapped memory beyond the end of a shrunk file is killed.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return descriptor
 

@@ -49,7 +49,7 @@ class StoreGeometry:
         if len(sizes) != 1:
             raise ConfigError(
                 f"pages of this model have {len(sizes)} different sizes in its layers ({sorted(sizes)} bytes); the "
-                "host KV store has a form for one only: run without a store"
+                "host KV store supports one size: run without a store"
             )
         return cls(num_layers=pool.layer_num, part_bytes=sizes.pop(), checksums=checksums)
 

@@ -1,1 +1,1 @@
-"""Where KV lives: the device page pools, the allocator of their pages, the host KV store and copies between both."""
+"""KV pages on the device: their pools, their layout and their allocator."""

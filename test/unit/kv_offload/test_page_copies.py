@@ -13,7 +13,7 @@ import torch
 from sgl_batch.kv_offload.page_copies import COPY_PROGRAMS, FusedPageCopy, PerPageCopy, programs_to_fill
 from sgl_batch.kv_offload.store_geometry import StoreGeometry
 
-# A directory is on the path of those who run it.
+# The environment of a process that runs the kernel under Triton's interpreter.
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem", "CUDA_VISIBLE_DEVICES": ""}
 WIDTHS = {"keys and values": (2, 600), "latents": (37,)}
 
