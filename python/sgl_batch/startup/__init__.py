@@ -1,1 +1,1 @@
-"""What is checked and settled before an engine serves: arguments, the model, and choices made by self-checks."""
+"""Checks and choices before an engine serves: arguments, the model, and options that self-checks settle."""

@@ -1,6 +1,6 @@
-"""Owns where choices that a self-check has made are kept between starts: a file for each, in the user's cache.
+"""Owns the cache that keeps the choices of self-checks between starts: a file for each, in the user's cache.
 
-What is chosen is decided in core/decode_choice and core/expert_runner_choice.
+core/decode_choice and core/expert_runner_choice make the choices.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PACKAGES = ("sgl-batch", "sglang", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceKey:
-    """What a choice holds for. `option`: what it is the choice of; `model`: a hash of its configuration.
+    """What a choice is valid for. `option`: the option that it settles; `model`: a hash of the model's configuration.
 
-    `settings`: flags by which what was measured differs.
+    `settings`: flags on which the measurement depends.
     """
 
     option: str
@@ -38,18 +38,18 @@ class ChoiceKey:
 
     @property
     def file_name(self) -> str:
-        """The same for equal keys."""
+        """The name of the choice's file, the same for equal keys."""
         text = json.dumps(asdict(self), sort_keys=True, default=str)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def versions() -> dict[str, str | None]:
-    """The packages' versions with which a choice is measured anew."""
+    """Return the versions of the packages on which a choice depends."""
     return versions_of(_PACKAGES)
 
 
 def model_hash(model: str) -> str:
-    """What stands for a model's shape: a hash of its config.json, or of its name where it is not a local directory."""
+    """Return a hash of a model's config.json, or of its name where it is no local directory."""
     try:
         content = (Path(model) / "config.json").read_bytes()
     except OSError:
@@ -58,25 +58,25 @@ def model_hash(model: str) -> str:
 
 
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
-    """The directory of this user's choices."""
+    """Return the directory of this user's choices."""
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sgl_batch" / "start_choices"
 
 
 class ChoiceCache:
-    """Choices in a directory. A file that is not one of ours is passed over, with a line that says so."""
+    """Choices in a directory. A file that holds no choice is skipped, with a warning."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def find(self, key: ChoiceKey) -> Choice | None:
-        """The choice of this key, if one was kept."""
+        """Return the choice of this key, or None."""
         path = self._directory / key.file_name
         found = self._read(path)
         return None if found is None or found[0] != key else found[1]
 
     def kept(self) -> list[tuple[ChoiceKey, Choice]]:
-        """All choices, of any machine and model."""
+        """Return all choices, of any machine and model."""
         try:
             paths = sorted(self._directory.glob("*.json"))
         except OSError:
@@ -84,7 +84,7 @@ class ChoiceCache:
         return [found for path in paths if (found := self._read(path)) is not None]
 
     def keep(self, key: ChoiceKey, choice: Choice) -> None:
-        """Write in one step: a reader sees the old file or the new one, whole. A full disk costs the file alone."""
+        """Write a choice. A reader sees the old file or the new one, whole. A write that fails is only a warning."""
         path = self._directory / key.file_name
         content = {"format": FORMAT, "key": asdict(key), "choice": asdict(choice)}
         try:

@@ -1,4 +1,4 @@
-"""Settles at the start of a scheduler which forward pass computes decode groups: as asked for, kept, or measured."""
+"""Owns the choice of the forward pass for decode groups at a scheduler's start: asked for, cached or measured."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sgl_batch.startup.self_check import settle, settle_once
 logger = logging.getLogger(__name__)
 
 OPTION = "decode_forward"
-# Beside the largest group, one of as many sequences as the end of a batch has for a while.
+# The self-check also measures a group that is this much smaller than the largest, as at the end of a batch.
 _SMALL_SHARE = 16
-# What the self-check leaves in the counters: graphs that it has captured stay.
+# Counters that keep what the self-check counts, because the graphs that it captures stay.
 _STAYS = ("graphs_captured", "graph_bytes")
 
 
 def settle_decode(runner: BatchModelRunner, context: RunContext) -> Choice:
-    """Choose, and have the runner compute so from now on. Raises ConfigError for a mode that cannot compute here."""
+    """Choose the mode, and set it in the runner. Raises ConfigError for a mode that cannot compute here."""
     choice = _choice(runner, context)
     runner.compute_decode_by(choice.mode)
     return choice
@@ -99,7 +99,7 @@ def _measured(runner: BatchModelRunner, context: RunContext, *, has_adapter: boo
 
 
 def _has_sglang_graph(trial: DecodeTrial) -> bool:
-    """Whether the default mode leaves the largest group to a graph of SGLang's. Where it cannot say, none is tried."""
+    """Return whether the default mode runs the largest group by a graph of SGLang's; False where that is unknown."""
     try:
         return trial.graph_serves()
     except Exception as error:
@@ -109,7 +109,7 @@ def _has_sglang_graph(trial: DecodeTrial) -> bool:
 
 
 def _obstacle(runner: BatchModelRunner, context: RunContext) -> str | None:
-    """Why SGLang's own forward cannot compute this engine's decode groups; None where it can."""
+    """Return why SGLang's own forward cannot compute this engine's decode groups, or None."""
     config, memory = context.config, context.config.memory
     reasons = {
         "SGLang's own forward does not exchange rows between ranks": context.rank_context is not None,
@@ -119,7 +119,7 @@ def _obstacle(runner: BatchModelRunner, context: RunContext) -> str | None:
         and runner.layer_runner is not None
         and (memory.decode_kv == "streamed" or (memory.decode_kv == "auto" and runner.device == "cpu")),
         "weights are streamed": memory.weights == "streamed",
-        "the choice of experts is told": bool(runner.server_args.enable_return_routed_experts),
+        "the choice of experts is returned": bool(runner.server_args.enable_return_routed_experts),
         "SGLang's own forward of latent attention does not run on a CPU": runner.device == "cpu"
         and runner.use_mla_backend,
     }

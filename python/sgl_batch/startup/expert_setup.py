@@ -1,4 +1,4 @@
-"""Settles which expert runner computes calls on a GPU where that is left open: taken over, kept, or measured."""
+"""Owns the choice of the expert runner on a GPU, where the user leaves it open: taken over, cached or measured."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from sgl_batch.startup.self_check import measure, settle_once
 logger = logging.getLogger(__name__)
 
 OPTION = "expert_runner"
-# Of the time of all self-checks; decode steps are measured with the rest.
+# The share of the time of all self-checks. Decode steps have the rest.
 _SHARE_OF_TIME = 0.5
-# Beside whole decode and prefill groups, calls of as many tokens as the end of a batch has for a while.
+# Calls of whole decode and prefill groups are measured, and of groups this much smaller than a decode group, as at the
+# end of a batch.
 _SMALL_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSetup:
-    """A start's way to settle it, as `GpuExperts` calls it. `device`: the GPU's name. `num_ranks`: of the engine."""
+    """Chooses expert runners for `GpuExperts`. `device`: the GPU's name. `num_ranks`: the engine's number of ranks."""
 
     device: str
     in_force: PlanInForce
@@ -40,7 +41,7 @@ class ExpertSetup:
     def __call__(
         self, layers: Sequence[ExpertLayer], names: Sequence[str], call_of: Callable[[str], ExpertCall]
     ) -> Choice:
-        """A table of runners, as text. `names`: first the one without a measurement, which computes until now."""
+        """Return a table of runners, as text. `names` begins with the default runner, which computes until now."""
         first = names[0]
         if self.server_args.enable_deterministic_inference:
             return Choice(mode=first, why=f"{first}: the deterministic mode never switches by time")
@@ -74,7 +75,7 @@ class ExpertSetup:
 
 
 def _can_compute(names: Sequence[str], mode: str) -> bool:
-    """Whether a table in text is one of these runners."""
+    """Return whether a table, given as text, names these runners only."""
     try:
         return RunnerTable.parse(mode).names <= set(names)
     except ValueError:
@@ -82,7 +83,7 @@ def _can_compute(names: Sequence[str], mode: str) -> bool:
 
 
 def _merged(before: RunnerMeasured, now: RunnerMeasured) -> RunnerMeasured:
-    """The fastest call and the largest error of each number of tokens."""
+    """Return the fastest call and the largest error for each number of tokens."""
     return RunnerMeasured(
         seconds=tuple(map(min, before.seconds, now.seconds)),
         host_seconds=tuple(map(min, before.host_seconds, now.host_seconds)),

@@ -1,8 +1,7 @@
-"""Decides those of SGLang's arguments that a user leaves open and that its own choice would make slow or fail.
+"""Decides those of SGLang's arguments that a user leaves open and for which SGLang's own choice is slow or fails.
 
-Each choice is a pure function: what the user gave and what the machine has come in, arguments and sentences come out.
-What the machine and the model have is found in `machine_facts` and `model_facts`. Every other argument is decided in
-engine/launch.
+Each choice is a pure function from the user's arguments and the facts of the machine and the model to arguments and
+sentences for the user. `machine_facts` and `model_facts` find the facts. engine/launch decides all other arguments.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from sgl_batch.sglang_adapter.names import CPU_GRAMMAR, TRITON_ATTENTION
 
 _FA3, _FLASHINFER, _XGRAMMAR = "fa3", "flashinfer", "xgrammar"
 _HOPPER, _BLACKWELL = 9, 10
-# A trimmed wheel satisfies the same requirement.
+# A trimmed wheel satisfies the same requirement, so that pip must be forced.
 _WHOLE_KERNELS = f"pip install --force-reinstall --no-deps {REQUIREMENTS['sgl_kernel']}"
 _INSTALL = {name: f"pip install {REQUIREMENTS[name]}" for name in (_FLASHINFER, _XGRAMMAR)}
 _DISABLED = "disabled"
-# As SGLang has it on the GPUs that models with latent attention run on.
+# SGLang's number on the GPUs that run models with latent attention.
 _LATENT_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """What choices depend on. `capability`: the GPU's compute capability; None is a CPU."""
+    """The facts of the machine on which choices depend. `capability`: the GPU's compute capability; None is a CPU."""
 
     capability: tuple[int, int] | None
     flash_attention_3: bool
@@ -41,15 +40,15 @@ class MachineFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Arguments that were open, and what a user is to know of the choice."""
+class ArgumentChoice:
+    """The values of arguments that were open, and sentences that tell the user of the choice."""
 
     arguments: dict[str, object] = field(default_factory=dict)
     sentences: tuple[str, ...] = ()
 
 
 def machine_facts(*, on_cpu: bool) -> MachineFacts:
-    """What this machine has; packages are looked for and not imported."""
+    """Return the facts of this machine. Packages are looked up without an import."""
     return MachineFacts(
         capability=None if on_cpu else torch.cuda.get_device_capability(),
         flash_attention_3=not on_cpu and has_flash_attention_3(),
@@ -60,14 +59,14 @@ def machine_facts(*, on_cpu: bool) -> MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What choices depend on of the model. `is_split`: it has a family adapter, so that its groups can be split."""
+    """The facts of the model on which choices depend. `is_split`: it has a family adapter, which can split groups."""
 
     is_split: bool
     is_latent: bool
 
 
 def model_facts(model: str, revision: str | None) -> ModelFacts:
-    """What a model's config says of it; one that is not here counts as split."""
+    """Return the facts in a model's config. A model whose config is not here counts as split."""
     known = architectures(model, revision)
     is_split = known is None or any(map(has_adapter, known))
     return ModelFacts(is_split=is_split, is_latent=has_latent_attention(model, revision))
@@ -75,20 +74,22 @@ def model_facts(model: str, revision: str | None) -> ModelFacts:
 
 def chosen_arguments(
     given: Mapping[str, object], forward: ForwardConfig, facts: MachineFacts, model: ModelFacts
-) -> Choice:
-    """All choices together. Raises ConfigError."""
+) -> ArgumentChoice:
+    """Return all choices together. Raises ConfigError."""
     choices = [chosen_grammar(given, facts)]
     if facts.capability is not None:
         choices += [chosen_attention(given, facts, model), chosen_sampling(given, facts)]
         choices.append(chosen_graph_sizes(given, forward, model))
     arguments = {name: value for choice in choices for name, value in choice.arguments.items()}
-    return Choice(arguments=arguments, sentences=tuple(words for choice in choices for words in choice.sentences))
+    return ArgumentChoice(
+        arguments=arguments, sentences=tuple(words for choice in choices for words in choice.sentences)
+    )
 
 
-def chosen_attention(given: Mapping[str, object], facts: MachineFacts, model: ModelFacts) -> Choice:
-    """Triton's attention, where SGLang's own choice is missing or cannot hold the plans of several sub-batches.
+def chosen_attention(given: Mapping[str, object], facts: MachineFacts, model: ModelFacts) -> ArgumentChoice:
+    """Choose Triton's attention where SGLang's choice is missing or cannot hold the plans of several sub-batches.
 
-    SGLang takes fa3 on Hopper and, before Blackwell, flashinfer elsewhere; of these fa3 can hold several plans.
+    SGLang takes fa3 on Hopper and, before Blackwell, flashinfer elsewhere. Of these, fa3 can hold several plans.
     Raises ConfigError for a backend that is named and missing.
     """
     names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -96,77 +97,77 @@ def chosen_attention(given: Mapping[str, object], facts: MachineFacts, model: Mo
     for name, backend in named.items():
         if backend == _FA3 and not facts.flash_attention_3:
             raise ConfigError(
-                f"{name} is {_FA3!r}, and the sglang-kernel that is installed has no flash_ops, which that is: choose "
+                f"{name} is {_FA3!r}, and the installed sglang-kernel lacks flash_ops, which implements it: choose "
                 f"{TRITON_ATTENTION!r}, or install the whole package ({_WHOLE_KERNELS})"
             )
         if backend == _FLASHINFER and not facts.flashinfer:
             raise ConfigError(_missing(name, _FLASHINFER, f"choose {TRITON_ATTENTION!r}"))
     if named:
-        return Choice()
+        return ArgumentChoice()
     assert facts.capability is not None, "a CPU has our own attention"
     major, _ = facts.capability
     if major == _HOPPER:
         if facts.flash_attention_3:
-            return Choice()
-        return _triton(f"sglang-kernel has no flash_ops, of which {_FA3} is made; {_WHOLE_KERNELS} brings it")
+            return ArgumentChoice()
+        return _triton(f"sglang-kernel lacks flash_ops, which implements {_FA3}; {_WHOLE_KERNELS} brings it")
     if major == _BLACKWELL or not model.is_split:
-        return Choice()
+        return ArgumentChoice()
     if not facts.flashinfer:
-        return Choice(arguments={"attention_backend": TRITON_ATTENTION})  # as SGLang would
+        return ArgumentChoice(arguments={"attention_backend": TRITON_ATTENTION})  # as SGLang would
     return _triton(
         f"{_FLASHINFER}, SGLang's choice on this GPU, cannot hold the plans of several sub-batches nor share the KV of "
-        f"prompts that begin alike; give --attention-backend {_FLASHINFER} to have it"
+        f"prompts that begin alike; --attention-backend {_FLASHINFER} chooses it anyway"
     )
 
 
-def _triton(reason: str) -> Choice:
+def _triton(reason: str) -> ArgumentChoice:
     words = f"attention backend: {TRITON_ATTENTION}, because {reason}"
-    return Choice(arguments={"attention_backend": TRITON_ATTENTION}, sentences=(words,))
+    return ArgumentChoice(arguments={"attention_backend": TRITON_ATTENTION}, sentences=(words,))
 
 
-def chosen_sampling(given: Mapping[str, object], facts: MachineFacts) -> Choice:
-    """Torch's sampling where flashinfer is missing. Raises ConfigError where it is asked for."""
+def chosen_sampling(given: Mapping[str, object], facts: MachineFacts) -> ArgumentChoice:
+    """Choose torch's sampling where flashinfer is missing. Raises ConfigError where the user asks for flashinfer."""
     asked = given.get("sampling_backend")
     if facts.flashinfer:
-        return Choice()
+        return ArgumentChoice()
     if asked == _FLASHINFER:
         raise ConfigError(_missing("sampling_backend", _FLASHINFER, "leave it out"))
     if asked is not None:
-        return Choice()
+        return ArgumentChoice()
     words = f"sampling backend: pytorch, because {_FLASHINFER} is not installed; {_INSTALL[_FLASHINFER]} brings it"
-    return Choice(arguments={"sampling_backend": "pytorch"}, sentences=(words,))
+    return ArgumentChoice(arguments={"sampling_backend": "pytorch"}, sentences=(words,))
 
 
-def chosen_grammar(given: Mapping[str, object], facts: MachineFacts) -> Choice:
-    """No grammars where xgrammar is missing. Raises ConfigError where it is asked for."""
+def chosen_grammar(given: Mapping[str, object], facts: MachineFacts) -> ArgumentChoice:
+    """Choose no grammars where xgrammar is missing. Raises ConfigError where the user asks for xgrammar."""
     asked = given.get("grammar_backend")
     if facts.xgrammar or asked not in (None, CPU_GRAMMAR, _XGRAMMAR):
-        return Choice()
+        return ArgumentChoice()
     if asked == _XGRAMMAR:
         raise ConfigError(_missing("grammar_backend", _XGRAMMAR, "leave it out"))
     words = (
         f"grammar backend: none, because {_XGRAMMAR} is not installed: requests for JSON schemas, regular expressions "
         f"and grammars are refused; {_INSTALL[_XGRAMMAR]} brings it"
     )
-    return Choice(arguments={"grammar_backend": "none"}, sentences=(words,))
+    return ArgumentChoice(arguments={"grammar_backend": "none"}, sentences=(words,))
 
 
-def chosen_graph_sizes(given: Mapping[str, object], forward: ForwardConfig, model: ModelFacts) -> Choice:
-    """SGLang's decode graphs up to the largest group that its own forward may compute.
+def chosen_graph_sizes(given: Mapping[str, object], forward: ForwardConfig, model: ModelFacts) -> ArgumentChoice:
+    """Choose SGLang's decode graphs up to the largest group that its own forward may compute.
 
-    By itself SGLang captures as many as the GPU's memory suggests, and larger groups run without. For latent attention
-    each sequence of the largest graph takes megabytes: then up to groups of moderate size.
+    By itself SGLang captures graphs up to a size that depends on the GPU's memory, and larger groups run without. With
+    latent attention each sequence of the largest graph takes megabytes, so graphs reach groups of moderate size only.
     """
     off = given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph")
     said = ("cuda_graph_config", "cuda_graph_max_bs_decode", "cuda_graph_bs_decode")
     if off or given.get("cuda_graph_backend_decode") == _DISABLED or any(given.get(name) is not None for name in said):
-        return Choice()
+        return ArgumentChoice()
     largest, one_part = forward.b_moe_decode, forward.b_attn_decode
     if model.is_latent:
         largest = min(one_part or _LATENT_ROWS, largest)
     elif forward.decode_forward not in (AUTO, MEASURE, SGLANG):
         largest = min(one_part or largest, largest)
-    return Choice(arguments={"cuda_graph_max_bs_decode": largest})
+    return ArgumentChoice(arguments={"cuda_graph_max_bs_decode": largest})
 
 
 def _missing(name: str, package: str, remedy: str) -> str:

@@ -1,4 +1,4 @@
-"""Owns refusing a model before anything of an engine starts. Why one is refused is decided in core/model_refusals."""
+"""Owns refusing a model before any process of an engine starts. core/model_refusals decides which and why."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ from sgl_batch.sglang_adapter.known_models import has_own_model, is_known_archit
 
 
 def check_any_device(source: ModelSource) -> None:
-    """Refuse what cannot be loaded, or computed rightly on any device. In milliseconds. Raises ConfigError."""
+    """Refuse a model that cannot be loaded, or is computed correctly on no device. Takes milliseconds.
+
+    Raises ConfigError.
+    """
     config = model_config(source.model, source.revision) or {}
-    _refuse(source.model, config, refusal(config))  # before its files are read: they are of a form that is not ours
+    _refuse(source.model, config, refusal(config))  # before its files are read, which may have another form
     check_model(source, is_known_architecture, is_known_quantization)
-    config = model_config(source.model, source.revision) or {}  # fetched from the hub by now, where it was not here
+    config = (
+        model_config(source.model, source.revision) or {}
+    )  # check_model has fetched it from the hub where it was not here
     _refuse(source.model, config, refusal(config) or _not_measured(config))
 
 
 def _not_measured(config: Config) -> str | None:
-    """Of models that SGLang runs with transformers' own modules, not all load and not all are right."""
-    told = config.get("architectures")
-    named = [str(name) for name in told] if isinstance(told, list) else []
+    """Return why a model is refused that SGLang would run with transformers' modules: not all load or are right."""
+    listed = config.get("architectures")
+    named = [str(name) for name in listed] if isinstance(listed, list) else []
     if "auto_map" in config or not named or any(family_named(name) or has_own_model(name) for name in named):
         return None
-    return "SGLang has no model of its own for it, and nobody has measured that transformers' is right under it"
+    return "SGLang has no model of its own for it, and transformers' model is not measured to be right under SGLang"
 
 
 def check_this_device(arguments: Mapping[str, object], ours: BatchConfig, *, on_cpu: bool) -> None:
-    """Refuse what this device, or this configuration, has no right form of. Raises ConfigError.
+    """Refuse a model that this device cannot compute correctly with these arguments. Raises ConfigError.
 
-    `arguments`: SGLang's, with our defaults. A model whose config is not here is judged when it is loaded.
+    `arguments`: SGLang's, with our defaults. A model whose config is not here is checked when it is loaded.
     """
     given = {name: str(value) for name, value in arguments.items() if value is not None}
     name = given.get("model_path", "")
@@ -59,5 +64,5 @@ def _refuse(name: str, config: Config, why: str | None) -> None:
     if why is None:
         return
     named = config.get("architectures")
-    told = f" ({', '.join(map(str, named))})" if isinstance(named, list) else ""
-    raise ConfigError(f"the model {name}{told} is refused: {why}; `sgl-batch models` lists what runs")
+    listed = f" ({', '.join(map(str, named))})" if isinstance(named, list) else ""
+    raise ConfigError(f"the model {name}{listed} is refused: {why}; `sgl-batch models` lists what runs")

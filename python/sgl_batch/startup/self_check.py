@@ -1,6 +1,6 @@
-"""Runs the self-checks of a start: a few steps each way, within a budget of time, and the choice from the cache.
+"""Owns the self-checks of a start: they run a few steps in each mode, within a budget of time, or use the cache.
 
-What is chosen from the measurements is core/decode_choice's and core/expert_runner_choice's.
+core/decode_choice and core/expert_runner_choice choose from the measurements.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 class Steps(Protocol):
-    """Decode steps of a loaded engine that may be run in any mode, before it has any sequence."""
+    """Decode steps of a loaded engine without sequences, in any mode."""
 
     def run_steps(self, mode: str, time_is_up: TimeIsUp) -> Measured:
-        """Run the same few steps in this mode. Raises TimeUp between two steps, and what the mode's code raises."""
+        """Run the same few steps in this mode. Raises TimeUp between two steps, and errors of the mode's code."""
         ...
 
 
 def settle(modes: Sequence[str], steps: Steps, budget: TimeBudget, *, deterministic: bool) -> Choice:
-    """The mode of decode groups, of which there may be one. A mode without a whole first round is not measured."""
+    """Choose the mode of decode groups. One mode alone is not measured, nor is one without a whole first round."""
     if deterministic or len(modes) == 1:
         return choose(modes, {}, deterministic=deterministic)
     with budget.spending() as time_is_up:
@@ -49,10 +49,10 @@ def measure(
     *,
     failed: str,
 ) -> dict[str, T | Failed]:
-    """Run all in rounds, so that what disturbs one disturbs all. One that fails at any time has failed.
+    """Run all names in rounds, so that a disturbance affects all of them; return their outcomes.
 
-    `merge`: what was found so far with what a new round has found. `failed`: what follows for one, as a log's line
-    begins. One whose first round has not ended when the time is up has no outcome.
+    `merge` combines the outcome so far with that of a new round. `failed`: the begin of the log line for a name that
+    raises, which then has failed for good. A name whose first round has not ended when the time is up has no outcome.
     """
     outcomes: dict[str, T | Failed] = {}
     try:
@@ -70,7 +70,7 @@ def measure(
 def settle_once(
     cache: ChoiceCache, key: ChoiceKey, allowed: Callable[[str], bool], measured: Callable[[], Choice]
 ) -> Choice:
-    """The choice that was kept for this key, where its mode is allowed, or a new one, which is kept."""
+    """Return the cached choice of this key where its mode is allowed; otherwise a new one, which is cached."""
     found = cache.find(key)
     if found is not None and allowed(found.mode):
         return taken_over(found)
@@ -87,13 +87,13 @@ def _run(run: Callable[[str, TimeIsUp], T], name: str, time_is_up: TimeIsUp, fai
         raise
     except Exception as error:
         logger.debug("the self-check of %s failed", name, exc_info=True)
-        why = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['without a word'])[0]}"
+        why = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
         logger.warning("%s %r, which failed in the self-check: %s", failed, name, why)
         return Failed(why=why)
 
 
 def _merged(before: Measured, now: Measured) -> Measured:
-    """The fastest of each size counts; tokens are those of the first round."""
+    """Return the fastest time of each size, and the tokens of the first round."""
     seconds = tuple(min(pair) for pair in zip(before.seconds, now.seconds, strict=True))
     host = tuple(min(pair) for pair in zip(before.host_seconds, now.host_seconds, strict=True))
     return Measured(seconds=seconds, tokens=before.tokens, margins=before.margins, host_seconds=host)

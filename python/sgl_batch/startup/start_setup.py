@@ -1,6 +1,6 @@
-"""Settles at the start of a scheduler what follows from its decode steps as measured: overlap, and decode KV's place.
+"""Owns the choices at the start of a scheduler that follow from measured decode steps: overlap, and decode KV.
 
-What follows is decided in core/start_choices. The other options are settled in decode_setup and expert_setup.
+core/start_choices decides. decode_setup and expert_setup settle the other options.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _AUTO = "auto"
 
 
 def attention_of(runner: BatchModelRunner) -> Choice:
-    """The backend that was built as the model was loaded: by rule, as managers/gpu_arguments has it.
+    """Return the attention backend that was built when the model was loaded, with the rule that chose it.
 
-    A second one could be built over the same pages, but not be put in place of the first: pools, the memory that is
-    kept for workspaces, and code of SGLang's models follow the name of one. By the rule it is SGLang's own choice, but
-    for one that cannot hold the plans of several sub-batches, or is not installed.
+    The rule is startup/gpu_arguments: SGLang's own choice, except where that cannot hold the plans of several
+    sub-batches or is not installed. It is not measured: a second backend could be built over the same pages, but could
+    not replace the first, because pools, workspace memory and code of SGLang's models follow the name of one.
     """
     args = runner.server_args
     mode = " and ".join(dict.fromkeys(args.get_attention_backends()))
@@ -53,14 +53,14 @@ def attention_of(runner: BatchModelRunner) -> Choice:
 
 
 def settle_overlap(context: RunContext, decode: Choice, *, deterministic: bool) -> Choice:
-    """By `decode`, the choice of a forward pass with its times. `deterministic`: SGLang's mode."""
+    """Choose whether steps overlap, from the times in `decode`. `deterministic`: SGLang's deterministic mode."""
     wanted, found = context.config.schedule.overlap, earlier_choices(context.config.forward.start_choices)
     if wanted != _AUTO:
         return Choice(mode=wanted, why=f"{wanted}: asked for by overlap")
     reasons = {
         "a CPU computes results and steps itself, and gains nothing": context.cpu_operators is not None,
         "several ranks process each step's results before they agree on the next": context.rank_context is not None,
-        "what a step takes along follows from the results before it (mix_prefill)": context.in_force.plan.mix_prefill,
+        "the prompts in a step follow from the results before it (mix_prefill)": context.in_force.plan.mix_prefill,
         "the deterministic mode never switches by time": deterministic,
     }
     obstacle = next((reason for reason, applies in reasons.items() if applies), None)
@@ -72,12 +72,12 @@ def settle_overlap(context: RunContext, decode: Choice, *, deterministic: bool) 
 
 
 def settle_decode_kv(context: RunContext, tiers: KVTiers | None, decode: Choice, *, deterministic: bool) -> Choice:
-    """Where decode KV lies: resident, streamed, or, as measured interval by interval, either (`auto`)."""
+    """Choose where decode KV lies: resident, streamed, or either, as measured interval by interval (`auto`)."""
     wanted, found = context.config.memory.decode_kv, earlier_choices(context.config.forward.start_choices)
     if tiers is None:
         return Choice(mode=RESIDENT, why="resident: there is no host KV store")
     if not tiers.stages_prompts:
-        why = "this model has no family adapter, so that sequences move to the store and back whole"
+        why = "this model has no family adapter, so sequences move to the store and back whole"
         logger.warning("the host KV store is exclusive, and prompts are computed on the device alone: %s", why)
         return Choice(mode=RESIDENT, why=f"resident: {why}")
     if tiers.stored.exclusive:

@@ -1,4 +1,4 @@
-"""How a start settles which forward pass computes decode: as asked for, by default, or measured where it may."""
+"""How a start chooses the forward pass of decode: as asked for, by default, or by a measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sgl_batch.startup.decode_setup import settle_decode
 
 @pytest.fixture
 def settled(tmp_path, monkeypatch):
-    """What is chosen with these flags, and what the runner then computes by."""
+    """Return the choice with these flags, and the mode that the runner then computes by."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(decode_setup, "user_cache", lambda: tmp_path / "choices")
 
@@ -57,7 +57,7 @@ def settled(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The modes that were run, of steps in which SGLang's own forward takes half the time."""
+    """Collect the modes that are run. In SGLang's own forward a step takes half the time."""
     modes: list[str] = []
 
     class FastSglang:
@@ -75,7 +75,7 @@ def measured(monkeypatch):
     return modes
 
 
-def test_a_cpu_measures_only_when_told_to_and_a_gpu_by_itself(settled, measured):
+def test_a_cpu_measures_only_when_asked_and_a_gpu_by_default(settled, measured):
     choice, mode = settled()
     assert (choice.mode, mode, measured) == (DEFAULT, DEFAULT, [])
     choice, mode = settled(decode_forward="measure")
@@ -88,7 +88,7 @@ def test_a_cpu_measures_only_when_told_to_and_a_gpu_by_itself(settled, measured)
     assert (mode, set(measured)) == (SGLANG, {DEFAULT, SGLANG}), "other groups are measured by themselves"
 
 
-def test_a_batch_that_sglangs_graphs_cannot_take_stops_no_start(settled, measured, monkeypatch, caplog):
+def test_a_batch_that_sglangs_graphs_refuse_does_not_end_the_start(settled, measured, monkeypatch, caplog):
     def fails(_):
         raise AttributeError("no such field")
 
@@ -99,13 +99,13 @@ def test_a_batch_that_sglangs_graphs_cannot_take_stops_no_start(settled, measure
     assert "SGLang's own decode graphs are not measured: AttributeError: no such field" in caplog.text
 
 
-def test_the_deterministic_mode_and_engines_with_one_way_measure_nothing(settled, measured):
+def test_the_deterministic_mode_and_engines_with_one_mode_measure_nothing(settled, measured):
     for flags in ({"deterministic": True}, {"has_adapter": False}, {"latent": True}, {"mix_prefill": 64}):
         choice, mode = settled(decode_forward="measure", **flags)
         assert (choice.mode, mode, measured) == (DEFAULT, DEFAULT, [])
 
 
-def test_a_mode_that_was_asked_for_is_taken_or_refused(settled):
+def test_a_requested_mode_is_used_or_refused(settled):
     choice, mode = settled(decode_forward="sglang")
     assert (choice.mode, mode, choice.why) == (SGLANG, SGLANG, "sglang: asked for by decode_forward")
     with pytest.raises(ConfigError, match=r"decode_forward is 'sglang', and prompts run beside decode rows .*'auto'"):
@@ -117,7 +117,7 @@ def test_a_mode_that_was_asked_for_is_taken_or_refused(settled):
         settled(decode_forward="eager", has_adapter=False)
 
 
-def test_what_an_earlier_start_has_settled_is_taken_over_where_this_engine_can_compute_so(settled, measured):
+def test_the_mode_of_an_earlier_start_is_taken_over_where_this_engine_can_compute_it(settled, measured):
     def earlier(mode):
         return json.dumps({"decode_forward": {"mode": mode, "why": f"{mode}: faster", "numbers": {mode: [0.01]}}})
 

@@ -1,4 +1,4 @@
-"""How a start settles the expert runner: by two that really compute, once, and not where nothing may be measured."""
+"""How a start chooses the expert runner: two real runners are measured once, and none where none may be."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("torch", "native")
 
 @pytest.fixture
 def runners():
-    """A layer's experts by torch's operators and by our kernels, and calls of each."""
+    """A layer's experts by torch's operators and by our kernels, and calls of each runner."""
     layer = SimpleNamespace(w13_weight=torch.randn(4, 64, 32), w2_weight=torch.randn(4, 32, 32), top_k=2)
     packed, w13, w2 = PackedWeights(native_kernels()), layer.w13_weight.clone(), layer.w2_weight.clone()
     packed.add_experts(w13, w2)
@@ -60,7 +60,7 @@ def settled(tmp_path, monkeypatch, runners):
     return settle
 
 
-def test_runners_are_measured_at_the_plans_groups_once_for_a_gpu_and_model(settled, runners):
+def test_runners_are_measured_at_the_plans_group_sizes_once_for_a_gpu_and_model(settled, runners):
     choice = settled()
     assert {tokens for _, tokens in runners.calls} == {2, 32, 128}
     assert set(choice.numbers) == {"torch", "native", "tokens"}
@@ -90,19 +90,19 @@ def test_a_runner_that_fails_is_left_out_with_one_line(settled, caplog):
         ({"names": ("torch",)}, "no other expert runner is installed"),
     ],
 )
-def test_nothing_is_measured_where_nothing_may_switch(settled, runners, how, reason):
+def test_nothing_is_measured_where_the_runner_may_not_change(settled, runners, how, reason):
     choice = settled(**how)
     assert (choice.mode, choice.why, runners.calls) == ("torch", f"torch: {reason}", [])
 
 
-def test_without_time_the_first_runner_computes_and_nothing_is_kept(settled, tmp_path):
+def test_without_time_the_first_runner_computes_and_no_choice_is_cached(settled, tmp_path):
     assert settled(budget_s=0.0).why == (
         "torch: it was not measured: the time was up, and others are compared with it alone"
     )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_earlier_starts_table_is_taken_over_where_its_runners_are_there(settled, runners):
+def test_the_table_of_an_earlier_start_is_taken_over_where_its_runners_are_installed(settled, runners):
     def earlier(mode):
         return json.dumps({"expert_runner": {"mode": mode, "why": "it was faster", "numbers": {}}})
 

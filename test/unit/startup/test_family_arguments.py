@@ -1,4 +1,4 @@
-"""What a model's family makes of the arguments: SGLang's runner beside a GPU, and refusals before anything starts."""
+"""The arguments that a model's family requires on a GPU, and those that it refuses before anything starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gpt_oss(tmp_path):
     return {"model_path": str(tmp_path)}
 
 
-def test_gpt_oss_has_sinks_and_beside_a_gpu_a_runner_whose_weights_ours_read(gpt_oss):
+def test_gpt_oss_has_sinks_and_on_a_gpu_sglangs_triton_runner(gpt_oss):
     config = BatchConfig()
     assert has_sinks(gpt_oss)
     assert family_arguments(gpt_oss, config, on_cpu=True) == {}
@@ -37,7 +37,7 @@ def test_gpt_oss_has_sinks_and_beside_a_gpu_a_runner_whose_weights_ours_read(gpt
         ({"expert_runner": "deepgemm"}, "'deepgemm', which has no biases"),
     ],
 )
-def test_what_experts_with_biases_do_not_do_is_refused_by_name(gpt_oss, asked, named):
+def test_options_that_experts_with_biases_do_not_support_are_refused_by_name(gpt_oss, asked, named):
     config = from_mapping(asked)
     with pytest.raises(ConfigError, match=named):
         family_arguments(gpt_oss, config, on_cpu=False)

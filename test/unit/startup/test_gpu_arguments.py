@@ -1,4 +1,4 @@
-"""What a user leaves open beside a GPU is chosen by what the machine has, and said where it is not SGLang's choice."""
+"""Open arguments on a GPU are chosen by the machine's facts, and reported where they differ from SGLang's choice."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_open_arguments_are_chosen_by_what_the_machine_has(facts, given, argumen
         ("xgrammar", {"grammar_backend": "xgrammar"}, "grammar_backend is 'xgrammar', which is not installed"),
     ],
 )
-def test_what_is_named_and_missing_is_refused_with_what_installs_it(lacking, given, message):
+def test_a_named_package_that_is_missing_is_refused_with_its_install_command(lacking, given, message):
     with pytest.raises(ConfigError, match=message):
         chosen_arguments(given, ForwardConfig(), replace(WHOLE, **{lacking: False}), SPLIT)
 
@@ -78,7 +78,7 @@ def test_a_model_whose_groups_are_not_split_keeps_sglangs_attention():
     assert chosen_arguments({}, ForwardConfig(), AMPERE, replace(SPLIT, is_split=False)).arguments == SIZES
 
 
-def test_a_cpu_is_told_of_missing_grammars_alone():
+def test_a_cpu_reports_missing_grammars_only():
     assert chosen_arguments({}, ForwardConfig(), CPU, SPLIT).arguments == {}
     ours, lacking = {"grammar_backend": "sgl_batch_xgrammar"}, replace(CPU, xgrammar=False)
     choice = chosen_arguments(ours, ForwardConfig(), lacking, SPLIT)
@@ -102,7 +102,7 @@ def test_a_cpu_is_told_of_missing_grammars_alone():
         ({"cuda_graph_backend_decode": "disabled"}, {}, None),
     ],
 )
-def test_decode_graphs_reach_the_largest_group_that_they_serve(given, sizes, largest):
+def test_decode_graphs_reach_the_largest_group_that_they_compute(given, sizes, largest):
     arguments = chosen_arguments(given, ForwardConfig(**sizes), WHOLE, SPLIT).arguments
     assert arguments.get("cuda_graph_max_bs_decode") == largest
 
@@ -129,7 +129,7 @@ def test_a_models_config_says_whether_it_is_split_and_latent(config, is_split, i
     assert model_facts(str(tmp_path), None) == ModelFacts(is_split=is_split, is_latent=is_latent)
 
 
-def test_packages_of_a_gpu_are_looked_for_without_a_gpu():
+def test_gpu_packages_are_looked_up_without_a_gpu():
     facts = machine_facts(on_cpu=True)
     assert facts.capability is None
     assert facts.xgrammar

@@ -1,4 +1,4 @@
-"""A model of the hub is judged by its config, also where the check itself has fetched it."""
+"""A model of the hub is checked by its config, also where the check itself has fetched it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_batch.startup import model_checks
         ({"architectures": ["Qwen3NextForCausalLM"], "layer_types": ["linear_attention"]}, "carries a state"),
     ],
 )
-def test_a_config_that_the_check_has_fetched_is_judged_too(monkeypatch, config, why):
+def test_a_config_that_the_check_has_fetched_is_checked_too(monkeypatch, config, why):
     here: list[dict] = []
     monkeypatch.setattr(model_checks, "model_config", lambda *_: here[0] if here else None)
     monkeypatch.setattr(model_checks, "check_model", lambda *_: here.append(config))

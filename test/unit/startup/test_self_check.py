@@ -1,4 +1,4 @@
-"""The self-check: each mode is measured within the budget, and a choice is kept as long as its key is the same."""
+"""The self-check: each mode is measured within the budget, and a choice is cached as long as its key is the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODES = (COROUTINE, SGLANG)
 
 
 class ScriptedSteps:
-    """Steps whose seconds are given by mode, one a round; running them takes time of a clock of ours."""
+    """Steps with given seconds by mode and round; running them advances the test's clock."""
 
     def __init__(self, takes_s=1.0, **seconds):
         self.now, self.takes_s, self.ran = 0.0, takes_s, []
@@ -52,14 +52,14 @@ def cache(tmp_path):
     return ChoiceCache(tmp_path / "choices")
 
 
-def test_modes_are_measured_in_rounds_and_count_by_their_fastest():
+def test_modes_are_measured_in_rounds_and_compared_by_their_fastest():
     steps = ScriptedSteps(coroutine=[3.0, 2.0, 5.0], sglang=[1.9, 1.95, 9.0])
     choice = steps.settle()
     assert steps.ran == [COROUTINE, SGLANG] * 3
     assert (choice.mode, choice.numbers) == (SGLANG, {COROUTINE: (2.0,), SGLANG: (1.9,)})
 
 
-def test_no_measurement_goes_on_when_the_time_is_up():
+def test_measurements_end_when_the_time_is_up():
     steps = ScriptedSteps(takes_s=8.0, coroutine=[3.0] * 3, sglang=[1.0] * 3)
     assert steps.settle(budget_s=20.0).mode == SGLANG
     assert (steps.ran, steps.now) == ([COROUTINE, SGLANG, COROUTINE], 20.0)
@@ -88,7 +88,7 @@ def test_the_deterministic_mode_measures_nothing():
     assert steps.ran == []
 
 
-def test_a_choice_is_kept_for_its_key_alone(cache):
+def test_a_choice_is_cached_for_its_key_only(cache):
     assert cache.find(KEY) is None
     cache.keep(KEY, CHOICE)
     found = cache.find(KEY)
@@ -108,7 +108,7 @@ def test_a_choice_is_kept_for_its_key_alone(cache):
     "content",
     ["", "{", "[]", "{}", json.dumps({"format": "another/1"}), '{"format": "sgl_batch.start_choice/1", "choice": 3}'],
 )
-def test_a_foreign_or_broken_file_is_measured_again_with_a_line(cache, tmp_path, caplog, content):
+def test_a_foreign_or_broken_file_gives_a_warning_and_a_new_measurement(cache, tmp_path, caplog, content):
     cache.keep(KEY, CHOICE)
     path = tmp_path / "choices" / KEY.file_name
     path.write_text(content)
@@ -119,7 +119,7 @@ def test_a_foreign_or_broken_file_is_measured_again_with_a_line(cache, tmp_path,
     assert cache.find(KEY).mode == SGLANG
 
 
-def test_only_a_measured_choice_is_kept_and_one_of_a_mode_that_cannot_be_is_not_taken(cache):
+def test_only_a_measured_choice_is_cached_and_one_of_a_mode_that_is_not_allowed_is_ignored(cache):
     unmeasured = Choice(mode=COROUTINE, why="nothing could be measured")
     assert settle_once(cache, KEY, MODES.__contains__, lambda: unmeasured) is unmeasured
     assert cache.find(KEY) is None
@@ -129,7 +129,7 @@ def test_only_a_measured_choice_is_kept_and_one_of_a_mode_that_cannot_be_is_not_
     assert settle_once(cache, KEY, (COROUTINE,).__contains__, lambda: unmeasured) is unmeasured
 
 
-def test_a_directory_that_cannot_be_written_costs_the_cache_alone(tmp_path, caplog):
+def test_a_directory_that_cannot_be_written_only_disables_the_cache(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         ChoiceCache(tmp_path / "file").keep(KEY, CHOICE)

@@ -1,4 +1,4 @@
-"""What a start settles by its decode steps as measured, and where it settles without: as asked for, or by a rule."""
+"""The choices of a start that follow from its measured decode steps, and those that are given or follow from a rule."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def overlap(*, deterministic=False, **how):
     return settle_overlap(context_of(**how), decode(), deterministic=deterministic)
 
 
-def test_overlap_follows_from_the_steps_that_were_measured_on_a_gpu():
+def test_on_a_gpu_overlap_follows_from_measured_steps():
     assert overlap().mode == "on"
     assert overlap().why.startswith("on: the host has launched a step of 20.00 ms after 2.00 ms")
     assert overlap(start_choices=earlier(overlap="off")).why == "before (settled at an earlier start)"
@@ -59,7 +59,7 @@ def test_overlap_follows_from_the_steps_that_were_measured_on_a_gpu():
         ({"deterministic": True}, "off: the deterministic mode never switches by time"),
     ],
 )
-def test_overlap_is_not_measured_where_it_is_said_or_cannot_be(how, why):
+def test_overlap_is_not_measured_where_it_is_given_or_impossible(how, why):
     assert overlap(**{"start_choices": earlier(overlap="on"), **how}).why == why
 
 
@@ -79,14 +79,14 @@ def decode_kv(tiers=None, *, mode=DEFAULT, deterministic=False, **how):
     return settle_decode_kv(context_of(**how), tiers or Tiers(), decode(mode), deterministic=deterministic)
 
 
-def test_decode_kv_follows_from_the_rate_of_copies_and_the_steps_on_a_gpu():
+def test_on_a_gpu_decode_kv_follows_from_the_rate_of_copies_and_the_steps():
     slow, fast = decode_kv(), decode_kv(Tiers(bytes_per_s=500e9))
     assert (slow.mode, fast.mode) == ("resident", "auto")
     assert slow.numbers == {"step": (0.02,), "copied bytes per second": (50e9,), "bytes of pages": (2e9,)}
     assert decode_kv(start_choices=earlier(decode_kv="auto")).why == "before (settled at an earlier start)"
 
 
-def test_a_copy_that_fails_leaves_kv_on_the_device_with_a_line(caplog):
+def test_a_copy_that_fails_leaves_kv_on_the_device_with_a_warning(caplog):
     with caplog.at_level("WARNING"):
         assert decode_kv(Tiers(fails=True)).mode == "resident"
     assert "decode KV stays on the device" in caplog.text
@@ -103,12 +103,12 @@ def test_a_copy_that_fails_leaves_kv_on_the_device_with_a_line(caplog):
         ({"mode": SGLANG}, "resident: SGLang's own forward, which computes decode, streams none"),
     ],
 )
-def test_decode_kv_is_not_measured_where_it_is_said_or_cannot_be(how, why):
+def test_decode_kv_is_not_measured_where_it_is_given_or_impossible(how, why):
     tiers = {"tiers": Tiers(fails=True), **how}
     assert decode_kv(**tiers, start_choices=earlier(decode_kv="auto")).why == why
 
 
-def test_a_model_whose_prompts_are_not_staged_has_an_exclusive_store_and_says_so(caplog):
+def test_a_model_whose_prompts_are_not_staged_has_an_exclusive_store_with_a_warning(caplog):
     with caplog.at_level("WARNING"):
         choice = decode_kv(Tiers(exclusive=True, stages_prompts=False), on_cpu=True)
     why = "this model has no family adapter, so that sequences move to the store and back whole"
@@ -130,7 +130,7 @@ def test_without_a_store_decode_kv_is_on_the_device():
         ("cuda", False, "torch_native", "torch_native: asked for"),
     ],
 )
-def test_the_attention_backend_follows_from_a_rule_that_is_told(monkeypatch, device, flash_attention_3, backend, why):
+def test_the_attention_backend_follows_from_a_reported_rule(monkeypatch, device, flash_attention_3, backend, why):
     facts = MachineFacts(capability=(9, 0), flash_attention_3=flash_attention_3, flashinfer=True, xgrammar=True)
     monkeypatch.setattr(start_setup, "machine_facts", lambda **_: facts)
     monkeypatch.setattr(start_setup, "model_facts", lambda *_: ModelFacts(is_split=True, is_latent=False))
