@@ -28,7 +28,7 @@ TRITON = {"attention_backend": "triton"}
             replace(WHOLE, flash_attention_3=False),
             {},
             TRITON,
-            [r"attention backend: triton, because .* no flash_ops.* pip install .*sglang-kernel==.* brings it"],
+            [r"attention backend: triton, because .* lacks flash_ops.* pip install .*sglang-kernel==.* brings it"],
         ),
         (replace(WHOLE, flash_attention_3=False), TRITON, {}, []),
         (AMPERE, {}, TRITON, [r"triton, because flashinfer, .* several sub-batches .* --attention-backend flashinfer"]),
@@ -63,7 +63,7 @@ def test_open_arguments_are_chosen_by_what_the_machine_has(facts, given, argumen
 @pytest.mark.parametrize(
     ("lacking", "given", "message"),
     [
-        ("flash_attention_3", {"attention_backend": "fa3"}, "has no flash_ops, which that is: choose 'triton', or"),
+        ("flash_attention_3", {"attention_backend": "fa3"}, "lacks flash_ops, which implements it: choose 'triton', or"),
         ("flashinfer", {"attention_backend": "flashinfer"}, "not installed: choose 'triton', or install it .pip"),
         ("flashinfer", {"sampling_backend": "flashinfer"}, "sampling_backend is 'flashinfer', which is not installed"),
         ("xgrammar", {"grammar_backend": "xgrammar"}, "grammar_backend is 'xgrammar', which is not installed"),

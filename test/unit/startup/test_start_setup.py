@@ -55,7 +55,7 @@ def test_on_a_gpu_overlap_follows_from_measured_steps():
         ({"overlap": "off"}, "off: asked for by overlap"),
         ({"on_cpu": True}, "off: a CPU computes results and steps itself, and gains nothing"),
         ({"rank_context": object()}, "off: several ranks process each step's results before they agree on the next"),
-        ({"mix_prefill": 64}, "off: what a step takes along follows from the results before it (mix_prefill)"),
+        ({"mix_prefill": 64}, "off: the prompts in a step follow from the results before it (mix_prefill)"),
         ({"deterministic": True}, "off: the deterministic mode never switches by time"),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_copy_that_fails_leaves_kv_on_the_device_with_a_warning(caplog):
         ({"decode_kv": "streamed"}, "streamed: asked for by decode_kv"),
         ({"tiers": Tiers(exclusive=True)}, "resident: an exclusive store holds no KV that is on the device"),
         ({"on_cpu": True}, "auto: a CPU measures both, an interval each"),
-        ({"place": object(), "on_cpu": True}, "resident: several ranks do not choose"),
+        ({"rank_context": object(), "on_cpu": True}, "resident: several ranks do not choose"),
         ({"deterministic": True}, "resident: the deterministic mode never switches by time"),
         ({"mode": SGLANG}, "resident: SGLang's own forward, which computes decode, streams none"),
     ],
@@ -111,7 +111,7 @@ def test_decode_kv_is_not_measured_where_it_is_given_or_impossible(how, why):
 def test_a_model_whose_prompts_are_not_staged_has_an_exclusive_store_with_a_warning(caplog):
     with caplog.at_level("WARNING"):
         choice = decode_kv(Tiers(exclusive=True, stages_prompts=False), on_cpu=True)
-    why = "this model has no family adapter, so that sequences move to the store and back whole"
+    why = "this model has no family adapter, so sequences move to the store and back whole"
     assert (choice.mode, choice.why) == ("resident", f"resident: {why}")
     assert caplog.messages == [f"the host KV store is exclusive, and prompts are computed on the device alone: {why}"]
 
@@ -126,7 +126,7 @@ def test_without_a_store_decode_kv_is_on_the_device():
     [
         ("cpu", False, "sgl_batch_cpu", "sgl_batch_cpu: a CPU has one attention backend"),
         ("cuda", True, "fa3", "fa3: SGLang's own choice, or asked for; not measured, because "),
-        ("cuda", False, "triton", "triton, because sglang-kernel has no flash_ops"),
+        ("cuda", False, "triton", "triton, because sglang-kernel lacks flash_ops"),
         ("cuda", False, "torch_native", "torch_native: asked for"),
     ],
 )
