@@ -58,7 +58,7 @@ class PrefillBatches:
         requests = self._requests(sequences)
         ends = {chunk.sequence.sequence_id: chunk.start + chunk.tokens for chunk in action.prefill}
         self._counters.add("prompt_tokens_mixed", sum(chunk.tokens for chunk in action.prefill))
-        why = "its prompt is computed beside decode rows"
+        why = "its prompt is computed with decode rows"
         return self._kv.prefill(requests, action.on_device, lambda: self._batch(requests, why, ends))
 
     def choices(self, most: int) -> ScheduleBatch:

@@ -219,7 +219,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         tokens = partial_output_tag.decode(req.extra_key)
         if tokens is None:
             return
-        if not self.executor.table.may_go_on(req, len(tokens)):
+        if not self.executor.table.can_resume(req, len(tokens)):
             start_anew(req)
             return
         resume_from(self, req, tokens)

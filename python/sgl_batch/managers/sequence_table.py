@@ -112,7 +112,7 @@ class SequenceTable:
 
     # Arrivals, changes of state, ends.
 
-    def may_go_on(self, request: Request, tokens: int) -> bool:
+    def can_resume(self, request: Request, tokens: int) -> bool:
         """Return whether a new request can resume after `tokens` tokens that another engine has generated."""
         rows = len(request.origin_input_ids) + tokens
         has_room = self.most_prompt_tokens is None or rows <= self.most_prompt_tokens

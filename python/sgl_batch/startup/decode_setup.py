@@ -114,7 +114,7 @@ def _obstacle(runner: BatchModelRunner, context: RunContext) -> str | None:
     reasons = {
         "SGLang's own forward does not exchange rows between ranks": context.rank_context is not None,
         "on_yield is called by the coroutine forward alone": config.forward.on_yield is not None,
-        "prompts run beside decode rows (mix_prefill)": config.schedule.mix_prefill > 0,
+        "prompts run with decode rows (mix_prefill)": config.schedule.mix_prefill > 0,
         "decode KV may be streamed (decode_kv)": memory.kv_store_bytes > 0
         and runner.layer_runner is not None
         and (memory.decode_kv == "streamed" or (memory.decode_kv == "auto" and runner.device == "cpu")),

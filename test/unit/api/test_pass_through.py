@@ -28,7 +28,7 @@ class Upstream:
     """An engine's endpoints."""
 
     seen: list[web.Request] = field(default_factory=list)
-    may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    can_resume: asyncio.Event = field(default_factory=asyncio.Event)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -51,14 +51,14 @@ class Upstream:
         )
 
     async def wait(self, request: web.Request) -> web.Response:
-        await self.may_go_on.wait()
+        await self.can_resume.wait()
         return web.Response(text="late")
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         await answer.write(b"data: 1\n\n")
-        await self.may_go_on.wait()
+        await self.can_resume.wait()
         if request.query.get("break"):
             assert request.transport is not None
             request.transport.abort()
@@ -91,7 +91,7 @@ async def passing(phase: str = "ready") -> AsyncIterator[tuple[Upstream, str, ai
         async with served(engine) as url, aiohttp.ClientSession(auto_decompress=False) as client:
             yield upstream, url, client
     finally:
-        upstream.may_go_on.set()
+        upstream.can_resume.set()
         await engine.close()
         await runner.cleanup()
 
@@ -138,7 +138,7 @@ def test_events_come_as_they_are_sent() -> None:
     async def scenario() -> None:
         async with passing() as (upstream, url, client), client.get(f"{url}/events") as answer:
             assert await answer.content.readuntil(b"\n\n") == b"data: 1\n\n"
-            upstream.may_go_on.set()
+            upstream.can_resume.set()
             assert await answer.content.read() == b"data: [DONE]\n\n"
 
     run(scenario)
@@ -163,7 +163,7 @@ def test_a_client_that_goes_away_is_given_up_at_the_engine(method: str, path: st
 def test_a_stream_that_breaks_off_says_so() -> None:
     async def scenario() -> None:
         async with passing() as (upstream, url, client), client.get(f"{url}/events?break=1") as answer:
-            upstream.may_go_on.set()
+            upstream.can_resume.set()
             events = (await answer.read()).decode().split("\n\n")
             error = json.loads(events[1].removeprefix("data: "))["error"]
             assert (error["code"], error["type"]) == ("engine_gone", "server_error")

@@ -1,4 +1,4 @@
-"""A rank that listens for the others' beats in a process of its own, below one that stands for the controller."""
+"""A rank that listens for the others' beats in a process of its own, whose parent stands in for the controller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _control(directory: Path, num_ranks: int, timeout_s: float) -> None:
 
 @contextmanager
 def listening_rank(directory: Path, *, num_ranks: int, timeout_s: float) -> Iterator[BaseProcess]:
-    """The controller of rank 0, which meets the others in `directory`."""
+    """Yield the controller of rank 0, which connects to the others through `directory`."""
     controller = multiprocessing.get_context("spawn").Process(target=_control, args=(directory, num_ranks, timeout_s))
     controller.start()
     try:

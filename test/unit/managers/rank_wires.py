@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class MemoryWires:
-    """What has been sent and not yet taken, between all ranks; who has died."""
+    """The messages between all ranks that were sent and not yet received, and the ranks that have died."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -36,7 +36,7 @@ class MemoryWires:
 
 
 class MemoryChannel:
-    """A `Channel`; messages are encoded and decoded as on the wire."""
+    """A `Channel` over MemoryWires. Messages are encoded and decoded as on the wire."""
 
     def __init__(self, rank: int, wires: MemoryWires) -> None:
         self.rank, self._wires = rank, wires
@@ -71,7 +71,7 @@ class MemoryChannel:
             self._wires.changed.notify_all()
 
     def close(self) -> None:
-        """Peers see PeerLost."""
+        """Close the channel: peers see PeerLost."""
         self._wires.kill(self.rank)
 
 
@@ -86,9 +86,9 @@ def in_memory(num_ranks: int) -> Iterator[list[MemoryChannel]]:
 def over_sockets(num_ranks: int) -> Iterator[list[ZmqChannel[Message]]]:
     """Channels of all ranks as the engine has them."""
     with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         channels: list[ZmqChannel[Message]] = [
-            stack.enter_context(ZmqChannel(rank=rank, messages=Message, run_id="run", path=place / str(rank)))
+            stack.enter_context(ZmqChannel(rank=rank, messages=Message, run_id="run", path=directory / str(rank)))
             for rank in range(num_ranks)
         ]
         endpoints = {channel.rank: channel.endpoint for channel in channels}
@@ -98,6 +98,6 @@ def over_sockets(num_ranks: int) -> Iterator[list[ZmqChannel[Message]]]:
 
 
 def all_at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of all calls, each made by a thread of its own, as ranks make them; raises the first failure."""
+    """Make each call in a thread of its own, as ranks do; return the results, or raise the first failure."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]

@@ -1,4 +1,4 @@
-"""Stand-ins for the parts of SGLang's scheduler and requests that the keeping of sequences looks at."""
+"""Stand-ins for the parts of SGLang's scheduler and requests that the sequence table and the executor read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs, and when steps follow unseen: over stand-ins for what is looked at of SGLang's scheduler."""
+"""What a step costs, and when decode continues without results, over stand-ins for SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def executor_with_queue(length: int) -> BoundaryExecutor:
 
 
 def bytes_of_a_decode_step(queue_length: int) -> int:
-    """The most memory that one step between two boundaries takes in passing."""
+    """The peak of memory that one step between two boundaries takes."""
     executor = executor_with_queue(queue_length)
     running = SimpleNamespace(reqs=[None] * 256, prepare_for_decode=lambda: None)
     executor.next_batch(running)
@@ -47,7 +47,7 @@ def test_a_step_between_boundaries_does_not_copy_the_queue():
     assert bytes_of_a_decode_step(10_000) < bytes_of_a_decode_step(10) + 8_000, "a list of the queue takes 80,000 bytes"
 
 
-def test_steps_go_on_unseen_up_to_the_boundary_and_not_over_it():
+def test_decode_continues_without_results_up_to_the_boundary():
     executor = executor_with_queue(0)
     running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
     executor.next_batch(running)
@@ -58,7 +58,7 @@ def test_steps_go_on_unseen_up_to_the_boundary_and_not_over_it():
     assert steps == executor.plan.boundary_tokens
 
 
-def test_a_boundary_that_is_asked_for_comes_with_the_next_step_and_once():
+def test_a_requested_boundary_comes_with_the_next_step_and_once():
     executor = executor_with_queue(0)
     running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
     executor.next_batch(running)
@@ -70,7 +70,7 @@ def test_a_boundary_that_is_asked_for_comes_with_the_next_step_and_once():
     assert executor._counters.counts["boundaries"] == boundaries + 1
 
 
-def test_steps_do_not_go_on_where_nobody_runs_or_choices_wait_for_their_prefill():
+def test_decode_does_not_continue_without_runners_or_while_choices_await_prefill():
     executor = executor_with_queue(0)
     running = SimpleNamespace(reqs=[None] * 3, prepare_for_decode=lambda: None)
     executor.next_batch(running)
@@ -80,7 +80,7 @@ def test_steps_do_not_go_on_where_nobody_runs_or_choices_wait_for_their_prefill(
     assert not executor.decode_continues(running)
 
 
-def test_those_that_ended_while_a_step_was_under_way_have_no_results_of_it():
+def test_sequences_that_ended_during_a_step_have_no_results_of_it():
     executor = executor_with_queue(2)
     ended, going = (executor.table.request_named(name) for name in ("r0", "r1"))
     for name in ("r0", "r1"):
@@ -89,7 +89,7 @@ def test_those_that_ended_while_a_step_was_under_way_have_no_results_of_it():
     ended.finished, ended.finished_reason = lambda: True, SimpleNamespace(to_json=lambda: {"type": "stop"})
     mode = SimpleNamespace(is_extend=lambda: False)
     executor.results.process(SimpleNamespace(reqs=[ended, going], forward_mode=mode), [ended, going])
-    # Its id is free again, and somebody takes it before the step is over that computed one token too many.
+    # A new request takes its id before the step ends that computed one token too many for it.
     executor.enqueue(request(0))
     executor.results.process(SimpleNamespace(reqs=[ended, going], forward_mode=mode), [going])
     assert executor.table["r0"].status is Status.QUEUED
@@ -102,7 +102,7 @@ class Refusable(SimpleNamespace):
         self.to_finish, self.origin_input_ids = why, [0]
 
 
-def test_a_sequence_that_can_never_fit_is_queued_as_one_token_that_answers_with_the_numbers():
+def test_a_sequence_that_can_never_fit_is_queued_as_one_token_and_its_error_has_the_numbers():
     executor = executor_with_queue(1)
     too_long = Refusable(**vars(request(1, max_new_tokens=10**6)))
     executor.enqueue(too_long)
@@ -113,7 +113,7 @@ def test_a_sequence_that_can_never_fit_is_queued_as_one_token_that_answers_with_
     assert executor._unbatched.queued.tokens == 101
 
 
-def test_a_sequence_that_runs_is_aborted_with_its_next_step_and_keeps_the_first_reason():
+def test_a_running_sequence_is_aborted_with_its_next_step_for_the_first_reason():
     executor = executor_with_queue(1)
     running, sequence = executor.table.request_named("r0"), executor.table["r0"]
     sequence.status, running.finished = Status.RUNNING, lambda: False

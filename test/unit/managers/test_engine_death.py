@@ -1,4 +1,4 @@
-"""What waits for an engine raises when the engine dies, and what is asked of a dead one raises at once."""
+"""Calls that wait for an engine raise when it dies, and calls of a dead engine raise at once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_calls_and_requests_under_way_end_with_the_first_reason() -> None:
     asyncio.run(die())
 
 
-def test_a_call_that_its_caller_gives_up_is_cancelled_and_an_answer_is_handed_on() -> None:
+def test_a_cancelled_call_is_cancelled_and_an_answer_is_returned() -> None:
     async def live() -> None:
         death = EngineDeath()
         call = asyncio.ensure_future(death.unless_dead(never, None))
@@ -55,7 +55,7 @@ def test_a_call_that_its_caller_gives_up_is_cancelled_and_an_answer_is_handed_on
     asyncio.run(live())
 
 
-def test_where_lines_look_for_themselves_nothing_is_raised() -> None:
+def test_nothing_is_raised_where_lines_read_the_error_themselves() -> None:
     async def die() -> None:
         death, states = EngineDeath(), {"a": under_way()}
         death.is_raised = False
@@ -74,13 +74,13 @@ def tokenizer_manager() -> BatchTokenizerManager:
     return manager
 
 
-def test_a_fault_of_the_tokenizer_manager_is_the_engines_death_and_not_the_programs() -> None:
+def test_a_fault_of_the_tokenizer_manager_ends_the_engine_and_not_the_program() -> None:
     manager = tokenizer_manager()  # without the parts that it reads answers with
     asyncio.run(manager.handle_loop())
     assert str(manager.death.error).startswith("the tokenizer manager failed: AttributeError: ")
 
 
-def test_a_process_that_asks_for_the_end_by_a_signal_ends_the_engine_alone() -> None:
+def test_a_sigquit_of_a_process_ends_the_engine_and_not_the_program() -> None:
     manager = tokenizer_manager()
     BatchSignalHandler(manager).running_phase_sigquit_handler()
     assert "SIGQUIT" in str(manager.death.error)

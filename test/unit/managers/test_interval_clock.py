@@ -1,4 +1,4 @@
-"""The time of an interval of steps, of which one may begin before the one before it ends."""
+"""The time of an interval of steps, which may overlap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_batch.managers.interval_clock import IntervalClock
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[float]], None]:
-    """Sets what a clock will say."""
+    """Set the times that the clock will return."""
 
     def set_times(times: Iterable[float]) -> None:
         clock = iter(times)
@@ -22,7 +22,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[float]], None]:
     return set_times
 
 
-def test_what_lies_between_two_steps_is_not_counted(at: Callable[[Iterable[float]], None]) -> None:
+def test_time_between_two_steps_is_not_counted(at: Callable[[Iterable[float]], None]) -> None:
     at([10.0, 11.0, 15.0, 17.0])
     clock = IntervalClock()
     for rows in (4, 3):

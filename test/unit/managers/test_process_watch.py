@@ -1,4 +1,4 @@
-"""The first process that ends is noticed at once and told by its name and its signal; ends in order are not."""
+"""The first process that fails or dies is reported at once by its name and signal; normal ends are not reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Start = Callable[[Callable[[Connection], object]], tuple[BaseProcess, Connection
 
 
 def is_ready(pipe: Connection) -> None:
-    """Say so, and live on."""
+    """Send the info, and live on."""
     pipe.send({"status": "ready"})
     signal.pause()
 
@@ -39,7 +39,7 @@ def closes(pipe: Connection) -> None:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a process with the end of a pipe; returns it and our end."""
+    """Return a function that starts a process with one end of a pipe, and returns the process and the other end."""
     started: list[BaseProcess] = []
 
     def begin(body: Callable[[Connection], object]) -> tuple[BaseProcess, Connection]:
@@ -56,7 +56,7 @@ def start() -> Iterator[Start]:
         process.join()
 
 
-def test_processes_are_ready_when_each_has_said_so(start: Start) -> None:
+def test_await_ready_returns_the_info_of_each_process(start: Start) -> None:
     watch, (first, second) = ProcessWatch(), (start(is_ready), start(is_ready))
     watch.add("the scheduler", [first[0], second[0]])
     watch.add("the detokenizer", [start(lives)[0]])
@@ -75,7 +75,7 @@ def test_processes_are_ready_when_each_has_said_so(start: Start) -> None:
         ),
     ],
 )
-def test_any_that_ends_ends_the_wait(
+def test_await_ready_raises_when_any_process_ends(
     scheduler: Callable[[Connection], object], detokenizer: Callable[[Connection], object], said: str, start: Start
 ) -> None:
     watch, (process, reader) = ProcessWatch(), start(scheduler)
@@ -85,7 +85,7 @@ def test_any_that_ends_ends_the_wait(
         watch.await_ready([reader], [process])
 
 
-def test_an_end_that_is_not_in_order_is_told_until_the_watch_is_stopped(start: Start) -> None:
+def test_a_process_that_dies_is_reported_until_the_watch_is_stopped(start: Start) -> None:
     watch, ends = ProcessWatch(), queue.Queue[str]()
     (ends_in_order, _), (killed, _), (other, _) = start(lambda _: os._exit(0)), start(lives), start(lives)
     watch.add("the router", [ends_in_order])
@@ -101,7 +101,7 @@ def test_an_end_that_is_not_in_order_is_told_until_the_watch_is_stopped(start: S
     assert ends.empty()
 
 
-def test_a_stopped_watch_says_nothing_and_a_sent_one_knows_no_process(start: Start) -> None:
+def test_a_stopped_watch_reports_nothing_and_a_pickled_one_is_empty(start: Start) -> None:
     watch, ends = ProcessWatch(), queue.Queue[str]()
     process, reader = start(lives)
     watch.add("the scheduler", [process])

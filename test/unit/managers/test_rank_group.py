@@ -1,4 +1,4 @@
-"""Ranks agree over a channel: all get the same step, each its own actions, and a rank that fails is named."""
+"""Ranks agree over a channel: all get the same step, each rank its own actions, and a rank that fails is named."""
 
 from __future__ import annotations
 
@@ -89,15 +89,15 @@ def test_all_ranks_get_the_same_step(open_channels, num_ranks, with_all_gather):
             assert all_at_once(calls) == [next_step(headers, PLAN)] * num_ranks
 
 
-def test_a_rank_may_be_a_step_ahead_in_what_it_says():
-    """One that has its step sends its state while another has not been told yet."""
+def test_a_rank_that_knows_the_step_may_send_its_state_before_others_know_it():
+    """The control rank may receive the state of one rank before it has sent the step to another."""
     with in_memory(3) as channels:
         groups = [group_of(channel, 3) for channel in channels]
-        told = [message_of(a_rank(queued=[sequence(rank)])) for rank in range(3)]
+        states = [message_of(a_rank(queued=[sequence(rank)])) for rank in range(3)]
 
         def step_and_boundary(rank: int) -> tuple[GroupStep, list[list[str]]]:
             step = groups[rank].agree(header(waiting=1), PLAN)
-            return step, groups[rank].decide(told[rank], PLAN).units
+            return step, groups[rank].decide(states[rank], PLAN).units
 
         done = all_at_once([partial(step_and_boundary, rank) for rank in range(3)])
         assert done == [(GroupStep(kind=StepKind.BOUNDARY), [[f"s{rank}"]]) for rank in range(3)]
@@ -107,7 +107,7 @@ def test_a_rank_may_be_a_step_ahead_in_what_it_says():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_orders_carry_each_rank_s_own_prefill(num_ranks):
+def test_actions_have_each_ranks_own_prefill(num_ranks):
     with in_memory(num_ranks) as channels:
         states = [
             a_rank(queued=[sequence(rank, prompt=20), *choices(2, first=50 + 10 * rank, group=f"g{rank}")])
@@ -119,7 +119,7 @@ def test_orders_carry_each_rank_s_own_prefill(num_ranks):
         assert (own.prefill, own.busy, own.refill, own.moves) == (True, True, [], [])
 
 
-def test_orders_carry_each_rank_s_own_refill_and_everybody_s_moves():
+def test_actions_have_each_ranks_own_refill_and_the_moves_of_all():
     moving = [movable(arrival) for arrival in range(4)]
     with in_memory(3) as channels:
         actions = decided(channels, [a_rank(ready=moving), a_rank(), a_rank(ready=[movable(9)])])
@@ -128,21 +128,21 @@ def test_orders_carry_each_rank_s_own_refill_and_everybody_s_moves():
     assert actions[0].moves == actions[1].moves == actions[2].moves
 
 
-def test_the_migration_mode_of_the_deciding_rank_decides():
+def test_the_migration_mode_of_the_control_rank_counts():
     moving = [movable(arrival) for arrival in range(4)]
     with in_memory(2) as channels:
         actions = decided(channels, [a_rank(ready=moving), a_rank()], Migration.NEVER)
     assert [own.moves for own in actions] == [[], []]
 
 
-def test_a_rank_without_part_hears_that_others_are_busy():
+def test_a_rank_without_rows_learns_that_others_are_busy():
     with in_memory(2) as channels:
         actions = decided(channels, [a_rank(), a_rank(unmovable_running=3)])
     assert actions[0] == BoundaryActions(prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[])
 
 
 def test_a_prompt_group_that_the_limit_cuts_is_prefilled_in_parts(monkeypatch):
-    """The leader takes along the choices that are told; the others compute the prompt themselves, one by one."""
+    """The leader shares its prompt with the choices that are sent; the others compute the prompt themselves."""
     monkeypatch.setattr(rank_messages, "MOST_QUEUED", 3)
     queue = [sequence(0), *choices(5, first=1)]
     with in_memory(2) as channels:
@@ -165,7 +165,7 @@ def test_a_message_of_another_kind_is_an_error_that_names_it_and_its_sender():
             group_of(first, 2).agree(header(), PLAN)
 
 
-def test_an_answer_of_another_kind_is_an_error_on_the_other_side():
+def test_an_answer_of_another_kind_is_an_error_at_its_receiver():
     with in_memory(2) as (first, second):
         first.send(1, StepMessage("decode", 1, 0, True))
         with pytest.raises(EngineError, match="rank 0 sent StepMessage where rank 1 awaited its actions at a boundary"):
@@ -173,7 +173,7 @@ def test_an_answer_of_another_kind_is_an_error_on_the_other_side():
 
 
 @pytest.mark.parametrize("open_channels", [in_memory, over_sockets])
-def test_a_dead_rank_is_named_by_the_one_that_decides(open_channels):
+def test_the_control_rank_names_a_dead_rank(open_channels):
     with open_channels(3) as (first, second, third):
         second.send(0, HeaderMessage(0, 0, 0, False, 0))
         third.close()
@@ -185,16 +185,16 @@ def test_a_dead_rank_is_named_by_the_one_that_decides(open_channels):
 
 
 @pytest.mark.parametrize("open_channels", [in_memory, over_sockets])
-def test_the_deciding_rank_s_death_ends_the_others_wait(open_channels):
+def test_the_death_of_the_control_rank_ends_the_wait_of_the_others(open_channels):
     with open_channels(2) as (first, second):
 
-        def hear_and_die() -> None:
+        def receive_and_die() -> None:
             first.recv([1], timeout_s=SOON_S, awaiting="a state")
             first.close()
 
         waits = partial(group_of(second, 2).decide, message_of(a_rank()), PLAN)
         with pytest.raises(PeerLost, match=r"rank 0 closed its connection .* waiting for its actions") as lost:
-            all_at_once([hear_and_die, waits])
+            all_at_once([receive_and_die, waits])
         assert lost.value.rank == 0
 
 
@@ -212,10 +212,10 @@ def test_a_wake_does_not_end_the_wait_for_others():
         assert group_of(first, 2).agree(header(), PLAN).kind is StepKind.DECODE
 
 
-def test_a_lone_rank_waits_for_nobody():
+def test_a_lone_rank_sends_and_awaits_no_message():
     class Silent(MemoryChannel):
         def send(self, peer, message):
-            raise AssertionError("there is nobody to talk to")
+            raise AssertionError("there is no other rank")
 
         recv = send
 

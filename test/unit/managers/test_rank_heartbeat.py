@@ -1,4 +1,4 @@
-"""A rank that falls silent, dies or speaks nonsense ends the engine, and the failure names every rank concerned."""
+"""A rank that falls silent, dies or sends invalid messages ends the engine, and the failure names every such rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sgl_batch.managers.rank_heartbeat import Beat, failure_text
         (BadMessage(None, "a message of 3 frames"), "a rank of the engine failed: a message of 3 frames"),
     ],
 )
-def test_a_failure_names_the_ranks_and_what_became_of_them(error, beginning):
+def test_a_failure_names_the_ranks_and_whether_they_died_or_hang(error, beginning):
     assert failure_text(error).startswith(beginning)
     assert "None" not in failure_text(error)
 
@@ -43,7 +43,7 @@ def test_ranks_that_fall_silent_together_are_all_named_and_the_engine_ends(tmp_p
     assert failure.text.startswith("ranks 1, 2 of the engine hang: ranks 1, 2: waited 1 s")
 
 
-def test_a_rank_that_stood_still_itself_takes_nobody_for_hanging(tmp_path):
+def test_a_rank_that_was_stopped_itself_does_not_report_that_others_hang(tmp_path):
     with listening_rank(tmp_path, num_ranks=2, timeout_s=2.0) as controller:
         with RankContext(rank=1, topology=Topology.uniform(2), directory=tmp_path).channel(
             "heartbeat", Beat
@@ -53,7 +53,7 @@ def test_a_rank_that_stood_still_itself_takes_nobody_for_hanging(tmp_path):
             listener.suspend()
             await_silence(channel, seconds=4.0)
             listener.resume()
-            channel.recv([0], timeout_s=60, awaiting="its first beat after it stood still")
+            channel.recv([0], timeout_s=60, awaiting="its first beat after the stop")
             exchange_beats(channel, 4)
         controller.join(timeout=60)
     failure = Rendezvous(tmp_path).failure

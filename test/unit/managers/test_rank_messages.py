@@ -1,4 +1,4 @@
-"""Messages between ranks keep all that decisions use."""
+"""Messages between ranks keep all that decisions read."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from sgl_batch.managers.rank_messages import (
 )
 
 
-def test_a_long_queue_is_told_up_to_a_limit(monkeypatch):
+def test_a_long_queue_is_sent_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(rank_messages, "MOST_QUEUED", 3)
-    told = message_of(a_rank(queued=[sequence(arrival) for arrival in range(5)]))
-    assert [row.sequence_id for row in told.queued] == ["s0", "s1", "s2"]
+    message = message_of(a_rank(queued=[sequence(arrival) for arrival in range(5)]))
+    assert [row.sequence_id for row in message.queued] == ["s0", "s1", "s2"]
 
 
 @st.composite
@@ -92,14 +92,14 @@ def over_the_wire(message: Message) -> Message:
 @settings(deadline=None)
 @given(state=rank_states())
 def test_a_state_is_the_same_after_the_wire(state):
-    told = over_the_wire(message_of(state))
-    assert isinstance(told, StateMessage)
-    assert state_of(told, 0) == state
+    message = over_the_wire(message_of(state))
+    assert isinstance(message, StateMessage)
+    assert state_of(message, 0) == state
 
 
 @settings(deadline=None)
 @given(states=st.lists(rank_states(), min_size=2, max_size=4), migration=st.sampled_from(Migration))
-def test_orders_say_all_that_was_decided(states, migration):
+def test_actions_have_all_that_was_decided(states, migration):
     decision = decide_group(states, PLAN, migration)
     for rank, (*_, action) in enumerate(decision.actions):
         own = over_the_wire(actions_for(decision, rank))

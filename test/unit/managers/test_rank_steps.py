@@ -1,4 +1,4 @@
-"""Several ranks' steps as the scheduler takes them: over channels, with virtual sequences in place of requests."""
+"""The steps of several ranks as the scheduler takes them, over channels, with virtual sequences instead of requests."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ SOON_S = 10.0
 
 
 class MovesTogether:
-    """Stands in for `RankMigration` on all ranks: the moves are made when every rank has come to make them."""
+    """Stands in for `RankMigration` on all ranks: the moves are made when every rank has called `run`."""
 
     def __init__(self, ranks: ThreadedRanks, num_ranks: int) -> None:
         self._ranks = ranks
-        self._told: list[list[Move]] = []
+        self._moves: list[list[Move]] = []
         self._barrier = threading.Barrier(num_ranks, action=self._carry_out, timeout=SOON_S)
 
     def run(self, moves: list[Move], running: object) -> None:
-        self._told.append(moves)
+        self._moves.append(moves)
         self._barrier.wait()
 
     def _carry_out(self) -> None:
-        assert all(moves == self._told[0] for moves in self._told), "all ranks make the same moves"
-        self._ranks.carry_out(self._told[0])
-        self._told.clear()
+        assert all(moves == self._moves[0] for moves in self._moves), "all ranks make the same moves"
+        self._ranks.carry_out(self._moves[0])
+        self._moves.clear()
 
 
 class ThreadedRanks(VirtualRanks):
-    """Virtual ranks that agree as real ones do: each takes its steps in a thread of its own, over its channel."""
+    """Virtual ranks that agree as real ones do, each in a thread of its own, over its channel."""
 
     def __init__(self, scenario: Scenario, migration: Migration, channels: list[MemoryChannel]) -> None:
         super().__init__(
@@ -74,7 +74,7 @@ class ThreadedRanks(VirtualRanks):
         try:
             part = self._steps[number].next_part(rank.running)
         except BaseException:
-            self._channels[number].close()  # the others shall not wait for it
+            self._channels[number].close()  # so that the others do not wait for it
             raise
         rank.running = part.running
         return Part(batch=part.batch, enters=("experts", part.expert_calls) if part.takes_part else None)
@@ -88,10 +88,10 @@ def threaded(scenario: Scenario, migration: Migration) -> Iterator[ThreadedRanks
 
 @pytest.mark.parametrize("migration", Migration)
 @pytest.mark.parametrize("seed", range(5))
-def test_ranks_that_agree_over_channels_do_as_one_that_decides_for_all(seed, migration):
-    """Step for step the same as where nothing is told to anybody."""
+def test_ranks_that_agree_over_channels_act_as_one_decision_for_all(seed, migration):
+    """The log is the same, step for step, as that of virtual ranks without messages."""
     scenario = tight(seed)
-    untold = VirtualRanks(
+    without_messages = VirtualRanks(
         scenario.requests,
         scenario.plan,
         num_ranks=scenario.num_ranks,
@@ -102,11 +102,15 @@ def test_ranks_that_agree_over_channels_do_as_one_that_decides_for_all(seed, mig
     ).run()
     with threaded(scenario, migration) as ranks:
         log = ranks.run()
-    assert (log.steps, log.ended_at, log.moved) == (untold.steps, untold.ended_at, untold.moved)
+    assert (log.steps, log.ended_at, log.moved) == (
+        without_messages.steps,
+        without_messages.ended_at,
+        without_messages.moved,
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_prompt_groups_that_are_told_in_parts_finish(seed, monkeypatch):
+def test_prompt_groups_that_are_sent_in_parts_finish(seed, monkeypatch):
     monkeypatch.setattr(rank_messages, "MOST_QUEUED", 3)
     rng = random.Random(seed)
     requests = [

@@ -1,4 +1,4 @@
-"""A rank's sequences as they come, move and go: pages are kept for who may come, and given back by who has gone."""
+"""A rank's sequences from arrival to departure: pages are reserved for expected sequences, and freed by ended ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgl_batch.requests.prompt_groups import ChoiceTag
 
 
 class NoSharing:
-    """Prompts that nobody shares any more."""
+    """An account in which no pages are shared."""
 
     def leave(self, sequence_id):
         return 0
@@ -31,7 +31,7 @@ def table(tmp_path):
 
 
 def make_ready(table, *requests):
-    """The sequences of these requests, prefilled."""
+    """Enter these requests and prefill their sequences."""
     for each in requests:
         sequence = table.enter(each)
         table.ledger.reserve(sequence.sequence_id, table.ledger.whole_pages(sequence))
@@ -39,19 +39,19 @@ def make_ready(table, *requests):
         table.record([table.prefilled(sequence.sequence_id)])
 
 
-def test_who_may_come_has_its_pages_kept_until_it_is_known_not_to_come(table):
+def test_an_expected_sequence_has_pages_reserved_until_it_is_cancelled(table):
     assert table.expect(request(1)) is None
     assert table.ledger.free_pages == 8, "100 tokens of prompt and 8 more take 2 pages of 64"
     table.expect_no_more("r1")
     assert table.ledger.free_pages == 10
 
 
-def test_who_finds_no_room_is_told_the_numbers_and_nothing_is_kept(table):
+def test_a_sequence_without_room_is_refused_with_the_numbers_and_reserves_nothing(table):
     assert table.expect(request(1, max_new_tokens=600)) == "it can need 11 pages and 10 are free"
     assert table.ledger.free_pages == 10
 
 
-def test_where_there_is_a_store_its_account_keeps_the_pages_of_who_may_come():
+def test_with_a_store_its_account_reserves_the_pages_of_an_expected_sequence():
     store = PageLedger(4, 64)
     table = SequenceTable(PageLedger(10, 64), NoSharing(), Counters(), TraceWriter(None), store_ledger=store)
     assert table.expect(request(1)) is None
@@ -61,19 +61,19 @@ def test_where_there_is_a_store_its_account_keeps_the_pages_of_who_may_come():
     assert store.free_pages == 4
 
 
-def test_who_was_suspended_can_leave_and_knows_its_tokens_where_it_comes(table):
+def test_a_suspended_sequence_can_depart_and_keeps_its_number_of_tokens(table):
     make_ready(table, request(1))
     table.take_ready("r1")
     table.record(combine([table["r1"]], Event.COMBINE_DECODE, "test"))
     table.record([table.suspended("r1", "test")])
     table.depart("r1")
-    come = request(1, output_ids=[1] * 5)
-    table.expect(come)
-    table.adopt(come)
+    arriving = request(1, output_ids=[1] * 5)
+    table.expect(arriving)
+    table.adopt(arriving)
     assert table["r1"].kv_tokens == 104, "four of five tokens have KV"
 
 
-def test_who_has_come_is_ready_behind_the_others_and_a_change_to_decide_over(table):
+def test_an_adopted_sequence_is_ready_after_the_others_and_counts_as_a_change(table):
     make_ready(table, request(1))
     changes = table.changes
     arriving = request(2)
@@ -87,7 +87,7 @@ def test_who_has_come_is_ready_behind_the_others_and_a_change_to_decide_over(tab
 
 
 @pytest.mark.parametrize("runs", [False, True])
-def test_who_has_gone_leaves_nothing_behind(table, runs, tmp_path):
+def test_a_departed_sequence_leaves_nothing_behind(table, runs, tmp_path):
     make_ready(table, request(1))
     if runs:
         sequence = table["r1"]
@@ -102,7 +102,7 @@ def test_who_has_gone_leaves_nothing_behind(table, runs, tmp_path):
     assert (last["sequence"], last["to"]) == ("r1", "MIGRATING")
 
 
-def test_choices_that_share_a_prompt_and_requests_that_cannot_be_written_down_stay(table):
+def test_choices_that_share_a_prompt_and_requests_that_cannot_be_written_down_are_not_movable(table):
     tag = ChoiceTag(group="g", index=0, count=2).encode()
     make_ready(table, request(1), request(2, extra_key=tag), request(3, grammar=object()), request(4, output_ids=[]))
     ready, running = table.movable(SimpleNamespace(reqs=[]))
@@ -110,7 +110,7 @@ def test_choices_that_share_a_prompt_and_requests_that_cannot_be_written_down_st
     assert running == []
 
 
-def test_who_is_retracted_is_queued_again_with_what_it_has_generated_and_holds_nothing(table):
+def test_a_retracted_sequence_is_queued_with_its_tokens_and_holds_no_pages(table):
     running = request(1, output_ids=[1])
     make_ready(table, running)
     table.take_ready("r1")
@@ -124,9 +124,9 @@ def test_who_is_retracted_is_queued_again_with_what_it_has_generated_and_holds_n
 @pytest.mark.parametrize(
     ("computed", "in_decode", "lost"),
     [(100, True, 104), (64, False, 64)],
-    ids=["all that it had, of decode steps too", "of a prompt computed in part, that part"],
+    ids=["prompt and decoded tokens", "a part of the prompt"],
 )
-def test_what_a_retracted_sequence_has_lost_is_the_kv_that_it_had(table, computed, in_decode, lost):
+def test_a_retracted_sequence_has_lost_the_kv_that_it_had(table, computed, in_decode, lost):
     retracted = request(1, output_ids=[1] * 5 if in_decode else [])
     sequence = table.enter(retracted)
     table.record(combine([sequence], Event.COMBINE_PREFILL, "test"))
@@ -139,25 +139,25 @@ def test_what_a_retracted_sequence_has_lost_is_the_kv_that_it_had(table, compute
     assert sequence.computed_tokens == 0
 
 
-def test_a_request_that_another_engine_has_begun_is_queued_with_its_tokens_and_has_no_kv(table):
+def test_a_resumed_request_is_queued_with_its_tokens_and_has_no_kv(table):
     begun = request(1, max_new_tokens=80)
     begun.output_ids = [5] * 50
     sequence = table.enter(begun)
     assert (sequence.status, sequence.generated_tokens, sequence.computed_tokens) == (Status.QUEUED, 50, 0)
-    assert sequence.prefill_rows == 149, "but for the last token, which the first step takes"
+    assert sequence.prefill_rows == 149, "all tokens but the last, which the first step computes"
 
 
 @pytest.mark.parametrize(
     ("tokens", "most_prompt_tokens", "may"),
     [(79, None, True), (80, None, False), (50, 150, True), (51, 150, False)],
-    ids=["one is left to make", "all are made", "it fits the working memory", "it does not"],
+    ids=["one token is left", "none is left", "it fits the working memory", "it does not"],
 )
-def test_who_may_go_on_from_tokens(table, tokens, most_prompt_tokens, may):
+def test_a_request_can_resume_while_tokens_are_left_and_memory_suffices(table, tokens, most_prompt_tokens, may):
     table.most_prompt_tokens = most_prompt_tokens
-    assert table.may_go_on(request(1, max_new_tokens=80), tokens) is may
+    assert table.can_resume(request(1, max_new_tokens=80), tokens) is may
 
 
-def test_a_refused_request_goes_on_from_nothing(table):
+def test_a_refused_request_cannot_resume(table):
     refused = request(1, max_new_tokens=80)
     refused.to_finish = "it can never fit"
-    assert not table.may_go_on(refused, 50)
+    assert not table.can_resume(refused, 50)

@@ -1,4 +1,4 @@
-"""Steps in flight: processed once and in order, each sequence in one of them, and none for another group's boundary."""
+"""Steps in flight are processed once and in order, each sequence is in one, and a boundary drains its own group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sgl_batch.managers.steps_in_flight import StepInFlight, StepsInFlight, is_w
 
 
 class Steps:
-    """Makes steps, and notes which have been processed."""
+    """Makes steps, and notes which of them are processed."""
 
     def __init__(self) -> None:
         self.in_flight, self.processed, self.done = StepsInFlight(), list[str](), set[str]()
@@ -43,7 +43,7 @@ def test_at_depth_one_results_are_processed_when_the_step_is_submitted(steps: St
     assert (steps.processed, len(steps.in_flight)) == (["a", "b"], 0)
 
 
-def test_at_depth_two_one_step_is_behind(steps: Steps) -> None:
+def test_at_depth_two_the_results_of_one_step_wait(steps: Steps) -> None:
     first = steps.submit("a", "xy")
     assert first in steps.in_flight
     steps.submit("b", "z")
@@ -74,7 +74,7 @@ def test_a_drain_processes_the_steps_of_its_sequences_and_leaves_the_others(step
     assert steps.processed == ["a", "c", "b"]
 
 
-def test_a_poll_processes_what_is_done_in_order(steps: Steps) -> None:
+def test_a_poll_processes_the_steps_that_are_done_in_order(steps: Steps) -> None:
     made = [steps.submit(name, sequences, depth=4) for name, sequences in (("a", "u"), ("b", "v"), ("c", "w"))]
     steps.done = {"b", "c"}
     assert steps.in_flight.poll() == []
@@ -97,7 +97,7 @@ def test_results_that_cannot_be_processed_are_not_processed_again() -> None:
     assert len(calls) == 1
 
 
-def test_results_of_a_batch_are_copied_at_once_and_processed_as_it_was_then() -> None:
+def test_results_of_a_batch_are_copied_at_once_and_processed_for_its_rows_of_then() -> None:
     batch = SimpleNamespace(
         device="cpu",
         return_logprob=True,
@@ -118,14 +118,14 @@ def test_results_of_a_batch_are_copied_at_once_and_processed_as_it_was_then() ->
 
 
 @pytest.mark.parametrize("settled", ["on", "off"])
-def test_the_option_says_whether_results_wait_and_the_start_where_it_is_auto(settled: str) -> None:
+def test_the_option_decides_on_overlap_and_the_start_where_it_is_auto(settled: str) -> None:
     assert [is_wanted(option, settled) for option in ("on", "off", "auto")] == [True, False, settled == "on"]
 
 
 class LateDevice:
-    """One stream of steps; each ends `lag` launches after its own, or when the host waits for it.
+    """One stream of steps. Each ends `lag` launches after its own, or when the host waits for it.
 
-    A token follows from the one before it, which lies here. `stalls`: waits while nothing else was launched.
+    Each token depends on the one before, which is here. `stalls` counts waits while no other step was launched.
     """
 
     def __init__(self, lag: int) -> None:
@@ -135,7 +135,7 @@ class LateDevice:
         self._launched = self._ended = 0
 
     def launch(self, sequences: frozenset[str]) -> int:
-        """The number of the step."""
+        """Launch a step; return its number."""
         self._launched += 1
         self._stream.append((sequences, self._launched))
         while self._stream[0][1] <= self._launched - self.lag:
@@ -162,7 +162,7 @@ class Groups:
 
     def __init__(self, seeds: tuple[int, ...], *, depth: int, polls: bool = False) -> None:
         self.device, self.in_flight, self.depth, self.polls = LateDevice(lag=3), StepsInFlight(), depth, polls
-        self.told: defaultdict[str, list[int]] = defaultdict(list)
+        self.tokens_seen: defaultdict[str, list[int]] = defaultdict(list)
         self.left_in_flight = 0
         self.groups = [self._made(tight(seed)) for seed in seeds]
 
@@ -181,7 +181,7 @@ class Groups:
         return self
 
     def _step(self, number: int, group: VirtualRanks) -> None:
-        """What a group does next follows from its own results alone."""
+        """Run the next step of a group, which depends on the group's own results only."""
         if self.polls:
             self.in_flight.poll()
         before = len(self.in_flight)
@@ -207,19 +207,19 @@ class Groups:
     def _process(self, group: VirtualRanks, parts: list[Part], sequences: frozenset[str], launched: int) -> None:
         self.device.wait(launched)
         for name in sequences:
-            self.told[name].append(self.device.tokens[name][-1])
+            self.tokens_seen[name].append(self.device.tokens[name][-1])
         group.finish(parts)
 
 
 @pytest.mark.parametrize("polls", [False, True])
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("seeds", [(1, 2), (3, 4), (5, 6, 7), (8, 9)])
-def test_groups_that_take_turns_on_a_late_device_do_as_they_do_one_step_at_a_time(
+def test_groups_that_take_turns_on_a_late_device_act_as_with_one_step_at_a_time(
     seeds: tuple[int, ...], depth: int, polls: bool
 ) -> None:
-    """The same tokens and the same ends, and a boundary of one group leaves the others' steps in flight."""
+    """Tokens and ends are the same, and a boundary of one group leaves the steps of the others in flight."""
     apart, ahead = Groups(seeds, depth=1).run(), Groups(seeds, depth=depth, polls=polls).run()
-    assert ahead.told == apart.told
+    assert ahead.tokens_seen == apart.tokens_seen
     assert [group.log for group in ahead.groups] == [group.log for group in apart.groups]
     assert sum(group.log.boundaries for group in ahead.groups) > 0
     assert apart.left_in_flight == 0 < ahead.left_in_flight

@@ -32,7 +32,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_each_transition_is_one_line_with_when_who_from_to_and_why(tmp_path):
+def test_each_transition_is_one_line_with_time_sequence_states_and_reason(tmp_path):
     path, begun = tmp_path / "trace.jsonl", time.time()
     TraceWriter(str(path)).write([PREFILL, YIELD])
     first, second = lines(path)
@@ -47,7 +47,7 @@ def test_each_transition_is_one_line_with_when_who_from_to_and_why(tmp_path):
     assert (second["from"], second["to"], second["why"]) == ("PREFILLING", "READY", 'KV is "kept"\n')
 
 
-def test_lines_can_be_read_while_the_run_goes_on(tmp_path):
+def test_lines_can_be_read_during_the_run(tmp_path):
     path = tmp_path / "trace.jsonl"
     writer = TraceWriter(str(path))
     for count in (1, 2, 3):

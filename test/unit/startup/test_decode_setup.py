@@ -108,7 +108,7 @@ def test_the_deterministic_mode_and_engines_with_one_mode_measure_nothing(settle
 def test_a_requested_mode_is_used_or_refused(settled):
     choice, mode = settled(decode_forward="sglang")
     assert (choice.mode, mode, choice.why) == (SGLANG, SGLANG, "sglang: asked for by decode_forward")
-    with pytest.raises(ConfigError, match=r"decode_forward is 'sglang', and prompts run beside decode rows .*'auto'"):
+    with pytest.raises(ConfigError, match=r"decode_forward is 'sglang', and prompts run with decode rows .*'auto'"):
         settled(decode_forward="sglang", mix_prefill=64)
     with pytest.raises(ConfigError, match=r"decode_forward is 'sglang', and decode KV may be streamed \(decode_kv\)"):
         settled(decode_forward="sglang", kv_store_bytes="1M")

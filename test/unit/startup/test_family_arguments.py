@@ -33,7 +33,10 @@ def test_gpt_oss_has_sinks_and_on_a_gpu_sglangs_triton_runner(gpt_oss):
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"weights": "streamed"}, "the experts of GptOssForCausalLM lie in a checkpoint as one transposed tensor for each layer"),
+        (
+            {"weights": "streamed"},
+            "the experts of GptOssForCausalLM lie in a checkpoint as one transposed tensor for each layer",
+        ),
         ({"expert_runner": "deepgemm"}, "'deepgemm', which has no biases"),
     ],
 )

@@ -63,7 +63,11 @@ def test_open_arguments_are_chosen_by_what_the_machine_has(facts, given, argumen
 @pytest.mark.parametrize(
     ("lacking", "given", "message"),
     [
-        ("flash_attention_3", {"attention_backend": "fa3"}, "lacks flash_ops, which implements it: choose 'triton', or"),
+        (
+            "flash_attention_3",
+            {"attention_backend": "fa3"},
+            "lacks flash_ops, which implements it: choose 'triton', or",
+        ),
         ("flashinfer", {"attention_backend": "flashinfer"}, "not installed: choose 'triton', or install it .pip"),
         ("flashinfer", {"sampling_backend": "flashinfer"}, "sampling_backend is 'flashinfer', which is not installed"),
         ("xgrammar", {"grammar_backend": "xgrammar"}, "grammar_backend is 'xgrammar', which is not installed"),
