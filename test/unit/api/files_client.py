@@ -1,4 +1,4 @@
-"""A client of the app over a real service and a real socket, without an engine; decides nothing about what is asked."""
+"""A client of the app over a real service and a real socket, without an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 3 << 20
 
 
 class Client:
-    """Asks one server."""
+    """The client of one server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, directory: Path) -> None:
         self._session, self.url, self.directory = session, url, directory
@@ -64,7 +64,7 @@ def form(content: bytes, filename: str = "in.jsonl", **fields: str) -> aiohttp.F
 
 @asynccontextmanager
 async def serving(directory: Path, **keys: str) -> AsyncIterator[Client]:
-    """The app over a service in `directory` and an engine that has not started."""
+    """Serve the app over a service in `directory` and an engine that has not started."""
     supervisor = EngineSupervisor(("never-started",), directory, stall_s=0, restart_stalled=False)
     service = BatchService(ServiceSettings(jobs_dir=directory / "jobs", max_file_bytes=MAX_FILE_BYTES), supervisor)
     engine = PassThrough(lambda: supervisor.http, lambda: supervisor.state)

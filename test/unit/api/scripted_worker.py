@@ -1,7 +1,7 @@
-"""A process that stands where the engine's would, without an engine: it does what lines tell it to do.
+"""A replacement for the engine's process, without an engine: it does what the bodies of lines say.
 
-A line's body may say {"exit": code}, {"hang": true}, {"pause": true}, {"die": "words"} or {"child": bytes}, for a child
-that holds so much memory; else it is answered with itself. As a program:
+A body may say {"exit": code}, {"hang": true}, {"pause": true}, {"die": "words"} or {"child": bytes}, for a child that
+holds so much memory. Any other body is returned as the answer. As a program:
 `python scripted_worker.py [--refuse WORDS | --fail WORDS | --exit CODE] --host H --port P`.
 """
 
@@ -24,7 +24,7 @@ COMMAND = (sys.executable, __file__)
 
 
 class ScriptedEngine:
-    """Counts what it has answered."""
+    """The engine; it counts its answers."""
 
     def __init__(self) -> None:
         self.num_answered = 0
@@ -43,14 +43,14 @@ class ScriptedEngine:
         return LineResponse(status_code=200, request_id="id", body={**body, "pid": os.getpid(), "child": child})
 
     def update_partial_outputs(self) -> None:
-        """It generates none."""
+        """Do nothing: it generates no tokens."""
 
     async def stats(self) -> EngineStats:
         return EngineStats(counters={"answered": self.num_answered}, paused=self.paused)
 
 
 async def start_child(num_bytes: int) -> int:
-    """A child with so much memory; returns its process's number."""
+    """Start a child with so much memory, and return its process id."""
     code = f"import time; held = bytearray(b'x') * {num_bytes}; print(flush=True); time.sleep(600)"
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     assert child.stdout is not None

@@ -1,4 +1,4 @@
-"""Users reach requests and jobs, whoever has the admin key the engine too, and foreign web pages nothing."""
+"""Users reach requests and jobs, the administrator also the engine, and foreign web pages nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_metrics_and_generation_need_the_users_key(path):
 
 
 @pytest.mark.parametrize("path", ["/v1/../flush_cache", "//flush_cache", "/v1/./x", "/V1/x", "/metrics/x", "/healthy"])
-def test_roundabout_names_are_not_the_users(path):
+def test_paths_with_dots_need_the_admin_key(path):
     assert is_for_admin(path)
 
 
@@ -92,7 +92,7 @@ def test_pages_of_other_origins_are_refused():
         assert status(given, "/v1/files", {**USER, "origin": "http://127.0.0.1:30000"}) == 200
 
 
-def test_without_a_key_a_name_that_was_bent_to_loopback_is_refused():
+def test_without_a_key_a_foreign_name_for_loopback_is_refused():
     assert status(rules(), "/v1/files", {"host": "evil.example:30000"}) == 403
     assert status(rules(), "/v1/files", {"host": "localhost:30000"}) == 200
     assert status(rules(), "/v1/files", {"host": "[::1]:30000"}) == 200

@@ -1,4 +1,4 @@
-"""What SGLang itself guards with its admin key, a user's key does not open here."""
+"""A user's key opens no endpoint that SGLang guards with its admin key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACE = Path(_SPEC.origin).parent / "srt" / "entrypoints"
 
 
 def guarded_paths(source: str) -> set[str]:
-    """The paths of the routes in SGLang's `source` that have an auth level above the normal one."""
+    """Return the paths of the routes in SGLang's `source` with an auth level above the normal one."""
     paths = set()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef):
@@ -34,7 +34,7 @@ def test_every_endpoint_that_sglang_guards_needs_the_admin_key():
     assert {path for path in guarded if not is_for_admin(path)} == set()
 
 
-# What SGLang does not guard, and is an administrator's here all the same: it unpickles, or takes the engine's memory.
+# SGLang does not guard these. Here they need the admin key: they unpickle, or take the engine's memory.
 _NOT_GUARDED = {"/load_lora_adapter_from_tensors", "/set_trace_level", "/open_session", "/close_session"}
 _OF_USERS = {
     *("/generate", "/encode", "/classify", "/invocations", "/health_generate", "/tokenize", "/detokenize"),
@@ -45,7 +45,7 @@ _OPEN = {"/", "/health", "/ping"}
 
 
 def all_paths(source: str) -> set[str]:
-    """The paths of all routes in SGLang's `source` that are written out."""
+    """Return the paths of all literal routes in SGLang's `source`."""
     calls = [
         decorator
         for node in ast.walk(ast.parse(source))
@@ -57,7 +57,7 @@ def all_paths(source: str) -> set[str]:
     return {path for path in written if isinstance(path, str)}
 
 
-def test_every_endpoint_of_sglangs_is_somebodys():
+def test_every_endpoint_of_sglang_is_for_users_or_the_administrator():
     paths = set()
     for name in ("http_server", "elastic_ep", "v1_loads"):
         paths |= all_paths((PLACE / f"{name}.py").read_text("utf-8"))
@@ -68,5 +68,5 @@ def test_every_endpoint_of_sglangs_is_somebodys():
     assert {path for path in paths if rules.refusal(path, {"host": "h"}) is None} == _OPEN
 
 
-def test_the_path_of_an_abort_does_not_tell_whose_request_it_ends():
+def test_the_path_of_an_abort_does_not_show_whose_request_it_ends():
     assert is_for_admin("/abort_request")

@@ -50,7 +50,7 @@ def test_a_users_filename_names_nothing_on_the_disk_and_in_no_header(tmp_path: P
     run(tmp_path, scenario)
 
 
-def test_a_file_beyond_the_limit_is_refused_whatever_length_was_said(tmp_path: Path) -> None:
+def test_a_file_beyond_the_limit_is_refused_whatever_its_declared_length(tmp_path: Path) -> None:
     async def without_length() -> AsyncIterator[bytes]:
         yield b'--edge\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
         for _ in range(40):
@@ -181,7 +181,7 @@ def test_every_refusal_has_the_one_shape(tmp_path: Path) -> None:
             assert error["message"], path
             assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error"), path
         error = await client.refusal("GET", "/v1/files/..%2F..%2Fjobs.sqlite/content", 403)
-        assert error["code"] == "control_disabled", "a name in a roundabout way is no user's"
+        assert error["code"] == "control_disabled", "a path with dots needs the admin key"
 
     run(tmp_path, scenario)
 
@@ -203,7 +203,7 @@ def test_bad_bodies_of_jobs_are_refused(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_key_that_is_asked_for_is_needed_by_files_and_jobs_but_not_by_probes(tmp_path: Path) -> None:
+def test_a_key_is_needed_for_files_and_jobs_but_not_by_probes(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         error = await client.refusal("GET", "/v1/files", 401)
         assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")

@@ -1,4 +1,4 @@
-"""The server takes its own flags, leaves the engine's as they are, and refuses to be open to all by mistake."""
+"""The server takes its own flags, passes the engine's on, and refuses to be open to all by mistake."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_level_of_the_log_is_the_engines_too():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "my.example"])
-def test_an_open_address_needs_a_key_or_a_word(host):
+def test_an_open_address_needs_a_key_or_the_flag(host):
     with pytest.raises(ConfigError, match="--allow-unauthenticated"):
         parse_front_options(["--host", host])
     with pytest.raises(ConfigError, match="--api-key"):
@@ -76,7 +76,7 @@ def test_bad_values_are_refused_with_the_flag(argv, words):
         parse_front_options(argv)
 
 
-def test_control_without_a_key_needs_a_word_and_no_admin_key():
+def test_control_without_a_key_needs_the_flag_and_no_admin_key():
     assert not parse_front_options([]).open_control
     assert parse_front_options(["--allow-unauthenticated-control"]).open_control
     with pytest.raises(ConfigError, match="leave one"):
@@ -84,7 +84,7 @@ def test_control_without_a_key_needs_a_word_and_no_admin_key():
 
 
 @pytest.mark.parametrize("flag", ["--enable-custom-logit-processor", "--enable-custom-logit", "--enable-c"])
-def test_programs_in_requests_need_a_key_or_a_word(flag, tmp_path):
+def test_programs_in_requests_need_a_key_or_the_flag(flag, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("enable-custom-logit-processor: true\n")
     for argv in ([flag], ["--config", str(file)]):

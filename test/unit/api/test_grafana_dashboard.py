@@ -1,4 +1,4 @@
-"""The dashboard asks for nothing that the server does not count."""
+"""The dashboard uses only metrics that the server has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COUNTED = dict.fromkeys(("expert_calls", "expert_rows", "prompt_tokens", "outpu
 
 @pytest.fixture
 def counted(tmp_path: Path) -> set[str]:
-    """The names of all metrics, with an engine that has spoken."""
+    """Return the names of all metrics, with an engine that has sent statistics."""
 
     async def names() -> set[str]:
         supervisor = EngineSupervisor((), tmp_path, stall_s=0.0, restart_stalled=False)

@@ -1,4 +1,4 @@
-"""/health is 200 as long as the engine answers, and always says what is wrong."""
+"""/health is 200 while the engine answers, and always says what is wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_engine_that_answers_is_healthy():
 
 
 @pytest.mark.parametrize("phase", ["starting", "restarting", "stalled", "failed", "stopped"])
-def test_one_that_does_not_is_not_and_the_reason_is_said(phase):
+def test_an_engine_that_does_not_answer_is_unhealthy_with_the_reason(phase):
     status, body = health_of(engine(phase, "rank 1 died"), service())
     assert (status, body["status"], body["engine"]["message"]) == (503, phase, "rank 1 died")
 

@@ -1,4 +1,4 @@
-"""A request that can be read in two ways is refused with its connection; half a request is not waited for for ever."""
+"""An ambiguous request is refused and its connection closed; half a request has a time limit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PLAIN = {
 
 
 class Echo:
-    """An app that answers a request with its path and body, and knows what it was asked."""
+    """An app that answers a request with its path and body, and keeps the requests."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -103,7 +103,7 @@ def run(scenario: Callable[[Echo, Callable[[], Awaitable[Client]]], Awaitable[No
 
 
 async def answered(client: Client, data: bytes) -> bytes:
-    """All that comes until the server closes the connection."""
+    """Return all bytes until the server closes the connection."""
     client[1].write(data)
     everything = await client[0].read()
     client[1].close()
@@ -123,7 +123,7 @@ def test_a_request_that_can_be_read_in_two_ways_is_refused_with_all_that_follows
     run(scenario)
 
 
-def test_the_reason_is_told() -> None:
+def test_the_reason_of_a_refusal_is_in_the_answer() -> None:
     async def scenario(app: Echo, connect: Callable[[], Awaitable[Client]]) -> None:
         answer = await answered(await connect(), AMBIGUOUS["length and encoding"])
         assert b"both Content-Length and Transfer-Encoding are given" in answer
@@ -213,7 +213,7 @@ def test_a_head_that_comes_byte_by_byte_is_given_up_and_a_body_that_does_is_not(
     run(scenario)
 
 
-def test_who_waits_for_this_server_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_waits_for_the_server_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StrictProtocol, "body_pause_s", 0.05)
     reads = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Keys come from a flag, a file or the environment; what is no key is refused, and none is shown."""
+"""Keys come from a flag, a file or the environment; invalid ones are refused, and no key is shown."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ def test_a_key_that_no_header_carries_is_refused_wherever_it_stands(key: str, mo
         parse_front_options([])
 
 
-def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--api-key-file .*absent cannot be read"):
         parse_front_options(["--api-key-file", str(tmp_path / "absent")])

@@ -1,4 +1,4 @@
-"""A form's file goes to its sink piece by piece, however it is cut on its way; a bad form is refused."""
+"""A form's file goes to the callback in pieces, however the body is cut; a bad form is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END = b"--edge--\r\n"
 
 
 def read(data: bytes, cuts: tuple[int, ...] = (), content_type: str = TYPE) -> tuple[Form, bytes]:
-    """The form, and what its file's sink got; `data` arrives cut at `cuts`."""
+    """Read `data`, cut at `cuts`. Return the form, and the bytes of its file."""
     written = bytearray()
 
     async def chunks() -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""What our document says is so: hostile values get a listed status in OpenAI's shape, and are never a fault."""
+"""The API follows its document: hostile values get a listed status in OpenAI's shape, and never cause a fault."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ BODIES = (
 def requests_of(
     method: str, path: str, operation: dict[str, Any], file_id: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The requests to one operation, each with one thing in it that is hostile."""
+    """Yield requests to one operation, each with one hostile value in it."""
     parameters = [one for one in operation.get("parameters", []) if one["in"] in ("path", "query")]
     if not any(one["in"] == "path" for one in parameters):
         yield path, {}
@@ -89,7 +89,7 @@ def bodies_of_jobs(file_id: str) -> Iterator[bytes]:
 
 
 class Checked:
-    """Asks, and holds each answer against the document."""
+    """Sends requests, and checks each answer against the document."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, paths: dict[str, Any]) -> None:
         self._session, self._url, self._paths = session, url, paths
@@ -165,7 +165,7 @@ def test_each_of_our_operations_is_documented_with_its_answers(tmp_path: Path) -
     run(tmp_path, scenario)
 
 
-def test_the_engines_operations_stand_beside_ours_and_never_in_their_place() -> None:
+def test_the_engines_operations_are_added_and_never_replace_ours() -> None:
     ours = {"paths": {"/health": {"get": "ours"}}, "components": {"schemas": {}}, "openapi": "3.1.0"}
     engines = {"paths": {"/health": {"get": "theirs"}, "/generate": {"post": {}}}, "components": {"schemas": {"A": {}}}}
     found = with_engine_operations(ours, json.dumps(engines).encode())
@@ -174,7 +174,7 @@ def test_the_engines_operations_stand_beside_ours_and_never_in_their_place() -> 
     assert with_engine_operations(ours, None)["paths"] == ours["paths"]
 
 
-def test_an_operation_without_a_description_is_no_silent_gap() -> None:
+def test_an_operation_without_a_description_is_a_fault() -> None:
     app = FastAPI()
     app.add_api_route("/new", lambda: None)
     with pytest.raises(KeyError, match="/new"):

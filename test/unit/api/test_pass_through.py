@@ -1,4 +1,4 @@
-"""What is not ours reaches the engine and comes back as it is, as a stream, and is given up with its client."""
+"""Other requests pass to the engine and back unchanged, as streams, and end with their client."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Upstream:
 
 @asynccontextmanager
 async def passing(phase: str = "ready") -> AsyncIterator[tuple[Upstream, str, aiohttp.ClientSession]]:
-    """An upstream behind a pass-through, and a client in front of it."""
+    """Serve an upstream behind a pass-through, with a client in front of it."""
     upstream = Upstream()
     runner = web.ServerRunner(web.Server(upstream, handler_cancellation=True))
     await runner.setup()

@@ -1,4 +1,4 @@
-"""The page is one file that fetches nothing but its own server's figures."""
+"""The page is one file, and fetches only its own server's data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_text_of_the_server_is_never_taken_for_markup():
     assert "eval(" not in PAGE
 
 
-def test_it_can_be_read_without_seeing_it_and_in_the_dark():
+def test_the_page_is_accessible_and_has_a_dark_mode():
     assert ("html", {"lang": "en"}) in TAGS
     assert "prefers-color-scheme: dark" in PAGE
     ids = {attributes["id"] for _, attributes in TAGS if "id" in attributes}

@@ -1,4 +1,4 @@
-"""An engine hangs when it has work and counts nothing; one that waits for work or works on does not."""
+"""An engine hangs when it has work and makes no progress; an idle or working engine does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Clock:
         return self.now_s
 
 
-def test_an_engine_with_work_that_counts_nothing_is_stalled_after_the_limit():
+def test_an_engine_with_work_and_without_progress_is_stalled_after_the_limit():
     clock = Clock()
     watch = ProgressWatch(10.0, clock)
     watch.see({"steps": 1}, has_work=True)

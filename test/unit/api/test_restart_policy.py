@@ -1,4 +1,4 @@
-"""An engine that dies of its lines is started again; one that cannot work is not, for ever."""
+"""An engine that dies of its lines is started again; one that cannot work is given up."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ def test_the_same_failure_three_times_in_the_first_minute_is_the_last():
     assert policy.delay_after(end()) is None
 
 
-def test_words_that_differ_in_numbers_alone_are_the_same():
+def test_messages_that_differ_only_in_numbers_are_the_same():
     policy = RestartPolicy()
     words = [f"the scheduler died: SIGKILL; it had taken {had} GiB" for had in ("1.50", "1.62", "9")]
     assert [policy.delay_after(end(one)) for one in words] == [1.0, 2.0, None]
 
 
-def test_other_words_begin_the_count_again():
+def test_another_message_resets_the_count():
     policy = RestartPolicy()
     delays = [policy.delay_after(end(words)) for words in ("a", "a", "b", "b", "b")]
     assert delays[:4] == [1.0, 2.0, 4.0, 8.0]
     assert delays[4] is None
 
 
-def test_a_life_of_more_than_a_minute_begins_the_count_again():
+def test_an_engine_that_ran_for_a_minute_resets_the_count():
     policy = RestartPolicy()
     delays = [policy.delay_after(end(lived_s=lived_s)) for lived_s in (0.0, 0.0, 60.0, 0.0, 0.0)]
     assert delays == [1.0, 2.0, 1.0, 2.0, None]
 
 
-def test_deaths_under_lines_that_were_answered_before_never_end_it_and_wait_little():
+def test_deaths_after_answered_lines_never_stop_the_restarts_and_wait_little():
     policy = RestartPolicy()
     assert {policy.delay_after(end(busy=True, num_answered=1)) for _ in range(100)} == {1.0}
 
 
-def test_an_engine_that_dies_of_every_line_is_given_up_after_many_lives():
+def test_an_engine_that_dies_of_every_line_is_given_up_after_many_starts():
     policy = RestartPolicy()
     delays = [policy.delay_after(end(busy=True)) for _ in range(12)]
     assert None not in delays[:11]

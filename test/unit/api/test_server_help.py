@@ -1,4 +1,4 @@
-"""The server's short help: two pages, at once, of flags that are there."""
+"""The server's short help: two pages, shown at once, of flags that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""There is an engine again after each that dies, unless none can live; and none is left when the front is gone."""
+"""After a death another engine starts, unless none can run; no engine is left when the server is gone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITHIN_S = 20
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restarts and readings of the statistics without the waits that suit a large engine."""
+    """Shorten the waits for restarts and statistics, which suit a large engine."""
     monkeypatch.setattr("sgl_batch.api.restart_policy._FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(supervisor_module, "_STATS_EVERY_S", 0.02)
 
@@ -79,7 +79,7 @@ def test_an_engine_that_is_ready_answers(tmp_path: Path) -> None:
         ({"die": "rank 1 died"}, "rank 1 died"),
     ],
 )
-def test_a_line_in_flight_hears_why_the_engine_died_and_another_engine_comes(
+def test_a_line_in_flight_gets_the_cause_of_the_engines_death_and_another_engine_starts(
     tmp_path: Path, deed: dict[str, object], words: str
 ) -> None:
     async def scenario(supervisor: EngineSupervisor) -> None:
@@ -130,7 +130,7 @@ def test_a_stop_while_a_dead_engine_is_cleared_away_waits_for_that(
         stopping = asyncio.ensure_future(supervisor.stop())
         for _ in range(10):
             await asyncio.sleep(0)
-        assert not stopping.done(), "what was killed may still run"
+        assert not stopping.done(), "a killed process may still run"
         may_end.set()
         await stopping
         dying.cancel()
@@ -155,7 +155,7 @@ def test_nothing_of_an_engine_runs_any_more_when_it_has_ended(tmp_path: Path, en
     supervise(tmp_path, scenario)
 
 
-def test_an_engine_that_cannot_start_is_given_up_with_its_words(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_is_given_up_with_its_message(tmp_path: Path) -> None:
     async def scenario(supervisor: EngineSupervisor) -> None:
         await phase_is(supervisor, "failed")
         assert supervisor.state.message == "not started again: no memory for 3 layers"
@@ -165,7 +165,7 @@ def test_an_engine_that_cannot_start_is_given_up_with_its_words(tmp_path: Path) 
     supervise(tmp_path, scenario, "--fail", "no memory for 3 layers")
 
 
-def test_an_engine_that_ends_without_a_word_is_given_up_with_its_exit_code(tmp_path: Path) -> None:
+def test_an_engine_that_ends_without_a_message_is_given_up_with_its_exit_code(tmp_path: Path) -> None:
     async def scenario(supervisor: EngineSupervisor) -> None:
         await phase_is(supervisor, "failed")
         assert "exit code 9 before it was ready" in (supervisor.state.message or "")
@@ -195,7 +195,7 @@ def test_a_hung_engine_is_called_stalled_until_it_goes_on(tmp_path: Path) -> Non
     supervise(tmp_path, scenario, stall_s=0.2)
 
 
-def test_a_paused_engine_is_not_taken_for_hung_until_it_is_to_go_on(tmp_path: Path) -> None:
+def test_a_paused_engine_does_not_count_as_hung_until_it_resumes(tmp_path: Path) -> None:
     async def scenario(supervisor: EngineSupervisor) -> None:
         engine = await supervisor.available()
         await engine.respond("/v1/completions", {"pause": True})
@@ -237,7 +237,7 @@ asyncio.run(main())
 """
 
 
-def test_an_engine_ends_with_a_front_that_is_killed(tmp_path: Path) -> None:
+def test_an_engine_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", FRONT, str(Path(__file__).parent), str(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as front:
         assert front.stdout is not None
@@ -245,7 +245,7 @@ def test_an_engine_ends_with_a_front_that_is_killed(tmp_path: Path) -> None:
         front.kill()
     deadline = time.monotonic() + WITHIN_S
     while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the engine's process lives on"
+        assert time.monotonic() < deadline, "the engine's process still runs"
         time.sleep(0.01)
 
 

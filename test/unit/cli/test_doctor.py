@@ -1,4 +1,4 @@
-"""`sgl-batch doctor`: what each check makes of a machine, and that one which raises, hangs or crashes is a row."""
+"""`sgl-batch doctor`: the row of each check on several machines, also of one that raises, hangs or crashes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, model_hash, u
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3-moe"
 
-# A child in which "raises" raises, "hangs" never answers, "crashes" is killed by a signal and all others answer.
+# A child in which "raises" raises, "hangs" never answers, "crashes" is killed by a signal, and all others answer.
 CHILD = """
 import os, sys, threading
 from sgl_batch.cli.doctor.child import answer
@@ -49,7 +49,7 @@ answer({name: Check(name=name, rows=rows(name), required=name == "raises") for n
 
 
 class Gpu:
-    """torch with a GPU, as far as checks ask it."""
+    """torch with a GPU, as far as checks use it."""
 
     version = SimpleNamespace(cuda="13.0")
     cuda = SimpleNamespace(
@@ -62,7 +62,7 @@ class Gpu:
 
 
 class Cpu:
-    """torch without one."""
+    """torch without a GPU."""
 
     version = SimpleNamespace(cuda=None)
     cuda = SimpleNamespace(is_available=lambda: False)
@@ -148,7 +148,7 @@ def test_the_command_prints_a_table_writes_json_and_exits_with_what_it_found(tmp
     )
 
 
-def test_packages_of_a_gpu_are_required_beside_one_alone(tmp_path):
+def test_packages_for_a_gpu_are_required_only_on_a_gpu(tmp_path):
     kernels = package("sgl_kernel")
     beside_cpu = package_checks.package_row(kernels, machine(tmp_path, torch=Cpu))
     assert (beside_cpu.state, beside_cpu.required) == (State.MISSING, False)
@@ -172,7 +172,7 @@ def test_what_an_engine_replaces_may_be_missing_but_not_broken(tmp_path, name):
 @pytest.mark.parametrize(
     "error", [OSError("libcudart.so.13: cannot open"), ModuleNotFoundError("No module named 'tvm'", name="tvm")]
 )
-def test_a_package_that_is_there_and_does_not_import_has_failed_with_its_error(tmp_path, error):
+def test_an_installed_package_that_does_not_import_has_failed_with_its_error(tmp_path, error):
     row = package_checks.package_row(package("xgrammar"), machine(tmp_path, {"xgrammar": "0.2.1"}, xgrammar=error))
     assert (row.state, row.prevents_run) == (State.FAILED, True)
     assert "0.2.1" in row.found
@@ -211,7 +211,7 @@ def test_attention_backends_are_those_whose_kernels_load(tmp_path):
     assert cpu.found == "sgl_batch_cpu (by torch operators)"
 
 
-def test_the_chosen_instruction_set_is_told_and_a_wrong_one_fails(tmp_path):
+def test_the_chosen_instruction_set_is_shown_and_a_wrong_one_fails(tmp_path):
     def refuse():
         raise RuntimeError("SGL_BATCH_ISA is 'amx'; this machine runs avx2\nmore")
 
@@ -258,7 +258,7 @@ def test_a_model_that_cannot_be_loaded_prevents_a_run(tmp_path):
     assert "config.json" in bad.found
 
 
-def test_what_self_checks_have_found_on_this_device_is_told(tmp_path):
+def test_the_choices_of_self_checks_on_this_device_are_shown(tmp_path):
     here = Machine(environment={"XDG_CACHE_HOME": str(tmp_path)}, load=loader(torch=Gpu), model=MODEL)
     (none,) = model_checks.self_checks(here)
     assert none.found == "not measured on this machine"

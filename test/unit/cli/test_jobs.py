@@ -1,4 +1,4 @@
-"""`sgl-batch jobs` against the real app and service with a scripted engine: what it prints, writes and exits with."""
+"""`sgl-batch jobs` against the real app and service with a scripted engine: output, files and exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY = "users"
 
 
 class Running:
-    """A server in a thread of its own. Lines whose prompt is `hold` are answered once it lets go."""
+    """A server in a thread of its own. Lines whose prompt is `hold` are answered when it releases them."""
 
     def __init__(self, directory: Path) -> None:
         self.url = ""
@@ -120,7 +120,7 @@ def test_four_commands_bring_the_answers(server: Running, capsys: pytest.Capture
     ]
 
 
-def test_submit_reads_standard_input_and_brings_the_output(
+def test_submit_reads_standard_input_and_downloads_the_output(
     server: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stdin:
@@ -216,7 +216,7 @@ def test_refusals_say_what_which_server_and_what_to_do(
         (["list", "--base-url", "localhost:30000"], "not a web address"),
     ],
 )
-def test_bad_usage_exits_1_before_anything_is_asked(argv: list[str], message: str, capsys: Any) -> None:
+def test_bad_usage_exits_1_before_any_request(argv: list[str], message: str, capsys: Any) -> None:
     assert jobs_command(argv) == 1
     assert message in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The command's front door: subcommands, help, and that it answers at once."""
+"""The command itself: subcommands, help, and that it answers at once."""
 
 from __future__ import annotations
 

@@ -39,14 +39,14 @@ EXPERT_BYTES = LAYERS * EXPERTS * 3 * HIDDEN * WIDTH * 2
 
 
 def to_message(capsys, *argv):
-    """The exit code of the command, and what it says for programs."""
+    """Run the command. Return its exit code and its JSON."""
     code = check_command([*argv, "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture
 def large(tmp_path):
-    """24 GiB of experts in a file that takes no room on the disk."""
+    """Make a checkpoint with 24 GiB of experts in a sparse file."""
     header, end = {}, 0
     shapes = {"model.embed_tokens.weight": [VOCABULARY, HIDDEN], "lm_head.weight": [VOCABULARY, HIDDEN]}
     for layer in range(LAYERS):
@@ -91,7 +91,7 @@ def test_the_list_has_each_family_and_format_for_people_and_programs(capsys):
     assert all(row.name in text for row in (*FAMILIES, *FORMATS))
 
 
-def test_a_model_that_runs_is_said_with_its_memory_by_use(capsys):
+def test_a_model_that_runs_is_shown_with_its_memory_by_use(capsys):
     code, told = to_message(capsys, "--model", str(TINY), "--device-memory", "1G", "--kv-store-bytes", "64M")
     assert (code, told["runs"], told["forward"], told["number_format"]) == (0, True, "coroutine", "bfloat16")
     assert told["parameters"] == {"total": 3_351_936, "experts": 2_359_296, "active": 1_582_464}
@@ -123,7 +123,7 @@ def test_rounded_weights_take_half(capsys):
     assert told["expert_bytes"] == 2_359_296 + 4 * 4 * 16 * (96 + 96 + 128)
 
 
-def test_a_model_larger_than_the_device_is_said_to_need_streamed_weights(capsys, large):
+def test_a_model_larger_than_the_device_is_reported_to_need_streamed_weights(capsys, large):
     code, told = to_message(capsys, "--model", str(large), "--device", "gpu", "--device-memory", "16G")
     assert (code, told["runs"], told["expert_bytes"]) == (1, False, EXPERT_BYTES)
     assert "device_memory is 16.00 GiB, and" in told["why"]
@@ -145,10 +145,10 @@ def test_sequences_longer_than_the_device_holds_do_not_run(capsys, large):
     assert "a sequence of 1,000,000 tokens takes" in told["why"]
 
 
-def test_a_gpu_of_unknown_memory_is_asked_for(capsys):
+def test_the_memory_of_an_unknown_gpu_has_to_be_given(capsys):
     code, told = to_message(capsys, "--model", str(TINY), "--device", "gpu")
     assert code == 1
-    assert "name it, as in 80G" in told["why"]
+    assert "give --device-memory, as in 80G" in told["why"]
     assert told["weight_bytes"] > 0
 
 
@@ -180,7 +180,7 @@ def test_what_would_be_refused_at_the_start_is_refused_with_the_same_words(capsy
         (["--model", str(ROOT / "docs")], "has no config.json"),
     ],
 )
-def test_a_mistake_is_told_without_a_traceback(capsys, argv, words):
+def test_a_mistake_is_reported_without_a_traceback(capsys, argv, words):
     code, told = to_message(capsys, *argv)
     assert (code, told["runs"]) == (1, False)
     with pytest.raises(AssertionError, match=words):

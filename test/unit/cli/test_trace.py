@@ -41,9 +41,7 @@ def test_without_an_id_every_sequence_is_listed_with_its_path(
     assert "bbb2  QUEUED > PREFILLING > READY > RUNNING > FINISHED" in capsys.readouterr().out
 
 
-def test_decisions_are_passed_over_and_replayed_when_asked_for(
-    trace_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_decisions_are_skipped_and_replayed_on_request(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {
         "running": 3,
         "steps": 1,

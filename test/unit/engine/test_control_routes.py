@@ -1,4 +1,4 @@
-"""The control endpoints of profiles and logs: answers that say the limits, refusals in OpenAI's shape."""
+"""The control endpoints of profiles and logs: answers name the limits, refusals have OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_batch.requests.profile_limits import steps_of
 
 
 class Manager:
-    """A tokenizer manager, by what the routes use of it."""
+    """The part of a tokenizer manager that the routes use."""
 
     request_log_paths = ("/logs/requests.log",)
 
@@ -43,7 +43,7 @@ def manager() -> Manager:
 
 
 class Client:
-    """Asks an app of the routes."""
+    """A client of an app with the routes."""
 
     def __init__(self, manager: Manager) -> None:
         self._app = Starlette(routes=control_routes(manager))

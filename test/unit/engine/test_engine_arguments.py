@@ -1,4 +1,4 @@
-"""Mistakes in the engine's flags are told with what may have been meant."""
+"""Mistakes in the engine's flags are reported with what may have been meant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sgl_batch.sglang_adapter import faults, processes
         (["--b-moe-decode", "x"], "argument --b-moe-decode: invalid int value: 'x' (see --help)"),
     ],
 )
-def test_an_unknown_flag_is_told_with_the_one_that_is_near(argv: list[str], words: str) -> None:
+def test_an_unknown_flag_is_reported_with_a_similar_one(argv: list[str], words: str) -> None:
     parser = _Parser(allow_abbrev=False)
     parser.add_argument("--b-moe-decode", type=int)
     parser.near = ("--output",)
@@ -40,7 +40,7 @@ def test_all_of_sglangs_arguments_are_logged_for_debugging_alone(
     assert "something else" in caplog.text
 
 
-def test_an_assertion_without_words_is_told_by_what_it_asserts() -> None:
+def test_an_assertion_without_a_message_is_reported_by_its_condition() -> None:
     with pytest.raises(AssertionError) as caught:
         raise AssertionError
     assert faults.error_text(caught.value).startswith("raise AssertionError (test_engine_arguments.py:")

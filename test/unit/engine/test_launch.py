@@ -1,4 +1,4 @@
-"""A start that fails ends what it has started, and nothing else of the process."""
+"""A failed start ends what it has started, and nothing else of the process."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ HOPPER = MachineFacts(capability=(9, 0), flash_attention_3=True, flashinfer=True
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a GPU, where a test says that there is one, it is a whole Hopper."""
+    """Where a test has a GPU, it is a whole Hopper."""
     facts = lambda on_cpu: replace(HOPPER, capability=None) if on_cpu else HOPPER  # noqa: E731
     monkeypatch.setattr(launch, "machine_facts", facts)
 
 
 @pytest.fixture
 def start_child() -> Iterator[Callable[[], BaseProcess]]:
-    """Starts child processes that live until somebody ends them, as an engine's do."""
+    """Starts child processes that run until they are ended, as an engine's do."""
     children: list[BaseProcess] = []
 
     def start() -> BaseProcess:
@@ -81,7 +81,7 @@ def test_a_start_that_fails_ends_its_own_children_and_no_others(error, becomes, 
     assert another.is_alive()
 
 
-def test_a_start_that_succeeds_ends_nobody(start_child, spec):
+def test_a_start_that_succeeds_ends_no_process(start_child, spec):
     with start_errors(spec):
         child = start_child()
     assert child.is_alive()
@@ -104,7 +104,7 @@ def test_the_error_says_that_the_engine_did_not_start_why_and_where(spec, tmp_pa
         (EngineError("no memory is left"), EngineError, r"^the engine did not start: no memory is left$"),
     ],
 )
-def test_a_child_that_has_said_why_it_ended_is_believed_and_nothing_is_left_of_the_run(spec, told, becomes, words):
+def test_the_error_that_a_child_reported_is_raised_and_the_directory_is_removed(spec, told, becomes, words):
     def start_engine() -> None:
         with start_errors(spec):
             FailureReporter(rendezvous=Rendezvous(spec.directory), name="the scheduler").report(told)
@@ -117,7 +117,7 @@ def test_a_child_that_has_said_why_it_ended_is_believed_and_nothing_is_left_of_t
     assert not spec.directory.exists()
 
 
-def test_a_start_that_fails_gives_back_the_handler_by_which_another_engine_learns_of_a_childs_death(spec):
+def test_a_failed_start_restores_another_engines_signal_handler(spec):
     def handler(*_: object) -> None:
         """Another engine's."""
 
@@ -171,13 +171,13 @@ def test_rounded_weights_are_refused_where_nothing_can_multiply_them(options, on
         ({"kv_store_bytes": 9}, False, "attention_backend 'fa3'; with a GPU the host KV store works with 'triton'"),
     ],
 )
-def test_a_store_is_refused_where_it_has_no_form(options, on_cpu, message, monkeypatch):
+def test_a_store_is_refused_where_it_does_not_work(options, on_cpu, message, monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
     with pytest.raises(ConfigError, match=message):
         sglang_arguments({"attention_backend": "fa3"} if "fa3" in message else {}, from_mapping(options))
 
 
-def test_beside_a_gpu_a_store_brings_the_attention_that_it_works_with(monkeypatch):
+def test_on_a_gpu_a_store_selects_the_attention_that_it_works_with(monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
     assert sglang_arguments({}, from_mapping({"kv_store_bytes": "1G"}))["attention_backend"] == "triton"
     assert sglang_arguments({}, from_mapping({})).get("attention_backend") is None
@@ -191,7 +191,7 @@ def test_a_store_without_the_kernels_is_refused_with_the_command_that_builds_the
         sglang_arguments({}, from_mapping({"kv_store_bytes": "1G"}))
 
 
-def test_beside_a_gpu_the_memory_that_sglang_keeps_free_follows_the_prefill_group(monkeypatch):
+def test_on_a_gpu_the_memory_that_sglang_keeps_free_follows_the_prefill_group(monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
     config = from_mapping({"b_moe_prefill": 4096})
     assert sglang_arguments({}, config)["max_prefill_tokens"] == 4096
@@ -203,7 +203,7 @@ def test_beside_a_gpu_the_memory_that_sglang_keeps_free_follows_the_prefill_grou
 @pytest.mark.parametrize(
     ("architecture", "chosen"), [("Qwen3MoeForCausalLM", "triton"), ("Phi3ForCausalLM", None), (None, "triton")]
 )
-def test_what_the_machine_decides_is_said_once_for_models_that_are_split(
+def test_what_the_machine_decides_is_logged_once_for_models_that_are_split(
     architecture, chosen, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
@@ -228,9 +228,7 @@ def test_what_the_machine_decides_is_said_once_for_models_that_are_split(
         ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:.*experts.*"]}}, {}, None),
     ],
 )
-def test_quantised_weights_are_not_streamed_and_that_is_told_before_any_is_loaded(
-    config, arguments, words, tmp_path, monkeypatch
-):
+def test_streaming_quantised_weights_is_refused_before_any_is_loaded(config, arguments, words, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = {"model_path": str(tmp_path), **arguments}
@@ -332,14 +330,16 @@ def test_ranks_that_exchange_rows_capture_no_graphs_of_sglang_s_forward(monkeypa
         ({"device_memory": "1G"}, True, "device_memory is 1.00 GiB, and enable_return_routed_experts keeps 4 bytes"),
     ],
 )
-def test_told_choices_of_experts_are_refused_where_nobody_tells_or_counts_them(options, on_cpu, message, monkeypatch):
+def test_returning_expert_choices_is_refused_where_they_are_not_reported_or_budgeted(
+    options, on_cpu, message, monkeypatch
+):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: on_cpu)
     with pytest.raises(ConfigError, match=message):
         sglang_arguments({"enable_return_routed_experts": True}, from_mapping(options))
 
 
 @pytest.mark.parametrize(("gpus", "tokens", "refused"), [(1, None, True), (1, 4096, False), (2, None, False)])
-def test_ranks_that_share_a_gpu_are_told_how_much_of_it_each_has(gpus, tokens, refused, monkeypatch):
+def test_ranks_that_share_a_gpu_need_the_size_of_their_kv_pools(gpus, tokens, refused, monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda kwargs: False)
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: gpus)
     two = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "max_total_tokens": tokens}

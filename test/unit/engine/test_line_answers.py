@@ -1,4 +1,4 @@
-"""An engine that is dead raises, unless it died of what the user can mend: then every line is told that."""
+"""A dead engine raises, unless it died of a cause that the user can fix: then every line gets that as its error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.requests.partial_outputs import PartialOutputs
 
 
 def respond(death: EngineError) -> LineResponse:
-    """The answer of an engine that is dead already."""
+    """Return the answer of an engine that is dead already."""
     manager = SimpleNamespace(partial_outputs=PartialOutputs(), rid_to_state={}, check_openai=None)
     answers = LineAnswers(manager, None, lambda: death)
     return asyncio.run(answers.respond("/v1/completions", {}))
@@ -23,7 +23,7 @@ def respond(death: EngineError) -> LineResponse:
 
 @pytest.fixture(autouse=True)
 def no_endpoints(monkeypatch):
-    """Nothing is asked of a dead engine."""
+    """Fail: a dead engine gets no request."""
     monkeypatch.setattr("sgl_batch.engine.line_answers.OpenAIEndpoints", lambda *_: None)
 
 
@@ -76,7 +76,7 @@ def answer_after(monkeypatch, *answers):
     return answer, len(answers) - len(left), len(partial_output)
 
 
-def test_a_line_that_somebody_aborted_is_asked_again_as_often_as_that_happens(monkeypatch):
+def test_an_aborted_line_is_repeated_however_often_it_is_aborted(monkeypatch):
     answer, taken, num_tokens = answer_after(monkeypatch, ASKED, ASKED, ASKED, GOOD, GOOD)
     assert (answer.request_id, answer.body["choices"]) == ("b", [{"finish_reason": "stop"}])
     assert (taken, num_tokens) == (4, 0), "from the beginning"
@@ -108,7 +108,7 @@ class Waiting:
         await asyncio.Event().wait()
 
 
-def test_what_a_line_has_is_recorded_when_it_finds_the_engine_dead(monkeypatch):
+def test_the_partial_output_is_updated_when_a_line_finds_the_engine_dead(monkeypatch):
     monkeypatch.setattr("sgl_batch.engine.line_answers.OpenAIEndpoints", Waiting)
 
     async def scenario():

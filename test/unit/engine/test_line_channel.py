@@ -1,4 +1,4 @@
-"""Lines reach an engine in another process as they are, and everybody learns when it is gone."""
+"""Lines reach an engine in another process unchanged, and every caller gets its death."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATS = EngineStats(
 
 
 class Engine:
-    """Answers with what it was asked, when it may; `generated` are the tokens of each answer so far."""
+    """Returns each request as its answer, when released; `generated` are the tokens of each answer so far."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -85,7 +85,7 @@ async def connect() -> tuple[Frames[FromEngine], Frames[FromFront]]:
 
 @asynccontextmanager
 async def conversation(engine: Engine) -> AsyncIterator[tuple[LineClient, asyncio.Task[object], asyncio.Task[object]]]:
-    """A client, its reading, and the serving at the other side."""
+    """Give a client that reads, with a server at the other end."""
     front, worker = await connect()
     client = LineClient(front, ("tiny",))
     reading = asyncio.ensure_future(client.read_answers())
@@ -104,7 +104,7 @@ async def seen(engine: Engine, names: list[str], kind: str = "begun") -> None:
         await asyncio.wait_for(engine.changed.wait(), 5)
 
 
-def test_answers_come_back_to_who_asked_in_any_order():
+def test_answers_reach_their_callers_in_any_order():
     async def run() -> None:
         async with conversation(Engine()) as (client, _, _):
             asked = [client.respond("/v1/completions", {"name": str(i), "priority": i}) for i in range(100)]
@@ -134,7 +134,7 @@ def test_statistics_come_with_those_of_ranks():
     asyncio.run(run())
 
 
-def test_who_gives_up_a_line_aborts_it_at_the_engine():
+def test_cancelling_a_line_aborts_it_at_the_engine():
     async def run() -> None:
         engine = Engine()
         engine.may_answer.clear()
@@ -149,7 +149,7 @@ def test_who_gives_up_a_line_aborts_it_at_the_engine():
     asyncio.run(run())
 
 
-def test_the_end_of_the_front_aborts_all_its_lines():
+def test_the_end_of_the_connection_aborts_all_lines():
     async def run() -> None:
         engine = Engine()
         engine.may_answer.clear()
@@ -167,7 +167,7 @@ def test_the_end_of_the_front_aborts_all_its_lines():
     asyncio.run(run())
 
 
-def test_a_dead_engine_ends_the_conversation_with_its_words():
+def test_a_dead_engine_ends_the_connection_with_its_error():
     async def run() -> None:
         engine = Engine()
         engine.fault = EngineError("rank 1 died", code="kv_store_failed")
@@ -175,7 +175,7 @@ def test_a_dead_engine_ends_the_conversation_with_its_words():
             asked = asyncio.ensure_future(client.respond("/v1/completions", {"name": "a"}))
             death = await asyncio.wait_for(serving, 5)
             assert (str(death), death.code) == ("rank 1 died", "kv_store_failed")
-            assert not asked.done(), "who waits hears of it when it is known why"
+            assert not asked.done(), "a waiting caller gets the death when its cause is known"
             asked.cancel()
 
     asyncio.run(run())
@@ -183,7 +183,7 @@ def test_a_dead_engine_ends_the_conversation_with_its_words():
 
 @pytest.fixture
 def frequent_reports(monkeypatch):
-    """A test need not wait for two seconds."""
+    """Report tokens often, so that no test waits two seconds."""
     monkeypatch.setattr(line_channel, "_REPORT_EVERY_S", 0.01)
 
 
@@ -280,7 +280,7 @@ def test_no_tokens_of_answered_lines_are_reported(frequent_reports):
     asyncio.run(run())
 
 
-def test_last_words_reach_whoever_reads_answers():
+def test_a_reported_failure_reaches_the_reader_of_answers():
     async def run() -> None:
         front, worker = await connect()
         client = LineClient(front, ("tiny",))
@@ -291,7 +291,7 @@ def test_last_words_reach_whoever_reads_answers():
     asyncio.run(run())
 
 
-def test_nobody_asks_a_dead_engine():
+def test_a_dead_engine_gets_no_requests():
     async def run() -> None:
         async with conversation(Engine()) as (client, _, _):
             client.fail(EngineError("it is dead"))
@@ -324,7 +324,7 @@ def test_a_line_that_meets_a_fault_of_the_program_gets_500_and_the_others_go_on(
         (b"\0\0\0\1\x80", "not a message of ours"),
     ],
 )
-def test_what_is_no_message_ends_the_conversation(data, words):
+def test_bytes_that_are_not_a_message_end_the_connection(data, words):
     async def run() -> None:
         ours, theirs = socket.socketpair()
         frames = Frames[FromEngine](*await asyncio.open_unix_connection(sock=ours), FromEngine)

@@ -1,4 +1,4 @@
-"""How a scheduler process of an engine begins, with what it asks of its machine in place of a GPU."""
+"""How a scheduler process of an engine begins, with a substitute for its GPU."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_experts_come_in_the_order_of_ranks_which_share_them_out():
     assert merged["tokens_per_expert"] == [0, 1, 10, 11, 20, 21]
 
 
-def test_pages_are_those_of_all():
+def test_pages_are_summed_over_ranks():
     merged = merged_stats([stats_of(0), stats_of(1)])
     assert (merged["free_pages"], merged["total_pages"]) == (10, 16)
 

@@ -23,7 +23,7 @@ from sgl_batch.jobs.seen_ids import SeenIds
 
 
 async def run(path: Path) -> RunResult:
-    """Run all lines; a line whose prompt begins with "wait" is answered when every other line is."""
+    """Run all lines. A line whose prompt begins with "wait" is answered after all others."""
     total = scan_input(path).num_lines
     others_done = asyncio.Event()
 

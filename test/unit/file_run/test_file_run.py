@@ -113,7 +113,9 @@ def waits(turns):
     max_in_flight=st.integers(1, 20),
     file_bytes=st.sampled_from([1, 3000, 1 << 20]),
 )
-def test_every_line_gives_exactly_one_record_in_input_order(tmp_path_factory, turns, bad, max_in_flight, file_bytes):
+def test_every_line_gives_exactly_one_result_line_in_input_order(
+    tmp_path_factory, turns, bad, max_in_flight, file_bytes
+):
     lines = [b"{" if i in bad else request(f"id-{i}", str(i)) for i in range(len(turns))]
     engine = waits(turns)
     job = Job(tmp_path_factory.mktemp("job"), lines, engine, max_in_flight, file_bytes)
@@ -283,7 +285,7 @@ def test_a_line_that_the_engine_cancels_is_never_lost_silently(tmp_path):
     assert "line 1" in result.message
 
 
-def test_a_disk_that_fails_ends_the_run_and_says_so(tmp_path, monkeypatch):
+def test_a_failing_disk_ends_the_run_with_an_error(tmp_path, monkeypatch):
     def full(self, lines):
         raise StorageError("writing out.jsonl failed: No space left on device")
 

@@ -1,4 +1,4 @@
-"""Exactly once and in input order, whatever the order of finishing; what waits is on disk."""
+"""Lines are written exactly once and in input order, in whatever order they finish; waiting lines are on disk."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def waiting_files(directory):
     return sorted(path.name for path in directory.glob(".out.jsonl.kept-*"))
 
 
-def test_what_waits_is_on_disk_at_once_and_gone_when_it_is_written(tmp_path):
+def test_waiting_lines_are_on_disk_at_once_and_removed_when_written(tmp_path):
     output = make(tmp_path, file_bytes=2_000)
     for index in range(1, 1000):
         output.add(finished(index))

@@ -12,7 +12,7 @@ from sgl_batch.file_run.stats_poller import StatsPoller
 
 
 class SlowStats:
-    """Answers when it is let go; counts how often it was asked and whether it was cancelled."""
+    """Answers when released; counts the calls, and notes a cancellation."""
 
     served_model_names = ("tiny",)
 
@@ -61,7 +61,7 @@ def test_a_new_reading_is_asked_for_after_the_one_under_way():
     assert asyncio.run(scenario()).counters == {"asked": 2}
 
 
-def test_a_dead_engine_is_said():
+def test_a_poll_of_a_dead_engine_raises():
     class Dead(SlowStats):
         async def stats(self):
             raise EngineError("gone")

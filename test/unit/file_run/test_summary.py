@@ -101,7 +101,7 @@ def test_the_number_of_failure_codes_is_bounded():
     assert "with 93 other codes" in text
 
 
-def test_missing_lines_and_work_that_was_not_done_are_said():
+def test_missing_lines_and_missing_work_are_reported():
     text = format_summary(
         result(status=RunStatus.INTERRUPTED, ok=0, failed=0, stats=EngineStats(counters={"expert_calls": 0}))
     )

@@ -1,6 +1,6 @@
-"""Makes lines of a batch file that are wrong in some way, or in none; decides nothing about what must come of them.
+"""Makes lines of a batch file that are wrong in some way, or good.
 
-Everything follows from the dice that are given, so that a line that once went wrong can be made again.
+Everything follows from the given random numbers, so that a line that failed once can be made again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LEAVES: tuple[Any, ...] = (
 NOT_UTF8 = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\xef\xbb\xbf", b"\x00", b"\r", b"\x85")
 NUMBERS = (b"1e999", b"-1e999", b"NaN", b"Infinity", b"01", b"1.", b"0x1", b"9" * 5000, b"1" + b"0" * 400)
 
-# What SGLang's own checks let through, and most of which would end a scheduler that computed with it: in the body of a
-# line, and in a request to /generate.
+# Values that SGLang's own checks accept, in the body of a line and in a request to /generate. Most of them would end a
+# scheduler that computed with them.
 FATAL_BODIES: tuple[dict[str, Any], ...] = (
     *({"prompt": [10**6]}, {"prompt": [-1]}, {"prompt": [[]]}, {"n": 10**9}, {"top_k": 1 << 40}),
     *({"logprobs": 10**6}, {"logprobs": -1}, {"logprobs": 1 << 63}, {"stop_token_ids": [10**6], "min_tokens": 1}),
@@ -39,18 +39,18 @@ FATAL_GENERATIONS: tuple[dict[str, Any], ...] = (
 
 
 def good_line(custom_id: str, **body: Any) -> dict[str, Any]:
-    """A request with nothing wrong."""
+    """Return a good request."""
     body = {"model": "tiny", "prompt": "Say", "max_tokens": 2, **body}
     return {"custom_id": custom_id, "method": "POST", "url": URL, "body": body}
 
 
 def make_line(dice: random.Random) -> bytes:
-    """One line, without its end."""
+    """Return one line, without its newline."""
     return dice.choice(_KINDS)(dice).replace(b"\n", b"")
 
 
 def make_request(dice: random.Random, custom_id: str) -> dict[str, Any]:
-    """A line that a job takes, whose body only the endpoint can judge: one or two fields of it are anything."""
+    """Return a line that a job takes and whose body only the endpoint can judge: one or two fields are arbitrary."""
     line = good_line(custom_id)
     for _ in range(dice.randrange(1, 3)):
         line["body"][dice.choice([one for one in BODY_FIELDS if one != "model"])] = _writable(_value(dice))
@@ -67,7 +67,7 @@ def _value(dice: random.Random, depth: int = 3) -> Any:
 
 
 def _writable(value: Any) -> Any:
-    """Without what no JSON line can hold."""
+    """Return the value without what a line of JSON cannot hold."""
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, UnicodeEncodeError):
@@ -85,20 +85,20 @@ def _cut(dice: random.Random) -> bytes:
 
 
 def _spliced(dice: random.Random) -> bytes:
-    """A good line with bytes in it that are no UTF-8, or no part of JSON."""
+    """Return a good line with bytes in it that are not UTF-8, or not JSON."""
     data = json.dumps(good_line(f"{dice.randrange(100)}")).encode()
     at = dice.randrange(len(data) + 1)
     return data[:at] + dice.choice(NOT_UTF8) + data[at:]
 
 
 def _number(dice: random.Random) -> bytes:
-    """A good line, one field of whose body is a number of a kind that parsers differ about."""
+    """Return a good line with a number in its body that parsers read differently."""
     data = json.dumps(good_line(f"{dice.randrange(100)}", **{dice.choice(BODY_FIELDS): "HERE"})).encode()
     return data.replace(b'"HERE"', dice.choice(NUMBERS))
 
 
 def _deep(dice: random.Random) -> bytes:
-    """Nested, whole or cut off; as a line by itself, or in the body of a good one."""
+    """Return nested JSON, whole or cut off, as a line by itself or in the body of a good line."""
     depth = dice.choice((3, 60, 130, 480, 950, 3000))
     opening, closing = dice.choice(((b"[", b"]"), (b'{"body":', b"}")))
     nested = opening * depth + b"1" + closing * (depth if dice.randrange(3) else 0)
@@ -112,7 +112,7 @@ def _any_json(dice: random.Random) -> bytes:
 
 
 def _changed(dice: random.Random) -> bytes:
-    """A good line, one or two fields of which are missing or anything."""
+    """Return a good line in which one or two fields are missing or arbitrary."""
     line = good_line(f"{dice.randrange(100)}")
     for _ in range(dice.randrange(1, 3)):
         where, fields = dice.choice([(line, FIELDS), (line.get("body"), BODY_FIELDS)])

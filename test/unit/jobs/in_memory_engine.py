@@ -63,7 +63,7 @@ class InMemoryEngine:
 
 
 def answer(url: str, body: Mapping[str, object]) -> LineResponse:
-    """The answer that depends on nothing but the request, its seed included."""
+    """Return an answer that depends only on the request and its seed."""
     text = sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
     usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
     return LineResponse(
@@ -72,13 +72,13 @@ def answer(url: str, body: Mapping[str, object]) -> LineResponse:
 
 
 def refusal(message: str = "the prompt is too long", code: str = "context_length_exceeded") -> LineResponse:
-    """A 400 in OpenAI's shape."""
+    """Return a 400 in OpenAI's shape."""
     error = {"message": message, "type": "invalid_request_error", "param": "messages", "code": code}
     return LineResponse(status_code=400, request_id="req_refused", body={"error": error})
 
 
 def request(custom_id: str, prompt: str = "hello", **body: object) -> dict[str, object]:
-    """A good request line."""
+    """Return a good request line."""
     return {
         "custom_id": custom_id,
         "method": "POST",
@@ -88,7 +88,7 @@ def request(custom_id: str, prompt: str = "hello", **body: object) -> dict[str, 
 
 
 class InMemoryBatchEngine:
-    """The engine as a whole, as the command needs it."""
+    """The engine as a whole, as the command uses it."""
 
     def __init__(self, line_engine: InMemoryEngine, forward: tuple[str | None, str | None] = (None, None)) -> None:
         self._forward = forward
@@ -116,7 +116,7 @@ class InMemoryBatchEngine:
 
 
 def prepare_in_memory(engine_argv: Sequence[str]) -> Callable[[], InMemoryBatchEngine]:
-    """What the command calls; the flags make the engine misbehave on prompts that say so."""
+    """Prepare the engine for the command. Flags make it misbehave on prompts that say so."""
     args = _parse_engine_argv(engine_argv)
 
     async def before(body: Mapping[str, object]) -> LineResponse | None:

@@ -1,4 +1,4 @@
-"""What is refused in a body: each fault by its own code, and nothing that the engine should judge."""
+"""Faults in a body are refused, each with its own code; what the engine should judge passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failpoints are off unless they are asked for by a name that is there."""
+"""Failpoints are off unless the environment names one that exists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_names_come_from_the_source():
     assert len(failpoint_names()) > 20
 
 
-def test_unless_asked_for_nothing_happens():
+def test_failpoints_are_off_by_default():
     assert parse_failpoint("") is parse_failpoint(None) is None
     assert run("").stdout == "passed\npassed\n"
     assert run("committer.rows_written").stdout == "passed\npassed\n"
@@ -59,6 +59,6 @@ def test_an_error_is_raised_once(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["committer.nothing", "committer.committed=full", "committer.committed:x"])
-def test_a_failpoint_that_is_not_there_is_refused(text):
+def test_an_unknown_failpoint_is_refused(text):
     with pytest.raises(ConfigError, match="names no failpoint"):
         parse_failpoint(text)

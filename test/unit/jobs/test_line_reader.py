@@ -1,4 +1,4 @@
-"""Reading the input: which lines count, their numbers, the limit, and files that are no JSONL."""
+"""Reading the input: which lines count, their numbers, the limit, and files that are not JSONL."""
 
 from __future__ import annotations
 

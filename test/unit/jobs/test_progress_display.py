@@ -69,7 +69,7 @@ def test_plain_lines_of_a_long_run_are_fewer():
     assert len(stream.getvalue().splitlines()) == 120
 
 
-def test_standing_still_is_said():
+def test_a_run_that_stands_still_says_so():
     assert "nothing finished for 2:00" in details(replace(START, idle_s=120))
     assert "nothing finished" not in details(replace(START, idle_s=5))
 
@@ -81,7 +81,7 @@ def test_auto_is_a_bar_on_a_terminal_and_plain_elsewhere():
     assert type(choose_display("off", Terminal())) is NoDisplay
 
 
-def test_the_bar_shows_lines_rates_and_eta_and_notes_stand_beside_it():
+def test_the_bar_shows_lines_rates_and_eta_and_notes_stand_above_it():
     stream = Terminal()
     display = BarDisplay(stream)
     display.note("before")
@@ -107,7 +107,7 @@ def test_off_shows_notes_only():
 
 
 @pytest.mark.parametrize("mode", ["plain", "bar", "off"])
-def test_a_stream_that_is_gone_does_not_end_a_run(mode):
+def test_a_closed_stream_does_not_end_a_run(mode):
     stream = Gone()
     display = choose_display(mode, stream)
     display.note("hello")

@@ -56,7 +56,7 @@ def test_a_flat_engine_error_is_nested_and_has_openais_words():
 
 
 @pytest.mark.parametrize("text", ["a\u2028b\u2029c\u0085d\r\n\x0b\x0c\x1ee", "日本 😀", "\ud800 alone", "\x00"])
-def test_a_record_is_one_line_whatever_its_text(text):
+def test_a_result_line_is_one_line_whatever_its_text(text):
     response = LineResponse(status_code=200, request_id="r", body={"text": text})
     result_line = answered_result_line("ab12", text, 1, response)
     assert len(result_line.decode("utf-8").splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The seed of a line: fixed for ever, spread, and told by its rule."""
+"""The seed of a line: it never changes, differs between lines, and follows its rule."""
 
 from __future__ import annotations
 

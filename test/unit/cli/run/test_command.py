@@ -129,7 +129,7 @@ def test_an_engine_that_does_not_start_exits_3_and_keeps_the_old_output(job, cap
     assert (job.directory / "out.jsonl").read_text() == "old\n"
 
 
-def test_an_engine_that_finds_a_flag_at_fault_as_it_starts_exits_1_in_its_words_alone(job, capsys):
+def test_an_engine_that_refuses_a_flag_at_its_start_exits_1_with_its_message_alone(job, capsys):
     def prepare(argv):
         def start():
             raise ConfigError("device_memory is 100.00 MiB, and 600.00 MiB are needed")
@@ -245,7 +245,7 @@ def test_a_signal_after_the_last_line_changes_nothing(job):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_command_to_go_on_with_is_cut_short_and_replaces_nothing(job, capsys):
+def test_the_resume_command_is_shortened_and_replaces_nothing(job, capsys):
     job.write("a", "die")
     body = json.dumps({"stop": ["x" * 300]})
     assert job.run("--overwrite", "--body", body) == 3
@@ -266,7 +266,7 @@ def test_one_output_has_one_run_and_a_killed_one_leaves_no_folder(job, capsys):
     assert f"is being written by another run, process {process.pid}; wait for its end" in capsys.readouterr().err
     assert set(job.names) == kept
     job.write("a", "b")
-    assert job.run(output="other.jsonl") == 0, "another output is nobody's"
+    assert job.run(output="other.jsonl") == 0, "another output has no other run"
     process.kill()
     process.communicate()
     assert [name for name in job.names if "spool" in name]

@@ -1,4 +1,4 @@
-"""The command line of `sgl-batch run`: defaults, what goes on to the engine, checks before the start."""
+"""The command line of `sgl-batch run`: defaults, flags for the engine, checks before the start."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_missing_input_is_named(tmp_path):
     refused(parse(tmp_path / "none.jsonl"), r"none\.jsonl does not exist")
 
 
-def test_a_directory_without_a_table_is_no_input(tmp_path):
+def test_a_directory_without_a_table_is_refused_as_input(tmp_path):
     refused(parse(tmp_path, output=tmp_path / "o.jsonl"), "is a directory with neither a dataset")
 
 
@@ -116,7 +116,7 @@ def test_standard_output_is_refused_with_the_reason(source):
     refused(parse(source, output="-"), "manifest")
 
 
-def test_a_device_is_no_output(source):
+def test_a_device_is_refused_as_output(source):
     refused(parse(source, "--overwrite", output=Path("/dev/null")), "not a regular file")
 
 

@@ -1,4 +1,4 @@
-"""`sgl-batch run --resume`: whatever stopped a run, the files end as those of a run that nothing stopped."""
+"""`sgl-batch run --resume`: whatever stopped a run, its files end as those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_failed_lines_are_run_again_only_where_asked_for(job: Job) -> None:
     job.write("a", "die", "c")
     assert job.run() == 3
     job.write("a", "refuse", "c")
-    assert job.run("--resume") == 1, "the input is another"
+    assert job.run("--resume") == 1, "the input differs"
     job.write(*PROMPTS)
     assert job.run("--overwrite") == 2
     errors = job.directory / "out.errors.jsonl"
@@ -125,7 +125,7 @@ def test_a_run_with_another_input_model_or_seed_is_not_resumed(job: Job, capsys:
     assert "other contents than now" in capsys.readouterr().err
 
 
-def test_to_resume_what_never_began_is_to_begin(job: Job) -> None:
+def test_resuming_a_run_that_never_began_begins_it(job: Job) -> None:
     job.write("a", "b")
     assert job.run("--resume") == 0
     assert len(job.records("out.jsonl")) == 2
@@ -167,7 +167,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(job: Job) -> None:
 
 
 def killed_behind_a_slow_line(job: Job, *prompts: str) -> Path:
-    """A run whose first line never ends, killed when all lines before "kill" have; returns what it kept."""
+    """Run with a first line that never ends, killed when all lines before "kill" have ended. Return what it kept."""
     job.write("hold", *prompts)
     argv = [sys.executable, str(PROGRAM), "run", *job.argv("--progress", "off")]
     done = subprocess.run(argv, capture_output=True, check=False, timeout=60)
@@ -186,12 +186,12 @@ def test_lines_behind_a_slow_one_outlive_a_kill(job: Job) -> None:
     killed_behind_a_slow_line(job, *["x", "refuse", "y"] * 310, "kill", *["z"] * 568)
     assert job.run("--resume", "--release") == 2
     assert job.manifest["resumed"][-1]["kept"] == 930
-    assert job.manifest["usage"]["completion_tokens"] == 5 * (1500 - 930), "of the lines of the second run"
+    assert job.manifest["usage"]["completion_tokens"] == 5 * (1500 - 930), "only lines of the second run count"
     assert same_as_undisturbed(job)
     assert not [path for path in job.directory.iterdir() if path.name.startswith(".")]
 
 
-def test_a_torn_record_behind_a_slow_line_is_run_again(job: Job) -> None:
+def test_a_line_with_a_torn_result_behind_a_slow_line_runs_again(job: Job) -> None:
     kept = killed_behind_a_slow_line(job, "x", "y", "kill")
     kept.write_bytes(kept.read_bytes()[:-20])
     assert job.run("--resume", "--release") == 0
@@ -246,7 +246,7 @@ def test_where_nothing_is_left_no_engine_is_started_and_nothing_is_written(job: 
         (["--decode-forward", "eager"], [], "eager", "earlier"),
     ],
 )
-def test_a_run_that_goes_on_computes_decode_as_the_earlier_one_has_settled(
+def test_a_resumed_run_keeps_the_decode_choice_of_the_earlier_one(
     job: Job, first: list[str], again: list[str], mode: str, why: str
 ) -> None:
     job.write("a", "b")

@@ -73,14 +73,14 @@ def test_answers_are_those_of_the_same_lines_as_jsonl(job: Job) -> None:
     assert [json.loads(row["body"]) for row in found] == [one["response"]["body"] for one in wanted]
 
 
-def test_a_stopped_run_leaves_lines_and_is_gone_on_with(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_leaves_lines_and_can_be_resumed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(["a", "refuse", "die", "d"])
     assert job.run() == 3
     assert job.names == ["in.parquet", "out.manifest.json", "out.parquet.errors.jsonl", "out.parquet.jsonl"]
     assert f"Output: {job.output}.jsonl" in capsys.readouterr().err
-    assert job.run() == 1, "it would be replaced"
+    assert job.run() == 1, "it exists already"
     job.write(["a", "refuse", "c", "d"])
-    assert job.run("--resume") == 1, "the rows are others now"
+    assert job.run("--resume") == 1, "the rows have changed"
     assert "other contents than now" in capsys.readouterr().err
 
 
@@ -121,7 +121,7 @@ def test_overwrite_leaves_nothing_of_the_last_run(job: Job) -> None:
         (("--chat-column", "a"), "no column a; there are prompt, custom_id"),
     ],
 )
-def test_bad_usage_is_said_and_nothing_is_run(
+def test_bad_usage_is_reported_and_nothing_runs(
     job: Job, more: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert job.run(*more) == 1
@@ -130,7 +130,7 @@ def test_bad_usage_is_said_and_nothing_is_run(
 
 
 @pytest.mark.parametrize(("source", "output"), [("in.parquet", "o.jsonl"), ("in.jsonl", "o.parquet")])
-def test_without_pyarrow_it_is_said_how_to_get_it(
+def test_without_pyarrow_the_error_says_how_to_install_it(
     job: Job, source: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = builtins.__import__

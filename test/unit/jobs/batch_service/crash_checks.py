@@ -1,4 +1,4 @@
-"""Starts the crashing client as a process of its own, and checks what it leaves; decides nothing about when it dies."""
+"""Starts the crashing client as a process of its own, and checks what it leaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 60
 
 
 def start_client(directory: Path, failpoint: str = "", *, scale: int = 1) -> subprocess.Popen[str]:
-    """The client, which is killed at the failpoint, if there is one."""
+    """Start the client, which is killed at the failpoint, if one is given."""
     environment = {**os.environ, VARIABLE: failpoint}
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), str(directory), str(scale)],
@@ -35,7 +35,7 @@ def start_client(directory: Path, failpoint: str = "", *, scale: int = 1) -> sub
 
 
 def was_killed(client: subprocess.Popen[str]) -> bool:
-    """Wait for the client: True when it was killed, False when it is done; anything else is a fault of it."""
+    """Wait for the client. Return True when it was killed, False when it is done; anything else is its fault."""
     out, err = client.communicate(timeout=WAIT_S)
     if client.returncode == -signal.SIGKILL:
         return True
@@ -44,7 +44,7 @@ def was_killed(client: subprocess.Popen[str]) -> bool:
 
 
 def check_counts(directory: Path) -> None:
-    """The counts of every job that runs are those of its committed results, and its segment holds them all."""
+    """Check that the counts of each running job equal its committed results, and that its segment holds them all."""
     path = directory / "jobs" / "jobs.sqlite"
     if not path.exists():
         return
@@ -77,7 +77,7 @@ def check_jobs(directory: Path, *, scale: int = 1) -> None:
     good, errors = third
     assert (_ids(good), errors) == (_ids(given), [])
     _check_answers(directory, statuses[2][0], given, good)
-    # What the second job had finished was taken over by the third, and not run again.
+    # The third job reused the results of the second one, and did not run these lines again.
     assert set((directory / "client" / "prompts_at_last").read_text().split()) == {"hold"}
     leftovers = [[*(directory / "jobs" / folder).iterdir()] for folder in ("segments", "partial", "scratch")]
     assert leftovers == [[], [], []]

@@ -1,9 +1,9 @@
-"""A program that runs the batch service and a client of it, to be killed and started again until it prints `done`.
+"""A program with the batch service and a client of it. It is killed and started again until it prints `done`.
 
 `python crashing_client.py DIRECTORY SCALE`, where SCALE is how large its jobs are. The client's own state (ids of its
 files) lies in DIRECTORY/client, so that after a crash it goes on as a real one would: it uploads again what it has no
 id of, and creates its jobs with the same keys. Its engine answers by the request alone, refuses one prompt, and dies
-of another. It decides nothing about when it dies.
+of another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def first_lines(scale: int) -> list[dict[str, Any]]:
 
 
 def second_lines(scale: int) -> list[dict[str, Any]]:
-    """A job of which every fifth line has no answer until it is cancelled."""
+    """A job in which every fifth line has no answer until the job is cancelled."""
     return [line(f"c{index}", "hold" if index % 5 == 4 else f"c{index}") for index in range(60 * scale)]
 
 
@@ -83,7 +83,7 @@ class Client:
 
 
 async def run(directory: Path, scale: int) -> None:
-    """Take all steps that are left."""
+    """Take the remaining steps."""
     client_directory = directory / "client"
 
     async def script(engine: ScriptedEngine, body: Mapping[str, object]) -> LineResponse | None:

@@ -1,4 +1,4 @@
-"""A batch service with scripted engines, and the steps that its tests share; decides nothing about what is tested."""
+"""Runs a batch service with scripted engines, and has the steps that its tests share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
 
 
 def line(custom_id: str, prompt: str | None = None, **body: object) -> dict[str, Any]:
-    """A good request line."""
+    """Return a good request line."""
     return {
         "custom_id": custom_id,
         "method": "POST",
@@ -41,7 +41,7 @@ def line(custom_id: str, prompt: str | None = None, **body: object) -> dict[str,
 
 
 def lines(number: int) -> list[dict[str, Any]]:
-    """Good lines r0, r1, ..."""
+    """Return good lines r0, r1, ..."""
     return [line(f"r{index}") for index in range(number)]
 
 
@@ -49,7 +49,7 @@ def lines(number: int) -> list[dict[str, Any]]:
 async def service_in(
     directory: Path, source: ScriptedSource | None = None, *, clock: Callable[[], float] | None = None, **settings: Any
 ) -> AsyncIterator[BatchService]:
-    """A started service, stopped at the end."""
+    """Give a started service, and stop it at the end."""
     more = {} if clock is None else {"clock": clock}
     given = replace(ServiceSettings(jobs_dir=directory / "jobs"), **settings)
     service = BatchService(given, source or ScriptedSource(), tick_s=0.01, first_retry_s=0.01, **more)
@@ -62,7 +62,7 @@ async def service_in(
 
 
 async def upload(service: BatchService, content: bytes | Sequence[object], **finish: Any) -> str:
-    """Upload lines, or the very bytes; returns the file's id."""
+    """Upload lines, or bytes as they are. Return the file's id."""
     if not isinstance(content, bytes):
         content = "".join(json.dumps(one) + "\n" for one in content).encode()
     async with await service.begin_upload() as uploading:
@@ -78,7 +78,7 @@ async def create(service: BatchService, content: bytes | Sequence[object], **fie
 
 
 def request(input_file_id: str, **fields: Any) -> dict[str, Any]:
-    """The body of POST /v1/batches."""
+    """Return the body of POST /v1/batches."""
     return {"input_file_id": input_file_id, "endpoint": ENDPOINT, "completion_window": "24h", **fields}
 
 
@@ -93,7 +93,7 @@ async def until(service: BatchService, batch_id: str, *statuses: str) -> BatchOb
 
 
 async def content(service: BatchService, file_id: str | None) -> bytes:
-    """A whole file; nothing where there is none."""
+    """Return the bytes of a file, or none without a file."""
     if file_id is None:
         return b""
     opened = await service.open_content(file_id)
@@ -103,5 +103,5 @@ async def content(service: BatchService, file_id: str | None) -> bytes:
 
 
 async def result_lines(service: BatchService, file_id: str | None) -> list[dict[str, Any]]:
-    """The result lines of an output or error file."""
+    """Return the result lines of an output or error file."""
     return [json.loads(one) for one in (await content(service, file_id)).splitlines()]

@@ -1,4 +1,4 @@
-"""Engines without a model and who keeps them alive, for tests of the batch service; decides nothing about jobs."""
+"""Engines without a model, and their source, for tests of the batch service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Script = Callable[["ScriptedEngine", Mapping[str, object]], Awaitable[LineRespon
 
 
 async def answer_at_once(engine: ScriptedEngine, body: Mapping[str, object]) -> None:
-    """The usual answer, without a wait."""
+    """Give the usual answer, without a wait."""
 
 
 class ScriptedEngine:
@@ -100,12 +100,12 @@ class ScriptedSource:
         await self._up.wait()
         engine = self.current()
         assert engine is not None
-        assert engine is not other_than, "it was found dead, and is not"
+        assert engine is not other_than, "it is not dead"
         return engine
 
 
 def answer(body: Mapping[str, object]) -> LineResponse:
-    """The answer that depends on nothing but the request, its seed included."""
+    """Return an answer that depends only on the request and its seed."""
     text = sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     usage = {
         "prompt_tokens": 7,
@@ -120,6 +120,6 @@ def answer(body: Mapping[str, object]) -> LineResponse:
 
 
 def refusal(message: str = "the prompt is too long", code: str = "context_length_exceeded") -> LineResponse:
-    """A 400 in OpenAI's shape."""
+    """Return a 400 in OpenAI's shape."""
     error = {"message": message, "type": "invalid_request_error", "param": "prompt", "code": code}
     return LineResponse(status_code=400, request_id="req_refused", body={"error": error})

@@ -101,7 +101,7 @@ def test_a_job_of_bad_lines_fails_as_a_whole_and_the_service_lives(tmp_path: Pat
     asyncio.run(scenario())
 
 
-def test_of_lines_that_only_the_endpoint_can_judge_each_has_one_record(tmp_path: Path) -> None:
+def test_each_line_that_only_the_endpoint_can_judge_has_one_result_line(tmp_path: Path) -> None:
     dice = random.Random(2)
     lines = [make_request(dice, f"line {index}") for index in range(1000)]
 
@@ -119,7 +119,7 @@ def test_of_lines_that_only_the_endpoint_can_judge_each_has_one_record(tmp_path:
     asyncio.run(scenario())
 
 
-def test_a_job_of_json_that_is_none_to_a_strict_parser_can_be_cancelled_and_continued(tmp_path: Path) -> None:
+def test_a_job_of_lenient_json_can_be_cancelled_and_continued(tmp_path: Path) -> None:
     digits = json.dumps(good_line("digits", seed="HERE")).encode().replace(b'"HERE"', b"9" * 5000)
     odd = [digits, json.dumps(good_line("nan", top_p=float("nan"))).encode(), b'{"custom_id": "\\ud83d"}']
     given = [good_line("first"), good_line("held", prompt="hold"), good_line("last")]

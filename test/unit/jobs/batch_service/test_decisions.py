@@ -1,4 +1,4 @@
-"""The pure decisions of the batch service: windows and priorities, how suspects are split, which moves are allowed."""
+"""The pure decisions of the batch service: windows, priorities, groups of suspects, and moves of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of lines in flight when an engine dies."""
+"""What happens to lines in flight when an engine dies."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sgl_batch.jobs.job_store.result_rows import suspects_of_job
 
 
 def killed_by(*poison, together=0):
-    """A script of engines that die of these prompts and need a moment for the others.
+    """Return a script of engines that die of these prompts, and need a moment for the others.
 
-    The first of them waits until so many lines are in flight `together`.
+    The first engine waits until `together` lines are in flight.
     """
     all_here = asyncio.Event()
 
@@ -46,7 +46,7 @@ def test_a_line_that_kills_engines_gets_an_error_and_its_neighbours_complete(tmp
             assert service.snapshot().counters["engine_deaths"] == len(source.engines) - 1
         met = [engine for engine in source.engines if "poison" in engine.prompts]
         assert met[-1].beside[met[-1].prompts.index("poison")] == {"poison"}
-        # Each death halves what may be guilty until it is few; then lines run alone, and two die of it.
+        # Each death halves the suspects until they are few. Then lines run alone, and two engines die of this one.
         expected, suspected = 1, number
         while suspected > 16:
             suspected = (suspected + 1) // 2
@@ -59,9 +59,9 @@ def test_a_line_that_kills_engines_gets_an_error_and_its_neighbours_complete(tmp
 @pytest.mark.parametrize(
     ("most_deaths", "code"),
     [(2, None), (4, "kv_store_failed")],
-    ids=["it was alone when somebody killed the engine", "the engine says what it died of"],
+    ids=["engines killed from outside", "a known cause of death"],
 )
-def test_a_line_is_not_to_blame_where(tmp_path, most_deaths, code):
+def test_a_line_is_not_blamed_for_one_death_or_a_death_of_known_cause(tmp_path, most_deaths, code):
     deaths = 0
 
     async def script(engine, body):
@@ -77,7 +77,7 @@ def test_a_line_is_not_to_blame_where(tmp_path, most_deaths, code):
             assert done.request_counts == {"total": 3, "completed": 3, "failed": 0}
 
     asyncio.run(scenario())
-    assert deaths == most_deaths, "all but the first while it ran alone"
+    assert deaths == most_deaths, "all but the first death while it ran alone"
 
 
 def test_several_lines_that_kill_engines_are_all_found(tmp_path):
@@ -111,7 +111,7 @@ def test_lines_of_an_engine_that_was_killed_from_outside_all_complete(tmp_path):
     asyncio.run(scenario())
 
 
-def test_lines_go_on_from_the_tokens_that_are_known_of_them(tmp_path):
+def test_lines_resume_from_their_partial_outputs(tmp_path):
     async def scenario():
         async def script(engine, body):
             which = source.engines.index(engine)
@@ -125,11 +125,13 @@ def test_lines_go_on_from_the_tokens_that_are_known_of_them(tmp_path):
             done = await until(service, (await create(service, lines(60))).id)
             assert done.request_counts["completed"] == 60
             counters = service.snapshot().counters
-            assert len(service._dispatcher.partial_outputs) == 0, "of answered lines nothing is kept"
+            assert len(service._dispatcher.partial_outputs) == 0, "nothing is kept of answered lines"
             assert service.snapshot().partial_output_tokens == 0
         first, second, third = (engine.resumed for engine in source.engines)
         assert first == {f"r{index}": [] for index in range(40)}
-        assert second == {f"r{index}": list(range(50)) for index in range(20)}, "half of them, with what there was"
+        assert second == {f"r{index}": list(range(50)) for index in range(20)}, (
+            "half of the lines, with their partial outputs"
+        )
         assert third == {
             **{f"r{index}": list(range(100)) for index in range(20)},
             **{f"r{index}": list(range(50)) for index in range(20, 40)},
@@ -141,7 +143,7 @@ def test_lines_go_on_from_the_tokens_that_are_known_of_them(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_line_that_kills_engines_goes_on_once_and_begins_once_alone_before_it_is_failed(tmp_path):
+def test_a_line_that_kills_engines_resumes_once_and_restarts_once_alone_before_it_is_failed(tmp_path):
     async def scenario():
         source = ScriptedSource(killed_by("poison", together=3), generates=50)
         async with service_in(tmp_path, source) as service:
@@ -170,7 +172,7 @@ def test_partial_outputs_take_bounded_memory():
     assert len(partial_outputs.of((2, 0))) == 100
 
 
-def test_suspects_are_known_after_a_restart_of_the_front(tmp_path):
+def test_suspects_are_known_after_a_restart_of_the_server(tmp_path):
     async def scenario():
         stopped = asyncio.Event()
 
@@ -191,7 +193,7 @@ def test_suspects_are_known_after_a_restart_of_the_front(tmp_path):
         async with service_in(tmp_path, again, max_in_flight=30) as service:
             done = await until(service, batch.id)
             assert done.request_counts == {"total": 60, "completed": 59, "failed": 1}
-        # The two groups of 15 first, each alone; the one with r3 again, line by line, and that line twice.
+        # First the two groups of 15. The one with r3 runs again line by line, and that line twice.
         first = again.engines[0]
         assert first.prompts == [f"r{index}" for index in range(15)]
         assert len(again.engines) == 4

@@ -1,4 +1,4 @@
-"""Whose line is next, in a simulated service: windows are met, priorities hold, equal jobs are equal, none starves."""
+"""Whose line is next, in a simulated service: windows are met, priorities hold, and no job starves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sgl_batch.jobs.batch_service.fair_share import STARVES_AFTER_S, JobShare, P
 from sgl_batch.jobs.batch_service.service_pace import ServicePace
 
 DAY_S = 86_400.0
-LONG_S = 1000 * DAY_S  # a window that asks for next to nothing
+LONG_S = 1000 * DAY_S  # a window that needs almost no share
 
 
 @dataclass(kw_only=True)
 class Simulation:
-    """An engine that answers lines in the order in which it gets them, at a fixed rate; it takes `depth` ahead."""
+    """An engine that answers lines in order at a fixed rate, with at most `depth` in flight."""
 
     rate: float = 10.0
     depth: int = 40
@@ -72,7 +72,7 @@ def shares(found: Counter[int]) -> dict[int, float]:
     return {order: number / found.total() for order, number in found.items()}
 
 
-def test_without_a_job_that_runs_nobody_is_next() -> None:
+def test_without_a_running_job_there_is_no_turn() -> None:
     assert next_turn([], 0.0, Pace()) is None
     assert next_turn([JobShare(order=1, weight=1, deadline=5.0, num_left=9)], 5.0, Pace()) is None
 
@@ -94,7 +94,7 @@ def test_a_job_with_a_window_of_a_minute_has_what_it_needs_and_leaves_the_rest_t
     found = service.run(60)
     assert service.done_at[3] < service.jobs[3].deadline
     assert found[3] == 250, "its window is met"
-    assert found[1] + found[2] == pytest.approx(350, abs=16), "a job of high priority is not kept waiting"
+    assert found[1] + found[2] == pytest.approx(350, abs=16), "a job of high priority does not wait"
     assert found[1] / found[2] == pytest.approx(4, rel=0.15)
 
 
@@ -135,8 +135,8 @@ def test_a_window_that_cannot_be_met_takes_nothing_from_the_others() -> None:
     service.add(2, 6000, window_s=60)  # ten times what the service answers in a minute
     service.add(3, 150, window_s=60)
     found = service.run(60)
-    assert service.done_at[3] < service.jobs[3].deadline, "one that can be met is, beside it"
-    assert found[2] < 0.08 * found.total(), "its priority's part"
+    assert service.done_at[3] < service.jobs[3].deadline, "a window that can be met is met"
+    assert found[2] < 0.08 * found.total(), "only the share of its priority"
     assert found[1] > 0.6 * found.total()
 
 
@@ -172,7 +172,7 @@ def test_jobs_that_starve_take_a_tenth_of_the_service_at_most() -> None:
     assert max(service.longest_wait_s.values()) < 1.5 * 101 / (0.1 * 2.0)
 
 
-def test_a_job_that_comes_later_does_not_get_what_the_others_had_before_it() -> None:
+def test_a_later_job_does_not_catch_up_on_lines_from_before_its_start() -> None:
     service = Simulation(rate=20.0)
     service.add(1, 100_000)
     service.run(600)

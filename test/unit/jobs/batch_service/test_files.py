@@ -1,4 +1,4 @@
-"""Files of users and of jobs: uploads, listings, deletion, and the time after which they are removed."""
+"""Files of users and of jobs: uploads, listings, deletion and expiry."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_request_with_a_wrong_field_is_refused_and_the_field_is_named(fields, 
         ("xyz", "there are input_file_id, endpoint, completion_window, metadata, output_expires_after, continue_from"),
     ],
 )
-def test_a_field_that_is_not_there_is_answered_with_the_one_that_was_meant(field: str, hint: str) -> None:
+def test_an_unknown_field_is_refused_with_a_suggestion(field: str, hint: str) -> None:
     with pytest.raises(RequestError, match=f'there is no field "{field}"; ') as caught:
         parse_batch_request({**request("file-1"), field: "5"})
     assert hint in caught.value.message

@@ -1,4 +1,4 @@
-"""What lies in the jobs directory is its owner's alone, whatever the umask and the directory let others read."""
+"""Only the owner can read files in the jobs directory, whatever the umask and the directory's mode are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def usual_umask() -> Iterator[None]:
 
 
 def open_to_others(directory: Path) -> dict[str, str]:
-    """The regular files, and the folders within, that others than the owner may use in any way."""
+    """Return the files and folders that others than the owner may use in any way."""
     return {
         str(path.relative_to(directory)): oct(stat.S_IMODE(path.stat().st_mode))
         for path in directory.rglob("*")
@@ -51,7 +51,7 @@ def test_all_files_of_a_service_are_private_in_a_directory_that_is_not(tmp_path:
                 assert open_to_others(jobs) == {}
         assert {"jobs.sqlite", "jobs.sqlite-wal", "jobs.sqlite-shm", "lock", "segments", "files"} <= found
         assert open_to_others(jobs) == {}
-        assert stat.S_IMODE(jobs.stat().st_mode) == 0o755, "the directory itself is the operator's"
+        assert stat.S_IMODE(jobs.stat().st_mode) == 0o755, "the mode of the directory itself is the operator's choice"
 
     asyncio.run(check())
 

@@ -25,7 +25,7 @@ from sgl_batch.jobs.seeds import line_seed
 
 
 async def hold_marked(engine, body):
-    """Lines whose prompt begins with "hold" are never answered, those with "slow" a little later than others."""
+    """Never answer lines whose prompt begins with "hold", and answer those with "slow" a little later."""
     prompt = str(body["prompt"])
     if prompt.startswith("hold"):
         await asyncio.Event().wait()
@@ -36,7 +36,7 @@ async def hold_marked(engine, body):
     return None
 
 
-def test_a_job_ends_with_one_record_for_each_line_in_input_order(tmp_path):
+def test_a_job_ends_with_one_result_line_for_each_line_in_input_order(tmp_path):
     async def scenario():
         async with service_in(tmp_path) as service:
             batch = await create(service, lines(3000))
@@ -121,7 +121,7 @@ def test_a_job_with_bad_lines_fails_as_a_whole_and_runs_none(tmp_path):
     asyncio.run(scenario())
 
 
-def test_an_answer_that_is_no_json_is_its_own_lines_error(tmp_path):
+def test_an_answer_that_is_not_json_fails_only_its_line(tmp_path):
     async def deep(engine, body):
         if body["prompt"] != "deep":
             return None
@@ -238,7 +238,7 @@ def test_a_job_that_no_engine_validated_in_time_expires(tmp_path):
     asyncio.run(scenario())
 
 
-def test_while_a_job_runs_its_content_is_the_lines_before_the_first_that_is_not_finished(tmp_path):
+def test_while_a_job_runs_its_content_is_the_lines_before_the_first_unfinished_one(tmp_path):
     async def scenario():
         given = [line("a"), line("b", "refuse"), line("c"), line("d", "hold"), line("e")]
         async with service_in(tmp_path, ScriptedSource(hold_marked)) as service:
@@ -375,7 +375,7 @@ def test_jobs_are_listed_newest_first_page_by_page(tmp_path):
     asyncio.run(scenario())
 
 
-def test_what_is_not_there_is_not_found(tmp_path):
+def test_unknown_ids_are_not_found(tmp_path):
     async def scenario():
         async with service_in(tmp_path) as service:
             for one_id in ("batch_" + "0" * 24, "../../etc/passwd", "file-\ud800", ""):

@@ -1,4 +1,4 @@
-"""A disk that is full or fails: what is committed is kept, nothing is admitted, and it goes on when there is room."""
+"""A full or failing disk: committed lines are kept, no line starts, and the service goes on when the disk works."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_request_that_the_disk_does_not_take_is_refused_and_can_be_sent_again(
                 await upload(service, lines(1))
             assert error.value.status_code == 507
             file_id = await upload(service, lines(1))
-            # The worst moment: the job is written, and the disk says that it is not.
+            # The worst moment: the job is written, and the write raises.
             arm("database.committed=eio")
             with pytest.raises(RequestError, match="send the request again"):
                 await service.create_batch(request(file_id), idempotency_key="k")

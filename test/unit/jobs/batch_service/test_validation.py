@@ -1,4 +1,4 @@
-"""Which faults fail a whole job, and which are left to the lines."""
+"""Which faults fail a whole job, and which only their lines."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_no_more_than_100_faults_are_listed(tmp_path):
     assert [one.line for one in found.faults] == list(range(1, 101))
 
 
-def test_validation_ends_when_nobody_wants_it_any_more(tmp_path):
+def test_validation_ends_when_it_is_stopped(tmp_path):
     stop = threading.Event()
     stop.set()
     with pytest.raises(StoppedError):

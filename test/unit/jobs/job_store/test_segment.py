@@ -1,4 +1,4 @@
-"""Segments: what is committed is never touched again, what is not is worth nothing."""
+"""Segments: committed bytes are never changed, and other bytes are worthless."""
 
 from __future__ import annotations
 

@@ -65,14 +65,14 @@ def test_rows_of_both_files_come_in_the_order_of_the_input(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "o", "out.parquet"]
 
 
-def test_records_of_another_server_come_last_without_a_row(tmp_path: Path) -> None:
+def test_result_lines_of_another_server_come_last_without_a_row(tmp_path: Path) -> None:
     output = write(tmp_path / "o", result_line("run", 0, CHAT), result_line("other", 1, CHAT))
     errors = write(tmp_path / "e", result_line("earlier", 2, refusal("no"), 400))
     rows = [row for row, _ in merged(output, errors, ["run", "earlier"], 3)]
     assert rows == [0, 2, None]
 
 
-def test_a_table_of_no_record_has_the_same_schema(tmp_path: Path) -> None:
+def test_a_table_without_rows_has_the_same_schema(tmp_path: Path) -> None:
     assert write_results(iter(()), tmp_path / "out.parquet") == 0
     assert pq.read_schema(tmp_path / "out.parquet").names == [name for name, _, _ in COLUMNS]
 
@@ -98,7 +98,7 @@ def test_a_line_that_was_never_answered_has_its_error_and_no_status() -> None:
     assert (row["status_code"], row["error_code"], row["error_message"]) == (None, "batch_expired", "too late")
 
 
-def test_an_error_without_a_code_is_told_by_its_status() -> None:
+def test_an_error_without_a_code_is_named_by_its_status() -> None:
     body = {"error": {"message": "m", "type": "t_e", "param": None, "code": None}}
     assert as_row(0, json.loads(result_line("run", 0, body, 500)))["error_code"] == "status_500"
 

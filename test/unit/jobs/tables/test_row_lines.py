@@ -1,4 +1,4 @@
-"""What line each kind of row becomes, and that no row stops the others."""
+"""Which line each kind of row becomes, and that no row stops the others."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def lines_of(directory: Path, table: pa.Table, rules: RowRules = RULES) -> list[
 
 
 def judged(directory: Path) -> list[str]:
-    """`ok`, or the code of the error, of each line."""
+    """Return `ok` or the code of the error, for each line."""
     rules = LineRules(served_model_names=("tiny",))
     found = [parse_request_line(raw, rules, lambda *_: None) for raw in read_lines(directory / "in.jsonl", 1 << 20)]
     return [one.error.code if isinstance(one, RefusedLine) else "ok" for one in found]
 
 
-def test_a_column_of_questions_becomes_what_a_user_says(tmp_path: Path) -> None:
+def test_a_chat_column_becomes_user_messages(tmp_path: Path) -> None:
     table = pa.table({"question": ["2+3?", "4?"], "answer": ["5", "4"]})
     found = lines_of(tmp_path, table, RowRules(model="tiny", chat_column="question", body={"max_tokens": 4}))
     assert found == [
@@ -66,7 +66,7 @@ def test_messages_keep_no_nulls_of_other_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_a_body_is_a_struct_or_json_text_and_comes_before_all_else(tmp_path: Path, as_text: bool) -> None:
+def test_a_body_is_a_struct_or_json_text_and_takes_precedence(tmp_path: Path, as_text: bool) -> None:
     bodies: list[Any] = [{"prompt": "a", "max_tokens": 9}, {"prompt": "b", "model": "other"}]
     column = [json.dumps(one) for one in bodies] if as_text else bodies
     table = pa.table({"body": column, "url": [None, COMPLETE], "method": ["POST", None], "messages": ["x", "y"]})
@@ -119,7 +119,7 @@ def test_columns_that_are_not_there_are_named(tmp_path: Path, rules: RowRules, w
 
 
 def in_datasets_folder(directory: Path, table: pa.Table) -> Path:
-    """As `Dataset.save_to_disk` writes it: streams of Arrow, and a file that names them in order."""
+    """Write a dataset as `Dataset.save_to_disk` does: Arrow streams, and a file that names them in order."""
     folder = directory / "ds"
     folder.mkdir()
     names = [f"data-0000{number}-of-00002.arrow" for number in range(2)]
@@ -148,7 +148,7 @@ def test_all_kinds_of_tables_give_the_same_lines(tmp_path: Path) -> None:
     assert len(set(texts)) == 1
 
 
-def test_what_is_no_table_is_said_so(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("{}\n")
     assert not is_table(tmp_path / "in.jsonl")
     assert not is_table(tmp_path / "absent")
