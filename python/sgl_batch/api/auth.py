@@ -44,7 +44,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessRules:
-    """The keys there are. Without any, who reaches the server may do what users do.
+    """The server's keys. Without any key, everyone who reaches the server may do what users do.
 
     `open_control`: without an admin key, users may control the engine too. `open_metrics`: /metrics needs no key.
     """

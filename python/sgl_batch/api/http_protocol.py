@@ -159,7 +159,7 @@ class StrictProtocol(H11Protocol):
         self._watch()
 
     def _waits_for_us(self) -> bool:
-        """Whether the client waits for us: reading is paused, or it waits for the answer 100 Continue."""
+        """Return whether the client waits for us: reading is paused, or it waits for the answer 100 Continue."""
         in_body = self.conn.their_state is h11.SEND_BODY
         return in_body and (self.flow.read_paused or self.cycle.waiting_for_100_continue)
 

@@ -48,7 +48,7 @@ SGLANG_FLAGS = (
     ("--enable-dp-attention", None, "needed by several ranks: each has its own sequences"),
     ("--max-total-tokens", "TOKENS", "size of the KV pool (default: what memory allows)"),
     ("--mem-fraction-static", "SHARE", "share of the device's memory for weights and the KV pool"),
-    ("--device", "DEVICE", "cuda or cpu (default: what is there)"),
+    ("--device", "DEVICE", "cuda or cpu (default: cuda where there is a GPU)"),
     ("--chat-template", "FILE", "chat template, or the name of one (default: the model's)"),
     ("--tool-call-parser", "NAME", "parser of tool calls in answers"),
     ("--reasoning-parser", "NAME", "parser that separates reasoning from answers"),

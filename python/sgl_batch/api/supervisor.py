@@ -111,20 +111,20 @@ class EngineSupervisor:
     async def _keep_alive(self) -> None:
         policy = RestartPolicy()
         while True:
-            words, end = await self._one_session()
+            error, end = await self._one_session()
             if self._state.phase == "stopped":
                 return
-            if words.code == BAD_USAGE:
-                self._set_phase("failed", str(words))
+            if error.code == BAD_USAGE:
+                self._set_phase("failed", str(error))
                 self.is_refused = True
                 return
             delay_s = policy.delay_after(end)
             if delay_s is None:
-                logger.error("the engine is not started again: %s", words)
-                self._set_phase("failed", f"not started again: {words}")
+                logger.error("the engine is not started again: %s", error)
+                self._set_phase("failed", f"not started again: {error}")
                 return
-            logger.error("the engine is started again in %g s: %s", delay_s, words)
-            self._set_phase("restarting", str(words), restarts=self._state.restarts + 1)
+            logger.error("the engine is started again in %g s: %s", delay_s, error)
+            self._set_phase("restarting", str(error), restarts=self._state.restarts + 1)
             await asyncio.sleep(delay_s)
 
     async def _one_session(self) -> tuple[EngineError, SessionEnd]:
@@ -141,7 +141,7 @@ class EngineSupervisor:
 
         watching = asyncio.create_task(self._watch(process, arrived))
         try:
-            words = await process.run(on_ready)
+            failure = await process.run(on_ready)
         finally:
             self._ready = None
             watching.cancel()
@@ -149,8 +149,8 @@ class EngineSupervisor:
         if not watching.cancelled():
             watching.result()
         client = process.client
-        return EngineError(words.message, code=words.code), SessionEnd(
-            words=words.message,
+        return EngineError(failure.message, code=failure.code), SessionEnd(
+            message=failure.message,
             lived_s=time.monotonic() - ready_at[0] if ready_at else 0.0,
             busy=client is not None and client.was_busy,
             num_answered=client.num_answered if client is not None else 0,

@@ -83,9 +83,9 @@ class EngineProcess:
             self._directory.mkdir(mode=0o700)
             server = await asyncio.start_unix_server(self._connected, self._socket)
             await self._start()
-            words = await self._reap(await self._converse(on_ready))
+            failure = await self._reap(await self._converse(on_ready))
         except OSError as error:  # no process, no memory or no room on the disk is left for it
-            words = Failed(message=f"the engine's process cannot be started: {error}", code=None)
+            failure = Failed(message=f"the engine's process cannot be started: {error}", code=None)
         finally:
             try:
                 await _to_its_end(self._end_all())
@@ -96,8 +96,8 @@ class EngineProcess:
                     self._frames.result().close()
                 remove_tree(self._directory)
         if self.client is not None:
-            self.client.fail(EngineError(words.message, code=words.code))
-        return words
+            self.client.fail(EngineError(failure.message, code=failure.code))
+        return failure
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._frames.done():
@@ -146,13 +146,13 @@ class EngineProcess:
         finally:
             ended.cancel()
 
-    async def _reap(self, words: Failed | None) -> Failed:
+    async def _reap(self, failure: Failed | None) -> Failed:
         """Wait for the end of a process that has closed its connection. Return why it ended."""
         assert self._process is not None, "the process has started"
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _END_WITHIN_S)
-        if words is not None:
-            return words
+        if failure is not None:
+            return failure
         return Failed(message=self._how_it_ended(), code=None)
 
     def _how_it_ended(self) -> str:

@@ -153,8 +153,8 @@ def _settled(config: BatchConfig, merged: Mapping[str, object]) -> dict[str, obj
     """Choose the arguments that are still open by what the machine has, and log why. Raises ConfigError."""
     model = model_facts(str(merged.get("model_path")), _text(merged, "revision"))
     choice = chosen_arguments(merged, config.forward, machine_facts(on_cpu=on_cpu(merged)), model)
-    for words in choice.sentences:
-        logger.warning("%s", words)
+    for sentence in choice.sentences:
+        logger.warning("%s", sentence)
     return choice.arguments
 
 
@@ -228,7 +228,7 @@ def _check_streaming(config: BatchConfig, merged: Mapping[str, object], *, on_cp
 
 
 def _check_choices(config: BatchConfig, merged: Mapping[str, object], *, on_cpu: bool) -> None:
-    """Refuse to return routed experts on a GPU, or beside a memory budget. Raises ConfigError."""
+    """Refuse to return routed experts on a GPU, or with a memory budget. Raises ConfigError."""
     if not merged.get("enable_return_routed_experts"):
         return
     if not on_cpu:
@@ -239,7 +239,7 @@ def _check_choices(config: BatchConfig, merged: Mapping[str, object], *, on_cpu:
     if config.memory.device_memory:
         raise ConfigError(
             f"device_memory is {format_bytes(config.memory.device_memory)}, and enable_return_routed_experts keeps 4 "
-            "bytes for each token, layer and chosen expert beside it: leave one of them out"
+            "bytes for each token, layer and chosen expert outside it: leave one of them out"
         )
 
 

@@ -112,7 +112,7 @@ class ProcessSpec:
         self.processes.watch(lambda how: on_death(self._error("", how)))
 
     def start_error(self, error: BaseException) -> BaseException:
-        """Return the exception for the user where `error` has ended the start: `error` itself if that says it all."""
+        """Return the exception for the user where `error` has ended the start: `error` itself if that is complete."""
         failure = Rendezvous(self.directory).failure
         if failure is not None and failure.code == BAD_USAGE:
             return ConfigError(failure.text)

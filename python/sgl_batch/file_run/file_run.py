@@ -41,7 +41,7 @@ _REFUSED_AT_ONCE = 64  # lines between two turns of the event loop, which the en
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What a run gets beside its lines. `total` is how many lines it reads."""
+    """The settings of a run. `total` is how many lines it reads."""
 
     run_id: str
     total: int

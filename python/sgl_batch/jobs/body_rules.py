@@ -15,7 +15,7 @@ _SHOWN_CHARACTERS = 80
 
 
 def check_body(url: str, body: Mapping[str, object], served_model_names: Sequence[str]) -> None:
-    """Raise RequestError for a fault that needs no engine to be found. Each fault has a code of its own."""
+    """Raise RequestError for a fault that can be found without an engine. Each fault has its own code."""
     _check_model(body, served_model_names)
     if url == CHAT_URL:
         _check_messages(body)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from sgl_batch.api.restart_policy import RestartPolicy, SessionEnd
 
 
-def end(words: str = "no memory", *, lived_s: float = 0.0, busy: bool = False, num_answered: int = 0) -> SessionEnd:
-    return SessionEnd(words=words, lived_s=lived_s, busy=busy, num_answered=num_answered)
+def end(message: str = "no memory", *, lived_s: float = 0.0, busy: bool = False, num_answered: int = 0) -> SessionEnd:
+    return SessionEnd(message=message, lived_s=lived_s, busy=busy, num_answered=num_answered)
 
 
 def test_the_same_failure_three_times_in_the_first_minute_is_the_last():
@@ -18,13 +18,13 @@ def test_the_same_failure_three_times_in_the_first_minute_is_the_last():
 
 def test_messages_that_differ_only_in_numbers_are_the_same():
     policy = RestartPolicy()
-    words = [f"the scheduler died: SIGKILL; it had taken {had} GiB" for had in ("1.50", "1.62", "9")]
-    assert [policy.delay_after(end(one)) for one in words] == [1.0, 2.0, None]
+    messages = [f"the scheduler died: SIGKILL; it had taken {had} GiB" for had in ("1.50", "1.62", "9")]
+    assert [policy.delay_after(end(one)) for one in messages] == [1.0, 2.0, None]
 
 
 def test_another_message_resets_the_count():
     policy = RestartPolicy()
-    delays = [policy.delay_after(end(words)) for words in ("a", "a", "b", "b", "b")]
+    delays = [policy.delay_after(end(message)) for message in ("a", "a", "b", "b", "b")]
     assert delays[:4] == [1.0, 2.0, 4.0, 8.0]
     assert delays[4] is None
 

@@ -146,11 +146,11 @@ def package_row(package: Package, machine: Machine) -> Row:
 
 
 def _broken(package: Package, version: str | None, error: Exception, *, required: bool) -> Row:
-    words = (str(error).strip().splitlines() or ["no message"])[0]
+    message = (str(error).strip().splitlines() or ["no message"])[0]
     return Row(
         check=package.name,
         state=State.FAILED,
-        found=f"{version or 'installed'}, does not import: {type(error).__name__}: {words}",
+        found=f"{version or 'installed'}, does not import: {type(error).__name__}: {message}",
         remedy=package.remedy,
         required=required,
     )

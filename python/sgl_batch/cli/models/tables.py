@@ -9,13 +9,14 @@ from sgl_batch.core.supported_models import COROUTINE, CPU, FAMILIES, FORMATS, G
 
 FORMAT = "sgl_batch.models/1"
 OTHER = (
-    "Any other decoder of which SGLang has a model runs through SGLang's own forward pass, in groups and with shared "
-    "prefixes, on several ranks if it has no experts; with a host KV store its prompts are computed on the device, and "
-    "sequences move to the store and back whole; unless its config tells that it could not be right here."
+    "Any other decoder that SGLang supports runs through SGLang's own forward pass, in groups and with shared "
+    "prefixes, on several ranks if it has no experts. With a host KV store its prompts are computed on the device, and "
+    "sequences move to the store and back whole. A model whose config shows that its output would be wrong here is "
+    "refused."
 )
 _KINDS_REFUSED = (
-    "states beside KV (Mamba, linear attention, convolutions: Jamba, Falcon-H1, Nemotron-H, Qwen3-Next, Kimi-Linear, "
-    "MiniMax-Text-01, LFM2)",
+    "states in addition to KV (Mamba, linear attention, convolutions: Jamba, Falcon-H1, Nemotron-H, Qwen3-Next, "
+    "Kimi-Linear, MiniMax-Text-01, LFM2)",
     "attention to chosen tokens or within chunks (DeepSeek-V3.2 and V4, GLM-5, Llama-4)",
     "latent attention without an adapter (MiniCPM3, GLM-4.7-Flash, LongCat)",
     "sliding windows shorter than the context, layers of unequal KV, ALiBi",
@@ -69,7 +70,7 @@ def as_text() -> str:
     families = _columns((_HEAD, *family_rows()))
     formats = _columns((("number format of weights", "CPU", "GPU"), *format_rows()))
     refused = "\n".join(f"  {kind}" for kind in _KINDS_REFUSED)
-    return f"{families}\n\n{OTHER}\nRefused at the start, by what the config holds:\n{refused}\n\n{formats}\n"
+    return f"{families}\n\n{OTHER}\nRefused at the start, by the config:\n{refused}\n\n{formats}\n"
 
 
 def as_markdown() -> str:
@@ -78,16 +79,16 @@ def as_markdown() -> str:
     return f"""\
 # Which models run how
 
-Made by `sgl-batch models --markdown`, from the table with which the engine decides (`core/supported_models.py`).
-`sgl-batch check --model DIR` says of one model what it would do, what it takes of memory, and with which flags it runs.
+Made by `sgl-batch models --markdown`, from the table by which the engine decides (`core/supported_models.py`).
+`sgl-batch check --model DIR` checks one model: how it would run, what memory it takes, and with which flags it runs.
 *works*: greedy tokens equal Hugging Face's in float32. The coroutine forward splits groups for attention and combines
 them for one expert call a layer; SGLang's own forward computes a group unsplit. The start of an engine, the summary
-and manifest of a run, `batch_stats` and `/health` say which it is.
+and manifest of a run, `batch_stats` and `/health` name the forward pass.
 
 {_markdown(_HEAD, family_rows())}
 
 {OTHER}
-Refused at the start, by what the config holds:
+Refused at the start, by the config:
 
 {refused}
 

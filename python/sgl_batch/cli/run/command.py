@@ -326,7 +326,7 @@ class _Run:
         )
 
     def _is_finished(self, total: int) -> bool:
-        """Whether the earlier run has completed, and its files still have all lines."""
+        """Return whether the earlier run has completed and its files still have all lines."""
         return self._was_completed and self._earlier is not None and self._earlier.prefix == total
 
     def _nothing_left(self, total: int) -> int:

@@ -45,8 +45,8 @@ When the disk does not take a write, `StorageGuard` repeats it until it does. No
 When an engine dies
 -------------------
 
-Each line in flight may have killed it: these lines are suspects. They run again in groups, and no other line runs
-beside a group (bisect_suspects.py). A group that kills an engine is split; up to 16 lines run one by one. A line that
+Each line in flight may have killed it: these lines are suspects. They run again in groups, and while a group runs, no
+other line does (bisect_suspects.py). A group that kills an engine is split; up to 16 lines run one by one. A line that
 kills two engines while it runs alone gets an error line. A death with a known cause (a full disk, say) blames no line.
 A line resumes from its partial output; after a death while it ran alone, it starts from the beginning.
 

@@ -242,7 +242,7 @@ class Dispatcher:
             await self._suspects.split(group, sorted((one.job.row.seq, one.line.index) for one in suspects))
 
     def _is_guilty(self, death: EngineError, group: SuspectGroup) -> bool:
-        """Whether a line that ran alone is to blame for this death.
+        """Return whether a line that ran alone is to blame for this death.
 
         It is to blame for the second engine: the first may have been killed from outside. It is never to blame for a
         death with a known reason (a full disk, say).

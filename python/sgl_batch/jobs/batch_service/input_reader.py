@@ -38,7 +38,7 @@ class InputReader:
         return len(self._ahead)
 
     def wants_filling(self, num_jobs: int) -> bool:
-        """Whether to read more ahead, where `num_jobs` jobs share the read-ahead."""
+        """Return whether to read more ahead, where `num_jobs` jobs share the read-ahead."""
         return self._next is not None and len(self._ahead) <= max(READ_AHEAD_LINES // num_jobs // 2, FEWEST_LINES)
 
     def take(self) -> Line:

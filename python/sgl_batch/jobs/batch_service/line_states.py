@@ -30,11 +30,11 @@ class LineStates:
         return self._contiguous
 
     def is_to_do(self, index: int) -> bool:
-        """Whether the line is neither taken nor done."""
+        """Return whether the line is neither taken nor done."""
         return self._states[index] == _TO_DO
 
     def is_done(self, index: int) -> bool:
-        """Whether the line's result line is committed."""
+        """Return whether the line's result line is committed."""
         return self._states[index] == _DONE
 
     def first_to_do(self) -> int | None:

@@ -83,12 +83,12 @@ def known_job(connection: sqlite3.Connection, job_id: str) -> JobRow:
 
 
 def job_of_file(connection: sqlite3.Connection, file_id: str) -> JobRow | None:
-    """The job whose output or errors go to this file."""
+    """Return the job whose output or errors go to this file, or None."""
     return next(_select(connection, "WHERE output_file_id = ? OR error_file_id = ?", file_id, file_id), None)
 
 
 def list_jobs(connection: sqlite3.Connection, *, limit: int, after: str | None) -> list[JobRow]:
-    """Up to `limit` jobs, newest first, of those before the job `after`."""
+    """Return up to `limit` jobs, newest first, created before the job `after`."""
     if after is None:
         return list(_select(connection, "ORDER BY seq DESC LIMIT ?", limit))
     where = "WHERE seq < (SELECT seq FROM jobs WHERE id = ?) ORDER BY seq DESC LIMIT ?"

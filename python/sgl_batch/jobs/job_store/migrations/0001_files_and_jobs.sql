@@ -1,4 +1,4 @@
--- `seq` gives the order of creation: cursors of listings use it, and rows of results name their job by it.
+-- `seq` is the order of creation. Cursors of listings use it, and rows of results name their job by it.
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -18,10 +18,10 @@ CREATE TABLE jobs (
     completion_window TEXT NOT NULL,
     input_file_id TEXT NOT NULL,
     metadata TEXT,                          -- JSON
-    seed INTEGER NOT NULL,                  -- of lines that bring none
+    seed INTEGER NOT NULL,                  -- for lines without a seed of their own
     output_expires_after INTEGER,           -- seconds from the creation of the output
     continue_from TEXT REFERENCES jobs (id),
-    taken_over INTEGER NOT NULL,            -- whether the successes of `continue_from` are all here
+    taken_over INTEGER NOT NULL,            -- whether all answers of `continue_from` are copied
     output_file_id TEXT NOT NULL UNIQUE,    -- known from the start; `has_output` says whether the file was made
     error_file_id TEXT NOT NULL UNIQUE,
     has_output INTEGER NOT NULL DEFAULT 0,
@@ -30,7 +30,7 @@ CREATE TABLE jobs (
     total INTEGER NOT NULL DEFAULT 0,       -- lines, once they are validated
     line_offsets BLOB,                      -- where every 1000th line begins
     errors TEXT,                            -- JSON: why validation failed
-    completed INTEGER NOT NULL DEFAULT 0,   -- these seven always agree with the results committed
+    completed INTEGER NOT NULL DEFAULT 0,   -- these seven always agree with the committed results
     failed INTEGER NOT NULL DEFAULT 0,
     input_tokens INTEGER NOT NULL DEFAULT 0,
     output_tokens INTEGER NOT NULL DEFAULT 0,
@@ -51,17 +51,17 @@ CREATE TABLE jobs (
 CREATE INDEX jobs_untidy ON jobs (is_tidy) WHERE is_tidy = 0;
 CREATE INDEX jobs_by_input ON jobs (input_file_id);
 
--- One row for each line that is finished, until the job has ended. The key is what makes a line count once.
+-- One row for each finished line, until the job has ended. The key makes a line count once.
 CREATE TABLE results (
     job INTEGER NOT NULL REFERENCES jobs (seq),
     line_index INTEGER NOT NULL,
-    place INTEGER NOT NULL,
+    place INTEGER NOT NULL,                 -- offset of the result line in the segment
     num_bytes INTEGER NOT NULL,
     failed INTEGER NOT NULL,
     PRIMARY KEY (job, line_index)
 ) WITHOUT ROWID;
 
--- Lines that were in flight when an engine died; those of one lot are run together, with nothing beside them.
+-- Lines that were in flight when an engine died. Those of one group (`lot`) run together, with no other lines.
 CREATE TABLE suspects (
     job INTEGER NOT NULL REFERENCES jobs (seq),
     line_index INTEGER NOT NULL,
