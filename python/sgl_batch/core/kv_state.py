@@ -44,7 +44,7 @@ class KVState:
     prompts: prompt pages on the device that several sequences may hold.
     pages_of: returns the prompt pages of a sequence, by its id, that can be shared.
     choices: waiting sequences whose last prompt token is still to be computed.
-    store_free: pages of an exclusive store that this rank can take now.
+    store_free: blocks of an exclusive store, each for one page, that this rank can take now.
     arrived: whether sequences whose KV was on its way to the device can join the decode group now.
     streams: whether decode steps read their KV from the store.
     interval: the last interval between boundaries, as measured.

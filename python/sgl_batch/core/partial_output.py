@@ -43,7 +43,7 @@ class PartialOutput:
     def put(self, start: int, tokens: Sequence[int]) -> None:
         """Replace all tokens from position `start` on with `tokens`.
 
-        Tokens beyond the budget are left out, and so are tokens that begin after a gap.
+        Tokens beyond the budget are left out, tokens that begin after a gap are too, and a closed one takes none.
         """
         if start > len(self) or self._is_closed:
             return

@@ -25,7 +25,7 @@ from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 
 Record = Mapping[str, Any]
 
-# By the name of a policy in records, what makes it.
+# Policies by their names in records.
 POLICIES: dict[str, Callable[[], KVPolicy]] = {
     "device": DeviceOnly,
     "inclusive": Inclusive,

@@ -121,7 +121,7 @@ class Exclusive:
         return Prefill(units=units, on_device=tuple(pages_to_run(unit.leader, kv.device, plan) for unit in units))
 
     def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
-        """See KVPolicy. If leaving sequences need store pages of sequences on their way back, wait for these first."""
+        """See KVPolicy. If leaving sequences need store blocks of sequences on their way back, wait for these first."""
         turn = _residency(state, kv, plan)
         leave = sum(pages_for(s.kv_tokens, plan.page_size) for s in (*turn.suspend, *turn.evict))
         if state.returning and leave > kv.store_free:

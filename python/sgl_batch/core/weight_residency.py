@@ -35,7 +35,7 @@ def plan_residency(slots: int, *, layers: int, experts: int) -> WeightResidency:
         raise ConfigError(f"memory for {slots} experts is less than the {experts} of a layer")
     if slots >= layers * experts:
         return WeightResidency(slots=layers * experts, kept=experts)
-    # Here there are more than two layers, or fewer slots than two.
+    # Here there are more than two layers, or fewer slots than two layers' experts.
     spare = slots - 2 * experts
     return WeightResidency(slots=slots, kept=max(0, spare // (layers - 2)) if layers > 2 else 0)
 
