@@ -83,7 +83,7 @@ class Form:
             engine.close()
 
 
-# "shared" memory is what several ranks of a machine use; one rank alone has memory of its own.
+# "shared": memory that several ranks of a machine share; "memory": that of one rank alone.
 KINDS = ("memory", "shared", "file")
 FORMS = [Form(kind, workers) for kind in KINDS for workers in (1, 2)]
 

@@ -18,7 +18,7 @@ from sgl_batch.kv_offload.store_errors import CopyCancelled, StoreFault
 
 pytest.importorskip("sgl_batch_kernel.kv_store")
 LARGE = 16 << 20  # bytes of a page that takes milliseconds to copy
-BACKLOG = 500  # copies of such a page, one after the other: a second or more that a test can do something in
+BACKLOG = 500  # copies of such a page, one after the other: they take a second or more
 ONE_LAYER = range(1)
 
 Parts = tuple[HostKVStore, NativeCopyEngine, PlainPool]
@@ -44,7 +44,7 @@ def large(form: Form, tmp_path: Path) -> Iterator[Parts]:
 def backlog(store: HostKVStore, engine: NativeCopyEngine) -> Iterator[list[NativeTicket]]:
     """Inside, a queue of copies of all pages delays later ones; at the end the waiting ones are cancelled."""
     block = prepared(store, 1)
-    # One block: they run one after the other.
+    # They share one block, so that they run one after the other.
     tickets = [engine.store_pages(ONE_LAYER, [turn % 6], block) for turn in range(BACKLOG)]
     try:
         yield tickets
@@ -108,7 +108,7 @@ def test_a_cancelled_copy_writes_nothing_and_its_blocks_can_be_freed(large: Part
     with backlog(store, engine):
         load = engine.load_pages(ONE_LAYER, torch.cat((block, block)), [0, 5])
         assert load.cancel()
-        assert not load.cancel(), "nothing is left to leave out"
+        assert not load.cancel(), "nothing is left to cancel"
     for _ in range(2):
         with pytest.raises(CopyCancelled):
             load.wait()
@@ -116,7 +116,7 @@ def test_a_cancelled_copy_writes_nothing_and_its_blocks_can_be_freed(large: Part
     store.free(block)
     done = engine.load_pages(ONE_LAYER, stored(store, engine, [2]), [0])
     done.wait()
-    assert not done.cancel(), "what has ended cannot be cancelled"
+    assert not done.cancel(), "an ended copy cannot be cancelled"
     done.wait()
 
 
@@ -174,7 +174,7 @@ def test_a_copy_larger_than_the_queue_runs_alone(form: Form, tmp_path: Path) -> 
 
 
 def test_several_threads_submit_to_a_full_queue_without_deadlock(form: Form, tmp_path: Path) -> None:
-    # All come at once, with copies long enough for the others to find the queue full.
+    # All threads submit at once, and copies take long enough that the others find the queue full.
     pool = PlainPool.random(layers=2, part_bytes=(500_000,), pages=40)
     before = [part.clone() for parts in pool.parts for part in parts]
     with store_and_engine(form, pool, tmp_path, max_tickets=1) as (store, engine):

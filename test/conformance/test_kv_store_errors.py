@@ -154,7 +154,7 @@ def test_a_checksum_finds_a_layer_left_from_an_earlier_use_of_the_block(form: Fo
             engine.load_pages(range(3), blocks, [1]).wait()
 
 
-# Each call moves at most 1,000 bytes and every third is interrupted; on a file of the store only.
+# On the store's file, each call moves at most 1,000 bytes, and every third is interrupted.
 _SHORT_CALLS = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -88,7 +88,7 @@ def test_another_ranks_blocks_can_be_shared_and_outlive_that_rank(store: HostKVS
     store.share(blocks)
     assert store.references(blocks).tolist() == [3, 2, 2, 2, 2]
     other_rank.kill()
-    assert store.reclaim(1) == 5, "those that were WRITING; the others are held here too"
+    assert store.reclaim(1) == 5, "the WRITING blocks are freed; this rank holds the others too"
     assert store.references(blocks).tolist() == [1] * 5
     pool = PlainPool.random(**POOL)
     engine = NativeCopyEngine(store, pool)
@@ -131,8 +131,8 @@ def test_a_rank_killed_while_it_changes_the_table_blocks_no_other(tmp_path: Path
         store.complete_store(own)
         for _ in range(1000):
             other_rank.start("change", store, pool=small, rank=2)
-            # What this rank does goes between what the other does. Then the other is left to it for a while, since it
-            # would be killed while it waits for this rank's last call, and dies in the middle of something.
+            # This rank's calls run between the other's. Then the other runs alone for a while: otherwise it would be
+            # killed while it waits for this rank's last call, and not in the middle of a change.
             for _ in range(drawn.randint(1, 5)):
                 store.share(own)
                 store.free(own)

@@ -76,7 +76,7 @@ class Group:
                     page, place = divmod(self.tokens[row], PAGE)
                     keys[pages[page], place] = 1000 * row + 10 * self.tokens[row] + layer
                 staging.after_attention(layer, index, one.span[1])
-                assert pool.first_page == 0, "between sub-batches the pool's layers are its own"
+                assert pool.first_page == 0, "between sub-batches the pool's layers point to its own pages"
         staging.end()
         self.store.complete_store(self.new)
         self.tokens = [tokens + 1 for tokens in self.tokens]
@@ -130,6 +130,6 @@ def test_a_new_block_for_an_open_page_is_read_from_the_next_step_on() -> None:
         engine.load_pages(range(LAYERS), [shared], [8]).wait()
         first, second = pool.page_parts(2)[0][8, :2, 0].tolist()
         assert first == 2.0
-        assert second != 12.0, "what others have is as it was"
+        assert second != 12.0, "the shared block is unchanged"
         staging.close()
         engine.close()

@@ -56,7 +56,7 @@ def prefill(
             for row, (first, at) in enumerate(rows, start):
                 pool.page_parts(layer)[0][first + at // PAGE, at % PAGE] = 1000 * layer + row
             staging.after_attention(layer, index, start + len(rows))
-            assert pool.first_page == 0, "between sub-batches the pool's layers are its own"
+            assert pool.first_page == 0, "between sub-batches the pool's layers point to its own pages"
     staging.end()
 
 

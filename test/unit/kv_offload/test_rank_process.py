@@ -44,7 +44,7 @@ def test_a_later_process_with_the_same_number_is_a_different_process(process):
 
 
 def test_a_process_runs_while_any_thread_runs():
-    # The first thread ends, the other goes on until its input does.
+    # The first thread ends; the other runs until its input ends.
     code = (
         "import ctypes, sys, threading\n"
         "threading.Thread(target=sys.stdin.read).start()\n"

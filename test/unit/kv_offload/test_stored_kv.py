@@ -60,7 +60,7 @@ def test_a_restored_sequence_has_its_kv_unchanged(stored, store, pool, counters)
     stored.restore("a", torch.tensor([20, 21, 22])).wait()
     assert all(torch.equal(pool.page_parts(layer)[0][20:23], before[layer]) for layer in range(LAYERS))
     stored.restored("a")
-    assert store.counts().used == 2, "the open page will be full as another one"
+    assert store.counts().used == 2, "the open page's block is freed, and the full page gets another"
     assert counters.counts["pages_copied_to_suspend"] == 1
     assert counters.counts["pages_written_through"] == 2
 
@@ -153,7 +153,9 @@ def test_write_through_never_blocks_the_host(stored, store, monkeypatch):
     with syncs:
         tiers.write_through(requests)
     assert not syncs.take()
-    assert [len(stored.store_blocks_of(name)) for name in "abc"] == [1, 0, 1], "those whose last page is full"
+    assert [len(stored.store_blocks_of(name)) for name in "abc"] == [1, 0, 1], (
+        "sequences whose last page is full have stored it"
+    )
     stored.sync(wait=True)
 
 

@@ -99,7 +99,7 @@ class AllocatorAgainstSets(RuleBasedStateMachine):
         for kv_indices in leaving:
             self.allocator.free(torch.tensor(kv_indices))
         if in_group:
-            assert self.allocator.available_size() == before, "a group is freed at its end"
+            assert self.allocator.available_size() == before, "the group is released at its end"
             self.allocator.free_group_end()
         self.sequences = [
             kv_indices for kv_indices in self.sequences if not any(kv_indices is gone for gone in leaving)
@@ -108,9 +108,9 @@ class AllocatorAgainstSets(RuleBasedStateMachine):
     @invariant()
     def every_page_has_one_owner_and_free_and_used_make_the_total(self):
         used = [page for kv_indices in self.sequences for page in self.pages(kv_indices)]
-        assert len(used) == len(set(used)), "no page is handed out twice"
+        assert len(used) == len(set(used)), "no page is given twice"
         free = self.allocator.free_pages.tolist()
-        assert sorted(used + free) == list(range(1, NUM_PAGES + 1)), "page 0 stays out of it"
+        assert sorted(used + free) == list(range(1, NUM_PAGES + 1)), "page 0 is never given"
         assert self.allocator.available_size() == len(free) * self.page_size
 
     @invariant()
@@ -199,5 +199,5 @@ def test_staged_tokens_are_consecutive_and_take_no_page():
     with allocator.decoding_staged():
         assert decode(allocator, [[0, 1, 2, 3], [96, 97, 98, 99], [84]]).tolist() == [4, 100, 85]
     assert allocator.available_size() == NUM_PAGES * 4
-    assert decode(allocator, [[4, 5, 6, 7], [8]]).tolist() == [4, 9], "a page is opened again"
+    assert decode(allocator, [[4, 5, 6, 7], [8]]).tolist() == [4, 9], "freed pages are taken again"
     assert allocator.available_size() == (NUM_PAGES - 1) * 4

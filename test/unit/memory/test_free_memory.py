@@ -78,7 +78,7 @@ def test_memory_that_this_process_takes_is_not_free() -> None:
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         before = free_bytes()
         memory[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
-        assert free_bytes() < before - size // 4, "whatever others give back meanwhile"
+        assert free_bytes() < before - size // 4, "even if other processes give memory back meanwhile"
 
 
 def test_memory_that_is_given_back_is_free_and_zero() -> None:
@@ -86,6 +86,6 @@ def test_memory_that_is_given_back_is_free_and_zero() -> None:
     before = resident_bytes()
     give_back(tensor[mmap.PAGESIZE // 2 :])
     assert resident_bytes() < before - (60 << 20)
-    assert tensor[: mmap.PAGESIZE // 2].eq(7).all(), "what is not given is kept"
+    assert tensor[: mmap.PAGESIZE // 2].eq(7).all(), "memory that is not given back is kept"
     assert tensor[2 * mmap.PAGESIZE] == 0
     give_back(tensor[:0])

@@ -27,7 +27,7 @@ class Stream:
         self.begun = True
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        assert self.begun, "a copy that waits for nothing may write to what is read"
+        assert self.begun, "a copy that does not wait may overwrite data that is being read"
         assert to.is_contiguous(), "one copy, not one for each row"
         assert source.is_contiguous(), "one copy, not one for each row"
         self.num_copies += 1

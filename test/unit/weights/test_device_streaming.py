@@ -42,7 +42,7 @@ class Model:
             w13=torch.randn(LAYERS, EXPERTS, 2 * INTER, HIDDEN, generator=self.dice),
             w2=torch.randn(LAYERS, EXPERTS, HIDDEN, INTER, generator=self.dice),
         )
-        nan = float("nan")  # what is read before it is there shows
+        nan = float("nan")  # shows a read before its copy
         tensors = SlotTensors(
             w13=torch.full((slots, 2 * INTER, HIDDEN), nan), w2=torch.full((slots, HIDDEN, INTER), nan)
         )
@@ -102,7 +102,7 @@ def test_a_large_group_fetches_all_experts_and_a_small_one_those_it_uses() -> No
     before = model.counters.counts["weights_read"]
     for layer in range(LAYERS):
         model.visit(layer, 1)
-    assert model.counters.counts["weights_read"] - before <= EXPERTS + LAYERS * TOP_K, "a layer was under way"
+    assert model.counters.counts["weights_read"] - before <= EXPERTS + LAYERS * TOP_K, "one layer was being read ahead"
 
 
 def test_neighbouring_experts_are_fetched_by_one_copy() -> None:
@@ -201,7 +201,7 @@ class Experts(torch.nn.Module):
 
 
 def not_settled(*_: object) -> Choice:
-    raise AssertionError("what is asked for is not measured")
+    raise AssertionError("a runner that is chosen by a flag is not measured")
 
 
 def test_a_models_experts_stay_on_the_host_and_are_streamed(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_a_checkpoint_that_fits_loads_unchanged(threads: bool) -> None:
 )
 def test_parameters_missing_in_a_checkpoint_are_named(absent: str, said: str, dtype: torch.dtype) -> None:
     weights = {name: one.nan_to_num(1.0) if dtype.itemsize > 1 else one for name, one in checkpoint(dtype).items()}
-    if dtype.itemsize == 1:  # any NaN is a mark there, and none is a weight
+    if dtype.itemsize == 1:  # any NaN is a mark, and no weight is NaN
         weights |= {f"layers.{layer}.norm": torch.ones(4).to(dtype) for layer in range(NUM_LAYERS)}
     del weights[absent]
     with pytest.raises(ConfigError, match=f"it has nothing for 1 parameters of the model: {said}. Its answers"):
@@ -194,7 +194,7 @@ def test_parameters_are_marked_in_any_memory_layout(dtype: torch.dtype) -> None:
         with pytest.raises(ConfigError, match=r"nothing for 1 parameters of the model: qweight \(20 of 40 rows\)"):
             Packed(data.clone(memory_format=torch.preserve_format), (slice(20),)).load(numbers)
         Packed(data, (slice(None),)).load(numbers)
-    alike = torch.zeros(1, 12).to(dtype).expand(40, 12)  # one row, seen forty times
+    alike = torch.zeros(1, 12).to(dtype).expand(40, 12)  # forty rows that share the memory of one
     Packed(alike, (slice(0),)).load(torch.ones(40, 12).to(dtype))
 
 

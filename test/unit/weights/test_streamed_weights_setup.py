@@ -92,7 +92,9 @@ def test_experts_in_their_files_take_no_memory_and_keep_their_shape() -> None:
     gate = built.get_parameter("layers.0.gate.weight")
     assert gate.untyped_storage().nbytes() == gate.numel() * 4
     after = Experts(EXPERTS, torch.bfloat16)
-    assert after.w2_weight.untyped_storage().nbytes() == after.w2_weight.numel() * 2, "outside all are whole"
+    assert after.w2_weight.untyped_storage().nbytes() == after.w2_weight.numel() * 2, (
+        "outside, parameters have all their memory"
+    )
 
 
 @pytest.mark.parametrize(

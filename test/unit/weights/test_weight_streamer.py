@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("sgl_batch_kernel.expert_loader")
 from streamed_layers import EXPERTS, LAYERS, StreamedLayers, routed
 
-MANY, FEW = 40, 2  # tokens of a group: nearly all experts are asked for, and a handful
+MANY, FEW = 40, 2  # tokens of a group that uses nearly all experts, and of one that uses a few
 ALL = LAYERS * EXPERTS
 pytestmark = pytest.mark.usefixtures("one_thread")
-# A layer, a little more, two layers, two and some that stay, nearly all.
+# Slots for one layer, a few more, two layers, two layers and some that stay, all but one, all.
 MEMORY = (EXPERTS, EXPERTS + 3, 2 * EXPERTS, 2 * EXPERTS + 4 * (LAYERS - 2), ALL - 1, ALL)
 
 
@@ -141,4 +141,4 @@ def test_slots_grow_only_if_it_pays_and_shrink_at_once(tmp_path: Path) -> None:
     model.fit(42)
     assert model.slots.table.num_slots == 42
     model.fit(41)
-    assert model.slots.table.num_slots == 41, "what a pass takes is given back at once"
+    assert model.slots.table.num_slots == 41, "memory that a pass needs is given back at once"
