@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sgl_batch.core.answers import EngineStats
 
-# What a boundary costs: orders and moves, and the batches that are put together after it.
+# The cost of a boundary: the agreement on actions, the moves, and the batches that are made after it.
 _BOUNDARY = ("boundary", "copies")
 
 

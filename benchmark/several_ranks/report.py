@@ -27,7 +27,7 @@ NOTE = """\
 Medians (smallest-largest) of the rounds; by rank, medians. Bound: the time of one rank on its share of the cores,
 divided by the number of ranks, or that of the longest sequence alone, where it is quickest, whichever is longer; paired
 by round. Stall: the share of a rank's time in which it waited for other ranks, in the exchanges of layers and before
-steps. Idle: stall, the agreement before steps, and waits for requests. Boundary: orders, moves (with their waits) and
+steps. Idle: stall, the agreement before steps, and waits for requests. Boundary: actions, moves (with their waits) and
 the new decode batch, as a share of the time outside prefill passes, of the rank with the most. Imbalance: tokens of the
 most loaded expert over the mean. Routed: which share of all routed tokens a rank's experts compute."""
 _BARS = "▁▂▃▄▅▆▇█"

@@ -34,28 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sgl_batch.core import decide
-from sgl_batch.core.actions import (
-    Abort,
-    Action,
-    Actions,
-    BeginInterval,
-    Evict,
-    Extend,
-    Idle,
-    Join,
-    Migrate,
-    Partition,
-    Prefill,
-    PrefillChoices,
-    Refill,
-    Restore,
-    Step,
-    StreamDecode,
-    Suspend,
-    SwitchPhase,
-    Sync,
-)
+from sgl_batch.core import actions, decide
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.coroutine import Event
 from sgl_batch.core.decision_record import Observed
@@ -87,7 +66,7 @@ from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
-A = TypeVar("A", bound=Action)
+A = TypeVar("A", bound=actions.Action)
 
 
 class BoundaryExecutor:
@@ -141,7 +120,11 @@ class BoundaryExecutor:
     # Intake.
 
     def enqueue(self, request: Request) -> None:
-        """Enter a request that is in the scheduler's waiting queue as QUEUED. One that can never fit gets its error."""
+        """Enter a request as a QUEUED sequence. One that can never fit ends with its error.
+
+        Args:
+            request: a new or resumed request, which the caller has appended to the scheduler's waiting queue.
+        """
         sequence = self.table.enter(request)
         for action in self.table.decided_on_arrival(sequence):
             self._do(action, self._scheduler.running_batch, 0.0)
@@ -171,13 +154,13 @@ class BoundaryExecutor:
         while True:
             for action in self._recorded(running, lambda state, kv: decide.decide(state, kv, self.plan, self._policy)):
                 match action:
-                    case Step():
+                    case actions.Step():
                         return self.step(action, running), running
-                    case Prefill():
+                    case actions.Prefill():
                         return self.prefill(action), running
-                    case PrefillChoices(most=most):
+                    case actions.PrefillChoices(most=most):
                         return self.prefill_choices(most), running
-                    case Idle():
+                    case actions.Idle():
                         self._filling = False
                         return None, running
                     case _:
@@ -196,20 +179,22 @@ class BoundaryExecutor:
         began, boundaries = time.perf_counter(), self._boundaries
         while self._boundaries == boundaries and not self._unbatched.forked:
             for action in self._decide_boundary(running, others_run=others_run):
-                running = self._do(BeginInterval() if isinstance(action, Idle) else action, running, began)
+                running = self._do(
+                    actions.BeginInterval() if isinstance(action, actions.Idle) else action, running, began
+                )
         return running
 
     def composed_step(self, running: ScheduleBatch) -> ScheduleBatch | None:
         """Return this rank's batch in a decode step of several ranks; None where it has no rows. See `step`."""
         if not self.plan.mix_prefill:
-            return self.step(Step(), running)
+            return self.step(actions.Step(), running)
         (action,) = self._recorded(
             running, lambda state, kv: (decide.compose(state, kv, self.plan, self._policy),), decision="step"
         )
         return self.step(action, running)
 
-    def _decide_boundary(self, running: ScheduleBatch, *, others_run: bool) -> Actions:
-        def make(state: State, kv: KVState) -> Actions:
+    def _decide_boundary(self, running: ScheduleBatch, *, others_run: bool) -> actions.Actions:
+        def make(state: State, kv: KVState) -> actions.Actions:
             return self._policy.at_boundary(state, kv, self.plan, others_run=others_run)
 
         return self._recorded(running, make, decision="boundary", others_run=others_run)
@@ -227,43 +212,43 @@ class BoundaryExecutor:
         if not self._trace.is_open:
             return make(state, kv)
         observed = Observed(state, kv)
-        actions = make(observed.state, observed.kv)
+        decided = make(observed.state, observed.kv)
         self._trace.write_decision(
-            observed.record(self.plan, self._policy.name, actions, decision=decision, others_run=others_run)
+            observed.record(self.plan, self._policy.name, decided, decision=decision, others_run=others_run)
         )
-        return actions
+        return decided
 
-    def _do(self, action: Action, running: ScheduleBatch, boundary_began: float) -> ScheduleBatch:
+    def _do(self, action: actions.Action, running: ScheduleBatch, boundary_began: float) -> ScheduleBatch:
         """Carry out an action that is not for the device; return the decode batch."""
         match action:
-            case Sync(wait=wait):
+            case actions.Sync(wait=wait):
                 self.kv.sync(wait=wait)
-            case Join(wait=wait):
+            case actions.Join(wait=wait):
                 running = self.join_arrived(running, wait=wait)
-            case Suspend(sequences=sequences, why=why):
+            case actions.Suspend(sequences=sequences, why=why):
                 self.suspend(sequences, running, why)
-            case Evict(sequences=sequences):
+            case actions.Evict(sequences=sequences):
                 self.kv.to_store([self.table.request_named(s.sequence_id) for s in sequences])
                 self._counters.add("evictions", len(sequences))
-            case Extend(pages=pages):
+            case actions.Extend(pages=pages):
                 for sequence, number in pages:
                     self.ledger.resize(sequence.sequence_id, number)
-            case Restore(pages=pages):
+            case actions.Restore(pages=pages):
                 for sequence, number in pages:
                     self.ledger.reserve(sequence.sequence_id, number)
                     self.kv.restore(self.table.take_ready(sequence.sequence_id))
-            case Refill(sequences=sequences):
+            case actions.Refill(sequences=sequences):
                 running = self.refill(sequences, running)
-            case StreamDecode(on=on):
+            case actions.StreamDecode(on=on):
                 self.kv.stream(on=on)
-            case BeginInterval():
+            case actions.BeginInterval():
                 self.begin_interval(running, boundary_began)
-            case Abort(sequences=sequences, why=why):
+            case actions.Abort(sequences=sequences, why=why):
                 for sequence in sequences:
                     self.removal.abort(sequence, why)
-            case SwitchPhase() | Partition():
+            case actions.SwitchPhase() | actions.Partition():
                 raise AssertionError(f"{type(action).__name__} is not carried out yet")
-            case Migrate():
+            case actions.Migrate():
                 raise AssertionError("Migrate is carried out by all ranks together, in RankSteps")
             case _:
                 raise AssertionError(f"{action} is for the device")
@@ -396,15 +381,23 @@ class BoundaryExecutor:
     # Actions.
 
     def prefill_choices(self, most: int) -> ScheduleBatch:
-        """Return the batch that computes the last prompt token of up to `most` choices whose leader did the rest."""
+        """Return the batch that computes the last prompt token of up to `most` choices whose leader did the rest.
+
+        Some choice must have forked (`num_forked`).
+        """
         return self._prompts.choices(most)
 
-    def prefill(self, action: Prefill) -> ScheduleBatch:
-        """Return the batch of a prefill group. Prefill continues from now on until enough sequences are READY."""
+    def prefill(self, action: actions.Prefill) -> ScheduleBatch:
+        """Return the batch of a prefill group. Prefill continues from now on until enough sequences are READY.
+
+        Args:
+            action: units of QUEUED sequences that fit, or the rest of a begun prompt, or both. The units leave the
+                queue, with all pages reserved that they can need.
+        """
         self._filling = True
         return self._prompts.group(action)
 
-    def assign_tier(self, units: tuple[Admission, ...], running: ScheduleBatch) -> Prefill:
+    def assign_tier(self, units: tuple[Admission, ...], running: ScheduleBatch) -> actions.Prefill:
         """Return a prefill of these units, with the location that the policy chooses for their KV."""
         return decide.prefill_of(units, self.state(running), self.kv_state(running), self.plan, self._policy)
 
@@ -470,11 +463,16 @@ class BoundaryExecutor:
         alive = len(running.reqs) + len(self.kv.returning) + len(self.table.ready)
         self._interval.begin(alive, boundary_began=boundary_began)
 
-    def step(self, action: Step, running: ScheduleBatch) -> ScheduleBatch | None:
-        """Return the batch of a step, or None where this rank has no rows.
+    def step(self, action: actions.Step, running: ScheduleBatch) -> ScheduleBatch | None:
+        """Count a step and return its batch.
 
-        Chunks of prompts become `mixed_prefill`, which the scheduler computes in the same forward pass. Where nothing
-        runs, they are the batch.
+        Args:
+            action: a step of the whole decode batch, with chunks of prompts for the same forward pass.
+            running: the decode batch, changed in place.
+
+        Returns:
+            The decode batch, with the chunks as `mixed_prefill`; the chunks alone where nothing runs; None where this
+            rank has no rows.
         """
         assert action.decode is None, "all that runs is one decode batch"
         chunks = self._prompts.chunks(action) if action.prefill else None
@@ -485,7 +483,7 @@ class BoundaryExecutor:
         return self.decode_step(running)
 
     def decode_step(self, running: ScheduleBatch) -> ScheduleBatch:
-        """Prepare the decode batch for its next step, and return it."""
+        """Count a step of the decode batch, prepare the batch for it in place, and return it."""
         self._interval.begin_step(len(running.reqs))
         self.kv.step(running, self.plan)
         self.count_step()
