@@ -88,10 +88,10 @@ def begun(server: Server, lines: list[dict[str, Any]]) -> str:
 
 
 def tree_of(server: Server) -> tuple[psutil.Process, psutil.Process]:
-    """The process that has the engine, and its scheduler."""
-    [host] = psutil.Process(server.process.pid).children()
-    [scheduler] = [child for child in host.children(recursive=True) if "scheduler" in child.name()]
-    return host, scheduler
+    """Return the engine's process and its scheduler."""
+    [engine] = psutil.Process(server.process.pid).children()
+    [scheduler] = [child for child in engine.children(recursive=True) if "scheduler" in child.name()]
+    return engine, scheduler
 
 
 Undisturbed = Callable[[Server], dict[str, Any]]
