@@ -1,6 +1,6 @@
-"""Owns importing SGLang where packages are missing that it imports at once and uses only on request.
+"""Owns importing SGLang on a machine that lacks packages which SGLang imports at once but uses only on request.
 
-What runs in their place is decided in managers/gpu_arguments.
+startup/gpu_arguments decides what runs in their place.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# What brings each package, in the versions that SGLang 0.5.16 requires.
+# The requirement that installs each package, in the version that SGLang 0.5.16 needs.
 REQUIREMENTS = {
     "flashinfer": "flashinfer_python==0.6.14",
     "sgl_kernel": "sglang-kernel==0.4.5",
     "xgrammar": "xgrammar==0.2.1",
 }
-# The names that SGLang imports of a package whether it has a use for them or not, by module.
+# The names that SGLang imports from a package even if it does not use them, by module.
 _NAMES = {
     "flashinfer": (),
     "flashinfer.prefill": ("cudnn_batch_prefill_with_kv_cache",),
@@ -35,26 +35,26 @@ _NAMES = {
         "apply_token_bitmask_inplace",
     ),
 }
-# Those for which it has a value of its own without the package.
+# Names for which SGLang has a value of its own without the package.
 _VALUES: dict[str, dict[str, Any]] = {"xgrammar": {"StructuralTag": Any, "get_model_structural_tag": None}}
-# What it asks before it imports more of flashinfer.
+# The variable that SGLang checks before it imports more of flashinfer.
 _FLASHINFER_SWITCH = "SGLANG_IS_FLASHINFER_AVAILABLE"
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether SGLang, which asks this as it is imported, takes the machine for one with NVIDIA GPUs."""
+    """Return whether SGLang will treat the machine as one with NVIDIA GPUs. It decides that when it is imported."""
     import torch
 
     return bool(torch.version.cuda and torch.cuda.is_available())
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there; it is not imported."""
+    """Return whether a package is installed, without importing it."""
     return find_spec(package) is not None
 
 
 def has_flash_attention_3() -> bool:
-    """Whether SGLang's kernels have the library of attention backend fa3, which trimmed wheels lack."""
+    """Return whether SGLang's kernels have the library of attention backend fa3, which trimmed wheels lack."""
     spec = find_spec("sgl_kernel")
     folders = [] if spec is None else spec.submodule_search_locations or []
     return any(any(Path(folder).glob("flash_ops.*so")) for folder in folders)
@@ -62,9 +62,9 @@ def has_flash_attention_3() -> bool:
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Inside, SGLang can import names of a package that is missing; one of them that is called raises ImportError.
+    """Inside, SGLang can import the names of missing packages. Calling one of these names raises ImportError.
 
-    SGLang imports flashinfer beside a GPU alone.
+    SGLang imports flashinfer only on a machine with a GPU.
     """
     absent = [] if is_installed("xgrammar") else ["xgrammar"]
     if has_nvidia_gpu() and not is_installed("flashinfer"):
@@ -94,6 +94,6 @@ def _stand_in(module_name: str) -> ModuleType:
 def _refusal(package: str, name: str) -> Any:
     def refuse(*_: object, **__: object) -> None:
         remedy = f"pip install {REQUIREMENTS[package]}"
-        raise ImportError(f"{package} is not installed, and {name} is of it: {remedy}", name=package)
+        raise ImportError(f"{package} is not installed, and SGLang calls its {name}: {remedy}", name=package)
 
     return refuse

@@ -1,7 +1,4 @@
-"""Owns what must happen before SGLang is imported, and how: version check, torchvision's operator schemas, no compiler.
-
-It decides nothing about how SGLang runs.
-"""
+"""Owns the preparations for importing SGLang: version check, torchvision's operator schemas, no compiler on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _libraries: list[Any] = []
 
 
 def sglang_version() -> str:
-    """The installed SGLang's version. Raises ConfigError if there is none or it is one we do not know."""
+    """Return the version of the installed SGLang. Raises ConfigError if none is installed or we do not know it."""
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as error:
@@ -42,7 +39,7 @@ def sglang_version() -> str:
 
 @cache
 def _check_kernels() -> None:
-    """Beside a GPU, SGLang imports its kernels at once. Raises ConfigError where they are not installed."""
+    """Raise ConfigError if SGLang's kernels are missing on a machine with a GPU, where SGLang imports them at once."""
     if has_nvidia_gpu() and not is_installed("sgl_kernel"):
         raise ConfigError(
             "this machine has a GPU, and SGLang's kernels for it (sglang-kernel) are not installed: "
@@ -60,12 +57,12 @@ def _torchvision_operators_load() -> bool:
 
 
 def prepare() -> None:
-    """Check SGLang's version and its kernels, and let torchvision import beside a CPU build of torch. Idempotent.
+    """Check SGLang's version and its kernels, and let torchvision import with a CPU build of torch. Idempotent.
 
-    Also silences SGLang's warnings, at import, about GPU quantisation kernels that a CPU has no use for.
+    It also silences SGLang's warnings at import about GPU quantisation kernels that a CPU does not use.
 
-    torchvision's wheel holds operators compiled for CUDA builds, which cannot load beside a CPU torch; its
-    Python files only need the schemas of two of them, which nothing on our path ever calls.
+    torchvision's wheel has operators compiled for CUDA builds, which do not load with a CPU build of torch. Its Python
+    files need the schemas of two of them only, and we never call these.
     """
     sglang_version()
     _check_kernels()
@@ -82,10 +79,10 @@ def prepare() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import SGLang inside this block: prepared, without a collector and, beside a CPU torch, a compiler.
+    """Import SGLang inside this block: prepared, without the garbage collector, and on a CPU without a compiler.
 
-    An import of SGLang makes some millions of objects that stay; looking through them again and again for garbage takes
-    a fifth of the import's time.
+    Importing SGLang makes millions of objects that stay. To search them for garbage repeatedly takes a fifth of the
+    import's time.
     """
     prepare()
     with collector_paused(), _nothing_compiled(), stand_ins():
@@ -94,10 +91,10 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def _nothing_compiled() -> Iterator[None]:
-    """Inside, functions that are to be compiled stay as they are, unless torch has CUDA.
+    """Inside, torch.compile returns functions as they are, unless torch has CUDA.
 
-    SGLang decorates dozens of functions as it is imported, which loads torch's compiler: 45 MB in each of three
-    processes, for kernels that a CPU has no use for.
+    SGLang decorates dozens of functions when it is imported, which loads torch's compiler: 45 MB in each of three
+    processes, for kernels that a CPU does not use.
     """
     import torch
 
@@ -118,7 +115,7 @@ def _left_alone(model: Any = None, **_: Any) -> Any:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Python collects no garbage cycles inside; then it goes on if it did before."""
+    """Pause Python's garbage collector inside, if it is enabled."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,7 @@
-"""Owns how SGLang's loader reads a checkpoint for us: some weights stay in their files, and a watch sees the rest.
+"""Adapts SGLang's checkpoint loader: some weights stay in their files, and a watch sees the others.
 
-It decides neither which weights stay nor what is missing.
+SGLang's load_format may be a loader class, and ours derives from its default one. The callers decide which weights
+stay, and find what is missing.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ with bootstrap.importing():
 
 __all__ = ["WeightWatch", "loading_weights"]
 
-# Formats that SGLang's default loader reads. Another is another loader's, which reads whatever it likes.
+# The formats of SGLang's default loader. Other formats have other loaders, which we do not adapt.
 _PLAIN_FORMATS = ("auto", "safetensors", "pt", "npcache")
 
 
 class WeightWatch(Protocol):
-    """Sees the weights of a checkpoint on their way into the parameters of a model."""
+    """Sees the weights of a checkpoint while they are loaded into the parameters of a model."""
 
     def load(
         self,
@@ -32,16 +33,16 @@ class WeightWatch(Protocol):
         weights: Iterable[tuple[str, Tensor]],
         load_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
     ) -> None:
-        """Call `load_weights`, the model's own, with `weights`, (name, tensor) of a checkpoint."""
+        """Call `load_weights`, the model's own, with `weights`: (name, tensor) pairs of a checkpoint."""
 
 
 @contextmanager
 def loading_weights(
     server_args: Any, watch: WeightWatch, leave: Callable[[str], bool] | None = None
 ) -> Iterator[list[str]]:
-    """Inside, `watch` sees how a checkpoint is loaded, but for the tensors whose names `leave` holds for.
+    """Inside, `watch` sees a checkpoint being loaded. Tensors whose names `leave` accepts are not loaded.
 
-    Yields the safetensors files. The list is filled when the model is loaded; it stays empty for a checkpoint of
+    Yields the safetensors files. The list is filled when the model is loaded, and stays empty for a checkpoint of
     another format.
     """
     files: list[str] = []

@@ -1,8 +1,8 @@
-"""Owns how SGLang's child processes come into being: in which environment, and forked from this process, from a fork
-server, or started anew.
+"""Owns how SGLang's child processes start: their environment, and forked from this process, from a fork server, or
+anew.
 
-It decides nothing about what runs in them. It imports no SGLang: much of what a child finds in its environment has to
-stand there before its libraries are imported, and a forked child's libraries are this process's.
+It does not import SGLang: most of a child's environment must be set before its libraries are imported, and a forked
+child has this process's libraries.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 FORK, FORKSERVER, SPAWN = "fork", "forkserver", "spawn"
 
 _CPU_ENVIRONMENT = {
-    # Python's own tracker of semaphores tells the user of those of processes that were ended, and removes them itself.
+    # Python's resource tracker warns about semaphores of killed processes, and removes them itself.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
-    # Threads wait without spinning: the engine's other processes share the cores, and threads that spin while one of
-    # them is off its core lose most of the time.
+    # Threads wait without spinning: the engine's other processes share the cores, and spinning threads lose most of
+    # their time while one of them has no core.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # oneDNN compiles a kernel for every number of rows that a product ever has, and both it and torch keep the last
-    # 1,024: half a gigabyte, once a long run has met them. A decode step needs a few dozen.
+    # oneDNN compiles a kernel for every number of rows, and oneDNN and torch both keep the last 1,024 kernels: half a
+    # gigabyte in a long run. A decode step needs a few dozen.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "128",
 }
-# numpy's BLAS starts threads when it is imported, and a process with threads cannot be forked safely. Nothing here
-# computes with it.
+# numpy's BLAS starts threads when it is imported, and a process with threads cannot be forked safely. We do not compute
+# with it.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 @contextmanager
 def platform(name: str | None) -> Iterator[None]:
-    """Start child processes inside this block with SGLang's platform `name` (None: as the environment stands).
+    """Start child processes inside this block with SGLang's platform `name`; None leaves the environment as it is.
 
-    With a name they also get what suits a CPU, where the environment does not say otherwise. The parent's environment
-    is restored.
+    With a name, they also get defaults for a CPU for variables that the environment does not set. The parent's
+    environment is restored.
     """
     if name is None:
         yield
@@ -54,10 +54,10 @@ def platform(name: str | None) -> Iterator[None]:
 
 @contextmanager
 def template(device: str | None) -> Iterator[bool]:
-    """Import torch and SGLang inside this block, in a program of ours: its children can then be forked from it.
+    """Import torch and SGLang inside this block, in a program of ours, so that its children can be forked from it.
 
-    Yields whether they can: beside a GPU they cannot (unless `device` is "cpu"), nor where torch is imported already,
-    in another environment. Then a child starts anew and imports everything itself.
+    Yields whether they can be. They cannot with a GPU (unless `device` is "cpu"), or if torch was imported before, in
+    another environment. Then a child starts anew and imports everything itself.
     """
     if "torch" in sys.modules:
         yield False
@@ -68,8 +68,8 @@ def template(device: str | None) -> Iterator[bool]:
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         if on_cpu:
             yield True
-            # What was imported stays. The collector would write to every object that it looks at, and so copy the
-            # memory that is shared with forked children.
+            # Imported objects stay. The collector would write to every object that it visits, and so copy the memory
+            # that is shared with forked children.
             gc.freeze()
     if not on_cpu:
         yield False
@@ -77,7 +77,7 @@ def template(device: str | None) -> Iterator[bool]:
 
 @contextmanager
 def environment(settings: Mapping[str, str], defaults: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Have `settings` in the environment inside the block, and `defaults` for what it does not say."""
+    """Set `settings` in the environment inside the block, and `defaults` for variables that it does not set."""
     before = dict(os.environ)
     os.environ.update({**defaults, **{key: before[key] for key in defaults if key in before}, **settings})
     try:
@@ -92,10 +92,10 @@ def environment(settings: Mapping[str, str], defaults: Mapping[str, str] = Mappi
 
 @contextmanager
 def start_method_of(process_function: Callable[..., Any]) -> Iterator[None]:
-    """Processes of `process_function` start inside this block as the `start_method` of its owner says.
+    """Inside, processes of `process_function` start by the `start_method` of its owner.
 
-    Where this process has threads by now, none is forked from it: a fork has none of the threads, but all their locks.
-    The fork server has none.
+    A process that has threads is not forked: the fork would have all locks but none of the threads. The fork server has
+    no threads.
     """
     owner = getattr(process_function, "__self__", process_function)
     start_method = getattr(owner, "start_method", SPAWN)
@@ -115,7 +115,7 @@ def start_method_of(process_function: Callable[..., Any]) -> Iterator[None]:
 
 
 def is_single_threaded() -> bool:
-    """Whether this process has no thread but one, of Python's or any library's."""
+    """Return whether this process has one thread only, counting the threads of libraries."""
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:

@@ -1,4 +1,7 @@
-"""SGLang's layer that chooses experts: how its options have it score them, and what it tells of each choice."""
+"""Adapts SGLang's TopK layer, which chooses experts: how its options score them, and who is notified of a choice.
+
+Our CPU operators make the choice in SGLang's place, and must notify the same recorders.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ with bootstrap.importing():
 
 
 def scoring_of(topk: Any, given: dict[str, Any]) -> str | None:
-    """How the layer, called with these options, scores experts: by "softmax" or "sigmoid" of the logits.
+    """Return how the layer, called with these options, scores experts: "softmax" or "sigmoid" of the logits.
 
-    The best are chosen, of the best groups where there are groups, and by score and bias where there is a bias. None
-    where that is not all.
+    The layer then chooses the best experts, of the best groups if there are groups, by score plus bias if there is a
+    bias. None if the layer does anything else.
     """
     config = topk.topk_config
     simulated = envs.SGLANG_SIMULATE_UNIFORM_EXPERTS.get() or envs.SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS.get()
@@ -35,7 +38,7 @@ def scoring_of(topk: Any, given: dict[str, Any]) -> str | None:
         and all(value is None for value in given.values())
     )
     biased = config.correction_bias is not None
-    # SGLang scores so in groups with a bias, whatever its option says.
+    # With groups and a bias SGLang scores by sigmoid, whatever its option says.
     scoring = "sigmoid" if config.use_grouped_topk and biased else str(config.scoring_func)
     known = scoring == "sigmoid" or (scoring == "softmax" and not biased)
     return scoring if is_all and known else None
@@ -44,7 +47,7 @@ def scoring_of(topk: Any, given: dict[str, Any]) -> str | None:
 def report_choice(
     topk: ExpertChooser, weights_TK: torch.Tensor, ids_TK: torch.Tensor, logits_TE: torch.Tensor
 ) -> ExpertChoice:
-    """The layer's answer, told to whoever counts or captures choices."""
+    """Return a choice in SGLang's form, and report it to SGLang's recorder and capturer of choices."""
     capture_routed_experts_if_allowed(topk.topk_config, topk.layer_id, ids_TK)
     get_global_expert_distribution_recorder().on_select_experts(topk_ids=ids_TK)
     choice: ExpertChoice = StandardTopKOutput(topk_weights=weights_TK, topk_ids=ids_TK, router_logits=logits_TE)
@@ -52,9 +55,9 @@ def report_choice(
 
 
 def expert_choosing_layers(model: torch.nn.Module) -> list[int]:
-    """The numbers under which the layers of a loaded model tell their choices.
+    """Number the layers of a loaded model that choose experts, and return their numbers.
 
-    SGLang gives those of Mixtral none; from now on each has its own.
+    SGLang numbers them itself, except those of Mixtral.
     """
     for number, layer in enumerate(getattr(getattr(model, "model", None), "layers", ())):
         for module in layer.modules():
@@ -64,12 +67,15 @@ def expert_choosing_layers(model: torch.nn.Module) -> list[int]:
 
 
 def capture_choices_with(choices: object) -> None:
-    """Have every choice of this process told to `choices`, which SGLang asks for those of a request that has ended."""
+    """Replace SGLang's capturer of choices: `choices` gets every choice of this process.
+
+    SGLang reads the choices of a finished request from it.
+    """
     set_global_experts_capturer(choices)
 
 
 def attach_expert_choices(request: Request) -> None:
-    """Put into the answer of a request that ends outside a batch what it asks of the choice of its experts."""
+    """Add the choices of experts to the answer of a request that ends outside a batch, if it asks for them."""
     choices = get_global_experts_capturer()
     if request.return_routed_experts and choices is not None:
         request.routed_experts = choices.of(request)

@@ -1,6 +1,6 @@
-"""Owns how a fault in SGLang's code is put into words, and the place where its process functions meet one.
+"""Owns the text of an error in SGLang's code, and the hook where SGLang's process functions handle one.
 
-It imports no SGLang, and decides nothing about what follows from a fault.
+It does not import SGLang.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LONGEST_TEXT = 600
 
 
 def error_text(error: BaseException) -> str:
-    """What SGLang's error says, on one line; of an assertion without words, what it asserts and where."""
+    """Return an error's message on one line; for an assertion without a message, its expression and source line."""
     words = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     if not words and frames:
@@ -24,9 +24,10 @@ def error_text(error: BaseException) -> str:
 
 
 def ending_by(end: Callable[[Exception], NoReturn]) -> Callable[[], NoReturn]:
-    """What stands in place of `get_exception_traceback`, which a process function calls first when it handles a fault.
+    """Return a replacement for SGLang's `get_exception_traceback`, which process functions call first on an error.
 
-    `end(error)` ends the process; SGLang would print the traceback and send the parent a signal.
+    The replacement calls `end(error)`, which ends the process. SGLang would print the traceback and send a signal to
+    the parent process.
     """
 
     def end_by_current() -> NoReturn:

@@ -1,9 +1,9 @@
-"""Owns a process that has imported what engine processes need and forks them: they begin in a moment, not in seconds.
+"""Owns a fork server: a process that has imported what engine processes need and forks them, which saves seconds.
 
-A program that makes an engine has threads, so that nothing can be forked from it safely. Its fork server is a process
-of its own, multiprocessing's, that has one thread and runs nothing; processes of every later engine come from it too,
-while the environment stays what its libraries have met. It lasts as long as the program, or until another takes its
-place and its processes have ended. Processes share the memory of what was imported until they write to it.
+A program that makes an engine has threads, so that forking from it is not safe. Its fork server is a process of
+multiprocessing's, which has one thread and runs nothing. Later engines use it too, while the environment is that in
+which its libraries were imported. It lives as long as the program, or until another server replaces it and its
+processes have ended. Its processes share the memory of imported modules until they write to it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 import psutil
 
-# Imported last in the server, see there.
+# The module that the server imports last.
 _AFTER_IMPORTS = "sgl_batch.sglang_adapter.fork_server_process"
-# Variables that change from engine to engine; no library reads them as it is imported.
+# Variables that change from engine to engine; no library reads them when it is imported.
 _CHANGING = frozenset({"COLUMNS", "LINES", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "SGLANG_RUN_ID"})
 _STREAMS = (1, 2)
 
@@ -39,21 +39,21 @@ class _Server:
         self.server.set_forkserver_preload([module, _AFTER_IMPORTS])
 
     def leave(self) -> None:
-        """Ask nothing of it any more: it ends when the processes that came from it have."""
+        """Stop using the server: it ends when its processes have ended."""
         server: Any = self.server
         os.close(server._forkserver_alive_fd)
         threading.Thread(target=os.waitpid, args=(server._forkserver_pid, 0), name="fork server", daemon=True).start()
 
 
 class _ParentsServer(forkserver.ForkServer):
-    """The server that this process came from."""
+    """The server that forked this process."""
 
     def __init__(self, address: str, alive_fd: int) -> None:
         super().__init__()
         self._forkserver_address, self._forkserver_alive_fd = address, alive_fd
 
     def ensure_running(self) -> None:
-        """It runs as long as a process that came from it."""
+        """Start nothing: the server runs as long as its processes."""
         resource_tracker.ensure_running()
 
 
@@ -63,10 +63,10 @@ _parents: _ParentsServer | None = None
 
 @contextmanager
 def served_by_fork_server(module: str) -> Iterator[None]:
-    """Inside this block multiprocessing's start method "forkserver" means the server that has imported `module`.
+    """Inside, multiprocessing's start method "forkserver" uses the server that has imported `module`.
 
-    The first use starts it; one in another environment starts another, since libraries read theirs as they are
-    imported.
+    The first use starts the server. A use in another environment starts another one, because libraries read the
+    environment when they are imported.
     """
     server = _parents or _server_for(os.environ, module)
     connect = forkserver.connect_to_new_process
@@ -87,10 +87,11 @@ def _server_for(environment: Mapping[str, str], module: str) -> forkserver.ForkS
 
 
 def init_forked_process() -> bool:
-    """Whether this process comes from a fork server; call it first in one.
+    """Prepare a process that a fork server has forked; return whether this is one. Call it first in such a process.
 
-    Such a process is no child of the one that asked for it. From now on a thread kills it when that one ends, and
-    psutil calls that one its parent: SGLang's processes send a signal there when they fail.
+    The process is a child of the server, not of the process that requested it. From now on a thread kills it when the
+    requesting process ends, and psutil reports that process as its parent: SGLang's processes send a signal there when
+    they fail.
     """
     global _own, _parents
     if forkserver.get_inherited_fds() is None:
@@ -99,8 +100,8 @@ def init_forked_process() -> bool:
     _own, _parents = None, _ParentsServer(of_server._forkserver_address, of_server._forkserver_alive_fd)
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is no child process"
-    asked, parent_of = psutil.Process(parent.pid), psutil.Process.parent
-    psutil.Process.parent = lambda process: asked if process.pid == os.getpid() else parent_of(process)
+    requester, parent_of = psutil.Process(parent.pid), psutil.Process.parent
+    psutil.Process.parent = lambda process: requester if process.pid == os.getpid() else parent_of(process)
     threading.Thread(target=_end_with, args=(parent,), name="parent watch", daemon=True).start()
     return True
 
@@ -111,22 +112,23 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 class CallerEnvironment:
-    """What a process that the fork server makes has not from the one that asks for it, on its way there.
+    """The streams and environment variables of the process that requests another from the fork server.
 
-    That is the output and error streams, and those variables of the environment that change.
+    A forked process has the server's output and error streams, and the server's values of variables that change; this
+    object carries those of the requesting process to it.
     """
 
     def __init__(self, streams: tuple[Any, ...] = (), variables: Mapping[str, str] = MappingProxyType({})) -> None:
         self._streams, self._variables = streams, variables
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if getattr(get_spawning_popen(), "method", None) != "forkserver":  # other children inherit it all
+        if getattr(get_spawning_popen(), "method", None) != "forkserver":  # other children inherit them
             return CallerEnvironment, ()
         streams = tuple(DupFd(number) for number in _STREAMS)
         return CallerEnvironment, (streams, {key: os.environ[key] for key in _CHANGING & os.environ.keys()})
 
     def take(self) -> None:
-        """Have them from now on, where they came from another process."""
+        """Use the carried streams and variables in this process from now on."""
         os.environ.update(self._variables)
         for number, sent in zip(_STREAMS, self._streams, strict=False):
             descriptor = sent.detach()

@@ -1,4 +1,7 @@
-"""SGLang's forward batch, context and model runner, as our model_executor room builds on them."""
+"""Adapts SGLang's forward batch, forward context and model runner for our model executor.
+
+SGLang computes a forward batch whole; ours cuts it into sub-batches, and runs it over memory that graphs have captured.
+"""
 
 from __future__ import annotations
 
@@ -42,33 +45,35 @@ __all__ = [
     "set_model_runner",
 ]
 
-# Backends whose per-batch plan is one value in `forward_metadata`, so that several sub-batches can be planned
-# ahead and re-entered; others keep shared workspaces and run a group as one sub-batch. Each of these also writes the KV
-# of all rows before it attends, so that a prompt may read pages that another of the same batch computes.
+# Backends whose metadata of a batch is one value in `forward_metadata`, so that the metadata of several sub-batches can
+# be made first and swapped later. Other backends keep shared workspaces, and run a group as one sub-batch. Each of
+# these also writes the KV of all rows before it attends, so that a prompt may read pages that another prompt of the
+# batch computes.
 REENTRANT_BACKENDS = frozenset({CPU_ATTENTION, "torch_native", "triton", "fa3"})
 
-# Those of them that plan a decode batch without its lengths on the host (`seq_lens_cpu` None), as a graph has to.
+# Those of them that make the metadata of a decode batch without its lengths on the host (`seq_lens_cpu` is None), as a
+# graph needs it.
 DEVICE_METADATA_BACKENDS = frozenset({"triton", "fa3"})
 
 
 def graphs_wanted(server_args: Any) -> bool:
-    """Whether SGLang's arguments leave decode its CUDA graphs."""
+    """Return whether SGLang's arguments allow CUDA graphs for decode."""
     return bool(server_args.cuda_graph_config.decode.backend != Backend.DISABLED)
 
 
 def decode_graph_rows(server_args: Any) -> int:
-    """Sequences of the largest decode group for which SGLang captures a graph; 0 where it captures none."""
+    """Return the sequences of the largest decode group for which SGLang captures a graph; 0 if it captures none."""
     return int(server_args.cuda_graph_config.decode.max_bs or 0) if graphs_wanted(server_args) else 0
 
 
 def is_greedy(forward_batch: ForwardBatch) -> bool:
-    """Whether the likeliest token is all that the batch's sequences want of their logits."""
+    """Return whether all sequences of the batch take the most likely token and need nothing else of their logits."""
     sampling = forward_batch.sampling_info
     return sampling is not None and bool(sampling.is_all_greedy) and not forward_batch.return_logprob
 
 
 def forward_batch_of(scheduler: SGLangScheduler, batch: ScheduleBatch, runner: object) -> ForwardBatch:
-    """What the forward pass of a scheduler's batch is given; it may be made several times."""
+    """Make the forward batch of a scheduler's batch. It may be made several times."""
     resolve_forward_inputs(batch, scheduler.future_map)
     made: ForwardBatch = SGLangForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
     return made
@@ -90,7 +95,7 @@ def _slice(forward_batch: ForwardBatch, rows: slice, **fields: Any) -> ForwardBa
 
 
 def decode_slice(forward_batch: ForwardBatch, start: int, end: int) -> ForwardBatch:
-    """The sequences [start, end) of a decode batch, as a forward batch of their own."""
+    """Return the sequences [start, end) of a decode batch as a forward batch of their own."""
     rows = slice(start, end)
     lengths = forward_batch.seq_lens_cpu
     return _slice(
@@ -105,9 +110,9 @@ def decode_slice(forward_batch: ForwardBatch, start: int, end: int) -> ForwardBa
 
 
 def decode_batch_over(forward_batch: ForwardBatch, rows: Mapping[str, torch.Tensor]) -> ForwardBatch:
-    """A decode batch like this one over other memory: tensors by their names in the batch, a row for each sequence.
+    """Return a decode batch like this one over other memory: `rows` has its tensors by name, a row for each sequence.
 
-    It has neither lengths nor names on the host, since those that it stands for change.
+    It has neither lengths nor request ids on the host, because the memory's contents change from pass to pass.
     """
     other = copy.copy(forward_batch)
     for name, tensor in rows.items():
@@ -125,7 +130,10 @@ def extend_slice(
     prefix_lens: list[int],
     extend_lens: list[int],
 ) -> ForwardBatch:
-    """Rows [start, end) of an extend batch: pieces of `sequences`, each with its tokens before and its new ones."""
+    """Return rows [start, end) of an extend batch as a forward batch of their own.
+
+    The rows are pieces of `sequences`: `prefix_lens` tokens of each come before its piece, which has `extend_lens`.
+    """
     device = forward_batch.seq_lens.device
     index, prefix, extend = (upload(one, torch.int64, device) for one in (sequences, prefix_lens, extend_lens))
     return _slice(
@@ -146,14 +154,14 @@ def extend_slice(
 
 
 def set_model_runner(worker: Any, runner: Any) -> None:
-    """Give SGLang's worker the model runner it is to drive."""
+    """Set the model runner that SGLang's worker drives."""
     worker._model_runner = runner
 
 
 def keep_tensors_for(update: TensorsUpdate, rank: int) -> None:
-    """Of tensors that were sent for every rank, keep those of one, where SGLang looks for its rank 0's.
+    """Keep one rank's tensors of an update that has those of every rank, at the index that SGLang reads.
 
-    One item alone is for all ranks.
+    An update with one item is for all ranks.
     """
     sent = update.serialized_named_tensors
     update.serialized_named_tensors = sent if len(sent) == 1 else [sent[rank]]

@@ -1,6 +1,6 @@
-"""SGLang's own fused expert kernels as a function of plain tensors, to measure and test beside ours. Not yet run.
+"""Adapts SGLang's fused expert kernels to an `ExpertRunner`, to measure and test them against ours. Not yet run.
 
-In an engine SGLang calls them itself.
+In an engine, SGLang calls these kernels itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Clamped(Protocol):
 
 
 def prepare_process(model_path: str) -> None:
-    """Give SGLang's kernels the arguments that they look up; once in a process that runs no engine."""
+    """Set the global arguments that SGLang's kernels read. Call it once in a process that runs no engine."""
     set_global_server_args_for_scheduler(ServerArgs(model_path=model_path))
 
 
@@ -53,7 +53,7 @@ def sglang_experts(
     """
     import torch
 
-    # Other numbers of experts in all and of local ones make SGLang look for negative ids.
+    # SGLang looks for negative ids only if the number of all experts differs from that of local experts.
     alpha, limit = (None, None) if clamped is None else (clamped.alpha, clamped.limit)
     config = MoeRunnerConfig(
         num_experts=None, num_local_experts=len(w13), inplace=False, gemm1_alpha=alpha, gemm1_clamp_limit=limit

@@ -1,7 +1,8 @@
-"""SGLang's own pools of KV, made so that their layers can be led to other memory and their pages copied to a store.
+"""Adapts SGLang's KV pools for a GPU: their layers can be redirected to other memory, and their pages copied to a
+store.
 
-They are those of a GPU. On a CPU they serve SGLang's Triton attention under Triton's interpreter, which is how this is
-tested; not yet run on a GPU.
+SGLang allocates one tensor per layer and never moves it. Ours allocate all layers in one tensor, as pages. On a CPU
+they serve SGLang's Triton attention under Triton's interpreter, which is how they are tested; not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ __all__ = ["GpuLatentPool", "GpuPagePool", "use_our_pools"]
 
 
 def _by_page(rows: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Rows by slot [slots, ...] as [pages, page_size, ...]; slots behind the last whole page are nobody's."""
+    """View rows by KV index [N, ...] as [pages, page_size, ...], without the rows after the last whole page."""
     whole = len(rows) // page_size * page_size
     pages: torch.Tensor = rows[:whole].unflatten(0, (-1, page_size))
     return pages
 
 
 def _layers(pool: Any, row: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Zeros for the rows of all layers of a pool in one piece, and each layer's share of them."""
-    slots = (pool.size // pool.page_size + 1) * pool.page_size
+    """Allocate the rows of all layers of a pool in one tensor of zeros; return it and each layer's part."""
+    tokens = (pool.size // pool.page_size + 1) * pool.page_size
     with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-        whole = torch.zeros((pool.layer_num * slots, *row), dtype=pool.store_dtype, device=pool.device)
-    return whole, list(whole.split(slots))
+        whole = torch.zeros((pool.layer_num * tokens, *row), dtype=pool.store_dtype, device=pool.device)
+    return whole, list(whole.split(tokens))
 
 
 class GpuPagePool(MHATokenToKVPool):  # type: ignore[misc]
-    """Keys and values by slot: per layer [slots, heads, head_dim]. A slot is page * page_size + offset."""
+    """Keys and values by KV index: per layer [tokens, heads, head_dim]. A KV index is page * page_size + offset."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.first_page = 0
         super().__init__(*args, **kwargs)
-        # The other way to move rows has to be warmed up for each size, and serves speculative decoding.
+        # SGLang's other way to move rows needs a warm-up for each size, and is made for speculative decoding.
         self.use_native_move_kv_cache = True
 
     def _create_buffers_normal(self) -> None:
@@ -53,17 +54,19 @@ class GpuPagePool(MHATokenToKVPool):  # type: ignore[misc]
         self.all_parts = (_by_page(keys, self.page_size), _by_page(values, self.page_size))
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """What a layer's pages consist of, each [num_pages, page_size, heads, head_dim]."""
+        """Return the tensors of a layer's pages, each [num_pages, page_size, heads, head_dim]."""
         return _by_page(self.k_buffer[layer], self.page_size), _by_page(self.v_buffer[layer], self.page_size)
 
     def redirect(self, parts: Sequence[tuple[torch.Tensor, ...]], first_page: int) -> None:
-        """Let layers read and write other memory: `parts` of each as in page_parts, with pages from `first_page` on."""
+        """Let layers read and write other memory: `parts` of each layer as in page_parts, numbered from
+        `first_page`.
+        """
         self.k_buffer = [keys.flatten(0, 1) for keys, _ in parts]
         self.v_buffer = [values.flatten(0, 1) for _, values in parts]
         self.first_page = first_page
 
     def _store_kv_layer(self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
-        """As SGLang's, for memory of any number of slots."""
+        """As SGLang's, for memory of any number of tokens."""
         keys, values = self.k_buffer[layer_idx], self.v_buffer[layer_idx]
         _set_kv_buffer_impl(
             cache_k,
@@ -81,7 +84,7 @@ class GpuPagePool(MHATokenToKVPool):  # type: ignore[misc]
 
 
 class GpuLatentPool(MLATokenToKVPool):  # type: ignore[misc]
-    """Latent attention's rows by slot: per layer [slots, 1, kv_lora_rank + qk_rope_head_dim]."""
+    """Latent attention's rows by KV index: per layer [tokens, 1, kv_lora_rank + qk_rope_head_dim]."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.first_page = 0
@@ -92,7 +95,7 @@ class GpuLatentPool(MLATokenToKVPool):  # type: ignore[misc]
         self.all_parts = (_by_page(rows, self.page_size),)
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """What a layer's pages consist of: [num_pages, page_size, 1, row]."""
+        """Return the tensor of a layer's pages: [num_pages, page_size, 1, row]."""
         return (_by_page(self.kv_buffer[layer], self.page_size),)
 
     def redirect(self, parts: Sequence[tuple[torch.Tensor, ...]], first_page: int) -> None:
@@ -102,7 +105,7 @@ class GpuLatentPool(MLATokenToKVPool):  # type: ignore[misc]
 
 
 def use_our_pools(configurator: Any, allocator_class: Any) -> None:
-    """Let SGLang's configurator of pools make these, where it would make those they build on, with our allocator."""
+    """Let SGLang's pool configurator make these pools in place of their base classes, with our allocator."""
 
     class WithOurPools(type(configurator)):  # type: ignore[misc]
         __slots__ = ()
@@ -126,7 +129,7 @@ def use_our_pools(configurator: Any, allocator_class: Any) -> None:
                 end_layer=self.layer_info.end_layer,
             )
 
-        # An out-of-tree platform, as ours on a CPU, is asked for pools of its own.
+        # SGLang asks an out-of-tree platform, such as ours on a CPU, for pools of its own.
 
         def _build_oot_mha_kv_pool(self, *, max_total_num_tokens: int) -> Any:
             return self._build_mha_kv_pool(max_total_num_tokens=max_total_num_tokens, mha_pool_class=MHATokenToKVPool)

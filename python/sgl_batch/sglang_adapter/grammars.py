@@ -1,4 +1,8 @@
-"""SGLang's way to grammars: what it has xgrammar compile for a request, and how its scheduler ends one that fails."""
+"""Adapts SGLang's grammars: what xgrammar compiles for a request, and how the scheduler ends a request that fails.
+
+We compile grammars in another process before a request is accepted, so we need SGLang's call of the compiler as data.
+SGLang ends a request whose grammar cannot continue without a reason; ours gives the reason.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ with bootstrap.importing():
 
 GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
 INVALID_GRAMMAR = "invalid_grammar"
-# What SGLang's scheduler says of a grammar that its backend refuses.
+# How SGLang's messages begin for a grammar that its backend refuses.
 _BACKEND_WORDS = ("Failed to compile ", "Grammar preprocessing timed out", "Grammar-based generation ")
 _DISPATCH = {"json_schema": "dispatch_json", "regex": "dispatch_regex", "ebnf": "dispatch_ebnf"}
 _FOREVER = 1 << 60
-# Of compiled grammars that no request may be using any more; one that does not say its size counts as _SOME_BYTES.
+# The bytes of compiled grammars that are kept; a grammar without a size counts as _SOME_BYTES.
 _KEPT_BYTES, _SOME_BYTES = 512 << 20, 1 << 20
 
 
@@ -39,7 +43,7 @@ class Compilation:
 
 
 class _NotedError(Exception):
-    """A call of the compiler was noted instead of made."""
+    """A call of the compiler that was noted instead of made."""
 
 
 class _NotingCompiler:
@@ -61,7 +65,7 @@ class _NotingCompiler:
 
 
 def compilation(kind: str, text: str, *, any_whitespace: bool) -> Compilation:
-    """What SGLang has xgrammar compile for a grammar. Raises ValueError where it comes to no compilation."""
+    """Return the call of xgrammar's compiler that SGLang makes for a grammar. Raises ValueError if it makes none."""
     backend = XGrammarGrammarBackend.__new__(XGrammarGrammarBackend)
     backend.grammar_compiler, backend.any_whitespace = _NotingCompiler(), any_whitespace
     try:
@@ -69,18 +73,21 @@ def compilation(kind: str, text: str, *, any_whitespace: bool) -> Compilation:
     except _NotedError as noted:
         return Compilation(method=noted.args[0], arguments=noted.args[1])
     except (AssertionError, AttributeError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"it has not the form that is read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"it does not have the expected form: {type(error).__name__}: {error}") from error
     assert isinstance(refused, InvalidGrammarObject), "nothing was compiled"
     raise ValueError(refused.error_message)
 
 
 def compiles_with_xgrammar(server_args: Any) -> bool:
-    """Whether the schedulers of an engine compile grammars with xgrammar."""
+    """Return whether the schedulers of an engine compile grammars with xgrammar."""
     return server_args.grammar_backend in ("xgrammar", CPU_GRAMMAR)
 
 
 def tokenizer_info(tokenizer: Any, vocab_size: int, stop_token_ids: Any) -> str:
-    """What xgrammar knows of a tokenizer, as JSON. Raises ValueError or RuntimeError for one it does not support."""
+    """Return xgrammar's description of a tokenizer as JSON.
+
+    Raises ValueError or RuntimeError for a tokenizer that it does not support.
+    """
     if hasattr(tokenizer, "init_xgrammar"):
         info, _ = tokenizer.init_xgrammar()
         if info is None:
@@ -92,7 +99,7 @@ def tokenizer_info(tokenizer: Any, vocab_size: int, stop_token_ids: Any) -> str:
 
 
 class _ResultProcessor(SchedulerBatchResultProcessor):  # type: ignore[misc]
-    """SGLang's; it says why it ends a request whose grammar has no token that could follow."""
+    """SGLang's result processor, which gives a reason when it ends a request whose grammar allows no further token."""
 
     __slots__ = ()
 
@@ -109,7 +116,7 @@ class _ResultProcessor(SchedulerBatchResultProcessor):  # type: ignore[misc]
 
 
 def _say_why(request: Any, before: Any) -> None:
-    """SGLang has ended the request if its grammar refused the token, which is then one of a row without any allowed."""
+    """Set the reason of a request that SGLang has ended: its grammar refused the token, as it allows none."""
     if request.to_finish is not before:
         so_far = len(request.output_ids) - 1
         message = f"its grammar allows no token after the {so_far} generated ones, and may not end there"
@@ -117,16 +124,16 @@ def _say_why(request: Any, before: Any) -> None:
 
 
 def report_grammar_failures(scheduler: Any) -> None:
-    """Have a scheduler answer a request whose grammar cannot go on with the reason, as the request's own fault."""
+    """Let a scheduler answer a request whose grammar cannot continue with the reason, as the request's own fault."""
     own = scheduler.batch_result_processor
     fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
     scheduler.batch_result_processor = _ResultProcessor(**fields)
 
 
 def limit_grammars(scheduler: Any) -> None:
-    """Let a scheduler keep compiled grammars in limited memory, and wait for each that is being compiled.
+    """Let a scheduler keep compiled grammars in limited memory, and wait without a limit for each compilation.
 
-    Each was found before to be compiled in limited time: one that waits long waits for others.
+    Each grammar was compiled in limited time before: one that waits long waits for other compilations.
     """
     manager = scheduler.grammar_manager
     manager.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS = _FOREVER
@@ -137,9 +144,9 @@ def limit_grammars(scheduler: Any) -> None:
 
 
 class KeptGrammars(OrderedDict[tuple[str, str], Any]):
-    """Compiled grammars by kind and text. The oldest go when all are too many bytes; then `on_drop` is called.
+    """Compiled grammars by kind and text. When they exceed `max_bytes`, the oldest are dropped and `on_drop` is called.
 
-    The newest stays whatever its size.
+    The newest stays, whatever its size.
     """
 
     def __init__(self, max_bytes: int, on_drop: Callable[[], None]) -> None:
@@ -160,6 +167,6 @@ def _bytes_of(grammar: Any) -> int:
 
 
 def is_grammar_failure(finish_reason: EndReason) -> bool:
-    """Whether a request was ended because of its grammar."""
+    """Return whether a request was ended because of its grammar."""
     message = finish_reason.get("message") or ""
     return finish_reason.get("err_type") == INVALID_GRAMMAR or message.startswith(_BACKEND_WORDS)

@@ -1,4 +1,4 @@
-"""Copies between host and device for which the host does not wait. What they are for is the caller's affair."""
+"""Owns copies between host and device for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 
 def upload(numbers: Sequence[int], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
-    """Host numbers as a tensor [N] of the device.
+    """Copy host numbers to a tensor [N] on the device, from pinned memory.
 
-    A copy from memory that is not pinned waits for all work that the device has been given.
+    A copy from memory that is not pinned would wait for all queued work of the device.
     """
     return torch.tensor(numbers, dtype=dtype, pin_memory=_is_gpu(device)).to(device, non_blocking=True)
 
 
 def upload_copy(host: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """A host tensor as it is now, on the device; the host may change its own at once."""
+    """Copy a host tensor to the device. The caller may change the host tensor at once."""
     staged = torch.empty(host.shape, dtype=host.dtype, pin_memory=_is_gpu(device)).copy_(host)
     return staged.to(device, non_blocking=True)
 
 
 class Download:
-    """A tensor of the device on its way to the host, behind the work that the device was given before."""
+    """A copy of a device tensor to the host, which runs after the work queued before it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = tensor.to("cpu", non_blocking=True)  # to pinned memory, by torch's rule
@@ -31,11 +31,11 @@ class Download:
 
     @property
     def done(self) -> bool:
-        """Whether it is on the host."""
+        """Whether the tensor is on the host."""
         return bool(self._end.query())
 
     def wait(self) -> torch.Tensor:
-        """The tensor on the host, once it is there."""
+        """Wait for the copy, and return the tensor on the host."""
         self._end.synchronize()
         return self._host
 

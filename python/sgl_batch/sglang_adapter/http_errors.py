@@ -1,6 +1,6 @@
-"""Answers bodies on which SGLang's validators themselves stumble: they are the client's fault, not the server's.
+"""Adapts SGLang's HTTP server to answer 400 to bodies on which its validators fail with a type error.
 
-It touches no other error.
+SGLang answers them with 500, although they are the client's fault. Other errors stay as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _VALIDATORS = "/entrypoints/openai/protocol.py"
 
 
 def refuse_unexpected_types(app: Any) -> Callable[[], None]:
-    """Have an app answer 400 to values of types that its validators do not expect; returns what undoes that."""
+    """Let an app answer 400 to values of types that its validators do not expect; return a function that undoes it."""
     before = dict(app.exception_handlers)
     for kind in (AttributeError, TypeError):
         app.add_exception_handler(kind, _refuse)

@@ -1,7 +1,7 @@
-"""Owns that SGLang's HTTP endpoints in an engine's process answer to its front alone, all of them.
+"""Owns the key check of SGLang's HTTP endpoints in an engine's process: all of them answer the front process only.
 
-SGLang's own check of keys leaves whatever begins with /health or /metrics open, and requests by OPTIONS. What users may
-ask for is the front's to decide.
+SGLang's own key check leaves paths that begin with /health or /metrics open, and OPTIONS requests. The front decides
+what users may request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _UNAUTHORIZED = 401
 
 
 class OnlyWithKey:
-    """An ASGI app that lets those through to `app` who have `key`."""
+    """An ASGI app that passes requests with `key` to `app`, and answers 401 to others."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app, self._wanted = app, f"Bearer {key}".encode()

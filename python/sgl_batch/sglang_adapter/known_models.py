@@ -1,7 +1,4 @@
-"""Which architectures and kinds of quantised weights SGLang can run, read from its source: to import it takes seconds.
-
-It decides nothing.
-"""
+"""Owns which architectures and quantised weights SGLang can run, read from its source: importing it takes seconds."""
 
 from __future__ import annotations
 
@@ -11,15 +8,15 @@ import re
 from pathlib import Path
 
 _MODELS = ("srt", "models")
-# The classes that a file of a model offers.
+# The name under which a model's file lists its classes.
 _OFFERED = "EntryClass"
 _QUANTIZATIONS = (("srt", "layers", "quantization", "__init__.py"), ("srt", "configs", "model_config.py"))
-# What transformers can run SGLang runs by way of it.
+# SGLang runs the models of transformers through transformers.
 _TRANSFORMERS_MODELS = ("models", "auto", "modeling_auto.py")
 
 
 def is_known_architecture(name: str) -> bool:
-    """Whether SGLang has a model of this name, or transformers has; True where nobody can say."""
+    """Return whether SGLang or transformers has a model of this name; True if that cannot be known."""
     transformers = _package("transformers")
     if transformers is None or has_own_model(name):
         return True
@@ -27,7 +24,7 @@ def is_known_architecture(name: str) -> bool:
 
 
 def has_own_model(name: str) -> bool:
-    """Whether SGLang itself has a model of this name; True where nobody can say."""
+    """Return whether SGLang itself has a model of this name; True if that cannot be known."""
     sglang = _package("sglang")
     if sglang is None or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
         return True
@@ -40,7 +37,7 @@ def has_own_model(name: str) -> bool:
 
 
 def is_known_quantization(name: str) -> bool:
-    """Whether SGLang reads weights that are quantised by this method; True where nobody can say."""
+    """Return whether SGLang reads weights that are quantised by this method; True if that cannot be known."""
     sglang = _package("sglang")
     if sglang is None:
         return True

@@ -1,4 +1,9 @@
-"""SGLang's layer classes and registries, as our layers room builds on them."""
+"""Adapts SGLang's layer classes and registries for our layers room.
+
+It exports the base classes of attention backends, samplers and grammars, and replaces how the modules of a loaded model
+compute: linear layers, norms, the output projection, experts. SGLang has no kernels for most of these on a CPU, and its
+torch operators give a row other bits if the number of rows changes.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +78,9 @@ __all__ = [
 
 
 def replace_linear(model: torch.nn.Module, linear: Callable[..., Any], *, unless: Callable[[Any], bool]) -> list[Any]:
-    """Let every unquantised linear layer of a loaded model compute with `linear(x, weight, bias)`; which those are.
+    """Let every unquantised linear layer of a loaded model compute with `linear(x, weight, bias)`; return these layers.
 
-    Layers for whose weight `unless` holds stay as they are.
+    Layers whose weight `unless` accepts stay as they are.
     """
 
     class LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
@@ -90,7 +95,7 @@ def replace_linear(model: torch.nn.Module, linear: Callable[..., Any], *, unless
 
 
 def plain_mlps(model: torch.nn.Module, names: Iterable[str]) -> list[DenseMlp]:
-    """The MLPs of a loaded model, by the names of their classes, of which no layer is quantised or has a bias."""
+    """Return the MLPs of a loaded model, by class name, whose layers are neither quantised nor have a bias."""
     modules: Iterable[Any] = model.modules()
     found = [m for m in modules if type(m).__name__ in names]
     return [m for m in found if all(_is_plain_linear(layer) for layer in (m.gate_up_proj, m.down_proj))]
@@ -101,9 +106,9 @@ def _is_plain_linear(layer: Any) -> bool:
 
 
 def replace_forwards(model: torch.nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, list[Any]]:
-    """Let the modules of a loaded model whose class has a given name compute with `forward(module, ...)`.
+    """Let the modules of a loaded model whose class has one of these names compute with `forward(module, ...)`.
 
-    Returns them by the names given.
+    Returns the modules by class name.
     """
     found: dict[str, list[Any]] = {name: [] for name in forwards}
     for module in model.modules():
@@ -120,9 +125,9 @@ def replace_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Non
 
 
 def replace_qk_norm_rope(model: torch.nn.Module, compute: Callable[..., None]) -> int:
-    """Let attention that norms each head of queries and keys do so, and rotate them, by `compute`; returns how many.
+    """Let attention that norms each head of queries and keys norm and rotate with `compute`; return how many modules.
 
-    `compute(attention, qkv, positions)` writes to qkv [T, q | k | v]. Attention of other norms or positions stays.
+    `compute(attention, qkv, positions)` writes to qkv [T, q | k | v]. Modules with other norms or positions stay.
     """
 
     def under(attention: Any) -> Callable[..., Any]:
@@ -150,7 +155,7 @@ def _norms_and_rotates_plainly(attention: Any) -> bool:
 
 
 def is_plain_norm(norm: Any) -> bool:
-    """Whether a norm is over whole rows, with one rounding at its end."""
+    """Return whether a norm is over whole rows, with one rounding at its end."""
     return (
         norm.variance_size_override is None
         and norm.override_orig_dtype in (None, norm.weight.dtype)
@@ -160,7 +165,7 @@ def is_plain_norm(norm: Any) -> bool:
 
 
 def allow_plain_positions() -> None:
-    """Let SGLang build latent attention whose positions are not stretched; on a CPU it knows only those that are."""
+    """Let SGLang build latent attention without rope scaling on a CPU, where it supports scaled positions only."""
     own = rotary_factory.get_rope_cpu
 
     def get_rope_cpu(
@@ -181,23 +186,23 @@ def allow_plain_positions() -> None:
 
 
 def scratch_allocator(device: Any) -> Any:
-    """What SGLang's latent attention takes single float32 numbers from, when it scales fp8 weights."""
+    """Return the allocator that SGLang's latent attention wants for single float32 numbers, to scale fp8 weights."""
     return BumpAllocator(buffer_size=2, dtype=torch.float32, device=device)
 
 
 def clear_attention_inputs() -> None:
-    """Let go of what the layer communicator has kept of a batch for latent attention, which has read it."""
+    """Drop the inputs that the layer communicator keeps for latent attention, after attention has read them."""
     get_attn_tp_context().clear_attn_inputs()
 
 
 def replace_lm_head(model: Any, linear: Callable[..., Any], rows: Callable[..., Any]) -> Any | None:
-    """Let the output projection of a loaded model compute with `linear(x, weight, bias)`; returns it.
+    """Let the output projection of a loaded model compute with `linear(x, weight, bias)`; return it.
 
-    Where its weight is the embedding's too, `rows(ids, weight)` looks tokens up. None where it stays SGLang's: it is
-    quantised, shares its weight with another layer, or shall be multiplied in float32.
+    If it shares its weight with the embedding, `rows(ids, weight)` looks tokens up. None if it stays SGLang's: it is
+    quantised, shares its weight with another layer, or is multiplied in float32.
     """
 
-    # SGLang asks a method for the product unless it knows its class by name for an unquantised one.
+    # SGLang calls a method for the product unless the method has the class of unquantised embeddings.
     class LmHeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
             return linear(x.to(layer.weight.dtype), layer.weight, bias)
@@ -218,13 +223,13 @@ def replace_lm_head(model: Any, linear: Callable[..., Any], rows: Callable[..., 
 
 
 def expert_layers(model: torch.nn.Module) -> list[ExpertLayer]:
-    """The layers of a loaded model that hold unquantised experts (`w13_weight`, `w2_weight`)."""
+    """Return the layers of a loaded model that hold unquantised experts (`w13_weight`, `w2_weight`)."""
     modules: Iterable[Any] = model.modules()
     return [m for m in modules if type(getattr(m, "quant_method", None)) is UnquantizedFusedMoEMethod]
 
 
 def replace_experts(layers: list[ExpertLayer], experts: Callable[..., torch.Tensor | None]) -> None:
-    """Let layers of experts compute with `experts(layer, x, topk_weights, topk_ids)`; as before where it gives None."""
+    """Let layers compute with `experts(layer, x, topk_weights, topk_ids)`, or as before if it returns None."""
     for layer in layers:
         layer.quant_method.apply = _apply_with(experts, layer.quant_method.apply)
 
@@ -257,5 +262,5 @@ def sglang_experts_of(
 
 
 def register_forward(op_class: Any, forward: Callable[..., Any], dispatch_key: str) -> None:
-    """Put `forward` under SGLang's layer `op_class` on the platform whose dispatch key is given."""
+    """Let SGLang's layer `op_class` compute with `forward` on the platform of this dispatch key."""
     MultiPlatformOp.register_oot_forward(op_class, forward, dispatch_key)

@@ -1,4 +1,4 @@
-"""SGLang's memory classes, as our mem_cache and layers rooms build on them."""
+"""Adapts SGLang's memory classes: the bases of our KV pools and allocator, and the size of the pool."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["BaseTokenToKVPoolAllocator", "KVCache", "kv_token_bytes", "set_kv_by
 
 
 def kv_token_bytes(configurator: Any) -> int:
-    """What the KV of a token takes in all layers, as SGLang's configurator of pools counts it."""
+    """Return the bytes of a token's KV in all layers, as SGLang's pool configurator counts them."""
     return int(create_memory_pool_configurator(configurator)._cell_size)
 
 
 def set_kv_bytes(configurator: Any, num_bytes: int) -> None:
-    """Let SGLang's configurator make pools of this size; by itself it takes a share of what the machine has free."""
+    """Let SGLang's configurator make pools of this size; by itself it takes a share of the machine's free memory."""
 
     class Budgeted(type(configurator)):  # type: ignore[misc]
         __slots__ = ()

@@ -1,6 +1,7 @@
-"""Owns the form in which SGLang builds some models: what their checkpoints ask for and SGLang's classes read otherwise.
+"""Adapts models that SGLang builds differently from what their checkpoints ask for.
 
-It decides nothing about models that SGLang reads as Hugging Face does.
+Each correction is made between the construction and the loading of a model, and says what SGLang does. Models that
+SGLang builds as Hugging Face does stay as they are.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ __all__ = ["models_as_configured"]
 
 @contextmanager
 def models_as_configured() -> Iterator[None]:
-    """Inside, SGLang's loader builds models whose parameters and options are those of the checkpoint's config.
+    """Inside, SGLang's loader builds models with the parameters and options of the checkpoint's config.
 
-    They are changed between construction and loading. Raises ConfigError, from the loader, for an option that is not
-    computed.
+    They are corrected between construction and loading. The loader raises ConfigError for an option that SGLang does
+    not compute.
     """
     own = loader_module._initialize_model
 
@@ -51,7 +52,7 @@ def models_as_configured() -> Iterator[None]:
 
 
 def _complete_minimax(config: Any) -> None:
-    """Transformers' config of MiniMax-M2 leaves out what every such model has; the model's own config names it."""
+    """Add the options that transformers' config of MiniMax-M2 omits; the model's own config has them."""
     rope = getattr(config, "rope_parameters", None) or {}
     known = {
         "scoring_func": "sigmoid",
@@ -64,12 +65,12 @@ def _complete_minimax(config: Any) -> None:
 
 
 def _complete_deepseek_v2(config: Any) -> None:
-    """As _complete_deepseek_v3; a model without groups has one."""
+    """Add omitted options as _complete_deepseek_v3; a model without groups has one group."""
     _complete(config, {"moe_layer_freq": 1, "scoring_func": "softmax", "n_group": 1, "topk_group": 1})
 
 
 def _complete_deepseek_v3(config: Any) -> None:
-    """Transformers' config leaves out what the model's own says; Kimi-K2 is of this form."""
+    """Add the options that transformers' config omits; the model's own config has them. It is also Kimi-K2's form."""
     _complete(config, {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"})
 
 
@@ -88,7 +89,7 @@ def _check_olmoe(config: Any) -> None:
 
 
 def _adapt_minimax(model: Any, _: Any) -> None:
-    """On a CPU, norm queries and keys over all heads by SGLang's plain norm; MiniMax-M2's own is a GPU's kernel."""
+    """On a CPU, norm queries and keys over all heads with SGLang's plain norm; MiniMax-M2's own is a GPU kernel."""
     for layer in model.model.layers:
         attention = layer.self_attn
         norms = attention.q_norm, attention.k_norm
@@ -100,7 +101,7 @@ def _adapt_minimax(model: Any, _: Any) -> None:
 
 
 class _BothNorms:
-    """What SGLang's attention of MiniMax-M2 calls to norm queries and keys."""
+    """The object that SGLang's attention of MiniMax-M2 calls to norm queries and keys."""
 
     def __init__(self, attention: Any) -> None:
         self._attention = attention
@@ -110,9 +111,9 @@ class _BothNorms:
 
 
 def _adapt_olmoe(model: Any, config: Any) -> None:
-    """Norms of the config's epsilon and of the keys' width, and the weights of a choice normed where it says so.
+    """Use the config's epsilon in norms, the keys' width in the key norm, and the config's normalisation of choices.
 
-    Its body says like others which layers it holds: all.
+    SGLang's class uses fixed ones. It also lacks start_layer and end_layer, which other models have.
     """
     model.model.start_layer, model.model.end_layer = 0, len(model.model.layers)
     for layer in model.model.layers:
@@ -126,14 +127,14 @@ def _adapt_olmoe(model: Any, config: Any) -> None:
 
 
 def _compute_as_asked(config: Any) -> None:
-    """Attention and routers of the number type that is loaded; SGLang's have the one in the config."""
+    """Use the loaded number type in attention and routers; SGLang uses the one in the config."""
     config.dtype = torch.get_default_dtype()
 
 
 def _adapt_gpt_oss(model: Any, _: Any) -> None:
-    """Of one tensor for all experts a rank loads its own; SGLang would load all.
+    """Load this rank's experts of the tensor that has all experts of a layer; SGLang would load all of them.
 
-    On a CPU, sinks are as exact as their checkpoint; SGLang's are in bfloat16 whatever is computed in.
+    On a CPU, keep sinks in float32; SGLang has them in bfloat16, whatever number type the model computes in.
     """
     for layer in model.model.layers:
         experts = layer.mlp.experts
@@ -152,11 +153,11 @@ def _load_own_share(
 
 
 def _adapt_qwen_moe(model: Any, config: Any) -> None:
-    """Dense layers where the config has them; SGLang's Qwen-MoE has experts in every layer."""
+    """Build dense layers as the config says; SGLang's Qwen-MoE has experts in every layer."""
     from sglang.srt.models.qwen2_moe import Qwen2MoeMLP
 
     class DenseMlp(Qwen2MoeMLP):  # type: ignore[misc]
-        """SGLang's, called as its blocks of experts are."""
+        """SGLang's MLP, with the call of a block of experts."""
 
         def forward(self, hidden: Any, forward_batch: Any = None) -> Any:
             return super().forward(hidden)
@@ -173,7 +174,7 @@ def _adapt_qwen_moe(model: Any, config: Any) -> None:
 
 
 def _adapt_glm(model: Any, _: Any) -> None:
-    """Routers read their weights at each call; SGLang's keep the first ones, whatever is loaded later."""
+    """Let routers read their weights at each call; SGLang's keep the first weights, whatever is loaded later."""
     for layer in model.model.layers:
         gate = getattr(layer.mlp, "gate", None)
         if gate is not None:

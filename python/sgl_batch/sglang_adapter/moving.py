@@ -1,4 +1,4 @@
-"""SGLang's requests as plain data and back, for sequences that go from one scheduler process to another."""
+"""Adapts SGLang's requests for migration: a request as plain data, and rebuilt from it in another scheduler process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ with bootstrap.importing():
 
 __all__ = ["attach", "movable", "progress_of", "rebuild", "release", "remove_from_batch", "sampling_of"]
 
-# What the output streamer and the detokenizer have to find again: plain values of a request.
+# The plain values of a request that the output streamer and the detokenizer need.
 _PROGRESS = ("stream", "extra_key", "priority", "cached_tokens", "send_token_offset", "send_decode_id_offset")
-# Requests that carry anything of these stay where they are: it is no plain data, or has no form of ours yet.
+# Requests with any of these are not moved: it is not plain data, or we have no form for it yet.
 _ROOTED = (
     "return_logprob",
     "return_sampling_mask",
@@ -44,19 +44,19 @@ _ROOTED = (
 
 
 def movable(request: Request) -> bool:
-    """Whether all that a request carries can be written down."""
+    """Return whether all of a request can be written as plain data."""
     rooted = any(getattr(request, name, None) for name in _ROOTED)
     return not rooted and not request.sampling_params.custom_params and bool(request.output_ids)
 
 
 def sampling_of(request: Request) -> dict[str, object]:
-    """The sampling parameters as plain data."""
+    """Return the sampling parameters as plain data."""
     plain: dict[str, object] = msgspec.to_builtins(request.sampling_params)
     return plain
 
 
 def progress_of(request: Request) -> dict[str, object]:
-    """What has been sent of the output, and what else a request carries beside tokens and parameters."""
+    """Return how much output was sent, and the other plain values of a request beyond tokens and parameters."""
     return {name: getattr(request, name) for name in _PROGRESS}
 
 
@@ -70,7 +70,7 @@ def rebuild(
     progress: dict[str, object],
     position: int,
 ) -> Request:
-    """The request as it stood on the rank that it came from; it holds no slot and no KV yet."""
+    """Rebuild a request in the state that it had on its source rank. It has no request slot and no KV yet."""
     request: Request = Req(
         rid,
         "",
@@ -91,20 +91,20 @@ def rebuild(
     return request
 
 
-def attach(scheduler: SGLangScheduler, request: Request, slots: torch.Tensor) -> None:
-    """Give a rebuilt request a place in the table of slots, and the KV at `slots` [position]."""
+def attach(scheduler: SGLangScheduler, request: Request, kv_indices: torch.Tensor) -> None:
+    """Give a rebuilt request a request slot, and the KV at `kv_indices` [position]."""
     pool = scheduler.req_to_token_pool
     found = pool.alloc([request])
-    assert found is not None, "a place was counted for every sequence that comes"
-    pool.req_to_token[request.req_pool_idx, : len(slots)] = slots.to(pool.req_to_token.dtype)
-    request.kv = ReqKvInfo(kv_allocated_len=len(slots), swa_evicted_seqlen=0)
+    assert found is not None, "a request slot was reserved for every sequence that arrives"
+    pool.req_to_token[request.req_pool_idx, : len(kv_indices)] = kv_indices.to(pool.req_to_token.dtype)
+    request.kv = ReqKvInfo(kv_allocated_len=len(kv_indices), swa_evicted_seqlen=0)
 
 
 def release(scheduler: SGLangScheduler, request: Request) -> None:
-    """Free what a request holds; nothing is sent of it any more from here."""
+    """Free the request slot and the KV of a request that this process no longer answers."""
     release_kv_cache(request, scheduler.tree_cache, is_insert=False)
 
 
 def remove_from_batch(running: ScheduleBatch, request: Request) -> None:
-    """Take one request out of a decode batch."""
+    """Remove one request from a decode batch."""
     running.filter_batch(keep_indices=[i for i, other in enumerate(running.reqs) if other is not request])

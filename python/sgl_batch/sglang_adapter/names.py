@@ -1,4 +1,4 @@
-"""Names under which our parts are known to SGLang."""
+"""Owns the names under which our parts are registered with SGLang."""
 
 CPU_PLATFORM = "sgl_batch_cpu"
 STOCK_CPU_PLATFORM = "sgl_batch_stock_cpu"
@@ -6,5 +6,5 @@ CPU_ATTENTION = "sgl_batch_cpu"
 TRITON_ATTENTION = "triton"
 CPU_DISPATCH_KEY = "sgl_batch_cpu"
 CPU_GRAMMAR = "sgl_batch_xgrammar"
-# The load_format of weights that come as the bytes of safetensors files.
+# The load_format of weights that are sent as the bytes of safetensors files.
 SAFETENSORS = "safetensors"

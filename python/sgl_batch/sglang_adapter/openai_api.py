@@ -1,4 +1,4 @@
-"""SGLang's OpenAI endpoints, called in this process: a request body in, a status and a response body out."""
+"""Adapts SGLang's OpenAI endpoints for calls in this process: a request body in, a status and a response body out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with bootstrap.importing():
 class OpenAIEndpoints:
     """The handlers of /v1/chat/completions and /v1/completions over a tokenizer manager of this process.
 
-    `check` raises RefusalError for a request that is not computed.
+    `check` raises RefusalError for a request that is refused.
     """
 
     def __init__(self, tokenizer_manager: Any, template_manager: Any, check: Check) -> None:
@@ -37,11 +37,11 @@ class OpenAIEndpoints:
         }
 
     async def post(self, url: str, body: Mapping[str, object], rid: str) -> tuple[int, dict[str, Any]]:
-        """Status and body that the online endpoint gives; errors as {"error": {message, type, param, code}}.
+        """Return the status and body of the online endpoint; errors are {"error": {message, type, param, code}}.
 
-        `rid`: the request's id, where the body has none.
+        `rid`: the request id if the body has none.
 
-        Cancelling the call aborts the request: SGLang itself would go on with one that nobody waits for.
+        Cancelling the call aborts the request; SGLang itself would continue it.
         """
         request_class, handler = self._routes[url]
         try:
@@ -69,7 +69,7 @@ class OpenAIEndpoints:
 
 
 def _ids_of(request: Any) -> list[str]:
-    """Every id that the engine may know a request by: its own, or those of its prompts' choices."""
+    """Return every id that the engine may use for a request: its own, or those of its prompts' choices."""
     given = [request.rid] if isinstance(request.rid, str) else list(request.rid)
     prompts = getattr(request, "prompt", None)
     num_prompts = len(prompts) if isinstance(prompts, list) else 1

@@ -1,4 +1,4 @@
-"""SGLang's platform classes, for the platforms of ours that build on them."""
+"""Exports SGLang's platform classes, from which our platforms derive."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Owns where SGLang's processes of one engine listen for each other: in a directory of the user's own, and on loopback.
+"""Adapts the addresses at which an engine's SGLang processes listen: a private directory of the user, and loopback.
 
-What they send there are pickles, in either direction: whoever may write to these sockets may run any program.
+SGLang sends pickles in both directions: a process that can write to these sockets can run any program. By itself SGLang
+uses public temporary files and ports of every interface.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ __all__ = ["LONGEST_NAME", "PrivatePorts", "hold_port", "on_this_machine", "temp
 
 _LOOPBACK = "127.0.0.1"
 _IPC = "ipc://"
-# The longest name of a socket in the directory, that of an engine's ranks included.
+# The most characters of a socket's name in the directory, also for an engine's ranks.
 LONGEST_NAME = 16
 
 
 class PrivatePorts:
-    """SGLang's PortArgs, whose sockets are all in `directory`; `label` keeps their names apart there.
+    """Makes SGLang's PortArgs with all sockets in `directory`; `label` keeps their names apart there.
 
-    Nobody but the directory's owner must have access to it.
+    Only the directory's owner may have access to it.
     """
 
     def __init__(self, directory: Path, label: str) -> None:
@@ -41,12 +42,12 @@ class PrivatePorts:
         self._count = 0
 
     def init_new(self, server_args: Any) -> Any:
-        """SGLang's addresses for one more group of processes; it wants them where it calls PortArgs.init_new."""
+        """Return addresses for one more group of processes. It replaces SGLang's PortArgs.init_new."""
         ports = PortArgs.init_new(server_args)
         for field in dataclasses.fields(ports):
             address = getattr(ports, field.name)
             if isinstance(address, str) and address.startswith(_IPC):
-                Path(address.removeprefix(_IPC)).unlink()  # SGLang has left an empty file there, to keep the name
+                Path(address.removeprefix(_IPC)).unlink()  # SGLang leaves an empty file there, to reserve the name
                 setattr(ports, field.name, f"{_IPC}{self._directory}/{self._label}{self._count}")
                 self._count += 1
         return ports
@@ -54,7 +55,7 @@ class PrivatePorts:
 
 @contextmanager
 def temporary_files_in(directory: Path) -> Iterator[None]:
-    """Sockets to which SGLang gives names of temporary files inside are in `directory`."""
+    """Inside, sockets that SGLang names as temporary files are in `directory`."""
     before = tempfile.tempdir
     tempfile.tempdir = str(directory)
     try:
@@ -64,16 +65,16 @@ def temporary_files_in(directory: Path) -> Iterator[None]:
 
 
 def hold_port(port: int) -> socket.socket:
-    """Keep a port from others for a while, without listening on it."""
+    """Reserve a port for a while, without listening on it."""
     held: socket.socket = try_bind_socket(_LOOPBACK, port)
     return held
 
 
 @contextmanager
 def on_this_machine(store: Path | None = None) -> Iterator[None]:
-    """Process groups of torch.distributed that are made inside listen on loopback alone.
+    """Inside, process groups of torch.distributed listen on loopback only.
 
-    SGLang's own group, of one rank, meets in the file `store`, instead of at a port of every interface.
+    SGLang's own group, of one rank, meets in the file `store`, and not at a port of every interface.
     """
     settings = {"GLOO_SOCKET_IFNAME": _loopback_interface()}
     if store is not None:

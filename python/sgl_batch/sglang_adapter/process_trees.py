@@ -1,7 +1,7 @@
-"""Owns the end of processes that an engine has started. Each is known by more than its number, which can be reused.
+"""Owns killing the processes that an engine has started. A process is identified by more than its pid, which is reused.
 
-SGLang's kill_process_tree takes numbers, raises where a process goes away as it looks, and waits for the end of one
-tree before the next is killed: what fails there leaves the rest alive.
+It replaces SGLang's kill_process_tree, which takes pids, raises if a process ends meanwhile, and waits for the end of
+one tree before it kills the next: a failure leaves the rest alive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOOK_S = 0.01
 
 
 def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
-    """Those that run, as what they are now: a later process with the number of one that has ended is another one."""
+    """Return the processes of these pids that run. A later process that reuses a pid is a different process."""
     found = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -25,9 +25,9 @@ def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def end_trees(processes: Iterable[psutil.Process], within_s: float = 60) -> None:
-    """Kill processes and all that these have started, and wait for their ends. One that ends meanwhile is no error.
+    """Kill processes and all their descendants, and wait until they have ended. One that ends meanwhile is no error.
 
-    Raises RuntimeError where any still runs after `within_s` seconds.
+    Raises RuntimeError if any still runs after `within_s` seconds.
     """
     trees: dict[psutil.Process, None] = {}
     for process in processes:
@@ -44,7 +44,7 @@ def end_trees(processes: Iterable[psutil.Process], within_s: float = 60) -> None
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether it holds memory and files. A zombie only waits for its parent, which may be none of ours."""
+    """Return whether a process holds memory and files. A zombie waits only for its parent, which may not be ours."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,8 +1,8 @@
-"""SGLang's processes: its engine, HTTP server and process functions, and the one substitution we make in them.
+"""Adapts SGLang's processes: its engine, HTTP server and process functions.
 
-SGLang names its Scheduler class in place, so a scheduler process of ours puts its own class under that name
-before it runs SGLang's process function. In the parent process only the body of the controller of several ranks is
-put in SGLang's place, while it is started.
+SGLang's process functions name their classes in their modules, so a scheduler process of ours replaces the name
+Scheduler before it runs SGLang's function. In the parent process, RankedEngine replaces the process function of the
+controller of several ranks while SGLang starts it, and puts sockets into a private directory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
 
 
 def _is_no_dump(record: logging.LogRecord) -> bool:
-    """All arguments there are, some hundreds, on one line: nobody reads that who is not looking for a fault."""
+    """Return whether a log record is not SGLang's line of all its hundreds of arguments, which only debugging needs."""
     is_dump = str(record.msg).startswith("server_args=")
     return not is_dump or logging.getLogger().isEnabledFor(logging.DEBUG)
 
@@ -82,10 +82,10 @@ def _support_triton(backend: str) -> bool:
 
 
 def server_args_of(arguments: dict[str, Any], *, sinks: bool) -> Any:
-    """SGLang's ServerArgs. Its errors are SGLang's.
+    """Make SGLang's ServerArgs. Its errors are SGLang's.
 
-    `sinks`: whether the model's attention has sinks, for which SGLang wants an attention of its own that computes them.
-    To its checks ours, which does, then has the name of one of these.
+    `sinks`: whether the model's attention has sinks. SGLang accepts only some of its own backends for them. Our backend
+    computes sinks, so it has the name of one of these during SGLang's checks.
     """
     args = ServerArgs.__new__(ServerArgs)
     if sinks:
@@ -101,11 +101,11 @@ def server_args_of(arguments: dict[str, Any], *, sinks: bool) -> Any:
 def run_scheduler_with(
     scheduler_class: Callable[..., Any], sampler: Callable[[], Any], end: Callable[[Exception], NoReturn], *args: Any
 ) -> None:
-    """Run SGLang's scheduler process with `scheduler_class` and `sampler`. Call it in a process of its own.
+    """Run SGLang's scheduler process function with `scheduler_class` and `sampler`, in a process of its own.
 
-    `end(error)` ends the process after a fault; SGLang would print it and send its parent a signal.
+    `end(error)` ends the process after an error; SGLang would print it and send a signal to its parent.
 
-    Also says to SGLang that our CPU attention backend has no Triton; it knows only its own backends' names.
+    It also registers that our CPU attention backend does not use Triton; SGLang knows only its own backends' names.
     """
     from sglang.srt.layers.sampler import register_sampler_backend
 
@@ -125,12 +125,15 @@ def run_detokenizer_with(end: Callable[[Exception], NoReturn], *args: Any, **kwa
 
 
 def load_file(port_args: Any) -> Path:
-    """The file of shared memory in which SGLang's schedulers tell their load; a killed engine leaves it."""
+    """Return the shared-memory file in which SGLang's schedulers publish their load; a killed engine leaves it."""
     return Path(shm_path_for(port_args.instance_id))
 
 
 def end_with_parent() -> None:
-    """This child process is killed when its parent ends, from now on; SGLang has not heard of one that ended before."""
+    """Let this child process be killed when its parent ends, also if the parent has ended already.
+
+    SGLang's own function does not notice a parent that ended before the call.
+    """
     kill_itself_when_parent_died()
     if fork_server.init_forked_process():
         return
@@ -141,11 +144,12 @@ def end_with_parent() -> None:
 
 
 class RankedEngine(Engine):  # type: ignore[misc]
-    """SGLang's engine, whose several ranks are started by the `controller` of the scheduler process function.
+    """SGLang's engine with our controller of several ranks, start methods and process watch.
 
-    SGLang's own controller never rests and waits for ever for a rank that ends while it starts. Its processes start as
-    the `start_method` of their functions' owner says; SGLang always starts them anew. The owner's `processes` watch
-    them in place of SGLang's watch, which sends this process a signal when one ends.
+    The scheduler process function has an owner with these attributes. `controller` starts several ranks: SGLang's own
+    controller polls without a pause, and waits forever for a rank that ends while it starts. `start_method` says how
+    processes start: SGLang always starts them anew. `processes` watches them: SGLang's watch sends this process a
+    signal when one ends. `directory` has all sockets.
     """
 
     @classmethod
@@ -162,7 +166,7 @@ class RankedEngine(Engine):  # type: ignore[misc]
 
     @classmethod
     def _launch_subprocesses(cls, server_args: Any, *, run_scheduler_process_func: Any, **functions: Any) -> Any:
-        """SGLang's, with all sockets in the directory of the scheduler process function's owner."""
+        """Start processes as SGLang does, with all sockets in the owner's directory."""
         run, own = run_scheduler_process_func, engine_module._wait_for_scheduler_ready
         engine_module._wait_for_scheduler_ready = run.processes.await_ready
         try:
@@ -180,10 +184,10 @@ class RankedEngine(Engine):  # type: ignore[misc]
     def update_weights_from_tensor(
         self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True
     ) -> Any:
-        """SGLang's, with the tensors written down once for each rank, also where to SGLang none is cut.
+        """Update weights as SGLang does, with the tensors serialized once for each rank.
 
-        With the load_format "safetensors", `named_tensors` is a list of the bytes of safetensors files: one for all
-        ranks, or one for each.
+        SGLang serializes them once for each tensor-parallel rank only. With the load_format "safetensors",
+        `named_tensors` is a list of the bytes of safetensors files: one for all ranks, or one for each.
         """
         if load_format not in ("flattened_bucket", SAFETENSORS):
             payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.server_args.dp_size)]
@@ -199,7 +203,7 @@ class RankedEngine(Engine):  # type: ignore[misc]
         cls, server_args: Any, port_args: Any, run_detokenizer_process_func: Any
     ) -> Any:
         run = run_detokenizer_process_func.__self__
-        several = server_args.detokenizer_worker_num > 1  # each then has a socket of its own
+        several = server_args.detokenizer_worker_num > 1  # then each has its own socket
         private = temporary_files_in(run.directory) if several else nullcontext()
         with start_method_of(run_detokenizer_process_func), private:
             started, names = super()._launch_detokenizer_subprocesses(
@@ -211,7 +215,7 @@ class RankedEngine(Engine):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What SGLang returns from starting its process tree."""
+    """The results of starting SGLang's process tree."""
 
     tokenizer_manager: Any
     template_manager: Any
@@ -221,7 +225,7 @@ class Launched:
 
 
 def launch_subprocesses(server_args: Any, **functions: Callable[..., Any]) -> Launched:
-    """Start SGLang's process tree with our process functions; waits until the model is loaded."""
+    """Start SGLang's process tree with our process functions, and wait until the model is loaded."""
     tokenizer, template, ports, schedulers, watchdog = RankedEngine._launch_subprocesses(server_args, **functions)
     return Launched(
         tokenizer_manager=tokenizer,
@@ -236,15 +240,14 @@ def serve_http(
     server_args: Any,
     launched: Launched,
     check: Check,
-    beside: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     routes: Sequence[Any] = (),
 ) -> None:
-    """Run SGLang's HTTP server (on uvloop) over a started process tree, until stopped; all of it needs the `api_key`.
+    """Run SGLang's HTTP server (on uvloop) over a started process tree until it is stopped.
 
-    `check` raises RefusalError for a request of the OpenAI endpoints that is not computed.
-
-    `beside` is entered in the server's event loop when it starts, and left when it stops. From then on a child that
-    ends has not crashed. `routes` (Starlette's) take the place of SGLang's of the same paths.
+    All its endpoints need the `api_key`. `check` raises RefusalError for a request of the OpenAI endpoints that is
+    refused. `lifespan` is entered in the server's event loop when the server starts, and left when it stops; after
+    that, the end of a child process is not a crash. `routes` (Starlette's) replace SGLang's routes of the same paths.
     """
     from sglang.srt.entrypoints.http_server import _execute_server_warmup, _setup_and_run_http_server, app
 
@@ -254,11 +257,11 @@ def serve_http(
 
     @asynccontextmanager
     async def both(served: Any) -> AsyncIterator[Any]:
-        async with own(served) as state, beside() if beside is not None else nullcontext():
+        async with own(served) as state, lifespan() if lifespan is not None else nullcontext():
             with on_http_server(check):
                 yield state
 
-    assert server_args.api_key, "the front has told its key"
+    assert server_args.api_key, "the front sends its key"
     app.add_middleware(OnlyWithKey, key=server_args.api_key)
     app.router.lifespan_context = both
     undo = refuse_unexpected_types(app)
@@ -280,7 +283,7 @@ def serve_http(
 
 
 def end_processes(engine: Any) -> None:
-    """End an engine's own processes; SGLang's shutdown ends every child of this process, other engines included."""
+    """End an engine's own processes. SGLang's shutdown would end every child of this process, also other engines."""
     manager = engine.tokenizer_manager
     if manager is not None and manager._subprocess_watchdog is not None:
         manager._subprocess_watchdog.stop()
@@ -293,18 +296,18 @@ def end_processes(engine: Any) -> None:
 
 
 def sockets_of(manager: Any) -> list[Any]:
-    """The sockets of a tokenizer manager."""
+    """Return the sockets of a tokenizer manager."""
     found = (getattr(manager, name, None) for name in ("recv_from_detokenizer", "send_to_scheduler"))
     return [socket for socket in found if socket is not None]
 
 
 def close_sockets(sockets: list[Any]) -> None:
-    """Close sockets whose other ends are gone, and their contexts with the threads that serve them.
+    """Close sockets whose peers are gone, and their contexts with their threads.
 
-    A socket that is open when it is collected as garbage together with its context would let the context wait for ever.
+    A context that is collected as garbage with an open socket would wait forever.
     """
     for socket in sockets:
-        with suppress(RuntimeError):  # whoever waits on it may do so in an event loop that is closed
+        with suppress(RuntimeError):  # a task that waits on it may belong to a closed event loop
             socket.close(linger=0)
     for context in {id(socket.context): socket.context for socket in sockets}.values():
         if all(socket.closed for socket in sockets if socket.context is context):
@@ -312,12 +315,12 @@ def close_sockets(sockets: list[Any]) -> None:
 
 
 def argument_names() -> tuple[str, ...]:
-    """The names of SGLang's arguments."""
+    """Return the names of SGLang's arguments."""
     return tuple(field.name for field in dataclasses.fields(ServerArgs))
 
 
 def merge_config_file(parser: Any, argv: list[str]) -> list[str]:
-    """SGLang's --config FILE, merged into `argv`."""
+    """Merge SGLang's --config FILE into `argv`."""
     if "--config" not in argv:
         return argv
     from sglang.srt.server_args_config_parser import ConfigArgumentMerger

@@ -1,4 +1,7 @@
-"""SGLang's profiler of a scheduler process, with an end: how long it may go on is decided by whoever makes it."""
+"""Adapts SGLang's profiler of a scheduler process: a profile ends at a limit, and an unwritable trace is no crash.
+
+The caller decides the limit.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class LimitedProfiler:
-    """Stands in the place of SGLang's SchedulerProfilerManager, for the two calls that its scheduler makes.
+    """Replaces SGLang's SchedulerProfilerManager, for the two calls that the scheduler makes.
 
-    `must_end` says why a profile that is under way has to end (None: it need not), and is asked after each step and
-    whenever the scheduler is idle; with False it hears that none is under way. `give_back` returns freed memory to the
-    kernel. `alone`: other ranks may stop at other steps, and none waits for the others to write their traces.
+    `must_end` returns the reason why a running profile must end, or None. It is called after each step and when the
+    scheduler is idle, with False if no profile runs. `give_back` returns freed memory to the operating system. `alone`:
+    other ranks may stop at other steps, so no rank waits for the others to write their traces.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class LimitedProfiler:
             profiler.dp_tp_cpu_group = own
 
     def _profile(self, asked: Any) -> Any:
-        """Start or stop, as asked; SGLang would lose a profiler that is started while it runs."""
+        """Start or stop a profile, as requested. SGLang would lose a running profiler if it is started again."""
         if asked.req_type == ProfileReqType.START_PROFILE and self._profiler.profile_in_progress:
             return ProfileReqOutput(success=False, message="a profile is under way; end it with /stop_profile")
         was_under_way = self._profiler.profile_in_progress
@@ -52,7 +55,7 @@ class LimitedProfiler:
         self.look()
 
     def look(self) -> None:
-        """End a profile whose time or memory is over."""
+        """End a profile whose time or memory is used up."""
         why = self._must_end(bool(self._profiler.profile_in_progress))
         if why is not None:
             logger.warning("the profile is ended: %s", why)
@@ -60,13 +63,13 @@ class LimitedProfiler:
             self._after(was_under_way=True)
 
     def _after(self, was_under_way: bool) -> None:
-        """Give the memory of a profile that has ended back: its events refer to each other, in many small pieces."""
+        """Free the memory of a profile that has ended: many small events, which refer to each other."""
         if was_under_way and not self._profiler.profile_in_progress:
             gc.collect()
             self._give_back()
 
     def _guarded(self, do: Callable[[], Any]) -> Any:
-        """A trace that cannot be written is lost, and not the engine with it."""
+        """Run a call of the profiler. If the trace cannot be written, it is lost, but the engine continues."""
         try:
             return do()
         except (OSError, RuntimeError) as error:

@@ -1,7 +1,7 @@
-"""SGLang's data-parallel controller, process groups and parallel state, as ranks of ours are built on them.
+"""Adapts SGLang's data-parallel controller, process groups and parallel state for our ranks.
 
-The controller polls without a pause; ours waits for messages, since on a small machine the ranks need the core. It also
-waits for ever for a rank that ends while it starts; ours lets others see each rank's process from its beginning.
+SGLang's controller polls without a pause; ours waits for messages, because on a small machine the ranks need the core.
+SGLang's waits forever for a rank that ends while it starts; ours shows each rank's process from its start to a watch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _POLL_MS = 100
 
 
 def expert_shard(shard: int, num_shards: int) -> AbstractContextManager[Any]:
-    """Models built inside have this shard of every layer's experts, a contiguous one; nothing else is cut."""
+    """Inside, SGLang builds models with one contiguous shard of every layer's experts; nothing else is split."""
     cut: AbstractContextManager[Any] = get_parallel().override(moe_ep_size=num_shards, moe_ep_rank=shard)
     return cut
 
 
 def new_process_group(backend: str, store: Any, *, rank: int, world_size: int, name: str, timeout_s: float) -> Any:
-    """A process group of torch.distributed over the engine's ranks, apart from SGLang's own, which has one rank."""
+    """Make a process group of torch.distributed over the engine's ranks. SGLang's own group has one rank only."""
     with on_this_machine():
         return init_custom_process_group(
             backend=backend,
@@ -57,14 +57,14 @@ def run_controller_with(
 ) -> None:
     """Run SGLang's data-parallel controller in this process; its sockets are in `directory`.
 
-    `processes`: for each rank, its scheduler process is put here as soon as it runs; another thread may look at it.
-    `on_start_failure(rank, what)` is called, in some thread, where one cannot be started, and ends this process.
-    `end(error)` ends it after any other fault.
+    `processes`: gets the scheduler process of each rank as soon as it runs; another thread may read it.
+    `on_start_failure(rank, what)` is called, in any thread, if a rank cannot be started, and ends this process.
+    `end(error)` ends it after any other error.
     """
 
     class Controller(DataParallelController):  # type: ignore[misc]
         def launch_tensor_parallel_group(self, server_args: Any, port_args: Any, base: int, rank: int) -> None:
-            """SGLang calls this for each rank in a thread, which waits until the rank is ready."""
+            """Start one rank. SGLang calls this for each rank in a thread, which waits until the rank is ready."""
             launcher: Any = copy.copy(self)
             launcher.scheduler_procs = processes[rank] = []
             if server_args.device != "cpu":
@@ -79,7 +79,7 @@ def run_controller_with(
             self.max_req_input_len = launcher.max_req_input_len
 
         def dispatch_batch_generate(self, batch_req: Any) -> None:
-            """Requests that name one rank stay one message, so that they are scheduled together."""
+            """Send requests for one rank in one message, so that they are scheduled together."""
             named = {request.routed_dp_rank for request in batch_req}
             if len(named) == 1 and None not in named:
                 controller_module.sock_send(self.workers[named.pop()], batch_req)

@@ -1,11 +1,10 @@
-"""Owns what a pickle that an engine is given may name: what rebuilds tensors, by full name, and nothing else.
+"""Adapts how SGLang reads pickles that an engine receives: they may rebuild tensors, and do nothing else.
 
-SGLang's own reader lets whole modules through, `builtins` among them, with which a pickle can run any program. Who may
-send a pickle at all is decided by others.
+SGLang's own reader accepts names of whole modules, `builtins` among them, with which a pickle can run any program.
 
-A pickle is a program for a small machine. Besides looking names up, it can call what it has looked up (REDUCE, NEWOBJ)
-and set attributes of what it has at hand (BUILD), also of a class that the whole process uses. Each of the three is
-limited here, and only the instructions that tensors need are known at all.
+A pickle is a program for a small machine. It looks names up, calls them (REDUCE, NEWOBJ), and sets attributes of
+objects (BUILD), also of a class that the whole process uses. Each of these is limited here, and only the instructions
+that tensors need are accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["TensorUnpickler", "read_pickles_strictly"]
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
-# May be called. `_load_from_bytes` of torch.storage is not among them: it reads a pickle of its own.
+# Functions that a pickle may call. `_load_from_bytes` of torch.storage is not among them: it reads another pickle.
 _FUNCTIONS = frozenset(
     {
         (_REDUCTIONS, "rebuild_tensor"),
@@ -41,15 +40,15 @@ _FUNCTIONS = frozenset(
         ("collections", "OrderedDict"),
     }
 )
-# May be made without arguments, and given fields.
-_RECORDS = frozenset(
+# Classes of which a pickle may make objects without arguments, and set their fields.
+_STRUCTS = frozenset(
     {
         ("multiprocessing.resource_sharer", "DupFd"),
         ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"),
         (_UPDATER, "LocalSerializedTensor"),
     }
 )
-# May be arguments.
+# Types that may be arguments.
 _TYPES = frozenset(
     {
         ("torch", "Tensor"),
@@ -79,13 +78,13 @@ class _Handlers(dict[int, Any]):
 
 
 class TensorUnpickler(pickle._Unpickler):
-    """Reads tensors, and lists, tuples and dicts of them and of plain values; in SGLang's SafeUnpickler's place.
+    """Reads tensors, plain values, and lists, tuples and dicts of them. It replaces SGLang's SafeUnpickler.
 
-    Raises UnpicklingError, with what was refused, before anything of it is called. It is Python's own reader in Python,
-    since that in C has no place to stand between. What it reads is small: tensors travel as handles of their memory.
+    Raises UnpicklingError, which says what was refused, before it calls anything. It derives from Python's reader in
+    Python, because the reader in C cannot be extended. Its pickles are small: tensors are sent as handles of memory.
     """
 
-    # Python's own reader has these, and its types do not tell of them.
+    # Attributes of Python's own reader that its type stubs lack.
     stack: list[Any]
     load_reduce: Any
     load_newobj: Any
@@ -96,12 +95,12 @@ class TensorUnpickler(pickle._Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self._functions: list[Any] = []
-        self._records: list[Any] = []
+        self._structs: list[Any] = []
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names, if it may."""
+        """Return the object that a pickle names, if the name is allowed."""
         full_name = (module, name)
-        if full_name not in _FUNCTIONS | _RECORDS | _TYPES:
+        if full_name not in _FUNCTIONS | _STRUCTS | _TYPES:
             raise pickle.UnpicklingError(
                 f"the pickle names {module}.{name}, which tensors do not need: send plain tensors, or load_format "
                 "'safetensors'"
@@ -109,40 +108,40 @@ class TensorUnpickler(pickle._Unpickler):
         found = getattr(importlib.import_module(module), name)
         if full_name in _FUNCTIONS:
             self._functions.append(found)
-        if full_name in _RECORDS:
-            self._records.append(found)
+        if full_name in _STRUCTS:
+            self._structs.append(found)
         return found
 
     def _call(self) -> None:
         function = self.stack[-2]
         if not any(function is known for known in self._functions):
-            raise pickle.UnpicklingError(f"the pickle calls {function!r}, which is not for calling")
+            raise pickle.UnpicklingError(f"the pickle calls {function!r}, which may not be called")
         self.load_reduce()
 
     def _make(self) -> None:
         kind, arguments = self.stack[-2:]
-        if arguments != () or not any(kind is known for known in self._records):
-            raise pickle.UnpicklingError(f"the pickle makes {kind!r} of {arguments!r}, which is not for making")
+        if arguments != () or not any(kind is known for known in self._structs):
+            raise pickle.UnpicklingError(f"the pickle makes {kind!r} of {arguments!r}, which may not be made")
         self.load_newobj()
 
     def _fill(self) -> None:
-        record, fields = self.stack[-2:]
-        if not isinstance(fields, dict) or type(record) not in self._records:
-            raise pickle.UnpicklingError(f"the pickle sets attributes of {record!r}, whose they are not to set")
+        target, fields = self.stack[-2:]
+        if not isinstance(fields, dict) or type(target) not in self._structs:
+            raise pickle.UnpicklingError(f"the pickle sets attributes of {target!r}, which may not be set")
         self.load_build()
 
     dispatch.update({pickle.REDUCE[0]: _call, pickle.NEWOBJ[0]: _make, pickle.BUILD[0]: _fill})
 
 
 def read_pickles_strictly() -> None:
-    """Have SGLang, in this process, read all tensors that it is sent with `TensorUnpickler`, and files no otherwise.
+    """Let SGLang, in this process, read all received tensors with `TensorUnpickler`, and files by torch's safe reader.
 
-    Of a checkpoint in an old form of torch's it would run whatever is in it.
+    SGLang would run any program in a checkpoint of torch's old form.
     """
     common_module.SafeUnpickler = TensorUnpickler
     weight_utils_module._load_pt_file = _load_pt_file
 
 
 def _load_pt_file(path: str) -> Any:
-    """The tensors of a file. Raises torch's errors, also for the old form, which cannot be read but as a program."""
+    """Read the tensors of a file. Raises torch's errors, also for the old form, which can only be read as a program."""
     return torch.load(path, map_location="cpu", weights_only=True)

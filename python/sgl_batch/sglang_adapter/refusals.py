@@ -1,6 +1,6 @@
-"""Refused requests on SGLang's endpoints: their code and field reach the client, which SGLang alone would drop.
+"""Adapts the errors of SGLang's endpoints: the code and field of a refused request reach the client.
 
-What is refused is decided by the callers.
+SGLang's own handlers pass on the message only. The callers decide which requests are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ with bootstrap.importing():
 
 ENGINE_ABORT = "engine_abort"
 Check = Callable[[Any, Mapping[str, Any]], None]
-"""Takes a request of /v1/chat/completions or /v1/completions and the JSON it was read from; raises RefusalError."""
+"""Checks a request of /v1/chat/completions or /v1/completions and the JSON that it was read from.
+
+Raises RefusalError.
+"""
 
 
 class RefusalError(ValueError):
-    """A request that is not computed: SGLang's endpoints answer 400. `param` is the field at fault."""
+    """A request that is refused: SGLang's endpoints answer 400. `param` is the field at fault."""
 
     def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -35,7 +38,7 @@ class RefusalError(ValueError):
 
 
 class EngineAbortError(HTTPException):
-    """The engine has ended a request that nobody asked it to end: SGLang's endpoints answer 500 with its reason."""
+    """The engine ended a request that was not aborted by its user: SGLang's endpoints answer 500 with the reason."""
 
     code, param = ENGINE_ABORT, None
 
@@ -46,12 +49,12 @@ class EngineAbortError(HTTPException):
         return str(self.detail)
 
 
-# The OpenAI request that is being answered, whose names of fields an error is to have.
+# The OpenAI request that is being answered: errors use its names of fields.
 _request: ContextVar[Any] = ContextVar("request", default=None)
 
 
 def with_check(handler: Any, check: Check) -> Any:
-    """Have SGLang's handler of an OpenAI endpoint answer with codes and fields of refusals; returns it.
+    """Let SGLang's handler of an OpenAI endpoint answer with the codes and fields of refusals; return the handler.
 
     Requests over HTTP go through `check` first.
     """
@@ -74,13 +77,13 @@ async def _handle(own: Callable[..., Any], handler: Any, check: Check, request: 
 
 
 async def json_of(raw_request: Any) -> Mapping[str, Any]:
-    """The JSON object that a request over HTTP was read from. It was parsed already, and is not parsed again."""
+    """Return the JSON object of a request over HTTP. It was parsed before, and is not parsed again."""
     body = await raw_request.json()
     return body if isinstance(body, Mapping) else {}
 
 
 def _error_response(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    refused = sys.exception()  # SGLang calls this where it has caught it, and hands on its words alone
+    refused = sys.exception()  # SGLang calls this while it handles the error, and passes on its message only
     if not isinstance(refused, RefusalError | EngineAbortError):
         return own(*args, **kwargs)
     status = 400 if isinstance(refused, RefusalError) else 500
@@ -88,7 +91,7 @@ def _error_response(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def fault_of(refused: RefusalError | EngineAbortError) -> dict[str, Any]:
-    """The error that a client gets: message, type, param and code."""
+    """Return the error that a client gets: message, type, param and code."""
     return {
         "message": str(refused),
         "type": "invalid_request_error" if isinstance(refused, RefusalError) else "server_error",
@@ -98,7 +101,7 @@ def fault_of(refused: RefusalError | EngineAbortError) -> dict[str, Any]:
 
 
 def _own_name(param: str | None) -> str | None:
-    """The name that a field has in the OpenAI request that is being answered."""
+    """Return the name of a field in the OpenAI request that is being answered."""
     request = _request.get()
     if request is None or param is None or param in type(request).model_fields:
         return param
@@ -109,7 +112,7 @@ def _own_name(param: str | None) -> str | None:
 
 @contextmanager
 def on_http_server(check: Check) -> Iterator[None]:
-    """Inside, SGLang's HTTP server of this process, which has started, answers like `with_check`."""
+    """Inside, SGLang's started HTTP server of this process answers as `with_check` says."""
     state = http_server_module.app.state
     for name in ("chat", "completion", "embedding", "classify", "score", "rerank"):
         with_check(getattr(state, f"openai_serving_{name}"), check)

@@ -1,4 +1,4 @@
-"""SGLang's requests that another process has begun: how a new one goes on behind tokens that it did not generate."""
+"""Adapts SGLang's requests for resumption: a new request continues after tokens that another process generated."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["resume_from", "start_anew"]
 
 
 def start_anew(request: Request) -> None:
-    """Let a new request generate all of its tokens; its key is taken away."""
+    """Let a new request generate all of its tokens. Its tag in `extra_key` is removed."""
     request.extra_key = None
 
 
 def resume_from(scheduler: SGLangScheduler, request: Request, tokens: Sequence[int]) -> None:
-    """Let a new request have generated `tokens`; its prefill is then that of a retracted one. Its key is taken away.
+    """Let a new request continue after `tokens`, as a retracted request does. Its tag in `extra_key` is removed.
 
-    They are sent in the parts in which they were sent when they were generated: incremental detokenization then meets
-    the same bounds, and makes the same text.
+    The tokens are sent in the same parts as when they were generated: incremental detokenization then has the same
+    bounds, and makes the same text.
     """
     request.extra_key = None
     for end in range(DEFAULT_FORCE_STREAM_INTERVAL, len(tokens) + 1, DEFAULT_FORCE_STREAM_INTERVAL):

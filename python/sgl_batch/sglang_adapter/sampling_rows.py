@@ -1,6 +1,6 @@
-"""SGLang's sampling parameters of a batch, with a copy on the host of what each row asks for.
+"""Adapts SGLang's sampling parameters of a batch: a copy of each row's parameters stays on the host.
 
-SGLang has them on the device, where the host cannot look without waiting for all that the device was given before.
+SGLang has them on the device only. To read them there, the host would wait for all queued work of the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ with bootstrap.importing():
 
 
 class RowParameters(NamedTuple):
-    """The filters of one row, as SGLang normalises them: greedy is a top_k of 1, no limit is TOP_K_ALL."""
+    """The filters of one row, as SGLang normalises them: top_k is 1 for greedy rows, and TOP_K_ALL for no limit."""
 
     top_k: int
     top_p: float
@@ -25,7 +25,10 @@ class RowParameters(NamedTuple):
 
 @dataclass
 class KnownSampling(SamplingBatchInfo):  # type: ignore[misc]
-    """`rows`: by row. `groups`: what the sampler has made of them; None when they have changed since."""
+    """SGLang's sampling parameters with `rows` on the host, and the sampler's `groups` of them.
+
+    `groups` is None after the rows have changed.
+    """
 
     rows: list[RowParameters] = field(default_factory=list)
     groups: Any = None
@@ -40,7 +43,7 @@ class KnownSampling(SamplingBatchInfo):  # type: ignore[misc]
 
 
 def keep_rows_on_host(batch: ScheduleBatch) -> None:
-    """Have a new batch's sampling parameters know what its requests ask for, also when rows leave or join."""
+    """Keep the parameters of a new batch's requests on the host, also when rows leave or join."""
     info: Any = batch.sampling_info
     info.__class__ = KnownSampling
     parameters = (request.sampling_params for request in batch.reqs)

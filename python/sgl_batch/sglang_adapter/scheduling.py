@@ -1,4 +1,8 @@
-"""SGLang's scheduler and its batches, as our managers room builds on them; all writing into them is done here."""
+"""Adapts SGLang's scheduler and its batches for our managers. All writes to their attributes are in this module.
+
+SGLang's scheduler decides itself which requests run. Ours makes the batches that our core decides: it builds SGLang's
+batch objects, moves requests in and out of them, and takes and gives request slots and KV.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +82,7 @@ __all__ = [
     "uses_penalties",
 ]
 
-# What somebody asks of the whole engine, and not of one of its processes.
+# Requests to the whole engine, not to one of its processes.
 _WEIGHT_UPDATES = (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -94,7 +98,7 @@ _CONTROLS = (
     PauseGenerationReqInput,
 )
 
-# With any of these the KV of a prompt does not follow from its tokens alone, or something is asked of each of them.
+# With any of these, a prompt's KV depends on more than its tokens, or the request needs a result for each token.
 _OWN_PROMPT = (
     "input_embeds",
     "positional_embed_overrides",
@@ -121,10 +125,10 @@ def _new_batch(scheduler: SGLangScheduler, requests: list[Request]) -> ScheduleB
 
 
 def _make_repeatable(batch: ScheduleBatch) -> None:
-    """Give the sampler each row's seed and what it asks for, and penalties an order.
+    """Give the sampler each row's seed and parameters, and penalties a fixed order.
 
-    SGLang itself sets seeds only in its deterministic mode, and keeps penalties in a set of classes, whose order is
-    another one in every process.
+    SGLang itself sets seeds only in its deterministic mode, and keeps penalties in a set of classes, whose order
+    differs from process to process.
     """
     orchestrator = batch.sampling_info.penalizer_orchestrator
     orchestrator.penalizers = dict(sorted(orchestrator.penalizers.items(), key=lambda item: item[0].__name__))
@@ -136,27 +140,27 @@ def _make_repeatable(batch: ScheduleBatch) -> None:
 def intercept_controls(
     scheduler: SGLangScheduler, carry_out: Callable[[Callable[[object], object], object], object]
 ) -> None:
-    """Have what is asked of the whole engine done by `carry_out(SGLang's handler, what is asked)`."""
+    """Let requests to the whole engine be handled by `carry_out(SGLang's handler, request)`."""
     handlers = scheduler._request_dispatcher._mapping
     for kind in _CONTROLS:
         handlers[kind] = partial(carry_out, handlers[kind])
 
 
 def updates_weights(asked: object) -> TypeGuard[WeightsUpdate]:
-    """Whether what is asked of the engine changes its weights."""
+    """Return whether a request to the engine changes its weights."""
     return isinstance(asked, _WEIGHT_UPDATES)
 
 
 def brings_only_requests(message: object) -> bool:
-    """Whether a message changes nothing but the queue: it brings new requests."""
+    """Return whether a message only adds requests to the queue."""
     return isinstance(message, (TokenizedGenerateReqInput, BatchTokenizedGenerateReqInput))
 
 
 def prefill_batch(scheduler: SGLangScheduler, requests: list[Request], ends: Mapping[str, int]) -> ScheduleBatch:
-    """A batch that prefills `requests`, with slots for all their tokens.
+    """Make a batch that prefills `requests`, with KV indices for all their tokens.
 
-    `ends`: by request id, up to which token, where not to the end; such a request gives no token yet. Of one that was
-    retracted, the whole is all that it has generated but the last token, from which it decodes on.
+    `ends`: by request id, the end of the computed tokens, for a request that is not computed whole; it gives no token
+    yet. A retracted request is computed up to its last generated token, from which decode continues.
     """
     for request in requests:
         if not len(request.prefix_indices):
@@ -168,7 +172,7 @@ def prefill_batch(scheduler: SGLangScheduler, requests: list[Request], ends: Map
     batch = _new_batch(scheduler, requests)
     batch.prepare_for_extend()
     for request in requests:
-        request.is_retracted = len(request.output_ids) > 0  # its next token is not this pass's, says that to SGLang
+        request.is_retracted = len(request.output_ids) > 0  # tells SGLang that this pass gives it no token
     batch.prefill_stats = PrefillStats(
         log_input_tokens=batch.extend_num_tokens,
         log_hit_tokens=sum(batch.prefix_lens),
@@ -181,15 +185,15 @@ def prefill_batch(scheduler: SGLangScheduler, requests: list[Request], ends: Map
 
 
 def decode_batch(scheduler: SGLangScheduler, requests: list[Request]) -> ScheduleBatch:
-    """A decode batch of requests that were prefilled and have generated one token, in this order."""
+    """Make a decode batch of requests that are prefilled and have at least one token, in this order."""
     batch = _new_batch(scheduler, requests)
     device = batch.device
     lengths = [request.kv_committed_len for request in requests]
     batch.forward_mode = ForwardMode.DECODE
-    places = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
-    assert len(places) == len(requests), "each decode row has its place in the table of slots"
-    batch.req_pool_indices_cpu = torch.tensor(places)
-    batch.req_pool_indices = upload(places, torch.int64, device)
+    slots = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
+    assert len(slots) == len(requests), "each decode row has a request slot"
+    batch.req_pool_indices_cpu = torch.tensor(slots)
+    batch.req_pool_indices = upload(slots, torch.int64, device)
     batch.seq_lens_cpu = torch.tensor(lengths)
     batch.seq_lens = upload(lengths, torch.int64, device)
     batch.orig_seq_lens = upload(lengths, torch.int32, device)
@@ -206,9 +210,9 @@ def decode_batch(scheduler: SGLangScheduler, requests: list[Request]) -> Schedul
 
 
 def _recall_penalties(batch: ScheduleBatch) -> None:
-    """Count the tokens generated so far towards penalties; the last of each is counted by its next step.
+    """Count the tokens generated so far for penalties; a sequence's next step counts its last token.
 
-    Penalties take one token of every sequence at a time, so that sequences of different lengths are batches of one.
+    SGLang counts one token of every sequence at a time, so that sequences of different lengths need batches of one.
     """
     orchestrator = batch.sampling_info.penalizer_orchestrator
     longest = max(len(request.output_ids) for request in batch.reqs)
@@ -220,7 +224,7 @@ def _recall_penalties(batch: ScheduleBatch) -> None:
 
 
 def decode_batches(scheduler: SGLangScheduler, requests: list[Request]) -> Iterator[ScheduleBatch]:
-    """Decode batches for requests that join: one by one those that go on with penalties after several tokens."""
+    """Yield decode batches for requests that join: one by one for those with penalties and several tokens."""
     fresh = [request for request in requests if len(request.output_ids) == 1]
     resumed = [request for request in requests if len(request.output_ids) > 1]
     plain = [request for request in resumed if not _penalised(request)]
@@ -240,59 +244,59 @@ def _penalised(request: Request) -> bool:
 
 
 def rows_of(batch: ScheduleBatch) -> list[tuple[Request, int, int]]:
-    """The rows of a batch that was just computed, in order: requests, the first position of each, and how many."""
+    """Return the rows of a computed batch in order: each request, its first position, and its number of rows."""
     if batch.forward_mode.is_extend():
         return list(zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True))
     return [(request, tokens_written(request), 1) for request in batch.reqs]
 
 
 def tokens_written(request: Request) -> int:
-    """Positions of a prefilled request with KV from passes whose results are processed; a step may be under way."""
+    """Return how many tokens of a prefilled request have KV from processed passes; a step may be under way."""
     return len(request.origin_input_ids) + len(request.output_ids) - 1
 
 
 def skip_ended_rows(scheduler: SGLangScheduler) -> None:
-    """Have SGLang pass over rows whose requests ended while the step was under way."""
+    """Let SGLang skip rows whose requests ended while the step was under way."""
     processor: Any = scheduler.batch_result_processor
     scheduler.batch_result_processor = replace(processor, enable_overlap=True)
 
 
 def uses_penalties(batch: ScheduleBatch) -> bool:
-    """Whether making a batch ready for a step takes the tokens of the step before it."""
+    """Return whether a batch has penalties, so that preparing a step needs the tokens of the step before."""
     return bool(batch.sampling_info.penalizer_orchestrator.is_required)
 
 
 def drop_last_steps(running: ScheduleBatch) -> None:
-    """Take requests out of a decode batch whose step is under way: those that had ended, or end with it by length."""
+    """Remove from a decode batch whose step is under way the requests that have ended, or end with it by length."""
     running.filter_batch(keep_indices=[row for row, request in enumerate(running.reqs) if not _ends(request)])
 
 
 def _ends(request: Request) -> bool:
-    """Whether one token more, if any, is a request's last, whichever token that is."""
+    """Return whether a request's next token is its last, whichever token that is, or it has ended already."""
     last = len(request.output_ids) + 1 >= request.sampling_params.max_new_tokens
     return bool(request.finished() or request.to_finish is not None or last)
 
 
 def copy_results_to_host(batch: ScheduleBatch, result: BatchResult) -> torch.Event:
-    """Begin to copy what the host wants of a step, behind it and before the next; SGLang waits for the copies' end.
+    """Begin to copy a step's results to the host, after the step and before the next; SGLang waits for the copies.
 
-    Returns the event of that end.
+    Returns the event of their end.
     """
     done: torch.Event = torch.get_device_module(batch.device).Event()
     result.copy_done = done
     result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
-    result.logits_output.next_token_logits = None  # [B, vocab], which nobody wants any more
+    result.logits_output.next_token_logits = None  # frees [B, vocab], which is not used any more
     return done
 
 
 def keep_prefix(scheduler: SGLangScheduler, request: Request) -> None:
-    """Let a request whose prompt is computed in part go on behind what is computed, in the slots that it has."""
+    """Let a request whose prompt is computed in part continue after that part, with the KV indices that it has."""
     if request.req_pool_idx is not None:
         scheduler.tree_cache.cache_unfinished_req(request, chunked=True)
 
 
 def end_retraction(batch: ScheduleBatch) -> tuple[int, int]:
-    """A prefill is over: those of it that were retracted go on. How many, and how many tokens were theirs."""
+    """End the retraction of a prefill's requests; return how many were retracted, and their computed tokens."""
     rows = [length for request, length in zip(batch.reqs, batch.extend_lens, strict=True) if request.is_retracted]
     for request in batch.reqs:
         request.is_retracted = False
@@ -300,45 +304,45 @@ def end_retraction(batch: ScheduleBatch) -> tuple[int, int]:
 
 
 def retract(scheduler: SGLangScheduler, request: Request) -> None:
-    """Take from a request all KV that it has, or has found; it keeps what it has generated, and what was said of it."""
+    """Free all KV that a request owns or has found. It keeps its generated tokens and their log probabilities."""
     if request.req_pool_idx is not None:
         release_kv_cache(request, scheduler.tree_cache, is_insert=False)
     elif len(request.prefix_indices):
         scheduler.token_to_kv_pool_allocator.free(request.prefix_indices[request.cache_protected_len :])
     request.reset_for_retract()
     if request.output_ids:
-        request.logprob_start_len = -1  # those of its prompt are there
+        request.logprob_start_len = -1  # the prompt's log probabilities are there already
 
 
 def clear_batch(running: ScheduleBatch) -> None:
-    """Take all requests out of a decode batch."""
+    """Remove all requests from a decode batch."""
     running.filter_batch(keep_indices=[])
 
 
 def merge_into(running: ScheduleBatch, joining: ScheduleBatch) -> ScheduleBatch:
-    """Combine two decode batches; the one that runs already comes first."""
+    """Combine two decode batches; the running one comes first."""
     if running.is_empty():
         return joining
     running.merge_batch(joining)
     return running
 
 
-def set_prefix(request: Request, scheduler: SGLangScheduler, slots: torch.Tensor, shared_tokens: int) -> None:
-    """Let `request` begin behind KV that lies at `slots` already; the first `shared_tokens` are not its to free."""
+def set_prefix(request: Request, scheduler: SGLangScheduler, kv_indices: torch.Tensor, shared_tokens: int) -> None:
+    """Let `request` begin after tokens with KV at `kv_indices`. It does not own the KV of the first `shared_tokens`."""
     request.init_next_round_input(scheduler.tree_cache)
-    request.prefix_indices = slots
+    request.prefix_indices = kv_indices
     request.cache_protected_len = shared_tokens
 
 
 def protect_prefix(request: Request, shared_tokens: int) -> None:
-    """Keep a finished request from freeing its first `shared_tokens` slots."""
+    """Keep a finished request from freeing the KV of its first `shared_tokens` tokens."""
     request.cache_protected_len = shared_tokens
 
 
 def mark_aborted(request: Request, why: str | None = None) -> None:
-    """Let a request that holds KV finish as aborted after its next step, which frees what it holds.
+    """Let a request that holds KV finish as aborted after its next step, which frees its KV.
 
-    One that is ended already, by its grammar say, keeps that reason.
+    A request that has ended already, for example by its grammar, keeps that reason.
     """
     if not request.finished() and request.to_finish is None:
         request.to_finish = (
@@ -347,7 +351,7 @@ def mark_aborted(request: Request, why: str | None = None) -> None:
 
 
 def end_aborted(scheduler: SGLangScheduler, request: Request) -> None:
-    """End a request that holds KV outside any batch: free what it holds, and answer it with what it has generated."""
+    """End a request that holds KV outside any batch: free its KV, and answer with its generated tokens."""
     mark_aborted(request)
     request.update_finish_state()
     attach_expert_choices(request)
@@ -357,7 +361,7 @@ def end_aborted(scheduler: SGLangScheduler, request: Request) -> None:
 
 
 def detach(scheduler: SGLangScheduler, request: Request) -> None:
-    """Take from a request its place in the table of slots; its KV lies elsewhere, and its slots are not freed."""
+    """Free a request's request slot. Its KV lies elsewhere, and no KV indices are freed."""
     scheduler.req_to_token_pool.free(request)
     request.kv = None
     request.prefix_indices = request.prefix_indices[:0]
@@ -365,14 +369,14 @@ def detach(scheduler: SGLangScheduler, request: Request) -> None:
 
 def free_kv(scheduler: SGLangScheduler, request: Request) -> None:
     """Free the pages of a request's KV that it owns."""
-    assert request.kv is not None, f"{request.rid} holds slots"
+    assert request.kv is not None, f"{request.rid} holds KV"
     own = slice(request.cache_protected_len, request.kv.kv_allocated_len)
-    slots = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, own]
-    scheduler.token_to_kv_pool_allocator.free(slots)
+    kv_indices = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, own]
+    scheduler.token_to_kv_pool_allocator.free(kv_indices)
 
 
 def end_detached(scheduler: SGLangScheduler, request: Request) -> None:
-    """End a request as aborted that holds no slots, and answer it with what it has generated."""
+    """End a request that holds no KV as aborted, and answer with its generated tokens."""
     mark_aborted(request)
     request.update_finish_state()
     attach_expert_choices(request)
@@ -381,23 +385,23 @@ def end_detached(scheduler: SGLangScheduler, request: Request) -> None:
 
 
 def await_input(scheduler: SGLangScheduler, milliseconds: int) -> None:
-    """Wait until a message for the scheduler has come, at most this long."""
+    """Wait for a message for the scheduler, at most this long."""
     scheduler.idle_sleeper.poller.poll(milliseconds)
 
 
 def shares_prefix(request: Request) -> bool:
-    """Whether a request may find pages of its prompt computed, and others may find its."""
+    """Return whether a request may use computed pages of other prompts, and others may use its pages."""
     return not needs_whole_prompt(request) and not any(getattr(request, name, None) for name in _OWN_PROMPT)
 
 
 def needs_whole_prompt(request: Request) -> bool:
-    """Whether a request asks for what only a pass over its whole prompt can say."""
+    """Return whether a request needs results that only a pass over its whole prompt gives."""
     scored = request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
     return bool(scored or request.return_routed_experts)
 
 
 def set_max_new_tokens(request: Request, tokens: int) -> None:
-    """Set how many tokens a request may generate; a minimum above that is lowered to it."""
+    """Set how many tokens a request may generate; a higher minimum is lowered to it."""
     parameters = request.sampling_params
     parameters.max_new_tokens = tokens
     parameters.min_new_tokens = min(parameters.min_new_tokens, tokens)

@@ -1,4 +1,4 @@
-"""The smallest shim with which stock SGLang starts on a machine without a GPU. It speeds nothing up."""
+"""Owns the smallest platform with which stock SGLang starts on a machine without a GPU. It makes nothing faster."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from sgl_batch.sglang_adapter.platform import CpuSRTPlatform, PlatformEnum
 
 
 class StockCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
-    """An out-of-tree platform of SGLang's own native operators, pools and allocator.
+    """An out-of-tree platform with SGLang's own native operators, pools and allocator.
 
-    Without one, SGLang's rotary embedding asks for vLLM's CUDA operators.
+    Without such a platform, SGLang's rotary embedding needs vLLM's CUDA operators.
     """
 
     _enum = PlatformEnum.OOT
@@ -28,7 +28,7 @@ class StockCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
         class PageOfOneAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
-            """SGLang's token allocator, with the page_size that a platform's allocator is given."""
+            """SGLang's token allocator, with the page_size that SGLang passes to a platform's allocator."""
 
             def __init__(self, size: int, page_size: int, **kwargs: object) -> None:
                 assert page_size == 1, f"stock SGLang on a CPU allocates tokens, got page_size {page_size}"
@@ -40,7 +40,7 @@ class StockCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
         return "native"
 
     def get_torch_profiler_activity_str(self) -> str:
-        """What `start_profile` calls this platform's own activity; SGLang asks every out-of-tree platform."""
+        """Return the name of this platform's activity in `start_profile`; every out-of-tree platform must have one."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> ProfilerActivity:

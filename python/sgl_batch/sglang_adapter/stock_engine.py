@@ -1,4 +1,4 @@
-"""Stock SGLang with the smallest shim that lets it start on a CPU: its own classes, to compare ourselves with."""
+"""Owns stock SGLang with the smallest platform that lets it start on a CPU, as the peer of our measurements."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _CPU_DEFAULTS: dict[str, Any] = {
 
 
 def _run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process; being here, its module prepared torchvision before SGLang was imported."""
+    """Run SGLang's scheduler process. Importing this module prepares torchvision before SGLang is imported."""
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
 def _run_detokenizer(*args: Any, **kwargs: Any) -> None:
-    """SGLang's detokenizer process, likewise."""
+    """Run SGLang's detokenizer process, likewise."""
     detokenizer_manager.run_detokenizer_process(*args, **kwargs)
 
 
 class StockEngine(Engine):  # type: ignore[misc]
-    """sglang.Engine. On a CPU: a platform of native operators, torchvision's schemas, and arguments it can run."""
+    """sglang.Engine; on a CPU, with a platform of native operators, torchvision's schemas and suitable arguments."""
 
     run_scheduler_process_func = staticmethod(_run_scheduler)
     run_detokenizer_process_func = staticmethod(_run_detokenizer)

@@ -1,7 +1,7 @@
-"""Owns the search for stop_regex in answers: in limited time, so that no pattern holds up the steps of all others.
+"""Adapts SGLang's search for stop_regex: it takes limited time, so that no pattern delays the steps of all sequences.
 
 A pattern such as (a+)+$ takes time that doubles with each letter of some texts, and SGLang searches in the middle of a
-step. A pattern that takes too long ends its own request, with an error.
+step. A pattern that takes too long ends its own request with an error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class _PatternError(Exception):
 
 
 class LimitedSearch:
-    """In the place of the module `re`, of which SGLang uses `search` alone."""
+    """Replaces the module `re`, of which SGLang uses `search` only."""
 
     @staticmethod
     def search(pattern: str, text: str) -> Any:
-        """The first match, or None. Raises _PatternError after SEARCH_S."""
+        """Return the first match, or None. Raises _PatternError after SEARCH_S."""
         try:
             return _compiled(pattern).search(text, timeout=SEARCH_S)
         except TimeoutError as error:
@@ -46,7 +46,7 @@ def _compiled(pattern: str) -> Any:
 
 
 def limit_stop_patterns() -> None:
-    """Have SGLang, in this process, search for patterns in limited time."""
+    """Let SGLang, in this process, search for patterns in limited time."""
     check = Req._check_str_based_finish
 
     def limited(self: Any, new_accepted_len: int = 1) -> bool:

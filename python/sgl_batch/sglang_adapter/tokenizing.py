@@ -1,4 +1,7 @@
-"""SGLang's tokenizer manager and its messages, as our managers room builds on them."""
+"""Adapts SGLang's tokenizer manager and its messages for our managers room.
+
+It exports their classes, checks and completes tokenized requests, and makes one request of each choice.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ __all__ = [
 ]
 
 
-# With any of these an answer is more than its tokens, or depends on more than what was said and drawn before.
+# With any of these, an answer has more than its tokens, or depends on more than the tokens before.
 _MORE_THAN_TOKENS = (
     "stream",
     "return_logprob",
@@ -63,12 +66,12 @@ _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def calls_to_schedulers(manager: Any) -> dict[str, Any]:
-    """By the attribute's name, what a tokenizer manager awaits all schedulers' answers with."""
+    """Return the communicators with which a tokenizer manager calls all schedulers, by attribute name."""
     return {name: value for name, value in vars(manager).items() if isinstance(value, FanOutCommunicator)}
 
 
 def is_repeatable(tokenized: TokenizedRequest) -> bool:
-    """Whether all that there is of a tokenized request follows from its prompt, its parameters and its first tokens."""
+    """Return whether a request's answer follows from its prompt, its parameters and its first tokens."""
     parameters = tokenized.sampling_params
     more = any(getattr(tokenized, name) for name in _MORE_THAN_TOKENS)
     bound = any(getattr(parameters, name) for name in (*_GRAMMARS, "custom_params"))
@@ -77,12 +80,12 @@ def is_repeatable(tokenized: TokenizedRequest) -> bool:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=enc_hook)
 _DECODER = msgspec.msgpack.Decoder(TokenizedGenerateReqInput, dec_hook=dec_hook)
-# Ours or SGLang's own: large, or not yet in the form in which they travel.
+# Fields that users do not set: they are large, or not yet in the form in which they are sent.
 _NOT_A_USERS = ("input_text", "input_ids", "mm_inputs", "time_stats", "positional_embed_overrides")
 
 
 def check_serializable(tokenized: TokenizedRequest) -> None:
-    """Raise ValueError for a request with a field that its scheduler could not read: it would end."""
+    """Raise ValueError for a request with a field that the scheduler cannot read: it would end the scheduler."""
     shallow = copy.copy(tokenized)
     for name in _NOT_A_USERS:
         setattr(shallow, name, None)
@@ -94,7 +97,7 @@ def check_serializable(tokenized: TokenizedRequest) -> None:
 
 @contextmanager
 def as_attention_ranks(server_args: Any) -> Iterator[None]:
-    """Inside, SGLang takes its several schedulers for ranks of one engine, whose weights change together."""
+    """Inside, SGLang treats several schedulers as ranks of one engine, whose weights change together."""
     if server_args.dp_size == 1:
         yield
         return
@@ -106,17 +109,17 @@ def as_attention_ranks(server_args: Any) -> Iterator[None]:
 
 
 def prepare_request(tokenized: TokenizedRequest, *, extra_key: str | None, seed: int) -> None:
-    """Set the prefix-cache key and the sampling seed of a tokenized request; its parameters become its own."""
+    """Set the prefix-cache key and the sampling seed of a tokenized request; its parameters become a copy."""
     tokenized.extra_key = extra_key
     tokenized.sampling_params = copy.copy(tokenized.sampling_params)
     tokenized.sampling_params.sampling_seed = seed
 
 
 def name_choices(request: PromptsRequest, count: int) -> list[str]:
-    """Give `count` choices of each prompt of `request` their ids, prompt by prompt; from now on they are its ids.
+    """Give `count` choices of each prompt of `request` their ids, prompt by prompt, and return them.
 
-    SGLang has made as many where the user gave one id or none: ID_0, ID_1, ... Where the user gave one for each
-    prompt, the choices of each are called likewise.
+    If the user gave one id or none, SGLang has made these ids: ID_0, ID_1, ... If the user gave one for each prompt,
+    the choices of each prompt are named in the same way.
     """
     if len(request.rid) == request.batch_size:
         request.rid = [f"{rid}_{index}" for rid in request.rid for index in range(count)]
@@ -127,7 +130,7 @@ def name_choices(request: PromptsRequest, count: int) -> list[str]:
 def choice_of(
     request: ChoiceRequest, tokenized: TokenizedRequest, *, rid: str, extra_key: str, seed: int, attention_rank: int
 ) -> tuple[ChoiceRequest, TokenizedRequest]:
-    """Copies of a request and its tokenized form for one choice, under the request id `rid`, for an attention rank."""
+    """Copy a request and its tokenized form for one choice, with the request id `rid`, for an attention rank."""
     request, tokenized = copy.copy(request), copy.copy(tokenized)
     request.rid = tokenized.rid = rid
     if tokenized.routed_dp_rank is None:

@@ -1,4 +1,4 @@
-"""Owns decode batches of sequences that are made up, as a model runner takes them. It decides nothing about them."""
+"""Adapts SGLang's forward batch for trial steps: decode batches of sequences that do not exist."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def trial_decode_batch(
-    runner: ModelRunner, input_ids: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, position: int
+    runner: ModelRunner, input_ids: torch.Tensor, kv_indices: torch.Tensor, rows: torch.Tensor, position: int
 ) -> ForwardBatch:
-    """A decode step of sequences of which each has `position` tokens with KV.
+    """Make a decode step of sequences that each have `position` tokens with KV.
 
-    `input_ids`: their next tokens [B], int64; `slots`: where KV of these goes [B], int64; `rows`: of the table of slots
-    [B], int64. All on the runner's device.
+    `input_ids`: their next tokens; `kv_indices`: where the KV of these is written; `rows`: their request slots. All are
+    [B], int64, on the runner's device.
     """
     lengths = torch.full_like(rows, position + 1)
     made: ForwardBatch = SGLangForwardBatch(
@@ -34,7 +34,7 @@ def trial_decode_batch(
         seq_lens_cpu=torch.full((len(rows),), position + 1),
         seq_lens_sum=len(rows) * (position + 1),
         orig_seq_lens=lengths.to(torch.int32),
-        out_cache_loc=slots,
+        out_cache_loc=kv_indices,
         positions=torch.full_like(rows, position),
         return_logprob=False,
         capture_hidden_mode=CaptureHiddenMode.NULL,

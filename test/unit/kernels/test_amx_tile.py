@@ -34,7 +34,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_a_tile_is_exact_alone_and_beside_other_rows_and_stays_within_its_memory(checks):
+def test_a_tile_is_exact_alone_and_with_other_rows_and_stays_within_its_memory(checks):
     done = run(checks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout in ("emulation\n", "hardware\n")

@@ -35,7 +35,7 @@ def test_every_kernel_agrees_with_float64_on_each_instruction_set(isa):
     assert report["failures"] == []
 
 
-def test_kernels_that_take_other_arguments_are_not_used_and_that_is_said(monkeypatch, caplog):
+def test_kernels_of_another_interface_are_not_used_and_a_warning_says_so(monkeypatch, caplog):
     monkeypatch.setattr(native_kernels(), "INTERFACE", 1)
     with caplog.at_level(logging.WARNING):
         assert native_kernels.__wrapped__() is None

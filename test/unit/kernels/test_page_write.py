@@ -32,7 +32,7 @@ def expected(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "page_size", "head_dim"), [(2, 64, 64), (3, 6, 20), (1, 32, 96)])
-def test_rows_go_to_their_slots_and_nothing_else_changes(heads, page_size, head_dim, dtype):
+def test_rows_are_written_to_their_kv_indices_only(heads, page_size, head_dim, dtype):
     generator = torch.Generator().manual_seed(page_size)
     slots = torch.randperm(NUM_PAGES * page_size, generator=generator)[: NUM_PAGES * page_size // 3]
     # Keys and values as views of one product, as attention layers give them.
@@ -46,7 +46,7 @@ def test_rows_go_to_their_slots_and_nothing_else_changes(heads, page_size, head_
 
 
 @pytest.mark.parametrize("slot", [-1, NUM_PAGES * 64])
-def test_a_slot_outside_of_the_pages_is_refused(slot):
+def test_a_kv_index_outside_of_the_pages_is_refused(slot):
     pools = pools_of(2, 64, 64, torch.bfloat16, fill=7.0)
     rows = torch.zeros(1, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match=rf"slot {slot} of {NUM_PAGES * 64}"):

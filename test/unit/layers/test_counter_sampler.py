@@ -273,7 +273,7 @@ def test_other_seeds_and_other_positions_draw_other_tokens():
     assert len(set(sampled(probs, [Row(position=position) for position in range(1000)]).tolist())) > 500
 
 
-def test_a_batch_without_seeds_is_a_fault_of_the_scheduler():
+def test_a_batch_without_seeds_is_a_scheduler_error():
     sampler = CounterSampler.__new__(CounterSampler)
     with pytest.raises(AssertionError, match="gives every row a seed"):
         sampler._sample_from_probs(

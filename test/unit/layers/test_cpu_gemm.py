@@ -33,7 +33,7 @@ def test_linear_equals_the_product_in_float64(shape, dtype, tolerance, has_bias)
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 100])
-def test_float32_rows_stay_float32_beside_a_bf16_weight(num_rows):
+def test_float32_rows_stay_float32_with_a_bf16_weight(num_rows):
     x, weight = torch.ones(num_rows, 24), torch.full((16, 24), 0.5, dtype=torch.bfloat16)
     out = linear(x, weight)
     assert out.dtype == torch.float32

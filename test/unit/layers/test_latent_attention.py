@@ -84,7 +84,7 @@ def expanded(module: SimpleNamespace, positions: torch.Tensor, hidden: torch.Ten
 @pytest.mark.parametrize("q_rank", [None, Q_RANK])
 @pytest.mark.parametrize("operators", ["native", "torch"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
-def test_attention_over_latents_equals_attention_over_what_they_stand_for(dtype, tolerance, operators, q_rank):
+def test_attention_over_latents_equals_attention_over_expanded_keys_and_values(dtype, tolerance, operators, q_rank):
     module = module_of(q_rank=q_rank, dtype=dtype)
     hidden, positions = torch.randn(TOKENS, HIDDEN).to(dtype), torch.arange(TOKENS)
     expected = expanded(module_of(q_rank=q_rank, dtype=dtype), positions, hidden)

@@ -63,7 +63,7 @@ def test_products_by_head_read_and_write_parts_of_wider_rows(packed, dtype):
     assert out[..., 10:].eq(-1).all()
 
 
-def test_a_weight_is_plain_where_it_is_written_and_packed_again_afterwards(packed):
+def test_a_weight_is_plain_while_it_is_written_and_packed_again_afterwards(packed):
     weight, x = draw(16, HIDDEN), draw(3, HIDDEN)
     plain = weight.clone()
     packed.add_linear(weight)
@@ -87,7 +87,7 @@ def test_a_weight_is_packed_again_although_writing_it_failed(packed):
     [torch.ones(8, 5, dtype=torch.bfloat16), torch.ones(8, 6, dtype=torch.float64), torch.ones(6, 8).t()],
     ids=["odd bf16", "float64", "transposed"],
 )
-def test_what_the_kernels_cannot_take_stays_plain(weight):
+def test_weights_that_the_kernels_cannot_take_stay_plain(weight):
     packed = PackedWeights(native_kernels())
     assert not packed.add_linear(weight)
     assert len(packed) == 0
@@ -107,7 +107,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounded_weights_compute_what_they_stand_for_in_less_memory(rounding, dtype):
+def test_rounded_weights_compute_the_rounded_product_in_less_memory(rounding, dtype):
     weight, x = draw(16, HIDDEN, dtype=dtype), draw(7, HIDDEN).to(torch.bfloat16).to(dtype)
     plain = weight.clone()
     assert rounding.add_linear(weight)
@@ -117,7 +117,7 @@ def test_rounded_weights_compute_what_they_stand_for_in_less_memory(rounding, dt
 
 
 @pytest.mark.parametrize("lone", [False, True])
-def test_rounded_experts_compute_what_they_stand_for(rounding, lone):
+def test_rounded_experts_compute_the_rounded_products(rounding, lone):
     experts = 1 if lone else EXPERTS
     w13, w2 = draw(experts, 2 * INTER, HIDDEN).bfloat16() / 7, draw(experts, HIDDEN, INTER).bfloat16() / 6
     plain = rounded(w13), rounded(w2)
@@ -131,7 +131,7 @@ def test_rounded_experts_compute_what_they_stand_for(rounding, lone):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounded_weights_are_whole_where_they_are_written_and_rounded_to_the_same_again(rounding, dtype):
+def test_rounded_weights_are_plain_while_they_are_written_and_round_to_the_same_again(rounding, dtype):
     weight, x = draw(16, HIDDEN, dtype=dtype), draw(3, HIDDEN, dtype=dtype)
     plain = weight.clone()
     rounding.add_linear(weight)
@@ -145,7 +145,7 @@ def test_rounded_weights_are_whole_where_they_are_written_and_rounded_to_the_sam
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_experts_whose_rows_alternate_are_plain_where_they_are_written(int8):
+def test_experts_whose_rows_alternate_are_plain_while_they_are_written(int8):
     packed = PackedWeights(native_kernels(), int8=int8)
     w13, w2 = draw(EXPERTS, 2 * INTER, HIDDEN) / 7, draw(EXPERTS, HIDDEN, INTER) / 6
     plain = (rounded(w13), rounded(w2)) if int8 else (w13.clone(), w2.clone())

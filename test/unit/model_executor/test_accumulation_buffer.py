@@ -43,7 +43,7 @@ def test_a_group_holds_what_its_sub_batches_yielded_in_every_layer(
         assert taken == row_spans(num_rows, limit)
 
 
-def test_a_sub_batch_that_is_the_group_is_handed_on_without_a_copy() -> None:
+def test_a_sub_batch_that_is_the_group_passes_without_a_copy() -> None:
     hidden, residual = rows(0, 4), rows(1, 4)
     buffer = AccumulationBuffer(4)
     buffer.put((0, 4), hidden, residual)
@@ -64,14 +64,14 @@ def test_the_residual_of_a_span_may_come_from_the_buffer_itself() -> None:
 
 
 @pytest.mark.parametrize("span", [(0, 2), (1, 3), (1, 2), (0, 4)])
-def test_a_span_that_meets_another_is_refused(span: tuple[int, int]) -> None:
+def test_a_span_that_overlaps_another_is_refused(span: tuple[int, int]) -> None:
     buffer, size = AccumulationBuffer(4), span[1] - span[0]
     buffer.put((0, 2), rows(0, 2), rows(0, 2))
     with pytest.raises(AssertionError, match=r"2 are written|is written already"):
         buffer.put(span, rows(0, size), rows(0, size))
 
 
-def test_a_span_of_rows_that_the_group_has_not_is_refused() -> None:
+def test_a_span_outside_of_the_group_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"span \(3, 5\) is not of 4 rows"):
         AccumulationBuffer(4).put((3, 5), rows(0, 2), rows(0, 2))
 
@@ -83,7 +83,7 @@ def test_a_group_is_not_combined_while_rows_are_missing() -> None:
         buffer.take(2)
 
 
-def test_a_layer_is_not_begun_while_rows_of_the_one_before_are_not_taken() -> None:
+def test_a_layer_does_not_begin_before_all_rows_of_the_last_are_taken() -> None:
     buffer = AccumulationBuffer(4)
     for span in ((0, 2), (2, 4)):
         buffer.put(span, rows(0, 2), rows(0, 2))

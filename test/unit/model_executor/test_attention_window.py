@@ -9,7 +9,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.model_executor.attention_window import check_window
 
 
-def test_a_window_is_refused_with_the_length_up_to_which_there_is_none():
+def test_a_window_is_refused_with_the_context_length_that_needs_none():
     for name, config in (("Mistral", MistralConfig), ("Mixtral", MixtralConfig)):
         windowed = config(sliding_window=4096)
         check_window([f"{name}ForCausalLM"], windowed, 4096)

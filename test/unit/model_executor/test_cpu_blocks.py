@@ -187,7 +187,7 @@ def test_the_exchange_gives_the_bits_of_the_block_itself(family, operators, dtyp
 
 @operators
 @dtypes
-def test_a_dense_layer_is_a_lone_expert_and_no_expert_call(operators, dtype, tolerance):
+def test_a_dense_layer_is_a_single_expert_and_does_not_count_as_an_expert_call(operators, dtype, tolerance):
     blocks = Blocks("deepseek", operators, dtype)
     dense = blocks.plain.shared_experts
     expected = mlp(blocks.hidden.double(), dense.gate_up_proj.weight, dense.down_proj.weight)
@@ -197,7 +197,7 @@ def test_a_dense_layer_is_a_lone_expert_and_no_expert_call(operators, dtype, tol
     assert blocks.counters.clock.read()["experts"] > 0
 
 
-def test_all_that_is_multiplied_is_packed_once():
+def test_every_multiplied_weight_is_packed_once():
     blocks = Blocks("deepseek", "native", torch.bfloat16)
     assert len(blocks.weights) == 5, "the router, and two weights each of routed and shared experts"
     assert blocks.moe.gate.weight in blocks.weights
@@ -206,7 +206,7 @@ def test_all_that_is_multiplied_is_packed_once():
 
 
 @pytest.mark.parametrize("option", ["index_topk", "swiglu_limit", "llama_4_scaling", "quantization_config"])
-def test_what_is_not_computed_is_refused_by_name(option):
+def test_options_that_are_not_computed_are_refused_by_name(option):
     with pytest.raises(ConfigError, match=rf"this model asks for {option}=2048$"):
         Blocks("deepseek", "native", torch.bfloat16, **{option: 2048})
 

@@ -79,7 +79,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-def test_work_has_its_effect_once_then_it_is_captured_and_replayed_where_the_caller_computes(device: Device) -> None:
+def test_work_runs_once_then_is_captured_and_replays_on_the_callers_stream(device: Device) -> None:
     def work() -> None:
         device.do("work")
         device.free_bytes -= 5
@@ -107,7 +107,7 @@ def test_captures_share_a_pool_until_it_is_released(device: Device) -> None:
     assert [note.split()[3] for note in device.notes if note.startswith("capture into")] == ["1,", "1,", "2,"]
 
 
-def test_work_that_cannot_be_captured_has_had_its_effect_and_no_capture_is_left_open(device: Device) -> None:
+def test_work_that_cannot_be_captured_has_run_once_and_leaves_no_open_capture(device: Device) -> None:
     def waits_for_the_device() -> None:
         if device.capturing is not None:
             device.is_spoilt = True
@@ -121,7 +121,7 @@ def test_work_that_cannot_be_captured_has_had_its_effect_and_no_capture_is_left_
     assert device.streams == ["computing"]
 
 
-def test_a_fault_of_the_work_itself_is_no_capture_error(device: Device) -> None:
+def test_an_error_of_the_work_itself_is_no_capture_error(device: Device) -> None:
     def fails() -> None:
         raise RuntimeError("out of memory")
 

@@ -98,7 +98,7 @@ def test_a_mode_that_fails_leaves_the_runner_in_its_default():
     assert (runner.req_to_token_pool.req_to_token == 7).all()
 
 
-def test_steps_end_between_two_when_the_time_is_up():
+def test_steps_stop_when_the_time_is_up():
     runner, asked = Runner(), iter([False, False, False, True])
     with pytest.raises(TimeUp):
         trial(runner).run_steps(SGLANG, lambda: next(asked))

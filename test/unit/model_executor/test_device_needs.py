@@ -36,7 +36,7 @@ def test_rounded_weights_take_a_byte_and_a_scale_for_each_output_and_routers_and
     assert resident_weight_bytes(Model(), int8=True) == EXACT + 16 * 8 + 4 * 16
 
 
-def test_weights_that_only_stand_for_streamed_ones_take_nothing():
+def test_placeholders_of_streamed_weights_take_no_memory():
     model = Model()
     model.up.weight.data = model.up.weight.data.new_zeros(1).expand(16, 8)
     assert resident_weight_bytes(model) == resident_weight_bytes(model, int8=True) == EXACT + 2
@@ -56,7 +56,7 @@ def shape_of(**config):
     )
 
 
-def test_families_that_name_their_numbers_differently_are_read_alike():
+def test_families_with_other_field_names_are_read_alike():
     qwen = shape_of(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=384, intermediate_size=3072)
     assert (qwen.experts, qwen.top_k, qwen.expert_width, qwen.dense_width) == (64, 8, 384, 3072)
     assert qwen.attention_width == (2 * 16 + 2 * 4) * 64
@@ -83,7 +83,7 @@ SIZES = {"num_attention_heads": 16, "num_key_value_heads": 4, "num_experts_per_t
     ],
     ids=lambda config: getattr(config, "model_type", ""),
 )
-def test_each_familys_own_config_tells_its_experts(config, dense_width):
+def test_each_familys_config_gives_its_experts(config, dense_width):
     sizes = SimpleNamespace(
         hf_text_config=config,
         hidden_size=1024,
@@ -126,7 +126,7 @@ def test_partial_results_of_attention_follow_from_heads_and_splits(arguments, la
     assert gpu_use(server_args, model, None, decode_rows=1024, processors=132).graph_rows == 0
 
 
-def test_a_gpu_is_read_as_torch_tells_it(monkeypatch):
+def test_a_gpu_is_read_through_torch(monkeypatch):
     properties = SimpleNamespace(multi_processor_count=132)
     answers = {"mem_get_info": (7, 9), "memory_reserved": 3, "get_device_properties": properties}
     for name, answer in answers.items():

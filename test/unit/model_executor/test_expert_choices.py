@@ -61,7 +61,7 @@ def test_rows_of_a_pass_go_to_their_sequences_however_expert_calls_are_cut(choic
     assert torch.equal(choices.get_topk(2, seqlen=5, req_to_token_pool=None, start_len=1), chosen[6:])
 
 
-def test_decode_steps_follow_behind_the_prompt_in_another_order_and_place(choices: ExpertChoices) -> None:
+def test_choices_of_decode_steps_follow_the_prompts_in_any_order_and_request_slot(choices: ExpertChoices) -> None:
     one, other = request(0, 2), request(1, 1)
     prompts = run_pass(choices, [(one, 0, 2), (other, 0, 1)], first=0)
     one.req_pool_idx, one.output_ids = 7, [6, 6]
@@ -78,13 +78,13 @@ def test_what_is_computed_again_has_the_later_choice(choices: ExpertChoices) -> 
     assert torch.equal(choices.of(one), again)
 
 
-def test_a_layer_that_tells_no_choice_is_a_fault_and_no_zeros(choices: ExpertChoices) -> None:
+def test_a_layer_that_reports_no_choice_is_an_error(choices: ExpertChoices) -> None:
     choices.capture(layer_id=1, topk_indices=torch.zeros(1, TOP_K))
     choices.on_forward_end()
     with pytest.raises(AssertionError, match="1 of 2 layers"):
         choices.note([(request(0, 1), 0, 1)])
 
 
-def test_a_position_that_was_left_out_is_a_fault(choices: ExpertChoices) -> None:
+def test_a_skipped_position_is_an_error(choices: ExpertChoices) -> None:
     with pytest.raises(AssertionError, match="from position 1 on, where 0 are known"):
         run_pass(choices, [(request(0, 2), 1, 1)], first=0)

@@ -73,7 +73,7 @@ def test_calls_go_through_the_layers_in_turn(trial, runners):
     assert layers[::2].count(layers[0]) == len(layers) / 2
 
 
-def test_calls_end_between_two_when_the_time_is_up(trial, runners):
+def test_calls_stop_when_the_time_is_up(trial, runners):
     asked = iter([False, False, True])
     with pytest.raises(TimeUp):
         trial.run("torch", lambda: next(asked))

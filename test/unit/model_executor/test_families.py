@@ -87,7 +87,7 @@ def test_qwen3s_halves_go_through_the_layer_communicator(residual):
     assert family.finish_layer(layer, "h", "r", "batch") == ("after_layer(h, r, batch)", "after_layer.residual")
 
 
-def test_deepseeks_attention_reads_the_normed_rows_and_lets_go_of_them(monkeypatch):
+def test_deepseeks_attention_reads_the_normed_rows_and_drops_them(monkeypatch):
     layer, hidden = qwen3_layer(), torch.zeros(2, 3)
     layer.layer_communicator.prepare_attn = lambda hidden, residual, batch: (hidden, residual)
     layer.self_attn = lambda **given: f"attention({', '.join(sorted(given))})"
@@ -156,7 +156,7 @@ def test_dense_families_run_attention_and_an_mlp():
         assert family.expert_block(layer) is None
 
 
-def test_weights_of_a_choice_are_scaled_on_the_way():
+def test_weights_of_a_choice_are_scaled_by_the_block():
     chosen = SimpleNamespace(topk_weights=torch.tensor([[0.5, 0.25]]), topk_ids=torch.tensor([[3, 1]]))
     for gate in (lambda hidden: "logits", lambda hidden: ("logits", None)):
         asked = []

@@ -79,7 +79,7 @@ def unmeasured(_layers, names, _call_of):
 
 
 @pytest.mark.parametrize("name", ["auto", "sglang"])
-def test_without_a_measurement_sglangs_own_computes(name):
+def test_without_a_measurement_sglangs_own_runner_computes(name):
     layer = experts_layer()
     experts = GpuExperts(name, Counters(), unmeasured)
     experts.adopt(model_of(layer))
@@ -87,7 +87,7 @@ def test_without_a_measurement_sglangs_own_computes(name):
     assert experts.expert_runner == experts.choice.mode == "sglang"
 
 
-def test_what_a_start_settles_decides_by_the_number_of_tokens():
+def test_the_chosen_table_of_runners_decides_by_the_number_of_tokens():
     layer, called = experts_layer(), {}
 
     def settle(layers, names, call_of):
@@ -128,7 +128,7 @@ def test_a_runner_without_biases_is_not_measured_for_experts_that_have_them(clam
     ("config", "reason"),
     [({"activation": "gelu"}, "activation='gelu'"), ({"routed_scaling_factor": 2.5}, "scaled by 2.5")],
 )
-def test_what_no_runner_of_ours_computes_is_refused_or_left_to_sglang_with_a_warning(config, reason, caplog):
+def test_experts_that_our_runners_cannot_compute_are_refused_or_left_to_sglang_with_a_warning(config, reason, caplog):
     layer = experts_layer(**config)
     with pytest.raises(ConfigError, match=f"expert_runner is 'torch': .*{reason}.*; choose auto or sglang"):
         GpuExperts("torch", Counters(), unmeasured).adopt(model_of(layer))
@@ -140,7 +140,7 @@ def test_what_no_runner_of_ours_computes_is_refused_or_left_to_sglang_with_a_war
     assert layer.run_moe_core(dispatched(20)) is OWN
 
 
-def test_a_model_without_unquantised_experts_takes_no_runner_of_ours():
+def test_a_model_without_unquantised_experts_uses_none_of_our_runners():
     GpuExperts("auto", Counters(), unmeasured).adopt(model_of(torch.nn.Linear(2, 2)))
     with pytest.raises(ConfigError, match="this model has no unquantised experts"):
         GpuExperts("triton", Counters(), unmeasured).adopt(model_of(torch.nn.Linear(2, 2)))

@@ -26,7 +26,7 @@ def loaded(num_rows: int, padded: int) -> GraphInputs:
     return rows
 
 
-def test_a_batch_has_the_groups_rows_then_padding_at_position_0_and_slot_0_with_one_token() -> None:
+def test_a_batch_has_the_groups_rows_then_padding_at_position_0_and_kv_index_0_with_one_token() -> None:
     given, own = decode_batch([5, 6, 7, 8, 9]), loaded(5, 7).batch(decode_batch([1]), 7)
     for name, padding in PADDING.items():
         assert getattr(own, name).tolist() == [*getattr(given, name).tolist(), padding, padding], name
@@ -35,21 +35,21 @@ def test_a_batch_has_the_groups_rows_then_padding_at_position_0_and_slot_0_with_
     assert own.forward_mode.is_decode()
 
 
-def test_a_batch_has_no_lengths_on_the_host_for_these_will_be_others() -> None:
+def test_a_batch_has_no_lengths_on_the_host_because_they_change() -> None:
     own = loaded(5, 7).batch(decode_batch([1]), 7)
     assert own.seq_lens_cpu is None
     assert own.seq_lens_sum is None
     assert own.rids is None
 
 
-def test_a_batch_of_one_pass_is_that_of_the_next() -> None:
+def test_a_batch_of_one_pass_reads_the_rows_of_the_next() -> None:
     rows = loaded(5, 7)
     own = rows.batch(decode_batch([1]), 4)
     rows.load(decode_batch([50, 60, 70]), 4)
     assert own.positions.tolist() == [49, 59, 69, 0]
 
 
-def test_its_bytes_are_those_of_all_that_stays() -> None:
+def test_its_bytes_are_those_of_its_fixed_memory() -> None:
     rows = loaded(4, 4)
     per_row = HIDDEN * 4 + sum(getattr(decode_batch([1]), name).element_size() for name in PADDING)
     assert rows.num_bytes == MOST * per_row

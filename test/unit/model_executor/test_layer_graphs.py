@@ -159,7 +159,7 @@ def test_attention_calls_are_those_of_the_group_not_of_captures_or_padding():
     assert runs.counters.counts["attention_calls"] == (PASSES_BEFORE_CAPTURE + 1) * LAYERS * 3
 
 
-def test_the_largest_size_is_captured_first_by_the_group_that_is_there():
+def test_the_largest_size_is_captured_first():
     runs = Runs(b_attn=8)
     for step in range(PASSES_BEFORE_CAPTURE - 1):
         assert runs.counted(group(9, step)) == EAGER
@@ -172,7 +172,7 @@ def test_the_largest_size_is_captured_first_by_the_group_that_is_there():
     assert runs.counted(group(32, 7)) == REPLAY
 
 
-def test_other_limits_begin_anew_and_give_the_memory_back():
+def test_other_limits_free_the_graphs_and_capture_anew():
     runs = Runs(b_attn=8)
     runs.warm(21)
     taken = runs.counters.counts["graph_bytes"]
@@ -212,14 +212,14 @@ def test_where_capturing_fails_sizes_not_captured_run_eagerly_and_a_warning_says
     assert runs.counted(group(21, 9)) == EAGER
 
 
-def test_a_sub_batch_with_more_slots_than_the_pool_runs_eagerly():
+def test_a_sub_batch_with_more_tokens_than_the_pool_runs_eagerly():
     runs = Runs(b_attn=8, pool_tokens=8 * 50)
     runs.warm(21)
     assert runs.counted(group(21, 1)) == REPLAY
     assert runs.counted(group(21, 9)) == EAGER
 
 
-def test_a_group_larger_than_the_memory_that_stays_runs_eagerly_and_padding_stays_within_it():
+def test_a_group_larger_than_the_fixed_memory_runs_eagerly_and_padding_fits_it():
     runs = Runs(b_attn=8, most_rows=22)
     for step in range(2 * PASSES_BEFORE_CAPTURE):
         assert runs.counted(group(23, step)) == EAGER
@@ -263,7 +263,7 @@ def test_prefill_and_streamed_decode_run_eagerly():
         assert runs.counted(group(21, step)) == EAGER
 
 
-def test_a_step_of_which_parts_are_measured_runs_kernel_by_kernel():
+def test_a_step_whose_parts_are_measured_runs_eagerly():
     class Event:
         def query(self):
             return True

@@ -119,7 +119,7 @@ def test_without_accumulation_the_experts_are_called_once_for_each_sub_batch(pha
 
 
 @pytest.mark.parametrize(("b_moe", "rows"), [(40, [40, 40, 20]), (99, [99, 1]), (100, [100])])
-def test_a_lone_prompt_longer_than_a_group_is_cut_for_the_experts(b_moe, rows):
+def test_a_single_prompt_longer_than_a_group_is_cut_for_the_experts(b_moe, rows):
     batch = extend_batch([0], [100])
     run = Run(batch, b_attn=30, b_moe=b_moe)
     assert run.family.expert_rows == dict.fromkeys(range(LAYERS), rows)
@@ -154,6 +154,6 @@ def test_time_is_counted_to_attention_and_to_the_part_of_the_experts(monkeypatch
     assert (part_s["attention"], part_s["experts"], part_s["other"]) == (2 * LAYERS, 10 * LAYERS, 100)
 
 
-def test_a_model_without_layers_is_a_fault():
+def test_a_model_without_layers_is_an_error():
     with pytest.raises(AssertionError, match="at least one layer"):
         Run(decode_batch([3]), num_layers=0)

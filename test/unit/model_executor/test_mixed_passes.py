@@ -135,7 +135,7 @@ def test_each_parts_result_is_that_of_a_pass_of_its_own(b_attn):
 
 
 @pytest.mark.parametrize(("mix", "rows"), [(7, [17]), (6, [16, 1]), (0, [10, 7])])
-def test_experts_take_at_most_a_decode_group_and_the_prompt_tokens_it_may_take_along(mix, rows):
+def test_an_expert_call_has_at_most_a_decode_group_and_its_mixed_prompt_tokens(mix, rows):
     mixed = Mixed(mix=mix)
     mixed.check()
     assert mixed.family.expert_rows == dict.fromkeys(range(LAYERS), rows)
@@ -166,7 +166,7 @@ def test_each_part_has_its_own_staging_or_the_pools_own_pages(sink, source, b_at
         assert mixed.runner.prefill_sink.asked == [(what, i, n) for i in range(LAYERS) for what, n in steps]
 
 
-def test_a_backend_that_holds_one_plan_takes_one_batch_a_pass():
+def test_a_backend_that_holds_the_metadata_of_one_batch_takes_one_batch_a_pass():
     mixed = Mixed(can_reenter=False)
     with pytest.raises(AssertionError, match="holds the plan of one batch"):
         mixed.run()

@@ -25,7 +25,7 @@ from sgl_batch.model_executor.model_runner import BatchModelRunner
         ({"latent": True, "attention": "fa3"}, 400),
     ],
 )
-def test_a_lone_gpu_with_resident_kv_does_not_cut_its_decode_groups(changed, b_attn):
+def test_a_single_gpu_with_resident_kv_does_not_cut_its_decode_groups(changed, b_attn):
     case = {
         "device": "cuda",
         "of_several": False,
@@ -55,7 +55,7 @@ def test_a_lone_gpu_with_resident_kv_does_not_cut_its_decode_groups(changed, b_a
     [(4, False, False, True), (4, True, False, False), (300, False, False, False), (4, False, True, False)],
     ids=["one sub-batch", "ranks exchange rows", "several sub-batches", "parts are measured"],
 )
-def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_size, of_several, measured, serves):
+def test_sglangs_graphs_serve_one_sub_batch_of_a_single_rank(batch_size, of_several, measured, serves):
     plan = make_plan(BatchConfig(), page_size=64, max_running=512)
     runner = SimpleNamespace(
         device="cuda",
@@ -70,7 +70,7 @@ def test_graphs_of_sglang_s_forward_serve_one_sub_batch_of_a_lone_rank(batch_siz
 
 
 @pytest.mark.parametrize(("is_decode", "served"), [(True, True), (True, False), (False, True), (False, False)])
-def test_a_mode_decides_for_decode_groups_alone(is_decode, served):
+def test_a_mode_decides_for_decode_groups_only(is_decode, served):
     graphs = object()
     runner = SimpleNamespace(
         layer_runner=SimpleNamespace(layer_graphs=graphs), _layer_graphs=graphs, graph_serves=lambda _: served

@@ -55,7 +55,7 @@ def test_pages_smaller_than_a_huge_page_come_with_their_neighbours() -> None:
     assert pages.claim(slots(4)) > 0
 
 
-def test_where_others_write_pages_too_all_that_is_left_is_claimed() -> None:
+def test_all_untouched_pages_are_claimed_if_not_only_passes_write_pages() -> None:
     pages = UntouchedPages(parts(HUGE), LAYERS, PAGE, all_at_once=True)
     of_all_layers = 2 * LAYERS * HUGE
     assert pages.claim(slots(1)) == PAGES * of_all_layers
@@ -105,7 +105,7 @@ def test_a_pass_takes_what_its_own_rows_need_and_staged_prefill_two_layers_of_kv
     assert memory(staged_bytes=1000).working_bytes(large) == expected + 1000 * (10 + 3)
 
 
-def test_ranks_share_what_is_free_and_a_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_free_memory_and_keep_to_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_memory, "free_bytes", lambda: 1 << 40)
     assert memory().free_bytes() == 1 << 40
     assert memory(num_ranks=4).free_bytes() == 1 << 38
@@ -113,7 +113,7 @@ def test_ranks_share_what_is_free_and_a_budget_is_kept(monkeypatch: pytest.Monke
     assert abs(memory(budget=budget).free_bytes() - (1 << 30)) < 64 << 20
 
 
-def test_streamed_experts_have_what_a_pass_leaves_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_experts_get_the_memory_that_a_pass_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_memory, "free_bytes", lambda: 1 << 40)
     streamer, one = Streamer(), batch(40, 3, is_decode=False)
     memory(streamer=streamer).make_room(one)

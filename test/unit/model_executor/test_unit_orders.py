@@ -78,7 +78,7 @@ def test_experts_that_are_fused_are_called_once_for_each_sub_batch_as_soon_as_it
             assert then == step.replace("attention", "experts")
 
 
-def test_an_option_that_the_family_does_not_offer_is_a_fault() -> None:
+def test_an_option_that_the_family_does_not_offer_is_an_error() -> None:
     class SplitAlone(ToyFamily):
         yield_options = (SPLIT,)
 

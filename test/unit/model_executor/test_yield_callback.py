@@ -21,7 +21,7 @@ from sgl_batch.model_executor.yield_callback import YieldCallback, YieldedSequen
 LAYERS, PAGE, HEADS, DIM = 2, 8, 2, 4
 
 
-def test_it_is_called_after_attention_of_each_sub_batch_and_before_the_experts() -> None:
+def test_the_callback_is_called_after_attention_of_each_sub_batch_and_before_the_experts() -> None:
     phase = PhasePlan(b_attn=3, b_moe=100)
     plan = Plan(prefill=phase, decode=phase, page_size=8, boundary_tokens=8, refill_watermark=0.5, ready_target=8)
     backend = ToyBackend()
@@ -55,7 +55,7 @@ def test_it_is_called_after_attention_of_each_sub_batch_and_before_the_experts()
     assert told[:2] == [[("e", 40, 3, 3)], [("e", 40, 4, 1), ("f", 41, 5, 2)]], "by pieces"
 
 
-def test_kv_that_is_set_is_that_of_one_layer_and_sequence() -> None:
+def test_setting_kv_changes_one_layer_and_sequence() -> None:
     pool = DevicePagePool(10 * PAGE, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
     table = torch.arange(2 * 20).view(2, 20) + PAGE
     batch = decode_batch([12, 9])
@@ -96,7 +96,7 @@ def test_a_callback_is_found_by_the_name_of_its_module_and_its_own() -> None:
         ("math:pi", "the module math has a value of type float there"),
     ],
 )
-def test_what_cannot_be_called_is_refused_with_the_reason(
+def test_a_name_without_a_callable_is_refused_with_the_reason(
     name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_module.py").write_text("def f(:\n")

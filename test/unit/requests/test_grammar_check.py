@@ -65,7 +65,7 @@ def faults(process: CompileProcess, *grammars: dict[str, str]) -> list[tuple[str
         ("regex", "(", "parenthesis is not closed"),
         ("regex", "\ud800", "surrogates"),
         ("structural_tag", "[", "Expecting value"),
-        ("structural_tag", "{}", "not the form that is read"),
+        ("structural_tag", "{}", "not have the expected form"),
         ("structural_tag", '{"structures": [{"begin": "<a>"}], "triggers": ["<a>"]}', "KeyError"),
         ("json_schema", '"' + "x" * MAX_GRAMMAR_BYTES, "the limit is 1,048,576"),
     ],

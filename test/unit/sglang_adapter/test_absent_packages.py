@@ -37,14 +37,14 @@ def test_names_of_a_missing_package_can_be_imported_and_not_used(monkeypatch: py
     assert os.environ["SGLANG_IS_FLASHINFER_AVAILABLE"] == "false"
 
 
-def test_beside_a_cpu_flashinfer_is_left_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_flashinfer_is_left_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_IS_FLASHINFER_AVAILABLE", raising=False)
     with stand_ins():
         assert "flashinfer" not in sys.modules
     assert "SGLANG_IS_FLASHINFER_AVAILABLE" not in os.environ
 
 
-def test_kernels_without_flash_attention_are_told_from_whole_ones(
+def test_kernels_without_flash_attention_are_distinguished_from_complete_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     package = tmp_path / "sgl_kernel"
@@ -56,7 +56,7 @@ def test_kernels_without_flash_attention_are_told_from_whole_ones(
     assert has_flash_attention_3()
 
 
-def test_a_gpu_without_sglangs_kernels_is_told_what_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sglangs_kernels_on_a_gpu_the_error_names_what_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(bootstrap, "is_installed", lambda package: False)
     bootstrap._check_kernels.cache_clear()
@@ -65,7 +65,7 @@ def test_a_gpu_without_sglangs_kernels_is_told_what_installs_them(monkeypatch: p
     bootstrap._check_kernels.cache_clear()
 
 
-def test_what_brings_a_package_is_what_sglang_requires() -> None:
+def test_requirements_of_packages_are_those_of_sglang() -> None:
     required = {name.replace("-", "_").lower() for name in map(_pinned, requires("sglang") or ())}
     assert {name.replace("-", "_") for name in absent_packages.REQUIREMENTS.values()} <= required
 

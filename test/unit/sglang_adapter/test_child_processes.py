@@ -35,7 +35,7 @@ def test_children_on_a_cpu_get_the_platform_waiting_threads_and_bounded_kernel_c
 
 
 @pytest.mark.parametrize("key", KEYS[1:])
-def test_what_the_environment_says_stands(monkeypatch, key):
+def test_variables_of_the_environment_are_kept(monkeypatch, key):
     monkeypatch.setenv(key, "7")
     with child_processes.platform(CPU_PLATFORM):
         assert os.environ[key] == "7"
@@ -85,7 +85,7 @@ def test_a_function_whose_owner_asks_for_a_fork_is_forked():
     assert run_program(program) == "fork spawn spawn"
 
 
-def test_a_process_with_threads_forks_nobody():
+def test_a_process_with_threads_is_not_forked():
     program = """
 over = threading.Event()
 thread = threading.Thread(target=over.wait)
@@ -110,10 +110,10 @@ os._exit(0)  # a template's objects are frozen, and libraries tell of them when 
 """
 
 
-def test_a_template_has_sglang_imported_for_a_cpu_and_no_thread_that_a_fork_would_lose():
+def test_a_template_has_sglang_for_a_cpu_and_no_threads():
     assert run_program(TEMPLATE).splitlines() == [f"True {CPU_PLATFORM} BatchCpuPlatform", "fork"]
 
 
-def test_where_torch_is_imported_already_there_is_no_template():
+def test_there_is_no_template_if_torch_is_imported_already():
     program = "import torch\nwith template('cpu') as can_fork:\n    print(can_fork, os.environ.get('SGLANG_PLATFORM'))"
     assert run_program(program) == "False None"

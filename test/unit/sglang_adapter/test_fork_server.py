@@ -112,7 +112,7 @@ def test_in_another_environment_another_server_imports_anew_and_the_first_ends_w
     assert printed_by(program(text)) == ["from the child"] * 3
 
 
-def test_streams_and_what_changes_in_the_environment_are_those_of_now(program, tmp_path):
+def test_a_forked_process_has_the_callers_streams_and_variables(program, tmp_path):
     text = """
     answer(owner.tell)
     os.dup2(os.open("elsewhere.txt", os.O_WRONLY | os.O_CREAT), 1)
@@ -124,7 +124,7 @@ def test_streams_and_what_changes_in_the_environment_are_those_of_now(program, t
 
 
 @pytest.mark.parametrize("killed", ["program", "process between"])
-def test_nothing_outlives_the_process_that_asked_for_it(program, killed):
+def test_a_forked_process_ends_with_its_requesting_process(program, killed):
     text = """
     print(*answer(owner.start_another_and_wait), flush=True)
     time.sleep(600)

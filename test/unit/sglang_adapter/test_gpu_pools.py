@@ -39,7 +39,7 @@ def test_pages_of_all_layers_lie_in_one_piece_and_are_the_layers_own_memory(make
 
 
 @pytest.mark.parametrize("make", [multi_head, latent])
-def test_layers_led_elsewhere_leave_their_own_pages_alone_until_they_are_led_back(make) -> None:
+def test_redirected_layers_leave_their_own_pages_alone_until_they_are_restored(make) -> None:
     pool = make()
     own = [pool.page_parts(layer) for layer in range(LAYERS)]
     halves = [tuple(torch.full((9, *part.shape[1:]), 7.0) for part in own[0]) for _ in range(2)]
@@ -53,7 +53,7 @@ def test_layers_led_elsewhere_leave_their_own_pages_alone_until_they_are_led_bac
     assert all((part == 0).all() for layer in range(LAYERS) for part in pool.page_parts(layer))
 
 
-def test_rows_are_written_to_slots_that_the_pool_itself_does_not_have() -> None:
+def test_rows_are_written_to_kv_indices_outside_of_the_pool() -> None:
     pool = multi_head()
     staged = tuple(torch.zeros(50, *part.shape[1:]) for part in pool.page_parts(0))
     pool.redirect([staged] * LAYERS, 100)

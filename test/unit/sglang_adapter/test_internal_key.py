@@ -36,5 +36,5 @@ def test_without_the_key_nothing_is_answered(headers: tuple[tuple[bytes, bytes],
     assert ask("websocket", *headers) == ["websocket.close"]
 
 
-def test_with_the_key_and_without_a_client_all_goes_through() -> None:
+def test_requests_with_the_key_and_messages_without_a_client_pass() -> None:
     assert ask("http", RIGHT) == ask("websocket", RIGHT) == ask("lifespan") == ["let in"]

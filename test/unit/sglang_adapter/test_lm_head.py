@@ -50,7 +50,7 @@ def negative(ids, weight):
     return -weight[ids]
 
 
-def test_sglang_asks_our_product_for_the_logits():
+def test_sglang_computes_logits_with_our_product():
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 
     model = Model()
@@ -75,7 +75,7 @@ def test_an_embedding_of_the_same_weight_is_looked_up_by_ours(same):
 
 
 @pytest.mark.parametrize("kind", [{"tied": True}, {"fp32": True}], ids=str)
-def test_a_weight_that_is_used_otherwise_too_stays_as_it_is(kind):
+def test_a_weight_with_another_use_stays_as_it_is(kind):
     model = Model(**kind)
     assert replace_lm_head(model, doubled, negative) is None
     assert type(model.lm_head.quant_method) is UnquantizedEmbeddingMethod

@@ -39,7 +39,7 @@ def built(config: Any, model: Any, monkeypatch: pytest.MonkeyPatch, architecture
     return made
 
 
-def test_a_config_of_transformers_gets_what_the_models_own_says(monkeypatch):
+def test_a_config_of_transformers_gets_the_options_of_the_models_own_config(monkeypatch):
     rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
     minimax = MiniMaxM2Config(rope_parameters=rope)
     built(minimax, None, monkeypatch, "MiniMaxM2ForCausalLM")
@@ -60,7 +60,7 @@ def test_a_config_of_transformers_gets_what_the_models_own_says(monkeypatch):
     assert (lite.topk_method, lite.scoring_func, lite.n_group, lite.topk_group) == ("greedy", "softmax", 1, 1)
 
 
-def test_what_is_not_computed_is_refused_by_name(monkeypatch):
+def test_options_that_are_not_computed_are_refused_by_name(monkeypatch):
     with pytest.raises(ConfigError, match=r"clip_qkv is 8\.0 in the model's config"):
         built(OlmoeConfig(clip_qkv=8.0), None, monkeypatch, "OlmoeForCausalLM")
 

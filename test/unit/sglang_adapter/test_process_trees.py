@@ -43,7 +43,7 @@ def runs(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_process_ends_with_all_that_it_has_started_and_its_zombie_keeps_nobody_waiting(parent):
+def test_a_process_ends_with_its_descendants_and_a_zombie_is_not_waited_for(parent):
     tree = tree_of(parent)
     assert [runs(process) for process in tree] == [True] * 3
     end_trees(processes_of([parent.pid]), within_s=30)
@@ -51,7 +51,7 @@ def test_a_process_ends_with_all_that_it_has_started_and_its_zombie_keeps_nobody
     end_trees(tree, within_s=0)
 
 
-def test_one_that_has_ended_is_no_error_and_the_others_end(parent):
+def test_a_process_that_has_ended_is_no_error_and_the_others_end(parent):
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     known = processes_of([ended.pid, parent.pid])
     ended.communicate()
@@ -60,7 +60,7 @@ def test_one_that_has_ended_is_no_error_and_the_others_end(parent):
     assert parent.wait(10) < 0
 
 
-def test_processes_may_end_as_they_are_looked_at(parent):
+def test_processes_may_end_while_they_are_listed(parent):
     """As ranks do when another thread ends the process that started them."""
     tree = tree_of(parent)
     threads = [threading.Thread(target=end_trees, args=(tree[n:],)) for n in (0, 1, 2, 0)]
@@ -72,7 +72,7 @@ def test_processes_may_end_as_they_are_looked_at(parent):
     assert parent.wait(10) < 0
 
 
-def test_one_that_does_not_end_is_told_with_its_number(parent, monkeypatch):
+def test_a_process_that_does_not_end_is_reported_with_its_pid(parent, monkeypatch):
     monkeypatch.setattr(psutil.Process, "kill", lambda self: None)
     with pytest.raises(RuntimeError, match=rf"processes \[.*{parent.pid}\] still run 0.1 s after they were killed"):
         end_trees(processes_of([parent.pid]), within_s=0.1)

@@ -83,7 +83,7 @@ ATTACKS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_pickle_that_is_more_than_tensors_is_refused_and_nothing_of_it_runs(attack: str, tmp_path: Path) -> None:
+def test_a_pickle_with_more_than_tensors_is_refused_and_runs_nothing(attack: str, tmp_path: Path) -> None:
     command = f"touch {tmp_path}/done"
     steps = ATTACKS[attack].replace(text(COMMAND), text(command))
     method = torch.Tensor.to
@@ -93,7 +93,7 @@ def test_a_pickle_that_is_more_than_tensors_is_refused_and_nothing_of_it_runs(at
     assert torch.Tensor.to is method
 
 
-def test_tensors_come_as_they_were_sent() -> None:
+def test_tensors_arrive_as_they_were_sent() -> None:
     bucket = FlattenedTensorBucket([("a", WEIGHT), ("b", WEIGHT.bfloat16())])
     sent = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
     found = read(MultiprocessingSerializer.serialize(sent))
@@ -110,7 +110,7 @@ def test_tensors_come_as_they_were_sent() -> None:
     assert local.values == [b"a", b"b"]
 
 
-def test_memory_by_the_name_of_a_file_is_read_too() -> None:
+def test_memory_named_by_a_file_is_read() -> None:
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -143,7 +143,7 @@ def test_a_checkpoint_in_torchs_oldest_form_is_not_run(tmp_path: Path, monkeypat
     assert not (tmp_path / "done").exists()
 
 
-def test_a_process_reads_strictly_once_it_is_ours_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_our_processes_read_pickles_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "SafeUnpickler", common.SafeUnpickler)
     attack = program(name("builtins", "getattr"))
     assert MultiprocessingSerializer.deserialize(attack) is getattr

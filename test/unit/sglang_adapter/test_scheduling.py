@@ -30,7 +30,7 @@ def request(*, generated: int, most: int = 8, ended: bool = False, ends: bool = 
     ],
     ids=["two tokens left", "its last token is under way", "ended a step ago", "aborted"],
 )
-def test_only_those_stay_that_may_need_another_step(row: Any, stays: bool) -> None:
+def test_requests_that_may_need_another_step_stay(row: Any, stays: bool) -> None:
     kept: list[int] = []
     running = SimpleNamespace(
         reqs=[request(generated=1), row, request(generated=1)],
@@ -40,6 +40,6 @@ def test_only_those_stay_that_may_need_another_step(row: Any, stays: bool) -> No
     assert kept == ([0, 1, 2] if stays else [0, 2])
 
 
-def test_the_last_token_known_has_no_kv_from_steps_that_are_known() -> None:
+def test_the_last_token_has_no_kv_from_processed_steps() -> None:
     assert tokens_written(request(generated=1)) == 100
     assert tokens_written(request(generated=5)) == 104

@@ -247,7 +247,7 @@ def _protocols() -> set[type]:
     }
 
 
-def test_every_type_is_compared_with_the_class_behind_it() -> None:
+def test_every_type_is_compared_with_its_sglang_class() -> None:
     assert set(_BEHIND) == _protocols()
 
 
@@ -282,7 +282,7 @@ class _MadeUpProperty(Protocol):
         (_MadeUpParameter, ["Req.set_extend_range: no parameter finish", "Req.set_extend_range: also wants end"]),
     ],
 )
-def test_the_comparison_sees_what_is_not_there(made_up: type, faults: list[str]) -> None:
+def test_the_comparison_finds_missing_names(made_up: type, faults: list[str]) -> None:
     assert lacking(made_up, (schedule_batch.Req,)) == faults
 
 

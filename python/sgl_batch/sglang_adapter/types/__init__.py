@@ -1,6 +1,6 @@
-"""What we use of SGLang's objects, as types: the attributes and methods that we read, write and call, and no others.
+"""Owns the types of SGLang's objects: the attributes and methods that we read, write and call, and no others.
 
-Nothing here imports SGLang. A test checks that its classes have every name, so that an upgrade that drops one is seen.
-Where nothing else is said, token counts are tokens, slots are places of one token's KV, and tensors are on the
-scheduler's device.
+Nothing here imports SGLang. A test checks that SGLang's classes have every name, so that an upgrade that drops one
+fails. Unless stated otherwise, lengths are in tokens, and tensors are on the scheduler's device. A KV index is the
+index of one token's KV in the device's pool; a request slot is a row of the request table.
 """

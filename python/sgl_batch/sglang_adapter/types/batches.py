@@ -1,4 +1,4 @@
-"""What we use of SGLang's batches: the scheduler's, that of one forward pass, and a pass's results."""
+"""Owns the types of SGLang's batches: the scheduler's batch, the batch of a forward pass, and a pass's results."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(Protocol):
-    """What a batch is computed for."""
+    """The kind of a batch."""
 
     def is_decode(self) -> bool:
-        """One token of each sequence."""
+        """Return whether it computes one token of each sequence."""
 
     def is_extend(self) -> bool:
-        """Prompts, or pieces of them."""
+        """Return whether it computes prompts, or pieces of them."""
 
     def is_cuda_graph(self) -> bool:
-        """What SGLang's graphs can be captured for."""
+        """Return whether SGLang can capture graphs of it."""
 
 
 class Penalties(Protocol):
@@ -38,13 +38,13 @@ class SamplingInfo(Protocol):
 
     is_all_greedy: bool
     sampling_seed: torch.Tensor | None
-    """[B], int64; None where SGLang draws from a generator of its own."""
+    """[B], int64; None if SGLang draws from its own generator."""
 
     penalizer_orchestrator: Penalties
 
 
 class ScheduleBatch(Protocol):
-    """A batch of the scheduler: that of a prefill group, or the decode batch. B is the number of its requests."""
+    """A batch of the scheduler: a prefill group or the decode batch. B is the number of its requests."""
 
     reqs: list[Request]
     forward_mode: ForwardMode
@@ -58,7 +58,7 @@ class ScheduleBatch(Protocol):
     prefill_stats: object
 
     prefix_lens: list[int]
-    """[B] of a prefill: how many tokens of each request were computed before."""
+    """[B] of a prefill: how many tokens of each request are computed already."""
 
     extend_lens: list[int]
     """[B] of a prefill: how many tokens of each it computes."""
@@ -67,7 +67,7 @@ class ScheduleBatch(Protocol):
     """Their sum."""
 
     req_pool_indices: torch.Tensor
-    """Rows of the table of slots [B], int64."""
+    """Request slots [B], int64."""
 
     req_pool_indices_cpu: torch.Tensor
     seq_lens: torch.Tensor
@@ -78,26 +78,26 @@ class ScheduleBatch(Protocol):
     """The same [B], int32."""
 
     def is_empty(self) -> bool:
-        """Whether it has no requests."""
+        """Return whether it has no requests."""
 
     def prepare_for_extend(self) -> None:
-        """Give the tokens of a prefill their slots, and make its tensors."""
+        """Allocate KV indices for the tokens of a prefill, and make its tensors."""
 
     def prepare_for_decode(self) -> None:
-        """Give the next token of each sequence its slot, and make the step's tensors."""
+        """Allocate a KV index for the next token of each sequence, and make the step's tensors."""
 
     def filter_batch(self, *, keep_indices: list[int] | None = None) -> None:
-        """Keep the requests at these places; without them, those that have not ended."""
+        """Keep the requests at these indices; without indices, the requests that have not ended."""
 
     def merge_batch(self, other: ScheduleBatch) -> None:
-        """Add the requests of another decode batch behind its own."""
+        """Add the requests of another decode batch after its own."""
 
     def copy(self) -> ScheduleBatch:
-        """What the processing of results needs of it."""
+        """Copy what the processing of results needs."""
 
 
 class LogitsOutput(Protocol):
-    """What the model's head makes of a pass (SGLang's LogitsProcessorOutput)."""
+    """The output of the model's head (SGLang's LogitsProcessorOutput)."""
 
     next_token_logits: torch.Tensor | None
     """[B, vocabulary]."""
@@ -108,14 +108,14 @@ class BatchResult(Protocol):
 
     logits_output: LogitsOutput
     copy_done: torch.Event | None
-    """After it the host has what it wants of the results; None where there is nothing to wait for."""
+    """The event after which the host has the results; None if there is nothing to wait for."""
 
     def copy_to_cpu(self, *, return_logprob: bool, return_hidden_states: bool) -> None:
-        """Begin to copy what the host wants."""
+        """Begin to copy the results that the host needs."""
 
 
 class ForwardBatch(Protocol):
-    """What one forward pass computes: B sequences, T tokens."""
+    """The input of one forward pass: B sequences, T tokens."""
 
     forward_mode: ForwardMode
     batch_size: int
@@ -127,16 +127,16 @@ class ForwardBatch(Protocol):
     """[T], int64."""
 
     out_cache_loc: torch.Tensor
-    """Slots [T], int64, to which KV is written."""
+    """KV indices [T], int64, to which KV is written."""
 
     req_pool_indices: torch.Tensor
-    """Rows of the table of slots [B], int64."""
+    """Request slots [B], int64."""
 
     seq_lens: torch.Tensor
-    """Tokens [B], int64, with those of this pass."""
+    """Tokens [B], int64, those of this pass included."""
 
     seq_lens_cpu: torch.Tensor | None
-    """The same on the host; None of a batch over memory whose contents change from pass to pass."""
+    """The same on the host; None in a batch over memory whose contents change from pass to pass."""
 
     seq_lens_sum: int | None
     orig_seq_lens: torch.Tensor

@@ -1,4 +1,4 @@
-"""What we use of what users ask SGLang's processes for: requests as they come, and controls of the whole engine."""
+"""Owns the types of the messages that users send to SGLang's processes: requests, and controls of the whole engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OpenAIRequest(Protocol):
 
 
 class GenerationRequest(Protocol):
-    """A generation request as the tokenizer manager gets it (SGLang's GenerateReqInput), not checked yet."""
+    """A generation request as the tokenizer manager gets it, not checked yet (SGLang's GenerateReqInput)."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     text: object
@@ -33,14 +33,14 @@ class GenerationRequest(Protocol):
 
 
 class PromptsRequest(Protocol):
-    """A generation request of several prompts or choices (SGLang's GenerateReqInput), made uniform."""
+    """A normalised generation request of several prompts or choices (SGLang's GenerateReqInput)."""
 
     rid: list[str]
     batch_size: int
     """Prompts."""
 
     def __getitem__(self, i: int) -> ChoiceRequest:
-        """The request of one prompt."""
+        """Return the request of one prompt."""
 
 
 class ChoiceRequest(Protocol):
@@ -51,13 +51,13 @@ class ChoiceRequest(Protocol):
 
 
 class RequestState(Protocol):
-    """What the tokenizer manager knows of a request under way (SGLang's ReqState)."""
+    """The tokenizer manager's state of a request under way (SGLang's ReqState)."""
 
     obj: GenerationRequest
     output_ids: list[int]
-    """The tokens that have come of its answer."""
+    """The tokens of its answer so far."""
     out_list: list[Answer]
-    """Parts of the answer that wait to be taken, which `event` says."""
+    """Parts of the answer that wait to be taken; `event` is set when there are any."""
     finished: bool
     event: asyncio.Event
 
@@ -72,10 +72,10 @@ class EndReason(TypedDict, total=False):
 
 
 class AnswerMeta(TypedDict, total=False):
-    """What an answer says of itself."""
+    """Information about an answer."""
 
     id: str
-    """The request's."""
+    """The request's id."""
 
     finish_reason: EndReason
 
@@ -86,7 +86,7 @@ class Answer(TypedDict, total=False):
     text: str
     output_ids: list[int]
     index: int
-    """Of several choices, which."""
+    """The number of the choice, if there are several."""
 
     meta_info: AnswerMeta
 
@@ -95,16 +95,16 @@ class AbortRequest(Protocol):
     """Abort requests (SGLang's AbortReq)."""
 
     rid: str
-    """With what the ids of those that are meant begin; "" where it is not given."""
+    """A prefix of the ids of the requests to abort; "" if it is not given."""
 
     abort_all: bool
 
 
 class PauseRequest(Protocol):
-    """Begin no step (SGLang's PauseGenerationReqInput)."""
+    """Start no further step (SGLang's PauseGenerationReqInput)."""
 
     mode: str
-    """What becomes of sequences: "abort", "retract" or "in_place"."""
+    """What happens to sequences: "abort", "retract" or "in_place"."""
 
 
 class StateChange(Protocol):
@@ -114,19 +114,19 @@ class StateChange(Protocol):
 
 
 class WeightsUpdate(Protocol):
-    """New weights, from wherever they come (SGLang's Update...ReqInput)."""
+    """New weights, from any source (SGLang's Update...ReqInput)."""
 
     flush_cache: bool
-    """Whether all KV of the old weights goes."""
+    """Whether all KV of the old weights is dropped."""
 
 
 class UpdateGroupRequest(Protocol):
-    """Meet a process that is to send weights (SGLang's InitWeightsUpdateGroupReqInput)."""
+    """Join a group with a process that sends weights (SGLang's InitWeightsUpdateGroupReqInput)."""
 
     master_address: str
     master_port: int
     rank_offset: int
-    """The place in the group of SGLang's rank 0."""
+    """The rank in the group of SGLang's rank 0."""
 
     world_size: int
     group_name: str
@@ -143,13 +143,13 @@ class TensorsUpdate(Protocol):
     """New weights in shared memory, or as a file (SGLang's UpdateWeightsFromTensorReqInput)."""
 
     serialized_named_tensors: list[bytes]
-    """One for each rank, or one for all."""
+    """One for each rank, or one for all ranks."""
 
     load_format: str | None
 
 
 class ProfileRequest(Protocol):
-    """Begin a profile (SGLang's ProfileReq)."""
+    """Start a profile (SGLang's ProfileReq)."""
 
     num_steps: int | None
     activities: list[str] | None
@@ -157,7 +157,7 @@ class ProfileRequest(Protocol):
 
 
 class LoggingRequest(Protocol):
-    """What to log and dump of requests (SGLang's ConfigureLoggingReq)."""
+    """Set what is logged and dumped of requests (SGLang's ConfigureLoggingReq)."""
 
     log_requests_level: int | None
     log_requests_format: str | None
@@ -168,7 +168,7 @@ class LoggingRequest(Protocol):
 
 
 class ServerArgs(Protocol):
-    """SGLang's arguments, as far as processes of ours are started by them."""
+    """SGLang's arguments, as far as our processes are started with them."""
 
     device: str
     host: str

@@ -1,6 +1,6 @@
-"""What we use of the layers of SGLang's models, and of its attention backends.
+"""Owns the types of the layers of SGLang's models, and of its attention backends.
 
-A whole model, and each of its layers, is handed on as a torch.nn.Module. Those who read one know it by these types.
+A model and its layers are passed as torch.nn.Module. Code that reads their attributes casts them to these types.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class AttentionBackend(Protocol):
-    """What plans and computes attention. A plan is the backend's own; REENTRANT_BACKENDS keep it in one attribute."""
+    """Computes attention with its own metadata of a batch, which REENTRANT_BACKENDS keep in one attribute."""
 
     forward_metadata: object
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan a batch, in `forward_metadata`."""
+        """Make the metadata of a batch, in `forward_metadata`."""
 
 
 class ExpertOptions(Protocol):
@@ -35,19 +35,19 @@ class ExpertOptions(Protocol):
 
     gemm1_clamp_limit: float | None
     gate_up_interleaved: bool
-    """Read with gemm1_alpha alone: whether rows of gate and up alternate in w13."""
+    """Whether rows of gate and up alternate in w13; it is read only with gemm1_alpha."""
 
 
 class ExpertMethod(Protocol):
-    """What computes a layer's experts (SGLang's UnquantizedFusedMoEMethod)."""
+    """The method that computes a layer's experts (SGLang's UnquantizedFusedMoEMethod)."""
 
     moe_runner_config: ExpertOptions
     apply: Callable[[ExpertLayer, RoutedRows], ExpertOutput]
-    """SGLang's own computation, or what is put in its place."""
+    """SGLang's own computation, or its replacement."""
 
 
 class ExpertLayer(Protocol):
-    """A layer's experts on this rank (SGLang's FusedMoE): E of them, of M hidden and N inner channels."""
+    """A layer's E experts on this rank, with M hidden and N inner channels (SGLang's FusedMoE)."""
 
     w13_weight: torch.Tensor
     """Gate and up weights [E, 2 * N, M]."""
@@ -66,27 +66,27 @@ class ExpertLayer(Protocol):
 
 
 class ExpertOutput(Protocol):
-    """What a layer's experts add to each row (SGLang's StandardCombineInput)."""
+    """The output of a layer's experts for each row (SGLang's StandardCombineInput)."""
 
     hidden_states: torch.Tensor
     """[R, M]."""
 
 
 class Weighted(Protocol):
-    """A layer with one matrix of weights, as they were loaded."""
+    """A layer with one weight matrix, as it was loaded."""
 
     weight: torch.Tensor
     """[outputs, inputs]."""
 
 
 class DenseMlp(Protocol):
-    """A block of SiLU(gate) * up and down (SGLang's DeepseekV2MLP)."""
+    """An MLP: SiLU(gate) * up, then down (SGLang's DeepseekV2MLP)."""
 
     gate_up_proj: Weighted
     down_proj: Weighted
 
     def forward(self, hidden: torch.Tensor, /, *rest: object, **named: object) -> torch.Tensor:
-        """What it adds to rows [T, M]."""
+        """Return its output for rows [T, M]."""
 
 
 class ChoiceOptions(Protocol):
@@ -123,7 +123,7 @@ class ExpertChoice(Protocol):
 
 
 class RoutedRows(Protocol):
-    """Rows and their choice of experts (SGLang's StandardDispatchOutput): R rows of M channels, K experts each."""
+    """R rows of M channels and their K chosen experts each (SGLang's StandardDispatchOutput)."""
 
     hidden_states: torch.Tensor
     """[R, M]."""
@@ -133,13 +133,13 @@ class RoutedRows(Protocol):
 
 
 class Router(Protocol):
-    """What scores experts (SGLang's MoEGate, or a linear layer, which answers with its bias as well)."""
+    """Scores experts (SGLang's MoEGate, or a linear layer, which also returns its bias)."""
 
     weight: torch.Tensor
     """[E, M]."""
 
     def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor | tuple[torch.Tensor, object]:
-        """Logits [T, E] of rows [T, M]."""
+        """Return the logits [T, E] of rows [T, M]."""
 
 
 class ExpertModules(Protocol):
@@ -151,42 +151,42 @@ class ExpertModules(Protocol):
 
 
 class MixtralMoe(ExpertModules, Protocol):
-    """Mixtral's or OLMoE's block of experts, whole."""
+    """Mixtral's or OLMoE's block of experts, with its call."""
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What it adds to rows [T, M]."""
+        """Return its output for rows [T, M]."""
 
 
 class DenseBlock(Protocol):
-    """What follows attention in a layer without experts."""
+    """The block after attention in a layer without experts."""
 
     def __call__(self, hidden: torch.Tensor, forward_batch: ForwardBatch | None, /) -> torch.Tensor:
-        """What it adds to rows [T, M]."""
+        """Return its output for rows [T, M]."""
 
 
 class SparseBlock(ExpertModules, Protocol):
-    """What follows attention in a layer with experts."""
+    """The block after attention in a layer with experts."""
 
     def __call__(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch | None) -> torch.Tensor:
-        """What it adds to rows [T, M]."""
+        """Return its output for rows [T, M]."""
 
 
 class ScaledMoe(Protocol):
-    """What DeepSeek's and GLM's blocks of experts have beside what any has. They may have `shared_experts`."""
+    """The additional attributes of DeepSeek's and GLM's blocks of experts. They may also have `shared_experts`."""
 
     routed_scaling_factor: float
 
 
 class GatedSharedMoe(Protocol):
-    """What Qwen2-MoE's block of experts has beside what any has: an expert of every row, and what weights it."""
+    """The additional attributes of Qwen2-MoE's block of experts: a shared expert and its gate."""
 
     shared_expert: Callable[[torch.Tensor], torch.Tensor] | None
     shared_expert_gate: Callable[[torch.Tensor], torch.Tensor]
-    """Rows [T, M] to numbers [T, 1], of which the sigmoid weights the expert."""
+    """From rows [T, M] to [T, 1]; the sigmoid weights the expert."""
 
 
 class GptOssMoe(Protocol):
-    """What gpt-oss's block of experts calls by a name of its own."""
+    """The attributes of gpt-oss's block of experts with names of their own."""
 
     router: Router
 
@@ -196,11 +196,11 @@ class Norm(Protocol):
 
     @overload
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows [T, M], normed."""
+        """Return rows [T, M] normed."""
 
     @overload
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of both, normed and as it is. It may lie in the memory that was given."""
+        """Return the sum of both normed, and the sum. They may overwrite the arguments."""
 
 
 class Attention(Protocol):
@@ -227,22 +227,22 @@ class LatentAttention(Protocol):
 
 
 class LayerCommunicator(Protocol):
-    """A layer's norms, and what tensor parallelism adds around them. Hidden states and residuals are [T, M]."""
+    """A layer's norms with what tensor parallelism adds around them. Hidden states and residuals are [T, M]."""
 
     def prepare_attn(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None, forward_batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes before attention."""
+        """Run what comes before attention."""
 
     def prepare_mlp(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes between attention and experts."""
+        """Run what comes between attention and experts."""
 
     def postprocess_layer(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What follows the experts."""
+        """Run what comes after the experts."""
 
 
 class PlainLayer(Protocol):
@@ -260,7 +260,7 @@ class MixtralLayer(Protocol):
 
 
 class DenseLayer(Protocol):
-    """What follows attention in a decoder layer without experts."""
+    """The MLP of a decoder layer without experts."""
 
     mlp: Callable[[torch.Tensor], torch.Tensor]
 
@@ -272,7 +272,7 @@ class OlmoeLayer(Protocol):
 
 
 class MinimaxLayer(Protocol):
-    """What follows attention in a decoder layer of MiniMax-M2."""
+    """The block after attention in a decoder layer of MiniMax-M2."""
 
     block_sparse_moe: SparseBlock
 
@@ -297,7 +297,7 @@ class LatentLayer(Protocol):
 
 
 class DecoderBody(Protocol):
-    """The layers of a model and what lies around them; this process holds [start_layer, end_layer)."""
+    """The layers of a model, its embedding and its last norm; this process holds layers [start_layer, end_layer)."""
 
     embed_tokens: Callable[[torch.Tensor], torch.Tensor]
     layers: Sequence[torch.nn.Module]

@@ -1,4 +1,4 @@
-"""What we use of SGLang's requests: those of its scheduler, and what the tokenizer manager sends to it."""
+"""Owns the types of SGLang's requests: those in the scheduler, and those that the tokenizer manager sends to it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ if TYPE_CHECKING:
 
 
 class FinishReason(Protocol):
-    """Why a request has ended, or is to end."""
+    """The reason why a request has ended, or will end."""
 
     def to_json(self) -> dict[str, object]:
-        """As clients get it; `type` is "stop", "length" or "abort"."""
+        """Return it as clients get it; `type` is "stop", "length" or "abort"."""
 
 
 class SamplingParams(Protocol):
-    """How a request is sampled. The scheduler's have been checked, and filled in."""
+    """A request's sampling parameters. In the scheduler they are checked and complete."""
 
     frequency_penalty: float
     presence_penalty: float
     repetition_penalty: float
     min_new_tokens: int
     max_new_tokens: int
-    """SGLang has None for a limit that is not given, until the scheduler sets one."""
+    """SGLang has None if no limit is given, until the scheduler sets one."""
 
     n: int
     top_k: int
@@ -39,10 +39,10 @@ class SamplingParams(Protocol):
 
 
 class RequestKV(Protocol):
-    """What a request holds of the KV pool."""
+    """A request's share of the KV pool."""
 
     kv_allocated_len: int
-    """Tokens that have slots."""
+    """Tokens that have KV indices."""
 
 
 class RequestLogprobs(Protocol):
@@ -53,10 +53,10 @@ class RequestLogprobs(Protocol):
 
 
 class RequestTimes(Protocol):
-    """When what happened to a request."""
+    """The times of a request's events."""
 
     def set_completion_time(self) -> None:
-        """It has ended now."""
+        """Record that it has ended now."""
 
 
 class TokenRange(Protocol):
@@ -66,7 +66,7 @@ class TokenRange(Protocol):
 
     @property
     def length(self) -> int:
-        """How many."""
+        """The number of tokens."""
 
 
 class Request(Protocol):
@@ -77,7 +77,7 @@ class Request(Protocol):
     """The prompt's tokens."""
 
     output_ids: array[int]
-    """The tokens generated so far. SGLang only ever appends to it; a whole other array may take its place."""
+    """The tokens generated so far. SGLang only appends to it; our code may replace the array."""
 
     sampling_params: SamplingParams
     eos_token_ids: set[int] | None
@@ -90,30 +90,30 @@ class Request(Protocol):
 
     kv: RequestKV | None
     req_pool_idx: int | None
-    """Its row in the table of slots; None while it has none."""
+    """Its request slot; None while it has none."""
 
     prefix_indices: torch.Tensor
-    """Slots [tokens], int64, of what was computed before its prefill."""
+    """KV indices [tokens], int64, of the tokens that were computed before its prefill."""
 
     extend_range: TokenRange
-    """What the coming prefill, or the last one, computes; SGLang has None before the first."""
+    """The tokens that the next prefill, or the last one, computes; SGLang has None before the first."""
 
     inflight_middle_chunks: int
-    """Prefills under way after which its prompt is not computed whole."""
+    """Prefills under way after which its prompt is not completely computed."""
 
     cache_protected_len: int
-    """How many of its first slots are not its to free."""
+    """How many of its first tokens have KV that it does not own."""
 
     is_retracted: bool
     to_finish: FinishReason | None
-    """With what it is to end at its next step; `finished_reason` may not be set in between."""
+    """The reason with which it ends at its next step; `finished_reason` may not be set in between."""
 
     finished_reason: FinishReason | None
     time_stats: RequestTimes
     logprob: RequestLogprobs
     return_logprob: bool
     logprob_start_len: int
-    """From which token of the prompt on log probabilities are asked for; -1: for none of them."""
+    """The first token of the prompt that needs log probabilities; -1 if none does."""
 
     return_routed_experts: bool
     routed_experts_start_len: int
@@ -121,25 +121,25 @@ class Request(Protocol):
 
     @property
     def output_ids_through_stop(self) -> array[int]:
-        """The tokens generated, up to the one that ended it."""
+        """The generated tokens, up to the one that ended it."""
 
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
 
     def update_finish_state(self) -> None:
-        """Have it end with `to_finish`, or where its last token says so."""
+        """End it with `to_finish`, or if its last token ends it."""
 
     def set_finish_with_abort(self, error_msg: str) -> None:
-        """Have it end at its next step, with this error; its prompt becomes one token."""
+        """Let it end at its next step, with this error; its prompt becomes one token."""
 
     def init_next_round_input(self, tree_cache: object) -> None:
-        """Make it ready for a prefill, and look for its prefix in SGLang's cache."""
+        """Prepare it for a prefill, and look for its prefix in SGLang's cache."""
 
     def set_extend_range(self, start: int, end: int) -> None:
-        """Say which of its tokens, [start, end), the coming prefill computes."""
+        """Set which of its tokens, [start, end), the next prefill computes."""
 
     def reset_for_retract(self) -> None:
-        """Have it as it was before its prefill, but for its output; it holds nothing any more."""
+        """Reset it to its state before its prefill, except for its output; it holds no KV and no request slot."""
 
 
 class TokenizedRequest(Protocol):

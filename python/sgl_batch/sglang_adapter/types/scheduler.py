@@ -1,4 +1,4 @@
-"""What we use of SGLang's scheduler and of the parts that it holds: pools, queues, and ways out of it."""
+"""Owns the types of SGLang's scheduler and of its parts: pools, queues and outputs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 
 class RequestTable(Protocol):
-    """Which slots each request's KV has (SGLang's ReqToTokenPool)."""
+    """The request table: the KV indices of each request's tokens (SGLang's ReqToTokenPool)."""
 
     size: int
-    """Rows, each for a request."""
+    """Request slots, which are rows."""
 
     req_to_token: torch.Tensor
-    """[size + 1, most tokens], int32: slots by row and position."""
+    """[size + 1, most tokens], int32: KV indices by request slot and position."""
 
     def available_size(self) -> int:
-        """Rows that are free."""
+        """Return the number of free request slots."""
 
     def alloc(self, reqs: list[Request]) -> list[int] | None:
-        """Give each a row, in `req_pool_idx`; None where too few are free."""
+        """Give each request a request slot, in `req_pool_idx`; return None if too few are free."""
 
     def free(self, req: Request) -> None:
-        """Take a request's row; its `req_pool_idx` is None then."""
+        """Free a request's request slot; its `req_pool_idx` becomes None."""
 
 
 class PagePool(Protocol):
-    """The KV of this process, by page. Every pool of ours is one; SGLang has others, which have no pages."""
+    """The KV of this process, by page. All our pools are page pools; SGLang also has pools without pages."""
 
     layer_num: int
     page_size: int
@@ -41,62 +41,62 @@ class PagePool(Protocol):
 
     dtype: torch.dtype
     all_parts: tuple[torch.Tensor, ...]
-    """What the pages of all layers consist of, each [layers * num_pages, ...]."""
+    """The tensors of the pages of all layers, each [layers * num_pages, ...]."""
 
     def page_parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """What a layer's pages consist of, each [num_pages, ...]; layers are counted from this process's first."""
+        """Return the tensors of a layer's pages, each [num_pages, ...]; layer 0 is this process's first layer."""
 
     def redirect(self, parts: Sequence[tuple[torch.Tensor, ...]], first_page: int) -> None:
-        """Let layers read and write other memory: `parts` of each as in page_parts, with pages from `first_page` on."""
+        """Let layers use other memory: `parts` of each layer as in page_parts, with pages from `first_page` on."""
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy the KV in slots `src_loc` [tokens] to slots `tgt_loc` [tokens], in every layer."""
+        """Copy the KV at KV indices `src_loc` [tokens] to KV indices `tgt_loc` [tokens], in every layer."""
 
 
 class KVPool(Protocol):
-    """The KV of this process, by KV index. Keys and values of a token have the form that the pool's reading gives."""
+    """The KV of this process, by KV index. `read_kv` defines the form of a token's keys and values."""
 
     start_layer: int
     """The number of the first layer of this process."""
 
     def read_kv(self, layer_id: int, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of keys and values at `kv_indices` [tokens]."""
+        """Return copies of the keys and values at `kv_indices` [tokens]."""
 
     def write_kv(self, layer_id: int, kv_indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values at `kv_indices` [tokens]."""
 
 
 class PageAllocator(Protocol):
-    """Which slots of the pool are free. Ours (mem_cache/page_allocator), wherever the pool is one of ours."""
+    """Owns which KV indices of the pool are free. It is mem_cache/page_allocator if the pool is one of ours."""
 
     size: int
     """Tokens that the pool can hold."""
 
     def get_kvcache(self) -> PagePool:
-        """The pool."""
+        """Return the pool."""
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Slots [need_size], int64, of whole pages; None where too few are free."""
+        """Allocate whole pages; return KV indices [need_size], int64, or None if too few are free."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Give back the pages of these slots [tokens]."""
+        """Free the pages of these KV indices [tokens]."""
 
     @property
     def first_staged(self) -> int:
-        """The number of the first page behind the pool's own."""
+        """The number of the first page after the pool's own pages."""
 
     def staging(self) -> AbstractContextManager[None]:
-        """Inside, new slots are those of pages behind the pool's own."""
+        """Inside, new KV indices are of pages after the pool's own."""
 
     def decoding_staged(self) -> AbstractContextManager[None]:
-        """Inside, decode steps get slots of pages behind the pool's own."""
+        """Inside, decode steps get KV indices of pages after the pool's own."""
 
 
 class PrefixCache(Protocol):
-    """SGLang's cache of prefixes, which keeps none here (ChunkCache): SGLang's functions ask for it."""
+    """SGLang's prefix cache (ChunkCache). It keeps nothing here, but SGLang's functions need it."""
 
     def cache_unfinished_req(self, req: Request, chunked: bool) -> None:
-        """Let a request of which a prefill has computed a part have that as its prefix."""
+        """Make the part of a request that a prefill has computed its prefix."""
 
 
 class GrammarManager(Protocol):
@@ -105,57 +105,57 @@ class GrammarManager(Protocol):
     grammar_queue: list[Request]
 
     def has_waiting_grammars(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any."""
 
     def get_ready_grammar_requests(self) -> list[Request]:
-        """Those whose grammar is there now; they are in the queue no longer."""
+        """Remove from the queue the requests whose grammar is compiled, and return them."""
 
 
 class OutputStreamer(Protocol):
-    """The way of answers to the detokenizer."""
+    """Sends answers to the detokenizer."""
 
     def stream_output(self, reqs: list[Request], return_logprob: bool) -> None:
-        """Send what is new of these requests."""
+        """Send the new output of these requests."""
 
 
 class TokenRelay(Protocol):
     """The last tokens of decode batches, on the device (SGLang's FutureMap)."""
 
     def stash(self, future_indices: torch.Tensor, payload: object) -> None:
-        """Keep them for rows of the table of slots [B]."""
+        """Keep them for request slots [B]."""
 
 
 class ResultProcessor(Protocol):
-    """What takes in the results of passes (SGLang's SchedulerBatchResultProcessor, a frozen dataclass)."""
+    """Processes the results of passes (SGLang's SchedulerBatchResultProcessor, a frozen dataclass)."""
 
     enable_overlap: bool
-    """Whether it passes over rows whose requests have ended."""
+    """Whether it skips rows whose requests have ended."""
 
     def _maybe_update_reasoning_tokens(self, req: Request, next_token_id: list[int]) -> None:
-        """Count tokens that a request has generated as reasoning, where they are."""
+        """Count those generated tokens of a request that are reasoning."""
 
 
 class Dispatcher(Protocol):
-    """What handles each kind of message (SGLang's TypeBasedDispatcher)."""
+    """The handlers of each kind of message (SGLang's TypeBasedDispatcher)."""
 
     _mapping: dict[type, Callable[[object], object]]
 
 
 class Poller(Protocol):
-    """zmq's, over the scheduler's sockets."""
+    """zmq's poller over the scheduler's sockets."""
 
     def poll(self, timeout: int) -> object:
-        """Wait until one has a message, at most so many milliseconds."""
+        """Wait until a socket has a message, at most this many milliseconds."""
 
 
 class IdleSleeper(Protocol):
-    """What waits for input while there is nothing to do."""
+    """Waits for input while there is nothing to do."""
 
     poller: Poller
 
 
 class ModelConfig(Protocol):
-    """The model as its configuration has it. Sizes are numbers of elements."""
+    """The model's configuration. Sizes are numbers of elements."""
 
     context_len: int
     vocab_size: int
@@ -192,4 +192,4 @@ class SGLangScheduler(Protocol):
     batch_result_processor: ResultProcessor
     _request_dispatcher: Dispatcher
     idle_sleeper: IdleSleeper
-    """There with sleep_on_idle, which our defaults set."""
+    """It exists with sleep_on_idle, which our defaults set."""

@@ -184,7 +184,7 @@ def test_sequences_prefilled_in_chunks_and_decoded_token_by_token_equal_dense_at
             assert close(paged.attend(DECODE, spans), paged.expected(spans))
 
 
-def test_several_batches_are_planned_ahead_and_re_entered():
+def test_metadata_of_several_batches_is_made_first_and_swapped_later():
     paged = PagedSequences([20, 30, 9])
     paged.write([19, 29, 8])
     batches = [{0: (19, 20), 2: (8, 9)}, {1: (29, 30)}]
@@ -200,7 +200,7 @@ def test_several_batches_are_planned_ahead_and_re_entered():
 
 @pytest.mark.parametrize("mode", [DECODE, EXTEND], ids=["decode", "extend"])
 @pytest.mark.parametrize("save", [True, False])
-def test_kv_is_written_at_the_batchs_slots_only_and_only_when_asked(mode, save):
+def test_kv_is_written_at_the_batchs_kv_indices_only_and_only_when_requested(mode, save):
     paged = PagedSequences([9, 4])
     paged.write([8, 3])
     before = [pages.clone() for pages in (*paged.pool.k_pages, *paged.pool.v_pages)]
@@ -255,7 +255,7 @@ def test_a_pool_of_another_layout_is_refused_by_its_type():
 
 @torch_only
 @pytest.mark.parametrize(("planned", "run"), [(DECODE, EXTEND), (EXTEND, DECODE)], ids=["decode", "extend"])
-def test_a_phase_does_not_run_under_the_plan_of_the_other(planned, run):
+def test_a_phase_does_not_run_with_the_metadata_of_the_other(planned, run):
     paged = PagedSequences([4])
     spans = {0: (3, 4)}
     paged.backend.init_forward_metadata(paged.batch(planned, spans))

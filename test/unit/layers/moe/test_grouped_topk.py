@@ -59,7 +59,7 @@ def test_each_row_chooses_the_best_experts_of_its_best_groups(operators, scoring
 @operators
 @groupings
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(operators, scoring, groups, kept):
+def test_a_row_has_the_same_bits_whatever_the_other_rows_are(operators, scoring, groups, kept):
     grouping = Grouping(groups=groups, kept_groups=kept, top_k=TOP_K)
     logits, bias = draw(67)
     options = {

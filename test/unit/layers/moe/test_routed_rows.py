@@ -32,7 +32,7 @@ def test_every_row_of_an_expert_has_one_cell_in_a_block_of_that_expert(routing, 
     assert rows.block_expert_B.tolist() == sorted(rows.block_expert_B.tolist()), "idle blocks come last"
 
 
-def test_a_tokens_choices_are_in_order_of_experts_with_their_weights_and_nobodys_last():
+def test_a_tokens_choices_are_in_order_of_experts_and_absent_ones_come_last():
     ids_TK = torch.tensor([[3, -1, 0], [1, 4, 2]])
     weights_TK = torch.tensor([[0.3, 0.9, 0.1], [0.1, 0.4, 0.2]])
     rows = route(ids_TK, weights_TK, num_experts=EXPERTS, block_rows=4)
@@ -54,7 +54,7 @@ def shared_depth(a: int, b: int, experts: int) -> int:
 
 
 @pytest.mark.parametrize("experts", [1, 2, 3, 5, 8, 12, 60])
-def test_experts_that_part_later_differ_in_a_lower_bit_of_their_ways(experts):
+def test_experts_that_part_later_differ_in_a_lower_bit_of_their_paths(experts):
     paths = tree_paths(experts, torch.device("cpu")).tolist()
     levels = max(path.bit_length() for path in paths)
     for a in range(experts):
