@@ -80,7 +80,7 @@ EXPERT = "model.layers.1.mlp.experts.15.up_proj.weight"
 NORM = "model.layers.3.input_layernorm.weight"
 
 SPOILED: list[tuple[Callable[[Path], object], str]] = [
-    (lambda model: without(model, "config.json"), r"has no config\.json; name the directory that has it"),
+    (lambda model: without(model, "config.json"), r"has no config\.json; name the directory with it"),
     (lambda model: (model / "config.json").write_text('{"a": '), r"config\.json is no JSON \(.*\); restore it"),
     (lambda model: (model / "config.json").write_bytes(POINTER), r"config\.json is a pointer of Git LFS"),
     (lambda model: (model / "config.json").write_text("[]"), "names no architecture"),

@@ -200,7 +200,7 @@ def test_a_broken_file_is_named(broken: str, tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(BROKEN[broken](content))
     assert file.read_bytes() != content
-    with pytest.raises(ConfigError, match=r"broken\.safetensors .*; fetch (it|the file) anew"):
+    with pytest.raises(ConfigError, match=r"broken\.safetensors .*; fetch (it|the file) again"):
         find_experts([str(file)], [MODULE], range(4))
 
 
