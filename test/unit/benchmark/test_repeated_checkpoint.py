@@ -44,9 +44,9 @@ def test_its_tensors_are_those_of_the_model_and_take_what_the_shape_says(model):
 def test_streamed_experts_are_found_in_it(model):
     files = sorted(str(file) for file in model.glob("*.safetensors"))
     names = [f"model.layers.{layer}.mlp.experts" for layer in range(3)]
-    places = find_experts(files, names, range(8))
-    assert places.places.shape[:2] == (3, 8)
-    assert places.expert_bytes == tiny(3).expert_bytes
+    locations = find_experts(files, names, range(8))
+    assert locations.file_offsets.shape[:2] == (3, 8)
+    assert locations.expert_bytes == tiny(3).expert_bytes
 
 
 def test_a_finished_checkpoint_of_the_shape_is_not_written_again(model):
