@@ -62,12 +62,12 @@ def forward_parts(runner: Any, batches: Sequence[Any]) -> list[Any]:
 
 
 def slots_of(pages: Sequence[int]) -> torch.Tensor:
-    """The slots of whole pages, one page after the other."""
+    """Return the KV indices of whole pages, one page after the other."""
     return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
 
 
 def extend_batch(runner: Any, rows: Sequence[int], prefixes: Sequence[int], ids: Sequence[Sequence[int]]) -> Any:
-    """A prefill of `ids` behind `prefixes` tokens, of the sequences with `rows` in the table of slots."""
+    """Return a prefill of `ids` after `prefixes` tokens, of the sequences in request slots `rows`."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     lengths = [len(one) for one in ids]

@@ -1,4 +1,4 @@
-"""Ranks that share one store give one rank's tokens: sequences move between them by their slots, and none is lost."""
+"""Ranks that share one store give one rank's tokens: sequences move with their store blocks, and none is lost."""
 
 from __future__ import annotations
 
