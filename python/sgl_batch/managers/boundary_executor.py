@@ -474,7 +474,7 @@ class BoundaryExecutor:
             The decode batch, with the chunks as `mixed_prefill`; the chunks alone where nothing runs; None where this
             rank has no rows.
         """
-        assert action.decode is None, "all that runs is one decode batch"
+        assert action.decode is None, "a step decodes the whole decode batch"
         chunks = self._prompts.chunks(action) if action.prefill else None
         if not running.reqs:
             self.count_step()

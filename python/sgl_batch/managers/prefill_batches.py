@@ -119,7 +119,7 @@ class PrefillBatches:
         """Count the tokens of a prefill batch, and note which of these requests has its prompt computed in part."""
         again, rows_again = end_retraction(batch)
         cut = [request for request in requests if self._is_cut(request)]
-        assert len(cut) <= 1, "one prompt at a time is computed in part"
+        assert len(cut) <= 1, "at most one prompt is computed in part at a time"
         self._counters.add("output_tokens", len(requests) - again - len(cut))
         self._counters.add("prompt_tokens", batch.extend_num_tokens - rows_again)
         if cut or self._unbatched.begun in requests:

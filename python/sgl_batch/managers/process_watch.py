@@ -62,7 +62,7 @@ class Peaks:
                 now = psutil.Process(process.pid).memory_info().rss
             except psutil.Error:
                 continue
-            assert process.pid is not None, "it runs"
+            assert process.pid is not None, "a running process has an id"
             self._bytes[process.pid] = max(now, self.of(process))
 
     def of(self, process: BaseProcess) -> int:

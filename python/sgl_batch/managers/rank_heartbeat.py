@@ -88,6 +88,6 @@ class RankHeartbeat:
         # The controller is this process's parent. When it ends, all ranks end with it, and the engine's own process
         # learns of it at once.
         controller = multiprocessing.parent_process()
-        assert controller is not None, "this is no child process"
+        assert controller is not None, "a rank runs in a child process"
         psutil.Process(controller.pid).terminate()
         os.kill(os.getpid(), signal.SIGKILL)

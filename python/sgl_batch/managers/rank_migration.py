@@ -98,7 +98,7 @@ class RankSequences:
         if refusal is not None:
             return Refusal(reason=refusal)
         kv_indices = self._scheduler.token_to_kv_pool_allocator.alloc(header.num_pages * self._page_size)
-        assert kv_indices is not None, "the account of pages says that these are free"
+        assert kv_indices is not None, "the page ledger has reserved pages that the allocator has free"
         self._expected[header.sequence_id] = _Expected(request=request, kv_indices=kv_indices)
         return Reservation(tensors=list(self._views((kv_indices[:: self._page_size] // self._page_size).tolist())))
 

@@ -28,7 +28,7 @@ class CurrentRankView:
         return self.table.choices
 
     def runners(self) -> Sequence[SequenceState]:
-        assert self.running is not None, "the decode batch was not given"
+        assert self.running is not None, "runners are read only where the decode batch is given"
         return [self.table.grown(request) for request in self.running.reqs]
 
     def estimate_shared(self, sequences: Iterable[SequenceState]) -> None:

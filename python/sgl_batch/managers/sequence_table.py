@@ -218,7 +218,7 @@ class SequenceTable:
         """End a sequence whose request has finished or was aborted, and free its pages."""
         sequence = self._sequences[request.rid]
         sequence.generated_tokens = len(request.output_ids)
-        assert request.finished_reason is not None, f"{request.rid} has ended"
+        assert request.finished_reason is not None, f"finish() needs a finished request, and {request.rid} is not"
         reason = request.finished_reason.to_json()
         aborted = reason.get("type") == "abort"
         change = advance(sequence, Event.ABORT if aborted else Event.FINISH, f"finish reason: {reason['type']}")

@@ -38,7 +38,7 @@ class Migrator:
         report is as complete as a returned one. Batches in doubt are held, and reported again when a later call has
         resolved them.
         """
-        assert boundary > self._boundary, f"boundary {boundary} comes after boundary {self._boundary}"
+        assert boundary > self._boundary, f"boundary {boundary} does not come after boundary {self._boundary}"
         self._boundary = boundary
         self._ended.clear()
         new = self._open(boundary, moves)

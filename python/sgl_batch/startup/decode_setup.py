@@ -103,7 +103,7 @@ def _has_sglang_graph(trial: DecodeTrial) -> bool:
     try:
         return trial.graph_serves()
     except Exception as error:
-        logger.debug("SGLang's graphs took no batch of the self-check", exc_info=True)
+        logger.debug("SGLang's graphs refused the batch of the self-check", exc_info=True)
         logger.warning("SGLang's own decode graphs are not measured: %s: %s", type(error).__name__, error)
         return False
 

@@ -41,7 +41,7 @@ def test_invalid_moves_are_a_fault(moves, reason):
 def test_boundary_numbers_rise():
     rank = migrator()
     rank.run(4, [])
-    with pytest.raises(AssertionError, match="boundary 4 comes after boundary 4"):
+    with pytest.raises(AssertionError, match="boundary 4 does not come after boundary 4"):
         rank.run(4, [])
 
 
