@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Owns the command that measures the native CPU kernels against this machine's ceilings and beside torch's operators.
+"""Owns the command that measures the native CPU kernels against this machine's ceilings and torch's operators.
 
 The ceilings (a large product of bf16, a large read, each by the fastest way found) are measured in every round, on the
 same threads. Weights and pages are too many for the caches, as in a model. Timed is the operator alone.
@@ -48,7 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def all_work(kernels: Any, options: argparse.Namespace, shapes: Shapes) -> Iterator[Any]:
-    """The ceilings, then what was asked for."""
+    """Measure the ceilings, then the requested kernels."""
     from kernel_rates import attention_work, product_work
 
     yield from product_work.ceilings(kernels)
@@ -63,7 +63,7 @@ def all_work(kernels: Any, options: argparse.Namespace, shapes: Shapes) -> Itera
 def main(argv: list[str]) -> int:
     options = parse(argv)
     shapes = shapes_of(options.model)
-    # As the engine sets it for its own processes, before torch brings OpenMP.
+    # The engine sets the same for its own processes, before torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     from kernel_rates import report, work
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
 
 
 def print_report(about: dict[str, Any], rates: list[Any], head: str, text_of: Callable[[str, list[Any]], str]) -> None:
-    """The tables, under the machine and the command that they were measured with."""
+    """Return the tables after a line with the machine and the command."""
     print(f"{machine.describe(about['machine'])}; {about['threads']} threads; {about['isa']}; torch {about['torch']}")
     print(f"{' '.join(about['command'])}\n\nMedians (smallest-largest) of {rates[0].ms.count} rounds.\n\n{head}")
     for name in dict.fromkeys(rate.table for rate in rates if rate.table not in ("product", "read")):

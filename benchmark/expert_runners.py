@@ -44,7 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 class Layer:
-    """A layer of experts with random weights, and its runners on this machine."""
+    """A layer of experts with random weights, and the runners that this machine has."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype) -> None:
         self.shapes, self.dtype = shapes, dtype
@@ -71,7 +71,7 @@ class Layer:
         return drawn.div_(inputs**0.5)
 
     def calls(self, tokens: int) -> Calls:
-        """A call of each runner on the same combined batch, its routing drawn evenly."""
+        """Return a call of each runner on the same combined batch, with even routing."""
         shapes = self.shapes
         x = torch.randn(tokens, shapes.hidden, device=self.device, dtype=self.dtype)
         ids = torch.rand(tokens, shapes.experts, device=self.device).topk(shapes.top_k).indices.to(torch.int32)
@@ -84,7 +84,7 @@ class Layer:
 
 
 def seconds_of(call: Callable[[], object], sample_s: float, device: str) -> float:
-    """Mean seconds of a call, over as many as take `sample_s`, after one that warms up."""
+    """Return the mean seconds of a call, over as many calls as take `sample_s`, after a warm-up call."""
     finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     call()
     finish()
@@ -99,7 +99,7 @@ def seconds_of(call: Callable[[], object], sample_s: float, device: str) -> floa
 
 
 def measure(layer: Layer, options: argparse.Namespace) -> dict[int, dict[str, Spread]]:
-    """For each number of tokens, each runner's seconds over alternating rounds."""
+    """Measure each runner's seconds for each number of tokens, in alternating rounds."""
     found: dict[int, dict[str, Spread]] = {}
     for tokens in options.tokens:
         calls = layer.calls(tokens)
@@ -113,7 +113,7 @@ def measure(layer: Layer, options: argparse.Namespace) -> dict[int, dict[str, Sp
 
 
 def table(found: dict[int, dict[str, Spread]], shapes: Shapes) -> str:
-    """Milliseconds of a call, median (smallest-largest), in Markdown; the fastest of each line in bold."""
+    """Return milliseconds of a call in Markdown, median (smallest-largest), the fastest of each line in bold."""
     names = list(next(iter(found.values())))
     lines = [f"| tokens | per expert | {' | '.join(names)} |", "| ---: " * (2 + len(names)) + "|"]
     for tokens, spreads in found.items():

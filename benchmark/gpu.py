@@ -72,7 +72,7 @@ Exit codes: 0 our configuration and a peer have run in each, 1 bad usage, 2 not 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,7 +114,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def read_arguments(flag: str, texts: list[str]) -> dict[str, Any]:
-    """NAME=VALUE, where a value is JSON if it parses as such and text else. Raises ConfigError."""
+    """Parse NAME=VALUE; a value is JSON if it parses as JSON, and text otherwise. Raises ConfigError."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -128,13 +128,13 @@ def read_arguments(flag: str, texts: list[str]) -> dict[str, Any]:
 
 
 def gpu_bytes(gpus: list[str]) -> int:
-    """The memory of the first GPU, as nvidia-smi says it; 0 without one."""
+    """Return the memory of the first GPU as nvidia-smi reports it; 0 without a GPU."""
     match = re.search(r"(\d+) MiB", gpus[0]) if gpus else None
     return 0 if match is None else int(match.group(1)) << 20
 
 
 def place_of(options: argparse.Namespace, gpus: list[str]) -> Place:
-    """Where the run takes place. Raises ConfigError for what cannot be there."""
+    """Return the machine's part of the run. Raises ConfigError for settings that it cannot have."""
     on_gpu = bool(gpus) if options.device == "auto" else options.device == "cuda"
     if on_gpu and not gpus:
         raise ConfigError("--device is cuda, and nvidia-smi knows no GPU here: use --device cpu --scale tiny")
@@ -159,7 +159,7 @@ def place_of(options: argparse.Namespace, gpus: list[str]) -> Place:
 
 
 class Comparison:
-    """One regime of a call of the command, in a directory of its own, within `until_s` seconds."""
+    """One regime of a call of the command, in its own directory, until the time `until_s`."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Comparison:
         )
 
     def run(self) -> None:
-        """Make the model and all visits."""
+        """Make the model and run all visits."""
         self._settings.out.mkdir(parents=True, exist_ok=True)
         say(f"{self.regime.name}: {self.regime.workload.description}; logs in {self._settings.out}")
         self._record.add("regime", regime_line(self.regime, self._settings))
@@ -204,7 +204,7 @@ class Comparison:
         self._record.add("result", result_line(self.regime, self.found, self._about))
 
     def _write(self) -> None:
-        """Append the visits that are new to the record, and put the report where that of before was."""
+        """Append new visits to the record, and replace the report."""
         for line in visit_lines(self.regime, self.found, self._recorded):
             self._record.add("visit", line)
         self._recorded = len(self.found.visits)
@@ -219,19 +219,19 @@ class Comparison:
 
 
 def environment_of(place: Place) -> dict[str, str]:
-    """Of the processes that are measured."""
+    """The measured processes' settings."""
     return {} if place.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
 def about_of(argv: list[str], here: dict[str, Any], place: Place, started: datetime) -> About:
-    """Where and how a call is made."""
+    """Return where and how the command was called."""
     return About(
         command=["python", "benchmark/gpu.py", *argv],
         started=started,
@@ -245,12 +245,12 @@ def about_of(argv: list[str], here: dict[str, Any], place: Place, started: datet
 
 
 def measure(options: argparse.Namespace, argv: list[str]) -> int:
-    """Run what is asked for and print the report; returns the exit code."""
+    """Run the requested regimes and print the report; return the exit code."""
     started, began, here = datetime.now().astimezone(), time.monotonic(), machine.hardware()
     place = place_of(options, here["gpus"])
     regimes = [build(name, place, options) for name in names_of(options.cases)]
     out = (options.out or ROOT / "benchmark" / "out" / f"gpu-{started:%Y%m%d-%H%M%S}").resolve()
-    # Asked to end, report as after Ctrl-C: an engine's process is in a session of its own and would stay behind.
+    # Report on SIGTERM as after Ctrl-C: an engine's process is in its own session and would stay behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out.mkdir(parents=True, exist_ok=True)
     rates = measure_machine(
@@ -285,7 +285,7 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The command. User faults end it with one line instead of a traceback."""
+    """Run the command. User errors end it with one line instead of a traceback."""
     options = parse(argv)
     return exit_code("gpu.py", lambda: measure(options, argv))
 

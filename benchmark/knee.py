@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(slots=True, kw_only=True)
 class Point:
-    """Tokens per second of one phase, by round, at one size of the expert call."""
+    """The tokens per second of one phase, by round, at one size of the expert call."""
 
     phase: str
     b_moe: int
@@ -63,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 class Knee:
-    """The points, and the engine that measures them."""
+    """Measures points with one engine."""
 
     def __init__(self, engine: Any, options: argparse.Namespace) -> None:
         self._engine, self._options = engine, options
@@ -77,8 +77,8 @@ class Knee:
         ]
 
     def run(self, rounds: int, say: Callable[[str], None]) -> None:
-        """Measure every point once in each round, every other round from the last to the first."""
-        self._measure(self.points[0])  # the first requests of an engine are slow
+        """Measure every point once in each round; every other round has the reverse order."""
+        self._measure(self.points[0])  # an engine's first requests are slow
         for number in range(1, rounds + 1):
             for point in self.points if number % 2 else reversed(self.points):
                 point.tokens_per_s.append(self._measure(point))
@@ -101,7 +101,7 @@ class Knee:
         return len(prompts) * self._options.prompt_len / self._seconds(prompts, 1)
 
     def _decode_rate(self, sequences: int) -> float:
-        """The steps after the first token: the time of all tokens less that of the first alone."""
+        """Measure the steps after the first token: the time of all tokens less that of the first."""
         prompts = self._prompts(sequences, self._options.input_len)
         first = self._seconds(prompts, 1)
         return sequences * self._options.steps / (self._seconds(prompts, 1 + self._options.steps) - first)
@@ -149,7 +149,7 @@ def main(argv: list[str]) -> int:
 
 
 def report(about: dict[str, Any], points: list[Point]) -> str:
-    """A table of each phase."""
+    """Return a table of each phase."""
     text = f"{machine.describe(about['machine'])}; {about['kernels']}\n{' '.join(about['command'])}\n"
     for phase in ("decode", "prefill"):
         by_size: dict[int, dict[bool, Point]] = {}

@@ -32,7 +32,7 @@ KIB = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Device pages: `parts[layer][part]`, uint8 [num_pages, bytes]."""
+    """Make device pages: `parts[layer][part]`, uint8 [num_pages, bytes]."""
 
     parts: list[tuple[torch.Tensor, ...]]
 
@@ -58,7 +58,7 @@ def _pages(part_bytes: int, options: argparse.Namespace) -> Pages:
 def _copies(
     kind: str, num_workers: int, pages: Pages, options: argparse.Namespace
 ) -> Iterator[dict[str, Callable[[], None]]]:
-    """A store, and what is timed on it: `store` and `load` of all pages, each as one ticket."""
+    """A store and its timed calls: `store` and `load` of all pages, each as one ticket."""
     geometry = StoreGeometry.of_pool(pages, checksums=options.checksums)
     num_pages = len(pages.parts[0][0])
     with HostKVStore.create(
@@ -103,7 +103,7 @@ def _measure(kind: str, num_workers: int, pages: Pages, options: argparse.Namesp
     rates: dict[str, list[float]] = {}
     with _copies(kind, num_workers, pages, options) as calls:
         timed = {**calls, "memcpy": lambda: target.copy_(source)}
-        first = _seconds(calls["store"])  # claims the memory, or the file
+        first = _seconds(calls["store"])  # the first write allocates the memory or the file
         for _ in range(options.rounds):
             for name, call in timed.items():
                 rates.setdefault(name, []).append(total / _seconds(call) / 1e9)
@@ -122,7 +122,7 @@ def _spread(rates: list[float]) -> str:
 
 
 def _submission(options: argparse.Namespace) -> None:
-    """What a ticket costs who submits it, by the number of its pages."""
+    """Measure the caller's time for a ticket, by the number of its pages."""
     pages = _pages(4 * KIB, options)
     geometry = StoreGeometry.of_pool(pages)
     num_pages = len(pages.parts[0][0])
@@ -169,7 +169,7 @@ the page cache taking new pages; `first` is the first store ever, which claims t
     parser.add_argument("--sync", action="store_true", help="a store to a file ends when the disk has it")
     options = parser.parse_args()
     options.directory = options.directory or Path(tempfile.gettempdir())
-    torch.set_num_threads(1)  # memcpy by one thread
+    torch.set_num_threads(1)  # memcpy with one thread
     commit = machine.source(Path(__file__).resolve().parent.parent)
     print(f"{machine.describe(machine.hardware())}, torch {torch.__version__}, {commit}\n{vars(options)}", flush=True)
     print("GB/s: median (lowest-highest)")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Owns the command that measures engines with less memory than they would like; each sub-command has a folder."""
+"""Owns the command that measures engines with little memory; each sub-command has a folder."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ Exit codes: 0 all runs finished, 1 bad usage, 2 an engine failed, 130 interrupte
 
 
 class Measurement(Protocol):
-    """What a sub-command makes of its flags."""
+    """A sub-command with its parsed flags."""
 
     def run(self, say: Callable[[str], None]) -> None:
-        """All rounds. Raises EngineError where an engine fails."""
+        """Run all rounds. Raises EngineError if an engine fails."""
 
     def report(self) -> str:
-        """The tables, in Markdown, of the rounds that are finished."""
+        """Return the tables of the finished rounds in Markdown."""
 
     def record(self) -> dict[str, Any]:
-        """All figures of these."""
+        """Return all figures of the finished rounds."""
 
 
 COMMANDS = {"pressure": pressure, "weights": weights}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, argv: list[str]) -> int:
-    """Run what is asked for, print the tables, write the record; returns the exit code."""
+    """Run the sub-command, print the tables, write the record; return the exit code."""
     if options.rounds < 1:
         raise ConfigError(f"--rounds is {options.rounds}; it must be at least 1")
     started = datetime.now().astimezone()
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     source, code = machine.source(ROOT), 0
     say(f"logs in {out}")
-    # Asked to end, report as after Ctrl-C: the engine's process is in a session of its own and would stay behind.
+    # Report on SIGTERM as after Ctrl-C: the engine's process is in its own session and would stay behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         measurement.run(say)
@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The command. User faults end it with one line instead of a traceback."""
+    """Run the command. User errors end it with one line instead of a traceback."""
     options = parse(argv)
     return exit_code("memory.py", lambda: measure(options, argv))
 

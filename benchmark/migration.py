@@ -26,7 +26,7 @@ from sgl_batch.migration.store import Export, Refusal, Reservation
 
 
 class PoolStore:
-    """Sequences over a page pool [num_pages, heads, tokens, dim] for keys and values of each layer."""
+    """Sequences in a page pool [num_pages, heads, tokens, dim] for keys and values of each layer."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         shape = (options.heads, options.page_size, options.head_dim)
@@ -78,7 +78,7 @@ class PoolStore:
 
 
 def rank_main(rank: int, options: argparse.Namespace, directory: str, link: Connection) -> None:
-    """One of the two ranks: the sequences begin on rank 0, and cross once in each round."""
+    """Run one of the two ranks: the sequences begin on rank 0, and move to the other rank once in each round."""
     torch.set_num_threads(1)
     with ZmqChannel[Message](
         rank=rank, messages=Message, run_id="benchmark", path=Path(directory) / str(rank)
@@ -94,7 +94,7 @@ def rank_main(rank: int, options: argparse.Namespace, directory: str, link: Conn
         ends = Endpoints(channel=channel, transport=GroupTransport(group, range(2)), store=store, step_timeout_s=60)
         migrator = Migrator(ends)
         seconds = []
-        for boundary in range(options.rounds + 2):  # the first two touch the pages of both pools
+        for boundary in range(options.rounds + 2):  # the first two write the pages of both pools
             group.barrier().wait()
             begun = time.monotonic()
             source = boundary % 2
@@ -104,7 +104,7 @@ def rank_main(rank: int, options: argparse.Namespace, directory: str, link: Conn
 
 
 def measure(options: argparse.Namespace) -> list[float]:
-    """Seconds of each round, as the slower of the two ranks sees it."""
+    """Return the seconds of each round, of the slower rank."""
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(2)]
     with tempfile.TemporaryDirectory() as directory:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Owns the command that compares engines on one offline workload; the arithmetic and the engines are beside it."""
+"""Owns the command that compares engines on one offline workload; comparison/ and runners/ have the rest."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Exit codes: 0 all engines that are installed finished, 1 bad usage, 2 an engine 
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,7 +123,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def parse_engines(text: str) -> list[str]:
-    """The engines named, in order. Raises ConfigError for an unknown or repeated one."""
+    """Return the named engines in order. Raises ConfigError for an unknown or repeated one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in ENGINE_MODULES:
@@ -136,7 +136,7 @@ def parse_engines(text: str) -> list[str]:
 
 
 def parse_engine_arguments(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """Constructor arguments by engine; values are JSON where they parse as such, else text. Raises ConfigError."""
+    """Parse constructor arguments by engine; values are JSON if they parse as JSON, else text. Raises ConfigError."""
     found: dict[str, dict[str, Any]] = {name: {} for name in ENGINE_MODULES}
     for text in texts:
         engine, colon, setting = text.partition(":")
@@ -155,7 +155,7 @@ def parse_engine_arguments(texts: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def build_workload(args: argparse.Namespace) -> Workload:
-    """The prompts that the arguments ask for. Raises ConfigError."""
+    """Make the prompts that the arguments describe. Raises ConfigError."""
     if args.model is None:
         raise ConfigError("--model is missing: name a checkpoint directory, or write one with --make-model DIR")
     config = model_config(args.model)
@@ -182,7 +182,7 @@ def build_workload(args: argparse.Namespace) -> Workload:
 
 
 def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
-    """What holds for every round. Raises ConfigError."""
+    """Return the settings of every round. Raises ConfigError."""
     positive = (("--rounds", args.rounds), ("--timeout-s", args.timeout_s), ("--hf-batch", args.hf_batch))
     for flag, value in (*positive, ("--threads", args.threads)):
         if value is not None and value <= 0:
@@ -205,7 +205,7 @@ def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
-    """Run the comparison, print the tables, write the record; returns the exit code."""
+    """Run the comparison, print the tables, write the record; return the exit code."""
     started = datetime.now().astimezone()
     workload, settings, engines = build_workload(args), build_settings(args, started), parse_engines(args.engines)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     source = machine.source(ROOT)
     say(f"{workload.description}; logs in {settings.out}")
     interrupted = False
-    # Asked to end, report as after Ctrl-C: the engine's process is in a session of its own and would stay behind.
+    # Report on SIGTERM as after Ctrl-C: the engine's process is in its own session and would stay behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_rounds(engines, workload, settings, say, runs)
@@ -239,7 +239,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def make_model(args: argparse.Namespace) -> int:
-    """Write the random checkpoint; returns the exit code."""
+    """Write the random checkpoint; return the exit code."""
     from random_checkpoint import make_checkpoint
     from random_dense_checkpoint import make_dense_checkpoint
 
@@ -255,7 +255,7 @@ def make_model(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The command. User faults end it with one line instead of a traceback."""
+    """Run the command. User errors end it with one line instead of a traceback."""
     args = parse_arguments(argv)
     return exit_code("offline.py", lambda: make_model(args) if args.make_model else compare(args, argv))
 

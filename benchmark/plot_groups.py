@@ -27,7 +27,7 @@ _LABELS = {
 
 
 def rates(record: dict[str, Any]) -> dict[str, dict[int, list[float]]]:
-    """Tokens per second by engine and group, one of each round."""
+    """Return tokens per second by engine and group, for each round."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in record["runs"]:
         for group in run["groups"]:
@@ -36,7 +36,7 @@ def rates(record: dict[str, Any]) -> dict[str, dict[int, list[float]]]:
 
 
 def draw(record: dict[str, Any], target: Path) -> None:
-    """Medians as lines, the range of the rounds as bands, both axes logarithmic."""
+    """Draw medians as lines and the range of the rounds as bands, with logarithmic axes."""
     figure, panel = plt.subplots(figsize=(6.5, 4), layout="constrained")
     for engine, by_size in rates(record).items():
         sizes = sorted(by_size)

@@ -22,7 +22,7 @@ _UNITS = {"decode": "sequences", "prefill": "tokens"}
 
 
 def draw(figures: dict[str, Any], target: Path) -> None:
-    """One panel for each phase: medians as lines, the range of the rounds as bands."""
+    """Draw one panel for each phase: medians as lines, the range of the rounds as bands."""
     figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for panel, phase in zip(panels, _UNITS, strict=True):
         b_attn = figures["b_attn"][phase]

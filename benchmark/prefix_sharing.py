@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Owns the measurement of what sharing prefixes gains: GSM8K questions that all begin with the same worked examples.
+"""Owns the measurement of prefix sharing: GSM8K questions that all begin with the same worked examples.
 
 It makes the requests; engines are run and compared by offline.py.
 """
@@ -33,7 +33,7 @@ example:
 
 
 def examples(path: Path, most: int) -> Iterator[tuple[str, str]]:
-    """Questions and answers of a GSM8K file. Raises ConfigError where it is none."""
+    """Read the questions and answers of a GSM8K file. Raises ConfigError if it is none."""
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; name a JSONL of GSM8K questions and answers")
     with path.open(encoding="utf-8") as lines:
@@ -46,13 +46,13 @@ def examples(path: Path, most: int) -> Iterator[tuple[str, str]]:
 
 
 def prompts(train: Path, test: Path, *, shots: int, num_prompts: int) -> list[str]:
-    """Questions of `test`, each behind the first `shots` worked examples of `train`."""
+    """Return the questions of `test`, each after the first `shots` worked examples of `train`."""
     worked = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in examples(train, shots))
     return [f"{worked}Question: {question}\nAnswer:" for question, _ in examples(test, num_prompts)]
 
 
 def main(argv: list[str]) -> int:
-    """Write the requests and have offline.py measure them."""
+    """Write the requests and measure them with offline.py."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -44,7 +44,7 @@ The table goes to standard output, progress to standard error; --json writes eve
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, shape: ModelShape, device: str, costs: list[Cost], steps: list[Steps]) -> None:
-    """All primitives, then the decode step; what is found is added to `costs` and `steps` as it comes."""
+    """Measure all primitives, then the decode step; add the results to `costs` and `steps`."""
     batch, contexts, rounds = options.batch, sorted(options.contexts), options.rounds
     say(f"within a pass, {batch} sequences")
     costs += within_pass.measure(
@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace, shape: ModelShape, device: str, costs: 
 
 
 def run(options: argparse.Namespace, argv: list[str]) -> int:
-    """Measure, print the table, write the samples; returns the exit code."""
+    """Measure, print the table, write the samples; return the exit code."""
     started = datetime.now().astimezone()
     device = options.device
     if device == "auto":
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
         shape = offline_shape() if device == "cpu" else qwen3_30b(48)
     here, source, load = machine.hardware(), machine.source(ROOT), os.getloadavg()[0]
     costs, steps, code = list[Cost](), list[Steps](), 0
-    # Asked to end, report as after Ctrl-C: the engine's processes are to end too.
+    # Report on SIGTERM as after Ctrl-C: the engine's processes must end too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         measure(options, shape, device, costs, steps)
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The command. User faults end it with one line instead of a traceback."""
+    """Run the command. User errors end it with one line instead of a traceback."""
     return exit_code("primitives.py", lambda: run(parse(argv), argv))
 
 

@@ -1,4 +1,4 @@
-"""Owns the writing of a random Qwen3-MoE checkpoint of a given depth; its weights mean nothing, its speed does.
+"""Owns the writing of a random Qwen3-MoE checkpoint of a given depth, to measure speed.
 
 Tensors are written straight into safetensors files, so that no model of this size has to be instantiated.
 """
@@ -59,7 +59,7 @@ def write_checkpoint(
     blocks: Sequence[Callable[[], dict[str, torch.Tensor]]],
     progress: Callable[[str], None],
 ) -> int:
-    """Write the tensors that each block gives, the embeddings first and then layer after layer; see make_checkpoint."""
+    """Write the tensors of each block, the embeddings first and then layer after layer; see make_checkpoint."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} already holds files; name a new directory, or delete it first")
     directory.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def ones(size: int) -> torch.Tensor:
 def attention(
     prefix: str, generator: torch.Generator, *, queries: int, keys: int, head_dim: int
 ) -> dict[str, torch.Tensor]:
-    """The norms and the attention of a layer of HIDDEN channels; `queries`, `keys`: channels of all their heads."""
+    """Make the norms and attention of a layer of HIDDEN channels; `queries`, `keys`: channels of all their heads."""
     return {
         f"{prefix}.input_layernorm.weight": ones(HIDDEN),
         f"{prefix}.post_attention_layernorm.weight": ones(HIDDEN),
@@ -118,7 +118,7 @@ def _embeddings(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def _layer(layer: int, generator: torch.Generator, expert_width: int) -> dict[str, torch.Tensor]:
-    """The tensors of one layer under the key names of released Qwen3-MoE checkpoints."""
+    """Make the tensors of one layer under the key names of released Qwen3-MoE checkpoints."""
     prefix = f"model.layers.{layer}"
     tensors = attention(prefix, generator, queries=QUERY_HEADS * HEAD_DIM, keys=KV_HEADS * HEAD_DIM, head_dim=HEAD_DIM)
     tensors[f"{prefix}.mlp.gate.weight"] = normal(generator, EXPERTS, HIDDEN)
@@ -131,7 +131,7 @@ def _layer(layer: int, generator: torch.Generator, expert_width: int) -> dict[st
 
 
 def model_config(layers: int, expert_width: int = EXPERT_WIDTH) -> dict[str, Any]:
-    """The checkpoint's config.json."""
+    """Return the checkpoint's config.json."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -38,7 +38,7 @@ def _embeddings(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def _layer(layer: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The tensors of one layer under the key names of released Qwen3 checkpoints."""
+    """Make the tensors of one layer under the key names of released Qwen3 checkpoints."""
     prefix = f"model.layers.{layer}"
     return {
         **attention(prefix, generator, queries=QUERY_HEADS * HEAD_DIM, keys=KV_HEADS * HEAD_DIM, head_dim=HEAD_DIM),
@@ -49,7 +49,7 @@ def _layer(layer: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def dense_config(layers: int) -> dict[str, Any]:
-    """The checkpoint's config.json."""
+    """Return the checkpoint's config.json."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

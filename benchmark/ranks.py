@@ -49,7 +49,7 @@ Exit codes: 0 all runs finished, 1 bad usage, 2 an engine failed, 130 interrupte
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +76,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def build(options: argparse.Namespace, variant: Path) -> list[Comparison]:
-    """What the options ask for; the variant of the checkpoint is written if it is needed. Raises ConfigError."""
+    """Return the comparisons of the options; write the variant of the checkpoint if needed. Raises ConfigError."""
     if options.ranks < 2:
         raise ConfigError(f"--ranks is {options.ranks}; what is measured takes at least 2")
     if options.rounds < 1:
@@ -105,7 +105,7 @@ def build(options: argparse.Namespace, variant: Path) -> list[Comparison]:
 
 
 def _unlike(name: str, budget: Budget, options: argparse.Namespace) -> Workload:
-    """The workload `name`, of sequences of which some are longer than others."""
+    """Return the workload `name`, in which some sequences are longer than others."""
     if name == "trace":
         return budget.trace(options.trace)
     return budget.tail() if name == "tail" else budget.uneven(options.ranks)
@@ -116,7 +116,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _skewed_cases(options: argparse.Namespace, config: dict[str, Any], variant: Path) -> list[Case]:
-    """The checkpoint as it is, the variant, and one rank with the variant; nothing moves, for all are alike."""
+    """Return the cases: the checkpoint, the variant, and one rank with the variant. Nothing migrates: all are equal."""
     make_skewed(options.model.resolve(), variant, num_hot=max(2, config["num_experts_per_tok"] // 2 * 2))
     _, even, *_ = kinds_of_ranks(options.ranks, _settings(options), options.model.resolve())
     _, skewed, lone, _ = kinds_of_ranks(options.ranks, _settings(options), variant)
@@ -128,11 +128,11 @@ def _skewed_cases(options: argparse.Namespace, config: dict[str, Any], variant: 
 
 
 def measure(options: argparse.Namespace, argv: list[str]) -> int:
-    """Run what is asked for, print the tables, write the record; returns the exit code."""
+    """Run the sub-command, print the tables, write the record; return the exit code."""
     started = datetime.now().astimezone()
     out = (options.out or ROOT / "benchmark" / "out" / f"ranks-{started:%Y%m%d-%H%M%S}").resolve()
     source, code = machine.source(ROOT), 0
-    # Asked to end, report as after Ctrl-C: the engine's process is in a session of its own and would stay behind.
+    # Report on SIGTERM as after Ctrl-C: the engine's process is in its own session and would stay behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="skewed-checkpoint-") as variant:
         comparisons = build(options, Path(variant))
@@ -163,7 +163,7 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The command. User faults end it with one line instead of a traceback."""
+    """Run the command. User errors end it with one line instead of a traceback."""
     options = parse(argv)
     return exit_code("ranks.py", lambda: measure(options, argv))
 

@@ -1,1 +1,1 @@
-"""Owns the comparing side of the benchmark: workload, rounds, figures, report; runs no engine itself."""
+"""Owns the comparison of engines: workload, rounds, figures, report. It runs no engine in its own process."""

@@ -1,4 +1,4 @@
-"""Owns one engine process: its start in a session of its own, what it uses, its time limit, its end."""
+"""Owns one engine process: its start in its own session, its resource use, its time limit, its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildEnd:
-    """How a child ended: `reason` is None when it left a result.
+    """The end of a child process: `reason` is None if it left a result.
 
     `cpus_of_others` is how many cores other programs kept busy meanwhile, on average: on a shared machine the
     first thing to ask of a measurement.
@@ -46,7 +46,7 @@ def run_child(
     runner: str = "run_round.py",
     environment: Mapping[str, str] | None = None,
 ) -> ChildEnd:
-    """Run one round in a fresh process, by a script beside run_round.py; what it prints goes to `log`.
+    """Run one round in a fresh process, by a script in run_round.py's directory; its output goes to `log`.
 
     `environment`: variables that are added to ours.
 
@@ -92,7 +92,7 @@ def _environment(threads: int | None, more: Mapping[str, str] | None) -> dict[st
 
 
 class TreeUsage:
-    """What a process and all below it use, sampled: peak resident memory, and processor time so far.
+    """The sampled resource use of a process tree: peak resident memory, and processor time so far.
 
     Pages that several processes share count once in each.
     """
@@ -106,7 +106,7 @@ class TreeUsage:
         return sum(self._cpu_s.values())
 
     def sample(self, pid: int) -> None:
-        """Read the tree under `pid` once."""
+        """Sample the process tree of `pid` once."""
         resident = 0
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(pid)
@@ -119,13 +119,13 @@ class TreeUsage:
 
 
 def _busy_s() -> float:
-    """Processor seconds that this machine has worked since it started."""
+    """Return the busy processor seconds of this machine since it started."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End the child and everything that it started; SGLang's and vLLM's processes stay in its session."""
+    """End the child and all its descendants; SGLang's and vLLM's processes stay in its session."""
     below: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         below = psutil.Process(child.pid).children(recursive=True)
@@ -138,7 +138,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def last_error(log: Path, returncode: int | None) -> str:
-    """Why a child ended without a result: the last error named in its log, or how it exited."""
+    """Return why a child ended without a result: the last error in its log, or its exit status."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     named = [line for line in lines if _ERROR_LINE.match(line)]
     if named:
@@ -148,11 +148,11 @@ def last_error(log: Path, returncode: int | None) -> str:
 
 
 def is_installed(python: str, module: str) -> bool:
-    """Whether that interpreter finds that top-level module."""
+    """Return whether an interpreter finds a top-level module."""
     probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode == 0
 
 
 def this_python() -> str:
-    """The interpreter that runs us, which has every engine except, perhaps, vLLM."""
+    """Return this process's interpreter, which has every engine except, perhaps, vLLM."""
     return sys.executable

@@ -17,7 +17,7 @@ class Spread:
     count: int
 
     def text(self, digits: int) -> str:
-        """`median (low-high)`; the median alone where there is but one value."""
+        """Return `median (low-high)`, or the median only if there is one value."""
         if self.count == 1:
             return f"{self.median:.{digits}f}"
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
@@ -25,7 +25,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far two engines' greedy tokens agree: whole outputs, and tokens up to each first difference."""
+    """The agreement of two engines' greedy tokens: equal outputs, and tokens before each first difference."""
 
     identical: int
     prompts: int
@@ -37,7 +37,7 @@ class Agreement:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """The spread of the values; None of none."""
+    """Return the spread of the values, or None if there are none."""
     found = list(values)
     if not found:
         return None
@@ -45,12 +45,12 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def paired_ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Spread | None:
-    """Spread of ours / theirs over the rounds that both have; None where they share no round."""
+    """Return the spread of ours / theirs over the rounds that both have, or None if they share no round."""
     return spread(ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys()))
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two outputs share before they first differ."""
+    """Return how many tokens two outputs share before they first differ."""
     for position, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return position
@@ -69,7 +69,7 @@ def agreement(reference: Sequence[Sequence[int]], outputs: Sequence[Sequence[int
 
 
 def length_fault(outputs: Sequence[Sequence[int]], wanted: Sequence[int]) -> str | None:
-    """What is wrong with the numbers of output tokens; None if all are exact."""
+    """Return what is wrong with the numbers of output tokens, or None if all are exact."""
     if len(outputs) != len(wanted):
         return f"it answered {len(outputs)} of {len(wanted)} prompts"
     for number, (output, count) in enumerate(zip(outputs, wanted, strict=True), 1):
@@ -79,7 +79,7 @@ def length_fault(outputs: Sequence[Sequence[int]], wanted: Sequence[int]) -> str
 
 
 def remaining_s(todo: Sequence[str], took: Mapping[str, Sequence[float]]) -> float | None:
-    """Seconds that the engines named in `todo` will take, by what each took so far; None before the first is done.
+    """Estimate the seconds of the engines in `todo` from their times so far; None before the first is done.
 
     An engine that has not run yet is taken for an average one.
     """

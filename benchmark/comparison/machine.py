@@ -1,4 +1,4 @@
-"""Owns what a measurement says of the machine and the source it was taken on."""
+"""Owns the description of the machine and of the source that a measurement was made with."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-# What decides how fast a CPU multiplies in bf16 and int8.
+# The flags that decide how fast a CPU multiplies in bf16 and int8.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 _GPU_QUERY = "--query-gpu=name,memory.total,driver_version"
 
 
 def gpu_text(line: str) -> str:
-    """A GPU as a line of nvidia-smi has it: name, memory, driver."""
+    """A GPU as nvidia-smi describes it: name, memory, driver."""
     *known, driver = line.split(", ")
     return ", ".join([*known, f"driver {driver}"])
 
 
 def parse_cpuinfo(text: str) -> tuple[str, list[str]]:
-    """Model name of the first processor in /proc/cpuinfo, and those of its flags that matter here."""
+    """Return the model name of the first processor in /proc/cpuinfo, and its relevant flags."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -30,7 +30,7 @@ def parse_cpuinfo(text: str) -> tuple[str, list[str]]:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, cores this process may use, instruction sets, memory in bytes, and GPUs: name, memory, driver."""
+    """Return the CPU model, the usable cores, instruction sets, memory in bytes, and GPUs: name, memory, driver."""
     cpuinfo = Path("/proc/cpuinfo")
     model, flags = parse_cpuinfo(cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "")
     return {
@@ -44,7 +44,7 @@ def hardware() -> dict[str, Any]:
 
 
 def describe(machine: dict[str, Any]) -> str:
-    """The machine in one line."""
+    """Return the machine in one line."""
     flags = machine["cpu_flags"]
     without = [name for name, prefix in (("AVX512", "avx512f"), ("AMX", "amx")) if not _any(flags, prefix)]
     parts = [f"{machine['cpu']}, {machine['cores']} cores", " ".join(flags) or "no vector flags known"]
@@ -58,14 +58,14 @@ def _any(flags: list[str], prefix: str) -> bool:
 
 
 def source(root: Path) -> dict[str, Any]:
-    """The commit that `root` is at, and whether files differ from it; None outside a git checkout."""
+    """Return the commit of `root` and whether files differ from it, or None outside a git checkout."""
     commit = _lines("git", "-C", str(root), "rev-parse", "HEAD")
     changed = _lines("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit[0] if commit else None, "changed_files": len(changed)}
 
 
 def _lines(*command: str) -> list[str]:
-    """The output lines of a program; none if it is missing or fails."""
+    """Return the output lines of a program; none if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

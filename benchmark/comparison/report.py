@@ -1,4 +1,4 @@
-"""Owns what a comparison looks like: the Markdown tables and the JSON record. Measures nothing."""
+"""Owns the report of a comparison: the Markdown tables and the JSON record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from comparison.workload import Workload
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Everything that one comparison found."""
+    """All results of one comparison."""
 
     workload: Workload
     settings: Settings
@@ -28,7 +28,7 @@ class Record:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with its columns aligned: the first to the left, the others to the right."""
+    """Return a Markdown table with aligned columns: the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
 
@@ -40,7 +40,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def phase_counts(done: RoundResult) -> dict[str, Any]:
-    """sgl_batch's own counts over the timed region alone; empty for other engines."""
+    """Return sgl_batch's counters of the timed region; empty for other engines."""
     before, after = done.details_before, done.details_after
     if "part_s" not in after:
         return {}
@@ -56,7 +56,7 @@ def _speed_of(tokens: int, run: ProcessSpec) -> dict[int, float]:
 
 
 def _agreements(runs: Sequence[ProcessSpec]) -> dict[str, Agreement]:
-    """Each engine's greedy outputs against the first engine's, of the first round of each."""
+    """Compare each engine's greedy outputs with the first engine's, from the first round of each."""
     done = [run for run in runs if run.rounds]
     if not done:
         return {}
@@ -65,7 +65,7 @@ def _agreements(runs: Sequence[ProcessSpec]) -> dict[str, Agreement]:
 
 
 def summaries(record: Record) -> dict[str, Any]:
-    """Per engine: spreads of times, speeds, memory and ratios, agreement, or why there is none."""
+    """Return for each engine the spreads of times, speeds, memory and ratios, and agreement, or its error."""
     workload, found = record.workload, {}
     both = workload.prompt_tokens + workload.output_tokens
     agreements = _agreements(record.runs)
@@ -79,7 +79,7 @@ def summaries(record: Record) -> dict[str, Any]:
             "output_tokens_per_s": spread(_speed_of(workload.output_tokens, run).values()),
             "peak_rss_bytes": spread(run.by_round(lambda done: done.peak_rss_bytes).values()),
             "start_s": spread(run.by_round(lambda done: done.start_s).values()),
-            # Speeds: how many times as fast as the other, so the other's time is above.
+            # A ratio of speeds: the other engine's time is the numerator.
             "times_as_fast_as": {name: paired_ratios(theirs, walls) for name, theirs in others.items()},
             "same_greedy_tokens": agreements.get(run.name),
         }
@@ -87,7 +87,7 @@ def summaries(record: Record) -> dict[str, Any]:
 
 
 def markdown(record: Record) -> str:
-    """The report as it is printed: what was measured, where, and three tables."""
+    """Return the printed report: what was measured, where, and three tables."""
     found = summaries(record)
     names = [run.name for run in record.runs]
     others = spread(done.cpus_of_others for run in record.runs for done in run.rounds)
@@ -107,7 +107,7 @@ def markdown(record: Record) -> str:
 
 
 def _shortfall(run: ProcessSpec, rounds: int) -> str | None:
-    """What an interruption left undone; None if every round is there."""
+    """Return what an interruption left undone, or None if every round is there."""
     return None if len(run.rounds) == rounds else f"interrupted after {len(run.rounds)} of {rounds} rounds"
 
 
@@ -158,7 +158,7 @@ def _ratio_table(found: dict[str, Any], names: list[str]) -> str:
 
 
 def _part_table(runs: Sequence[ProcessSpec]) -> str:
-    """Where sgl_batch's time goes: of each engine that counts it, the round of median time."""
+    """Return sgl_batch's time by part, of each engine that counts it, in the round of median time."""
     counted = {}
     for run in runs:
         if run.rounds:
@@ -179,7 +179,7 @@ def _part_table(runs: Sequence[ProcessSpec]) -> str:
 
 
 def as_json(record: Record) -> dict[str, Any]:
-    """The whole record as JSON: what was asked, where, raw figures of every round, and the summaries."""
+    """Return the whole record as JSON: the settings, the machine, raw figures of every round, and summaries."""
     settings = dataclasses.asdict(record.settings)
     return {
         "date": record.started.astimezone(UTC).isoformat(timespec="seconds"),
@@ -203,7 +203,7 @@ def _round_json(done: RoundResult) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses and paths as JSON has them."""
+    """Convert dataclasses and paths for JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, dict):

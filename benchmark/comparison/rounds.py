@@ -31,7 +31,7 @@ ENGINE_MODULES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What holds for every round."""
+    """The settings of every round."""
 
     model: Path
     dtype: str
@@ -47,7 +47,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """One engine's finished round. Times in seconds; `wall_s` is the timed region alone."""
+    """One engine's finished round. Times are in seconds; `wall_s` is the timed region only."""
 
     number: int
     start_s: float
@@ -64,7 +64,7 @@ class RoundResult:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessSpec:
-    """All that is known of one engine; `fault` says why it is not installed or stopped running."""
+    """The results of one engine; `fault` says why it is not installed or stopped running."""
 
     name: str
     fault: str | None = None
@@ -77,7 +77,7 @@ class ProcessSpec:
 def run_rounds(
     engines: list[str], workload: Workload, settings: Settings, say: Callable[[str], None], runs: list[ProcessSpec]
 ) -> None:
-    """Run every engine `settings.rounds` times, alternating, and add to `runs` as results come."""
+    """Run every engine `settings.rounds` times, alternating, and add each result to `runs`."""
     for name in engines:
         module, python = ENGINE_MODULES[name], settings.python_of[name]
         installed = is_installed(python, module)
@@ -104,7 +104,7 @@ def _todo(runs: list[ProcessSpec], place: int, later_rounds: int) -> list[str]:
 
 
 def _run_one(run: ProcessSpec, number: int, workload: Workload, settings: Settings) -> float:
-    """Run one round, add its result or its fault to `run`, and return the seconds that it took in all."""
+    """Run one round, add its result or its error to `run`, and return its seconds in total."""
     stem = settings.out / f"round-{number}-{run.name}"
     spec, result = stem.with_suffix(".spec.json"), stem.with_suffix(".result.json")
     spec.write_text(json.dumps(_spec(run.name, workload, settings)), encoding="utf-8")

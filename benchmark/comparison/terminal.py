@@ -1,4 +1,4 @@
-"""Owns what a command of this folder says to a person at a terminal: progress, and faults without a traceback."""
+"""Owns the terminal output of this folder's commands: progress, and user errors without a traceback."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sgl_batch.errors import ConfigError
 
 
 def say(text: str) -> None:
-    """Progress, for a person."""
+    """Print progress for the user."""
     print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
 
 def exit_code(program: str, work: Callable[[], int]) -> int:
-    """What `work` returns; a user's fault ends it with one line and 1."""
+    """Return the result of `work`; a user's error prints one line and returns 1."""
     try:
         return work()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Owns what every engine is asked: prompts as token ids and exact output lengths. Decides nothing about engines."""
+"""Owns the workload of every engine: prompts as token ids, and exact output lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sgl_batch.errors import ConfigError
 
 DEFAULT_OUTPUT_LEN = 32
 
-# Released tokenizers keep their special tokens at the ends of the vocabulary; random prompts keep off the low end.
+# Tokenizers have special tokens at the ends of the vocabulary; random prompts avoid the low end.
 _FIRST_RANDOM_ID = 100
 
 
@@ -36,7 +36,7 @@ class Workload:
         return sum(self.output_lens)
 
 
-# Qwen3-MoE's names of numbers, and those that other families have in their place.
+# Qwen3-MoE's config fields, and the fields that other families have instead.
 _NAMES = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "moe_intermediate_size": ("moe_intermediate_size", "intermediate_size"),
@@ -45,7 +45,7 @@ _NAMES = {
 
 
 def model_config(model: Path) -> dict[str, Any]:
-    """The checkpoint's config.json, in which a MoE model's sizes also have Qwen3-MoE's names.
+    """Read the checkpoint's config.json, and give a MoE model's sizes Qwen3-MoE's names too.
 
     Raises ConfigError where there is none.
     """
@@ -84,7 +84,7 @@ def check_fits(workload: Workload, config: dict[str, Any]) -> None:
 def random_workload(
     *, num_prompts: int, input_len: int, spread: int, output_len: int, vocabulary: int, seed: int
 ) -> Workload:
-    """Prompts of uniform random tokens, with lengths uniform in [input_len - spread, input_len + spread]."""
+    """Make prompts of uniform random tokens, with lengths uniform in [input_len - spread, input_len + spread]."""
     for flag, value in (("--num-prompts", num_prompts), ("--input-len", input_len), ("--output-len", output_len)):
         if value < 1:
             raise ConfigError(f"{flag} is {value}; it must be at least 1")
@@ -103,7 +103,7 @@ def random_workload(
 
 
 def jsonl_workload(path: Path, model: Path, *, chat: bool, num_prompts: int | None, output_len: int | None) -> Workload:
-    """The prompts of OpenAI batch request lines, tokenized once with the model's tokenizer.
+    """Read the prompts of OpenAI batch request lines, tokenized once with the model's tokenizer.
 
     With `chat` messages go through the model's chat template; without, their texts are joined by line breaks.
     """

@@ -1,1 +1,1 @@
-"""One GPU, sgl_batch beside stock SGLang: shapes, regimes, visits and report of `benchmark/gpu.py`."""
+"""Compares sgl_batch with stock SGLang on one GPU: shapes, regimes, visits and report of `benchmark/gpu.py`."""

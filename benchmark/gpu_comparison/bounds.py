@@ -1,4 +1,4 @@
-"""Owns what each case of a run had to do at least, and how near it came to the machine's rates. Pure."""
+"""Owns the least work of each case of a run, and the share of the machine's rates that it reached. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpu_comparison.roofline import Bound, Work, bound_of, decode_pass, expected
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """A case against one set of rates: its bound, and the share of it that the rounds reached."""
+    """A case's bound by one set of rates, and the share of it that the rounds reached."""
 
     rates: Rates
     bound: Bound
@@ -26,7 +26,7 @@ class Against:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseBound:
-    """What a case's workload takes at least. `rows_said`, `distinct_counted`: measured, or else an upper estimate.
+    """The least work of a case's workload. `rows_said`, `distinct_counted`: measured, or else an upper estimate.
 
     `calls`: of the experts, in each layer of a step; `distinct`: experts of a call.
 
@@ -42,14 +42,14 @@ class CaseBound:
 
 
 def case_bound(regime: Regime, found: Found, machine: Machine, case: Case) -> CaseBound | None:
-    """The bound of a case that has run, from its first round's counts; None for another."""
+    """Return the bound of a case that has run, from its first round's counts; None for other cases."""
     ran = found.ran(case.name)
     if not ran:
         return None
     visit = ran[min(ran)]
     rows = visit.decode_rows or float(len(regime.workload.prompts))
     counted = found.distinct.get(case.name)
-    # Rows beyond those that were counted may meet more experts: then the bound is a little low.
+    # Rows beyond the counted ones may use more experts: then the bound is a little low.
     together = case.expert_rows(rows)
     distinct = expected_distinct(regime.shape, together) if counted is None else counted.mean
     calls = rows / together
@@ -86,7 +86,7 @@ def _work(regime: Regime, case: Case, visit: Visit, *, rows: float, distinct: fl
 
 
 def copied_bytes(regime: Regime, case: Case, visit: Visit) -> tuple[float, float]:
-    """Bytes that ours copied from and to host memory and had to: KV pages by its counters, and experts.
+    """Return the bytes that our engine had to copy from and to host memory: KV pages by its counters, and experts.
 
     Stock says nothing of its copies: its bound is that of the device alone.
     """
@@ -103,13 +103,13 @@ def copied_bytes(regime: Regime, case: Case, visit: Visit) -> tuple[float, float
 
 
 def fetched_bytes(regime: Regime, visit: Visit) -> float:
-    """Of streamed experts: those that a visit of a layer asked for and that were not there."""
+    """Return the streamed experts that visits of layers needed and did not find in memory."""
     routed, kept = visit.counters.get("weights_routed", 0), visit.counters.get("weights_kept", 0)
     return float((routed - kept) * regime.shape.expert_bytes)
 
 
 def ratio(regime: Regime, found: Found) -> Spread | None:
-    """How many times as fast as the best peer ours is, paired by round; None where they share none."""
+    """Return our speed relative to the best peer, paired by round; None if they share no round."""
     ours, best = compared(regime, found)
     if ours is None or best is None:
         return None
@@ -118,7 +118,7 @@ def ratio(regime: Regime, found: Found) -> Spread | None:
 
 
 def copy_share(regime: Regime, found: Found, machine: Machine) -> Spread | None:
-    """Of ours: the time of the experts that it had to fetch at the measured copy rate, in the time that it took."""
+    """Return the share of our time that fetching the needed experts takes at the measured copy rate."""
     ours, rates = compared(regime, found)[0], machine.measured
     if ours is None or rates is None or rates.copy_in_bytes_per_s is None:
         return None
@@ -127,7 +127,7 @@ def copy_share(regime: Regime, found: Found, machine: Machine) -> Spread | None:
 
 
 def verdicts(regime: Regime, found: Found, machine: Machine, *, is_tiny: bool) -> list[Verdict]:
-    """Every goal of a regime, judged."""
+    """Judge every goal of a regime."""
     return [_verdict(goal, regime, found, machine, is_tiny=is_tiny) for goal in regime.goals]
 
 

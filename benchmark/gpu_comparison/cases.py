@@ -1,4 +1,4 @@
-"""Owns what a regime is made of: its engines' configurations, its workload, and what is asked of it."""
+"""Owns the parts of a regime: its engines' configurations, its workload, and its goals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEFAULT_PREFILL = 8192  # tokens of a prefill group or chunk where a case says 
 
 
 class Role(enum.Enum):
-    """What a case is in the comparison. Of peers the fastest counts; a reference is shown and compared with none."""
+    """A case's role in the comparison. The fastest peer counts; a reference is shown and not compared."""
 
     OURS = "ours"
     PEER = "peer"
@@ -38,12 +38,12 @@ class Case:
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of prompts that go through the model together."""
+        """Return how many prompt tokens go through the model together."""
         asked: int = self.arguments.get("b_moe_prefill") or self.arguments.get("chunked_prefill_size") or 0
         return asked if asked > 0 else _DEFAULT_PREFILL
 
     def expert_rows(self, rows: float) -> float:
-        """Of `rows` sequences of a decode step, those that one expert call has: all, or without accumulation b_attn."""
+        """Return how many of a decode step's `rows` one expert call has: all, or b_attn without accumulation."""
         if self.arguments.get("accumulate", True):
             return rows
         return min(rows, float(self.arguments.get("b_attn_decode", 256)))
@@ -72,7 +72,7 @@ class Regime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What holds for every visit of a run.
+    """The settings of every visit of a run.
 
     `until_s`: seconds after the start at which the run has to be over, `limit_s`: the most that one visit may take,
     its start included. `profile_steps`: forward passes in the trace, 0 for none. `routing`: the engine and arguments

@@ -1,4 +1,4 @@
-"""Owns what data sheets promise of GPUs: memory bandwidth, dense products, and PCIe. It measures none.
+"""Owns the rates of GPUs in data sheets: memory bandwidth, dense products, and PCIe.
 
 Dense rates are without sparsity, half of the number that a sheet gives with it. PCIe is one direction, half of the
 bidirectional number: 16 lanes of Gen4 are 32 GB/s, of Gen5 64.
@@ -13,7 +13,7 @@ _PCIE4, _PCIE5 = 32e9, 64e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a machine does in a second at most. `source`: a data sheet or a measurement.
+    """The most that a machine does in a second. `source`: a data sheet or a measurement.
 
     `memory_bytes_per_s`: read or written in device memory. `flop_per_s`: dense products in bfloat16. `copy_in_`,
     `copy_out_`: bytes from and to host memory; None where both memories are the same. `fp8_flop_per_s`: None where the
@@ -39,7 +39,7 @@ def _sheet(name: str, memory: float, bf16: float, fp8: float | None, pcie: float
     )
 
 
-# Words of the name that nvidia-smi gives, all of which have to be in it; the first entry that fits counts.
+# Words that must all be in the name that nvidia-smi gives; the first entry that fits counts.
 _SHEETS: tuple[tuple[tuple[str, ...], Rates], ...] = (
     # NVIDIA B200, DGX B200 data sheet: 64 TB/s of eight; FP8 72 and BF16 36 PFLOPS of eight with sparsity; PCIe Gen5.
     (("B200",), _sheet("B200", 8.0e12, 2250e12, 4500e12, _PCIE5)),
@@ -67,7 +67,7 @@ _SHEETS: tuple[tuple[tuple[str, ...], Rates], ...] = (
 
 
 def sheet_of(gpu: str) -> Rates | None:
-    """The data sheet of a GPU by the name that nvidia-smi gives it; None where there is none here."""
+    """Return the data sheet of a GPU by its name in nvidia-smi, or None if there is none here."""
     words = gpu.replace(",", " ").replace("-", " ").upper().split()
     for wanted, rates in _SHEETS:
         if all(word.upper() in words for word in wanted):

@@ -1,4 +1,4 @@
-"""Owns what the visits of a run have found, and which cases are compared. It measures and formats nothing."""
+"""Owns the results of a run's visits, and which cases are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_comparison.routing import Distinct
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """One case of one round. `fault`: why it has no time; then all figures behind it are those of nothing.
+    """One case of one round. `fault`: why it has no time; then the figures after it are 0.
 
     `interrupted`: how often a sequence was suspended (ours) or retracted (stock), `recomputed_tokens`: whose KV was
     computed twice. `decode_rows`: mean of the sequences of a decode step, None where nothing says. `distinct_tokens`:
@@ -41,7 +41,7 @@ class Visit:
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """All that a run has found so far. `distinct`: experts by case; `routing_fault`: why they are not known."""
+    """The results of a run so far. `distinct`: experts by case; `routing_fault`: why they are not known."""
 
     visits: list[Visit] = field(default_factory=list)
     distinct: dict[str, Distinct] = field(default_factory=dict)
@@ -50,16 +50,16 @@ class Found:
     profile_fault: str | None = None
 
     def ran(self, case: str) -> dict[int, Visit]:
-        """The finished visits of a case by round."""
+        """Return the finished visits of a case by round."""
         return {visit.round: visit for visit in self.visits if visit.case == case and visit.fault is None}
 
     def fault_of(self, case: str) -> str | None:
-        """Why a case has fewer rounds than were asked for, if it says."""
+        """Return why a case has fewer rounds than requested, if that is known."""
         return next((visit.fault for visit in self.visits if visit.case == case and visit.fault is not None), None)
 
 
 def compared(regime: Regime, found: Found) -> tuple[Case | None, Case | None]:
-    """Of ours the first case that has run, and of the peers the fastest in the first round that each ran."""
+    """Return our first case that has run, and the peer that was fastest in its first round."""
     ours = next((case for case in regime.of_role(Role.OURS) if found.ran(case.name)), None)
     peers = [case for case in regime.of_role(Role.PEER) if found.ran(case.name)]
     best = min(peers, key=lambda case: _first_wall(found, case), default=None)
@@ -72,7 +72,7 @@ def _first_wall(found: Found, case: Case) -> float:
 
 
 def figures_of(done: dict[str, Any], workload: Workload, log: str) -> dict[str, Any]:
-    """What a visit found, by what its process wrote and said: ours counts for itself, stock's log is read."""
+    """Read the results of a visit: our engine counts itself, and stock's log is read."""
     before, after = done["details_before"], done["details_after"]
     figures = {name: done[name] for name in ("wall_s", "start_s", "versions", "distinct_tokens")}
     if not after:
@@ -87,7 +87,7 @@ def figures_of(done: dict[str, Any], workload: Workload, log: str) -> dict[str, 
     parts = {name: value - before["part_s"][name] for name, value in after["part_s"].items()}
     counters = {name: value - before["counters"].get(name, 0) for name, value in after["counters"].items()}
     recomputed = sum(counters.get(f"recomputed_tokens_{kind}", 0) for kind in ("planned", "unplanned"))
-    # A prefill gives the first token of each sequence, and SGLang's graphs serve decode steps alone.
+    # A prefill gives the first token of each sequence, and SGLang's graphs serve decode steps only.
     steps = counters.get("decode_groups", 0) + counters.get("forwards_by_sglang", 0)
     decoded = workload.output_tokens - len(workload.prompts)
     return {

@@ -1,4 +1,4 @@
-"""Owns what is asked for in each comparison, and whether a measurement meets it. Pure; goals are for one H200."""
+"""Owns the goals of each comparison, and whether a measurement meets them. Pure; goals are for one H200."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from comparison.figures import Spread
 
 
 class Kind(enum.Enum):
-    """What a goal is of: times as fast as the best stock, in the median or in every round, or a share of a bound."""
+    """The kind of a goal: speed relative to the best stock, in the median or every round, or a share of a bound."""
 
     TIMES = "times stock, median"
     FLOOR = "times stock, every round"
@@ -24,7 +24,7 @@ class Goal:
     limit: float
 
     def text(self) -> str:
-        """In words."""
+        """Return the goal as text."""
         limit = f"{self.limit:.0%}" if self.kind is Kind.COPY_BOUND else f"{self.limit:.1f}x"
         return f"{limit} ({self.kind.value})"
 
@@ -40,7 +40,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """What was reached of the bound: the share of the least time at measured rates, and the resource that sets it."""
+    """The share of the bound that was reached, and the resource that sets the bound."""
 
     share: float
     resource: str
@@ -51,7 +51,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A goal and what was measured; `met` is None where nothing was, or where the goal is not for this scale."""
+    """A goal and its measurement; `met` is None without a measurement, or if the goal is not for this scale."""
 
     goal: Goal
     measured: Spread | None
@@ -60,7 +60,7 @@ class Verdict:
 
     @property
     def found(self) -> str:
-        """The measurement in words: median, and smallest to largest of the rounds."""
+        """Return the measurement as text: median, and smallest to largest of the rounds."""
         if self.measured is None:
             return ""
         if self.goal.kind is not Kind.COPY_BOUND:
@@ -69,7 +69,7 @@ class Verdict:
 
 
 def judge(goal: Goal, measured: Spread | None, reached: Reached | None, *, is_tiny: bool, fault: str) -> Verdict:
-    """Hold a measurement against a goal. `fault`: why nothing was measured. A tiny scale is not judged."""
+    """Compare a measurement with a goal. `fault`: why nothing was measured. A tiny scale is not judged."""
     if measured is None:
         return Verdict(goal=goal, measured=None, met=None, text=fault)
     if is_tiny:

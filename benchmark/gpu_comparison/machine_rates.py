@@ -1,4 +1,4 @@
-"""Owns how the measured rates of a machine come about and what they are compared with: its data sheet."""
+"""Owns the measured rates of a machine, and their comparison with its data sheet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_comparison.data_sheets import Rates, sheet_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The rates of the machine at hand: measured in this run, and its data sheet's; None where not known.
+    """The rates of this machine: measured in this run, and from its data sheet; None if unknown.
 
     `fault`: why nothing was measured. `raw`: medians with smallest and largest.
     """
@@ -27,7 +27,7 @@ class Machine:
 
 
 def measured_rates(raw: Mapping[str, Mapping[str, float]]) -> Rates:
-    """The medians of what runners/device_rates.py measured."""
+    """Return the medians of the rates that runners/device_rates.py measured."""
     values: dict[str, Any] = {name: value["median"] for name, value in raw.items()}
     return Rates(source="measured in this run", **values)
 
@@ -35,7 +35,7 @@ def measured_rates(raw: Mapping[str, Mapping[str, float]]) -> Rates:
 def measure_machine(
     out: Path, gpus: list[str], *, on_gpu: bool, limit_s: float, environment: Mapping[str, str]
 ) -> Machine:
-    """Measure in a process of its own; takes some seconds beside starting it."""
+    """Measure in a separate process, which takes some seconds and its start."""
     sheet = sheet_of(gpus[0]) if on_gpu and gpus else None
     spec, result, log = (out / f"device-rates.{kind}" for kind in ("spec.json", "result.json", "log"))
     sizes = {"num_bytes": 1 << 30, "width": 8192} if on_gpu else {"num_bytes": 1 << 26, "width": 1024}
@@ -58,7 +58,7 @@ def measure_machine(
 
 
 def describe(machine: Machine) -> str:
-    """Both in one line each, for the report."""
+    """Return both rates in one line each, for the report."""
     lines = [f"- rates, {rates.source}: {_in_words(rates)}" for rates in (machine.measured, machine.sheet) if rates]
     if machine.fault is not None:
         lines.append(f"- rates could not be measured: {machine.fault}")

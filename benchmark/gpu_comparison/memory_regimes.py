@@ -17,16 +17,16 @@ from gpu_comparison.sizes import GIB, Sizes
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.errors import ConfigError
 
-_OFFLOAD_BESIDE_GIB = 4  # of a device budget, for what is neither weights nor KV
+_OFFLOAD_BESIDE_GIB = 4  # of a device budget, for everything but weights and KV
 
 
 def _hierarchical(store_bytes: int, pool_bytes: int) -> dict[str, Any]:
-    """Stock's cache in host memory, as large as our store."""
+    """Return the settings of stock's cache in host memory, as large as our store."""
     return {"enable_hierarchical_cache": True, "hicache_ratio": max(1.1, round(store_bytes / pool_bytes, 1))}
 
 
 def kv(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
-    """KV of ten times what the device may hold."""
+    """Make the regime with ten times the KV that the device holds."""
     pool: dict[str, Any] = {"max_total_tokens": sizes.pool_tokens}
     pool_bytes = sizes.pool_tokens * shape.kv_token_bytes
     chunk = 512 if place.tiny else 16384
@@ -50,7 +50,7 @@ def kv(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Reg
 
 
 def tight(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
-    """On a GPU weights leave little for KV; at a tiny scale the pool is said."""
+    """Make the regime in which weights leave little for KV; at a tiny scale the pool's size is given."""
     pool: dict[str, Any] = {} if place.full_gpu else {"max_total_tokens": sizes.pool_tokens}
 
     def memory(fraction: float) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def tight(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> 
 
 
 def weights(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
-    """A device for fewer bytes than the weights: by mem_fraction_static, at a tiny scale by the slots for experts."""
+    """Make a device smaller than the weights: by mem_fraction_static, at a tiny scale by the expert slots."""
     kv_tokens = -(-sizes.need_tokens // 1024) * 1024 + 64 * sizes.num_prompts
     beside = kv_tokens * shape.kv_token_bytes + (_OFFLOAD_BESIDE_GIB * GIB if place.full_gpu else 0)
     shared: dict[str, Any] = {"load_format": "auto", "max_total_tokens": kv_tokens}
@@ -95,7 +95,7 @@ def weights(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -
         "weight_memory": _slot_bytes(sizes, shape, beside, place),
     }
     running = {"max_running_requests": sizes.num_prompts}
-    # Stock keeps on the device what is left beside the same KV.
+    # Stock keeps as many weights on the device as the same KV leaves room for.
     offload = max(1, -(-(shape.weight_bytes + beside - sizes.budget_bytes) // GIB))
     return Regime(
         name="weights",
@@ -118,7 +118,7 @@ def weights(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -
 
 
 def _offloading(place: Place, budget: dict[str, Any], offload_gib: int) -> tuple[Case, ...]:
-    """The ways in which stock computes with more weights than the device may hold."""
+    """Return the ways in which stock computes with more weights than the device holds."""
     name, some = f"cpu_offload_gb {offload_gib}", {**budget, "cpu_offload_gb": offload_gib}
     groups = {"offload_group_size": 2, "offload_num_in_group": 1, "offload_prefetch_step": 1, "offload_mode": "cpu"}
     return (
@@ -129,7 +129,7 @@ def _offloading(place: Place, budget: dict[str, Any], offload_gib: int) -> tuple
 
 
 def _slot_bytes(sizes: Sizes, shape: ModelShape, beside_bytes: int, place: Place) -> int:
-    """Memory for streamed experts. Raises ConfigError where the budget leaves less than two layers'."""
+    """Return the memory for streamed experts. Raises ConfigError if the budget leaves less than two layers need."""
     least = 2 * shape.experts * shape.expert_bytes
     if not place.full_gpu:
         return least

@@ -1,4 +1,4 @@
-"""Owns what all cases of a call have in common: the device, its attention backend, and how ours is switched."""
+"""Owns the settings of all cases of a call: the device, its attention backend, and the switches of our engine."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Place:
 
     @property
     def full_gpu(self) -> bool:
-        """Whether weights and KV are of a size that fills a GPU."""
+        """Whether weights and KV have a size that fills a GPU."""
         return self.on_gpu and not self.tiny
 
     def arguments(self, engine: str, more: dict[str, Any]) -> dict[str, Any]:
-        """A constructor's arguments: what all cases have, then the case's own, then the user's."""
+        """Return a constructor's arguments: those of all cases, then the case's own, then the user's."""
         device = {"device": "cuda", "attention_backend": self.backend} if self.on_gpu else {"device": "cpu"}
         page = {"page_size": 16, "boundary_tokens": 16} if self.tiny and engine == OURS else {}
-        # What was retracted stands in stock's log alone.
+        # Only stock's log has the retractions.
         log = {"log_level": "info" if engine == STOCK else "warning"}
-        # Stock samples by the engine's seed and not by each request's.
+        # Stock samples by the engine's seed, not by each request's.
         model: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "random_seed": 0}
         if self.tiny:
             model["max_total_tokens"] = _TINY_POOL
@@ -52,7 +52,7 @@ class Place:
         )
 
     def switched(self, name: str, **more: Any) -> tuple[Case, ...]:
-        """Ours with overlap and CUDA graphs both on, each alone, and neither: the first that runs is compared."""
+        """Return ours with overlap and CUDA graphs, with one of them, and with neither; the first that runs counts."""
         on, off = self.graphs(on=True), self.graphs(on=False)
         return (
             self.ours(f"{name}, overlap and graphs", gpu_only=True, **more, **on, overlap="on"),
@@ -62,7 +62,7 @@ class Place:
         )
 
     def graphs(self, *, on: bool) -> dict[str, Any]:
-        """Arguments of ours with or without CUDA graphs. The forward pass is said: no self-check changes it."""
+        """Return our arguments with or without CUDA graphs. They fix the forward pass: no self-check changes it."""
         how = {"decode_graph_memory": _GRAPH_BYTES} if on else {"disable_cuda_graph": True}
         return {"decode_forward": "default", **how}
 
@@ -76,7 +76,7 @@ class Place:
         )
 
     def routing(self, *, load_format: str) -> Case:
-        """The engine that tells which experts tokens choose. On a GPU stock's alone does; stock's wants one."""
+        """Return the engine that reports the chosen experts: stock on a GPU, which it needs, and ours otherwise."""
         more: dict[str, Any] = {"load_format": load_format, "enable_return_routed_experts": True}
         engine = STOCK if self.on_gpu else OURS
         arguments = self.arguments(engine, more)

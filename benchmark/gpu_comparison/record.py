@@ -1,4 +1,4 @@
-"""Owns the record of a call as JSON lines: where and how, every visit as it ends, and each regime's result."""
+"""Owns the record of a call as JSON lines: where and how, every finished visit, and each regime's result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpu_comparison.machine_rates import Machine
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """Where and how a call was made. `label`: of attention, which both engines have, or each its own."""
+    """Where and how a call was made. `label`: the attention of both engines, or of each."""
 
     command: Sequence[str]
     started: datetime
@@ -30,7 +30,7 @@ class About:
 
 
 class Record:
-    """A file of JSON lines, to which each is appended when it is known."""
+    """A file of JSON lines, which are appended when they are known."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -42,7 +42,7 @@ class Record:
 
 
 def run_line(about: About) -> dict[str, Any]:
-    """Where and how."""
+    """Return the line of where and how."""
     return {
         "date": about.started.astimezone(UTC).isoformat(timespec="seconds"),
         "command": list(about.command),
@@ -55,7 +55,7 @@ def run_line(about: About) -> dict[str, Any]:
 
 
 def regime_line(regime: Regime, settings: Settings) -> dict[str, Any]:
-    """What is compared, with which arguments."""
+    """Return the line of what is compared, with which arguments."""
     return {
         "regime": regime.name,
         "title": regime.title,
@@ -67,12 +67,12 @@ def regime_line(regime: Regime, settings: Settings) -> dict[str, Any]:
 
 
 def visit_lines(regime: Regime, found: Found, since: int) -> list[dict[str, Any]]:
-    """The visits from number `since` on."""
+    """Return the lines of the visits from number `since` on."""
     return [{"regime": regime.name, **dataclasses.asdict(visit)} for visit in found.visits[since:]]
 
 
 def result_line(regime: Regime, found: Found, about: About) -> dict[str, Any]:
-    """What is said of a regime in the end."""
+    """Return the line of a regime's result."""
     ours, best = compared(regime, found)
     times, share = ratio(regime, found), copy_share(regime, found, about.rates)
     bounds = {case.name: case_bound(regime, found, about.rates, case) for case in regime.cases}

@@ -1,4 +1,4 @@
-"""Owns which regimes there are, and a regime's making from what the command line asks for."""
+"""Owns the list of regimes, and makes a regime from the flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REGIMES: dict[str, Callable[[Sizes, ModelShape, Workload, Place], Regime]] = {
 
 
 def names_of(text: str) -> list[str]:
-    """The regimes that `--cases` names, each once. Raises ConfigError."""
+    """Return the regimes that `--cases` names, each once. Raises ConfigError."""
     wanted = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in wanted:
         if name not in REGIMES:
@@ -38,7 +38,7 @@ def names_of(text: str) -> list[str]:
 
 
 def build(name: str, place: Place, options: argparse.Namespace) -> Regime:
-    """The regime `name`, with the sizes that the flags ask for. Raises ConfigError."""
+    """Make the regime `name` with the sizes of the flags. Raises ConfigError."""
     sizes = SCALES["tiny" if place.tiny else "full"][name]
     given = {field: getattr(options, field) for field in ("layers", "num_prompts", "input_len", "output_len")}
     for field, value in given.items():
@@ -66,7 +66,7 @@ def build(name: str, place: Place, options: argparse.Namespace) -> Regime:
 
 
 def _chosen(regime: Regime, wanted: list[str] | None) -> tuple[Case, ...]:
-    """All cases, but of the peers those alone whose names have one of the words in them."""
+    """Return our cases, and the peers whose names have one of the words."""
     if wanted is None:
         return regime.cases
     for word in wanted:

@@ -1,4 +1,4 @@
-"""Owns the checkpoint for weights that are streamed: one layer of random weights, written again for every layer.
+"""Owns the checkpoint for streamed weights: one layer of random weights, written again for every layer.
 
 Streamed experts are read from safetensors files, so that dummy weights cannot be had. Drawing one layer with one
 expert and writing them many times goes at the disk's speed. Tokens are routed as if all were different: that the router
@@ -56,7 +56,7 @@ def _name(prefix: str, name: str) -> str:
 
 
 def _ends(shape: ModelShape, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What comes before the layers and behind them."""
+    """Return the weights before and after the layers."""
     return {
         "embed_tokens.weight": _normal(generator, shape.vocabulary, shape.hidden),
         "norm.weight": _ones(shape.hidden),
@@ -65,7 +65,7 @@ def _ends(shape: ModelShape, generator: torch.Generator) -> dict[str, torch.Tens
 
 
 def _layer(shape: ModelShape, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """One layer, under the names of released Qwen3-MoE checkpoints; its experts have the same weights."""
+    """Return one layer under the names of released Qwen3-MoE checkpoints; its experts have the same weights."""
     query, kv = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gate = _normal(generator, shape.expert_width, shape.hidden)
     up = _normal(generator, shape.expert_width, shape.hidden)
@@ -97,7 +97,7 @@ def _ones(size: int) -> torch.Tensor:
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """A safetensors file. The library's own writer refuses tensors that share memory, as those of experts do here."""
+    """Write a safetensors file. The library's writer refuses tensors that share memory, as the experts' do here."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Owns what a GPU comparison looks like in Markdown: figures, bounds and goals. Measures nothing and judges nothing."""
+"""Owns the Markdown report of a GPU comparison: figures, bounds and goals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY_NOTE = "A tiny shape on a CPU: this run shows that the benchmark works. Its
 
 
 def summary(about: About, done: Sequence[tuple[Regime, Found]], not_run: Sequence[str]) -> str:
-    """The head of a call's report: where it was made, and every goal."""
+    """Return the head of a call's report: where it was made, and every goal."""
     source = about.source["commit"] or "no git commit"
     changed = f" with {about.source['changed_files']} changed files" if about.source["changed_files"] else ""
     versions = next((visit.versions for _, found in done for visit in found.visits if visit.versions), {})
@@ -66,7 +66,7 @@ def _goal_row(name: str, verdict: Verdict) -> list[str]:
 
 
 def markdown(regime: Regime, found: Found, about: About) -> str:
-    """The report of all that was found so far of one regime."""
+    """Return the report of one regime's results so far."""
     shape = regime.shape
     sections = [
         f"## {regime.name}: {regime.title}",
@@ -111,7 +111,7 @@ def _table(regime: Regime, found: Found) -> str:
 
 
 def _bound_table(regime: Regime, found: Found, about: About) -> str:
-    """What each case had to do, and how near it came to what the machine does."""
+    """Return the table of each case's least work, and the share of the machine's rates that it reached."""
     rows = []
     for case in regime.cases:
         bound = case_bound(regime, found, about.rates, case)
@@ -140,7 +140,7 @@ def _step_cells(regime: Regime, found: Found, name: str, bound: CaseBound) -> li
 
 
 def _against_cells(bound: CaseBound) -> list[str]:
-    """Bound, resource and share by measured rates, or the data sheet's where nothing was measured."""
+    """Return bound, resource and share by measured rates, or by the data sheet's without a measurement."""
     if not bound.against:
         return ["", "", "", ""]
     first = bound.against[0]
@@ -157,7 +157,7 @@ def _text_percent(share: Spread) -> str:
 
 
 def _lines(regime: Regime, found: Found, about: About) -> list[str]:
-    """What was compared and how it came out against each goal, a line each."""
+    """Return a line for each goal: what was compared, and the result."""
     ours, best = compared(regime, found)
     times = ratio(regime, found)
     lines = []
@@ -174,7 +174,7 @@ def _lines(regime: Regime, found: Found, about: About) -> list[str]:
 
 
 def _parts(regime: Regime, found: Found) -> str:
-    """Where our time goes, in the round of median time; on a GPU, what the host gives it and waits for."""
+    """Return our time by part in the round of median time; on a GPU, the host's launches and waits."""
     ours = compared(regime, found)[0]
     if ours is None:
         return ""

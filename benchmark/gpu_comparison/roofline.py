@@ -19,7 +19,7 @@ MEMORY, PRODUCTS, COPY_IN, COPY_OUT = "device memory", "products", "copies from 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """What one forward pass must at least do; `times`: how many such passes there are."""
+    """The least work of one forward pass; `times`: how many such passes there are."""
 
     rows: float
     weight_bytes: float
@@ -28,14 +28,14 @@ class Pass:
     times: float = 1.0
 
     def seconds(self, rates: Rates) -> dict[str, float]:
-        """What all these passes take of each resource of the device."""
+        """Return what all these passes need of each resource of the device."""
         memory = (self.weight_bytes + self.kv_bytes) / rates.memory_bytes_per_s
         return {MEMORY: self.times * memory, PRODUCTS: self.times * self.flop / rates.flop_per_s}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A whole workload: its passes, and bytes that have to come from and go to host memory beside them."""
+    """A whole workload: its passes, and the bytes that must be copied from and to host memory."""
 
     prefill: Pass
     decode: Pass
@@ -45,14 +45,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The least seconds of a workload, and the resource that takes them."""
+    """The least seconds of a workload, and the resource that needs them."""
 
     seconds: float
     resource: str
 
 
 def bound_of(work: Work, rates: Rates) -> Bound:
-    """The least time: passes one after the other, each bounded by one resource; copies all the while."""
+    """Return the least time: passes one after the other, each bounded by one resource, with copies at the same time."""
     totals: dict[str, float] = {MEMORY: 0.0, PRODUCTS: 0.0}
     for one in (work.prefill, work.decode):
         took = one.seconds(rates)
@@ -70,14 +70,14 @@ def bound_of(work: Work, rates: Rates) -> Bound:
 
 
 def expected_distinct(shape: ModelShape, rows: float) -> float:
-    """Experts of a layer that `rows` rows choose if all choices are as likely: an estimate where none was measured."""
+    """Estimate the experts of a layer that `rows` rows choose if all choices are equally likely."""
     return shape.experts * (1.0 - math.pow(1 - shape.top_k / shape.experts, rows))
 
 
 def decode_pass(
     shape: ModelShape, *, rows: float, context: float, distinct: float, times: float, calls: float = 1.0
 ) -> Pass:
-    """A decode step of `rows` sequences of `context` tokens each, with `distinct` experts in each call of a layer."""
+    """Return a decode step of `rows` sequences of `context` tokens, with `distinct` experts in each call of a layer."""
     return Pass(
         rows=rows,
         weight_bytes=_weight_bytes(shape, calls * distinct),
@@ -88,11 +88,11 @@ def decode_pass(
 
 
 def prefill_pass(shape: ModelShape, prompts: Sequence[int], *, group_tokens: int) -> Pass:
-    """The mean prefill group of prompts of these lengths, in groups of at most `group_tokens` tokens."""
+    """Return the mean prefill group of prompts of these lengths, in groups of at most `group_tokens` tokens."""
     tokens = sum(prompts)
     groups = max(1, -(-tokens // group_tokens))
     rows = tokens / groups
-    # A token attends to those before it and itself: half of a square.
+    # A token attends to itself and the tokens before it: half of a square.
     attended = sum(length * (length + 1) / 2 for length in prompts) / groups
     flop = rows * shape.token_flop + attended * shape.attention_flop + len(prompts) / groups * shape.head_flop
     return Pass(
@@ -105,7 +105,7 @@ def prefill_pass(shape: ModelShape, prompts: Sequence[int], *, group_tokens: int
 
 
 def _weight_bytes(shape: ModelShape, distinct: float) -> float:
-    """Weights that a pass reads: all but the embeddings, a row of which is read for a token, and unmet experts."""
+    """Return the weights that a pass reads: all except the embeddings, of which it reads rows, and unused experts."""
     embeddings = shape.vocabulary * shape.hidden * ITEM_BYTES
     others = shape.weight_bytes - shape.all_expert_bytes - embeddings
     return others + shape.layers * distinct * shape.expert_bytes

@@ -1,4 +1,4 @@
-"""Owns how far sequences of a run have become alike: distinct tokens and distinct experts of a decode step. Pure.
+"""Owns the similarity of a run's sequences: distinct tokens and distinct experts of a decode step. Pure.
 
 Sequences that meet the same tokens meet the same experts; a step then reads a few experts where a real one reads nearly
 all. So no figure stands without these two counts.
@@ -25,21 +25,21 @@ class Distinct:
 
 
 def steps_of(output_len: int) -> list[int]:
-    """Output positions that are looked at, evenly to the last that is fed back."""
+    """Return the examined output positions, spread evenly up to the last one that is fed back."""
     fed = max(1, output_len - 1)
     count = min(STEPS, fed)
     return [fed * (number + 1) // count - 1 for number in range(count)]
 
 
 def replayed_rows(prompts: Sequence[Sequence[int]], output_len: int, num_cases: int) -> int:
-    """How many sequences of each case are replayed for their routing, so that all are about a million tokens."""
+    """Return how many sequences of each case are replayed for their routing, about a million tokens in total."""
     longest = max(map(len, prompts)) + output_len
     affordable = _REPLAYED_TOKENS // (longest * max(1, num_cases))
     return max(1, min(len(prompts), MOST_ROWS, affordable))
 
 
 def distinct_tokens(outputs: Sequence[Sequence[int]]) -> float:
-    """The share of distinct tokens among the sequences at one output position, mean of some: 1 where none are alike."""
+    """Return the mean share of distinct tokens among sequences at some output positions; 1 if all differ."""
     shares = []
     for step in steps_of(min(map(len, outputs))):
         met = [output[step] for output in outputs]
@@ -48,7 +48,7 @@ def distinct_tokens(outputs: Sequence[Sequence[int]]) -> float:
 
 
 def distinct_experts(choices_SRLK: Sequence[Sequence[Sequence[Sequence[int]]]], rows: int) -> Distinct:
-    """Count by step and layer over every `rows` sequences, as many as a step has, or all where there are fewer.
+    """Count by step and layer over every `rows` sequences, as many as a step has, or all if there are fewer.
 
     `choices_SRLK`: experts [K] that the row of a sequence [R] chose in a layer [L] at a step [S].
     """

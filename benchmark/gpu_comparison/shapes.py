@@ -1,4 +1,4 @@
-"""Owns the shapes of the models that are measured: their sizes, and the directory from which an engine takes one.
+"""Owns the shapes of the measured models: their sizes, and the directory from which an engine loads one.
 
 There is nothing in the directory but a config.json: weights are SGLang's dummy ones, prompts are token ids.
 """
@@ -13,12 +13,12 @@ from typing import Any
 from random_checkpoint import model_config
 
 ITEM_BYTES = 2  # bfloat16, of weights and of KV
-LEAST_HEAD_DIM = 64  # SGLang's fused write of rotated keys to KV takes no less on CUDA
+LEAST_HEAD_DIM = 64  # the least that SGLang's fused write of rotated keys to KV supports on CUDA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A Qwen3-MoE model, all of whose layers have experts. Widths in channels, `vocabulary` and `context` in tokens."""
+    """A Qwen3-MoE model with experts in all layers. Widths are in channels, `vocabulary` and `context` in tokens."""
 
     name: str
     layers: int
@@ -37,12 +37,12 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * ITEM_BYTES
 
     @property
     def expert_bytes(self) -> int:
-        """One expert of one layer."""
+        """Bytes of one expert of one layer."""
         return 3 * self.hidden * self.expert_width * ITEM_BYTES
 
     @property
@@ -51,30 +51,30 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights; norms, which are a few channels each, are left out."""
+        """Bytes of all weights, without norms, which are a few channels each."""
         heads = (2 * self.query_heads + 2 * self.kv_heads) * self.head_dim
         layer = (heads + self.experts) * self.hidden * ITEM_BYTES
         return self.layers * layer + self.all_expert_bytes + 2 * self.vocabulary * self.hidden * ITEM_BYTES
 
     @property
     def token_flop(self) -> int:
-        """Products of one token in all layers, without attention's over other tokens."""
+        """Operations of one token's products in all layers, without attention over other tokens."""
         heads = (2 * self.query_heads + 2 * self.kv_heads) * self.head_dim
         layer = (heads + self.experts) * self.hidden + 3 * self.top_k * self.hidden * self.expert_width
         return 2 * self.layers * layer
 
     @property
     def head_flop(self) -> int:
-        """Products of one token's logits."""
+        """Operations of one token's logits."""
         return 2 * self.vocabulary * self.hidden
 
     @property
     def attention_flop(self) -> int:
-        """Products of a query with one token's keys, and of its weight with the values, in all layers."""
+        """Operations of a query with one token's keys and values, in all layers."""
         return 4 * self.layers * self.query_heads * self.head_dim
 
     def config(self) -> dict[str, Any]:
-        """The model's config.json."""
+        """Return the model's config.json."""
         return {
             **model_config(self.layers, self.expert_width),
             "hidden_size": self.hidden,
@@ -88,14 +88,14 @@ class ModelShape:
         }
 
     def write(self, directory: Path) -> Path:
-        """Make the directory that an engine is given as its model."""
+        """Make the model directory for an engine."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(self.config(), indent=2) + "\n", encoding="utf-8")
         return directory
 
 
 def qwen3_30b(layers: int) -> ModelShape:
-    """Qwen3-30B-A3B, which has 48 layers, with as many as are asked for."""
+    """Return Qwen3-30B-A3B with this number of layers; it has 48 itself."""
     return ModelShape(
         name=f"Qwen3-30B-A3B with {layers} layers" if layers != 48 else "Qwen3-30B-A3B",
         layers=layers,
@@ -112,7 +112,7 @@ def qwen3_30b(layers: int) -> ModelShape:
 
 
 def tiny(layers: int) -> ModelShape:
-    """Small enough for stock SGLang on a CPU; it tests the benchmark and says nothing of speed."""
+    """Return a shape small enough for stock SGLang on a CPU; it tests the benchmark, not speed."""
     return ModelShape(
         name=f"a tiny Qwen3-MoE with {layers} layers",
         layers=layers,

@@ -1,4 +1,4 @@
-"""Owns how much each regime does at each scale. Sizes for a GPU are arithmetic for one H200; none has run there."""
+"""Owns the work of each regime at each scale. Sizes for a GPU are computed for one H200, and have not run there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much a regime does. Lengths in tokens.
+    """The work of a regime. Lengths are in tokens.
 
     `pool_tokens`: of KV, all that the device may hold, where the regime sets that. `budget_bytes`: of device memory,
     where it sets that. `store_bytes`: of our host KV store, and about what stock's hierarchical cache gets.

@@ -1,4 +1,6 @@
-"""Owns the regimes in which all fits the device: long prompts, plain decode, and accumulation against none."""
+"""Owns the regimes in which everything fits the device: long prompts, plain decode, and with or without
+accumulation.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from gpu_comparison.sizes import Sizes
 
 
 def prefill(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
-    """Long prompts: large expert groups, by DeepGEMM where there is a GPU."""
+    """Make the regime of long prompts: large expert groups, by DeepGEMM on a GPU."""
     chunks = (256, 1024) if place.tiny else (16384, 32768)
     rows = (512, 2048) if place.tiny else (8192, 32768)
     group: dict[str, Any] = {"b_attn_prefill": rows[0], "b_moe_prefill": rows[1]}
@@ -47,7 +49,7 @@ def prefill(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -
 
 
 def resident(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
-    """All KV and weights on the device, one sub-batch: nothing of ours can gain, and nothing may lose."""
+    """Make the regime with all KV and weights on the device and one sub-batch, in which we can only lose."""
     running: dict[str, Any] = {"max_running_requests": sizes.num_prompts}
     memory: dict[str, Any] = {"mem_fraction_static": 0.88} if place.on_gpu else {}
     most: dict[str, Any] = {"cuda_graph_max_bs_decode": sizes.num_prompts}
@@ -71,19 +73,19 @@ def resident(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) 
 
 
 def accumulation(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
-    """One expert call for a group or one a sub-batch, all without graphs."""
+    """Make the regime that compares one expert call per group with one per sub-batch, without graphs."""
     return _accumulation("accumulation", sizes, shape, workload, place, graphs=False)
 
 
 def accumulation_graphs(sizes: Sizes, shape: ModelShape, workload: Workload, place: Place) -> Regime:
-    """The same, all with CUDA graphs."""
+    """Make the same regime with CUDA graphs."""
     return _accumulation("accumulation-graphs", sizes, shape, workload, place, graphs=True)
 
 
 def _accumulation(
     name: str, sizes: Sizes, shape: ModelShape, workload: Workload, place: Place, *, graphs: bool
 ) -> Regime:
-    """All cases have the same engine, KV, limit of requests, prefill groups, overlap and graphs."""
+    """Return cases with the same engine, KV, limit of requests, prefill groups, overlap and graphs."""
     small = max(1, sizes.num_prompts // 8)
     rows = (256, 1024) if place.tiny else (2048, 16384)
     same: dict[str, Any] = {
@@ -93,10 +95,10 @@ def _accumulation(
         "b_moe_prefill": rows[1],
         "b_attn_decode": small,
         "overlap": "off",
-        # Groups of other sizes would be measured by themselves, and may get another one.
+        # Groups of other sizes would be measured separately, and may get another runner.
         "expert_runner": "sglang" if place.on_gpu else "auto",
         **place.graphs(on=graphs),
-        # Else SGLang's own graphs would serve the groups of one sub-batch alone.
+        # Otherwise SGLang's own graphs would serve only the groups of one sub-batch.
         "decode_forward": "coroutine",
     }
     group = {**same, "b_moe_decode": sizes.num_prompts}

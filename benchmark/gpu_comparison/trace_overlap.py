@@ -1,4 +1,4 @@
-"""Owns what a profiler's trace says of copies: how much of them went on while the GPU computed. Pure, but for reading.
+"""Owns the overlap in a profiler's trace: how much copying ran while the GPU computed. Pure, except for reading.
 
 A trace is that of torch's profiler, in Chrome's format; times in it are in microseconds.
 """
@@ -18,7 +18,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Of a GPU in a stretch of time, seconds: it computed, it copied from or to the host, and both at once."""
+    """Seconds of a GPU in a trace: computing, copying from or to the host, and both at once."""
 
     stretch_s: float
     computed_s: float
@@ -26,7 +26,7 @@ class Overlap:
     both_s: float
 
     def text(self) -> str:
-        """In words, for the report."""
+        """Return the overlap as text, for the report."""
         busy = f"in {1e3 * self.stretch_s:.1f} ms the GPU computed for {1e3 * self.computed_s:.1f} ms"
         if not self.copied_s:
             return f"{busy} and copied nothing from or to the host"
@@ -35,14 +35,14 @@ class Overlap:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, compressed or not."""
+    """Read the events of a trace, compressed or not."""
     data = path.read_bytes()
     events: list[dict[str, Any]] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
     return events
 
 
 def overlap_of(events: Iterable[dict[str, Any]]) -> Overlap | None:
-    """What the events say; None where a GPU did nothing, as in a trace of a CPU."""
+    """Return the overlap in the events, or None if no GPU worked, as in a trace of a CPU."""
     kernels, copies = [], []
     for event in events:
         if event.get("ph") != "X":
@@ -65,7 +65,7 @@ def overlap_of(events: Iterable[dict[str, Any]]) -> Overlap | None:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same times in order, each once."""
+    """Return the union of intervals, in order."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:
@@ -76,7 +76,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def common(first: list[Span], second: list[Span]) -> list[Span]:
-    """The times that lie in both of two unions."""
+    """Return the intersection of two unions of intervals."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])

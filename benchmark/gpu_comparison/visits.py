@@ -1,4 +1,4 @@
-"""Owns the order of a run: which engine is visited when, each in a fresh process, within the time that there is.
+"""Owns the order of a run: which engine is visited when, each in a fresh process, within the time limit.
 
 The first round visits the first of ours that runs and every peer; later ones visit ours and the fastest peer, by turns
 of order. Then the rest of ours and references are visited once, and an engine is asked which experts all these tokens
@@ -21,7 +21,7 @@ from gpu_comparison.cases import Case, Regime, Role, Settings
 from gpu_comparison.found import Found, Visit, compared, figures_of
 from gpu_comparison.routing import Distinct, replayed_rows
 
-LEAST_VISIT_S = 20.0  # in which no engine starts and answers
+LEAST_VISIT_S = 20.0  # no engine starts and answers in less
 TEMPERATURE = 1.0
 
 
@@ -44,7 +44,7 @@ class Run:
         self._took: dict[str, list[float]] = {}
 
     def all(self) -> None:
-        """Every round, what is compared with none, the routing, then the profile."""
+        """Run every round, the references, the routing, and then the profile."""
         for case in self._regime.of_role(Role.OURS):
             self._round(1, [case])
             if self._found.ran(case.name):
@@ -64,7 +64,7 @@ class Run:
         return min((min(took) for took in self._took.values()), default=LEAST_VISIT_S)
 
     def _round(self, number: int, cases: Sequence[Case], *, kept_s: float = 0.0) -> None:
-        """Visit these cases. `kept_s`: seconds that have to be left for the routing behind them."""
+        """Visit these cases. `kept_s`: seconds that must be left for the routing after them."""
         for place, case in enumerate(cases):
             if case.lacking is not None:
                 self._add(Visit(case=case.name, round=number, fault=case.lacking))
@@ -90,7 +90,7 @@ class Run:
         return self._settings.until_s - (self._clock() - self._began)
 
     def _estimate(self, case: Case) -> float:
-        """Seconds that a visit will take, by what this case or, before its first time, the shortest other one took."""
+        """Estimate the seconds of a visit from this case's time or, before its first one, the shortest other case's."""
         took = self._took.get(case.name)
         return min(took) if took else self._shortest_s
 
@@ -129,7 +129,7 @@ class Run:
         return Visit(**common, **figures, peak_rss_bytes=end.peak_rss_bytes, cpus_of_others=end.cpus_of_others)
 
     def _files(self, case: Case, number: int) -> tuple[Path, Path, Path]:
-        """What a visit is asked, what it answers, and its log."""
+        """Return the files of a visit: its request, its result, and its log."""
         name = f"{number}-{''.join(c if c.isalnum() else '-' for c in case.name)}"
         out = self._settings.out
         return out / f"{name}.spec.json", out / f"{name}.result.json", out / f"{name}.log"
@@ -147,7 +147,7 @@ class Run:
         )
 
     def _ask_routing(self) -> None:
-        """Ask which experts the tokens of every case's first visit chose."""
+        """Find the experts that the tokens of every case's first visit chose."""
         found, case, shape = self._found, self._settings.routing, self._regime.shape
         ran = [one for one in self._regime.cases if found.ran(one.name)]
         if not ran:
@@ -183,7 +183,7 @@ class Run:
         self._changed()
 
     def _rows(self, case: Case, most: int) -> int:
-        """Sequences of an expert call of a case, or `most` where nothing says."""
+        """Return the sequences of a case's expert call, or `most` if that is unknown."""
         ran = self._found.ran(case.name)
         said = ran[min(ran)].decode_rows
         return most if said is None else max(1, min(most, round(case.expert_rows(said))))
@@ -194,7 +194,7 @@ class Run:
         return outputs
 
     def _profile(self) -> None:
-        """One more visit of our case, whose time does not count: a trace of passes from the middle of it."""
+        """Visit our case once more for a trace of passes from its middle; its time does not count."""
         case, found = compared(self._regime, self._found)[0], self._found
         if case is None or self._estimate(case) > self._left_s:
             found.profile_fault = "none of ours has run" if case is None else "no time was left for it (--minutes)"
@@ -217,6 +217,6 @@ class Run:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says anything."""
+    """Return the last non-empty line of a log."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return f"last line of {log.name}: {lines[-1][:200]}" if lines else f"{log.name} is empty"

@@ -1,1 +1,1 @@
-"""What benchmark/cpu_kernels.py measures: pieces of work, the ceilings of the machine, and the figures made of both."""
+"""Measures the CPU kernels for benchmark/cpu_kernels.py: work, the machine's ceilings, and the figures of both."""

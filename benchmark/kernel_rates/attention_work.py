@@ -1,4 +1,4 @@
-"""Owns the attention calls that are measured: decode by context and batch, prefill by prompt length."""
+"""Owns the measured attention calls: decode by context and batch, prefill by prompt length."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LONGEST_PROMPT = 4096
 
 
 class Pages:
-    """Keys and values of bf16 in pages, as the pool of an engine holds them; calls take other pages each time."""
+    """Keys and values of bf16 in pages, as in an engine's pool; each call takes other pages."""
 
     def __init__(self, shapes: Shapes, num_pages: int) -> None:
         self.shapes, self.num_pages = shapes, num_pages
         shape = (num_pages, shapes.kv_heads, PAGE * shapes.head_dim)
-        # The pool's own memory: on huge pages where the kernel grants them.
+        # The memory of a real pool: on huge pages if the operating system grants them.
         self.keys = lazy_zeros(shape, torch.bfloat16).normal_()
         self.values = lazy_zeros(shape, torch.bfloat16).normal_()
 
     def call(self, kernels: Any, new_tokens: list[int], lengths: list[int]) -> Callable[[], object]:
-        """Attention of sequences of `lengths` tokens of which the last `new_tokens` are new."""
+        """Return attention of sequences of `lengths` tokens, of which the last `new_tokens` are new."""
         shapes = self.shapes
         counts = [-(-length // PAGE) for length in lengths]
         needed, order = sum(counts), torch.randperm(self.num_pages)
@@ -46,7 +46,7 @@ class Pages:
 
 
 def attention_work(kernels: Any, shapes: Shapes, contexts: list[int], batches: list[int]) -> Iterator[Work]:
-    """Decode attention: every sequence's whole context is read once."""
+    """Return decode attention, which reads every sequence's whole context once."""
     needed = max(batches) * -(-max(contexts) // PAGE)
     pages = Pages(shapes, max(needed, _LONGEST_PROMPT // PAGE))
     token_bytes = 2 * 2 * shapes.kv_heads * shapes.head_dim
@@ -65,7 +65,7 @@ def attention_work(kernels: Any, shapes: Shapes, contexts: list[int], batches: l
 
 
 def _prefill_work(kernels: Any, shapes: Shapes, pages: Pages) -> Iterator[Work]:
-    """Prompts of one sub-batch of 2,048 tokens; the last is half of a prompt whose first half is cached."""
+    """Return prompts of one sub-batch of 2,048 tokens; the last is half of a prompt whose first half is cached."""
     for row, new, length in (
         ("16 x 128", 128, 128),
         ("2 x 1024", 1024, 1024),

@@ -1,4 +1,4 @@
-"""Owns the products that are measured: the machine's ceilings, linear layers, and experts by tokens per expert."""
+"""Owns the measured products: the machine's ceilings, linear layers, and experts by tokens per expert."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ_BYTES = 1 << 30
 
 
 def ceilings(kernels: Any) -> Iterator[Work]:
-    """A large product of bf16 and a large read, each in several ways: the fastest counts."""
+    """Return a large product of bf16 and a large read, each in several ways, of which the fastest counts."""
     x, weight = torch.randn(_SIDE, _SIDE).bfloat16(), torch.randn(_SIDE, _SIDE).bfloat16()
     ours, theirs = weight.clone(), torch.ops.mkldnn._reorder_linear_weight(weight, _SIDE)
     kernels.pack_(ours[None])
@@ -43,7 +43,7 @@ def ceilings(kernels: Any) -> Iterator[Work]:
 
 
 def linear_work(kernels: Any, shapes: Shapes, rows: list[int]) -> Iterator[Work]:
-    """The linear layers of a model by number of rows, beside F.linear. Weights come from memory, not from caches."""
+    """Return the linear layers of a model by number of rows, compared with F.linear. Weights are not in caches."""
     sizes = {
         "qkv": ((shapes.q_heads + 2 * shapes.kv_heads) * shapes.head_dim, shapes.hidden),
         "o": (shapes.hidden, shapes.q_heads * shapes.head_dim),
@@ -70,7 +70,7 @@ def _each_in_turn(
 
 
 def balanced_routing(tokens: int, shapes: Shapes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids [tokens, top_k] that give every expert the same number of rows, in random order."""
+    """Make weights and ids [tokens, top_k] that give every expert the same number of rows, in random order."""
     first = torch.arange(tokens)[:, None] * shapes.top_k
     ids = (first + torch.arange(shapes.top_k)) % shapes.experts
     return torch.rand(tokens, shapes.top_k), ids[torch.randperm(tokens)].to(torch.int32)
@@ -79,7 +79,7 @@ def balanced_routing(tokens: int, shapes: Shapes) -> tuple[torch.Tensor, torch.T
 def grouped_mm_experts(
     x_TM: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor
 ) -> torch.Tensor:
-    """The experts of a layer by torch's grouped_mm, rows sorted by expert."""
+    """Compute the experts of a layer by torch's grouped_mm, rows sorted by expert."""
     flat = ids_TK.reshape(-1)
     order = torch.argsort(flat, stable=True)
     ends = torch.cumsum(torch.bincount(flat, minlength=len(w13)), 0).to(torch.int32)
@@ -92,7 +92,7 @@ def grouped_mm_experts(
 
 
 def expert_work(kernels: Any, shapes: Shapes, tokens_per_expert: list[int], layers: int) -> Iterator[Work]:
-    """One layer's experts over a combined batch, beside torch's ways; each call takes the weights of the next layer."""
+    """Return one layer's experts over a combined batch and torch's ways; each call takes the next layer's weights."""
     e, i, m = shapes.experts, shapes.inter, shapes.hidden
     plain = [
         ((torch.randn(e, 2 * i, m) / m**0.5).bfloat16(), (torch.randn(e, m, i) / i**0.5).bfloat16())

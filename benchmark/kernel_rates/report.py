@@ -1,4 +1,4 @@
-"""Owns the figures made of timed work: rates, shares of the ceilings, ratios to other code; as tables and as JSON."""
+"""Owns the figures of timed work: rates, shares of the ceilings, ratios to other code; as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OURS = "sgl_batch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """Per round, the rates of the fastest way that was measured: multiply-adds count as two operations."""
+    """Return the rates of the fastest way in each round; a multiply-add counts as two operations."""
 
     product_by: str
     flops_per_s: list[float]
@@ -27,7 +27,7 @@ class Ceilings:
 
 
 def ceilings_of(timed: Sequence[Timed]) -> Ceilings:
-    """The ceilings of a run."""
+    """Return the ceilings of a run."""
     product = min((t for t in timed if t.work.table == PRODUCT), key=_median_s)
     read = min((t for t in timed if t.work.table == READ), key=_median_s)
     return Ceilings(
@@ -50,7 +50,7 @@ def _spread(values: Iterable[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one piece of work reached. `roofline` is the time it cannot go below, by both ceilings, over its own."""
+    """The rates of one piece of work. `roofline` is the least time by both ceilings over its own time."""
 
     table: str
     row: str
@@ -65,7 +65,7 @@ class Rates:
 
 
 def rates_of(timed: Sequence[Timed], ceilings: Ceilings) -> list[Rates]:
-    """The rates of every piece of work, ratios paired by round."""
+    """Return the rates of every piece of work, with ratios paired by round."""
     ours = {(t.work.table, t.work.row): t for t in timed if t.work.by == OURS}
     return [_rates(entry, ours.get((entry.work.table, entry.work.row)), ceilings) for entry in timed]
 
@@ -96,7 +96,7 @@ def _percent(share: Spread) -> str:
 
 
 def ceilings_text(rates: Sequence[Rates], ceilings: Ceilings) -> str:
-    """The ceilings in Markdown, by every way in which they were measured."""
+    """Return the ceilings in Markdown, by each way in which they were measured."""
     rows = [(r.row, r.by, f"{r.gflops.text(0)} GFLOP/s") for r in rates if r.table == PRODUCT]
     rows += [(r.row, r.by, f"{r.gbytes.text(1)} GB/s") for r in rates if r.table == READ]
     end = f"The ceilings below are those of {ceilings.product_by} and {ceilings.read_by}."
@@ -104,7 +104,7 @@ def ceilings_text(rates: Sequence[Rates], ceilings: Ceilings) -> str:
 
 
 def work_text(name: str, rates: Sequence[Rates]) -> str:
-    """One table in Markdown: our rates by row, and how many times as long others take."""
+    """Return one table in Markdown: our rates by row, and the times of others relative to ours."""
     own = [r for r in rates if r.table == name and r.by == OURS]
     others = list(dict.fromkeys(r.by for r in rates if r.table == name and r.by != OURS))
     headings = ["", "ms", "GFLOP/s", "of product", "GB/s", "of read", "of roofline", *(f"{by} takes" for by in others)]
@@ -119,7 +119,7 @@ def work_text(name: str, rates: Sequence[Rates]) -> str:
 
 
 def as_json(rates: Sequence[Rates], timed: Sequence[Timed], ceilings: Ceilings) -> dict[str, Any]:
-    """All figures, and the seconds of every round that they were made of."""
+    """Return all figures, and the seconds of every round."""
     return {
         "ceilings": dataclasses.asdict(ceilings),
         "rates": [

@@ -1,4 +1,4 @@
-"""Owns the sizes of the model whose shapes are measured. It reads them from a checkpoint's configuration."""
+"""Owns the sizes of the measured model, read from a checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NAMES = {
 
 
 def shapes_of(model: Path | None) -> Shapes:
-    """The sizes in a checkpoint's config.json; the defaults without one. Raises ConfigError."""
+    """Read the sizes in a checkpoint's config.json; without one, the defaults. Raises ConfigError."""
     if model is None:
         return Shapes()
     config = model_config(model)

@@ -1,4 +1,4 @@
-"""Owns what a piece of work is, and the timing of many of them in alternating rounds. It knows no kernel."""
+"""Owns pieces of work, and their timing in alternating rounds. It knows no kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One call that is timed: `flops` and `num_bytes` are what it cannot do without, whoever computes it.
+    """One timed call: `flops` and `num_bytes` are the least that any implementation needs.
 
     `table` and `row` say where its figures stand, `by` whose code it is.
     """
@@ -24,14 +24,14 @@ class Work:
 
 @dataclass(slots=True, kw_only=True)
 class Timed:
-    """Seconds of one call of a piece of work, by round."""
+    """The seconds of one call of a piece of work, by round."""
 
     work: Work
     seconds: list[float] = field(default_factory=list)
 
 
 def measure(works: Sequence[Work], *, rounds: int, sample_s: float, say: Callable[[str], None]) -> list[Timed]:
-    """Time every piece of work once in each round, as a mean over as many calls as take `sample_s`."""
+    """Time every piece of work once in each round, as the mean of as many calls as take `sample_s`."""
     say(f"warming up {len(works)} pieces of work")
     calls = [max(1, round(sample_s / max(_seconds(work, 1), _seconds(work, 1), 1e-7))) for work in works]
     timed = [Timed(work=work) for work in works]

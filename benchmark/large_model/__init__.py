@@ -1,1 +1,1 @@
-"""The measurement of a model that is larger than the memory it may take; `benchmark/memory.py weights` runs it."""
+"""Measures a model that is larger than its memory limit; `benchmark/memory.py weights` runs it."""

@@ -1,4 +1,4 @@
-"""Owns the sub-command `weights`: its flags, and what they make of a workload."""
+"""Owns the sub-command `weights`: its flags and its workload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELP = "a model larger than memory, in a control group: streamed weights, the ke
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this sub-command alone."""
+    """Add the flags of this sub-command."""
     parser.add_argument("--limit", default="4G", help="memory of an engine's processes and their page cache (4G)")
     parser.add_argument("--groups", type=int, nargs="+", default=[16, 128, 512, 2048], help="sequences at once")
     parser.add_argument("--input-len", type=int, default=16, help="tokens of a prompt (16)")
@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class Measurement:
-    """The rounds of one call of the command, and what can be said of those that are finished."""
+    """The rounds of one call of the command, and their report."""
 
     def __init__(self, options: argparse.Namespace, out: Path) -> None:
         self._engines = [name.strip() for name in options.engines.split(",") if name.strip()]
@@ -53,12 +53,12 @@ class Measurement:
         check(self._workload, self._engines)
 
     def run(self, say: Callable[[str], None]) -> None:
-        """All rounds; an engine that fails is reported with what it finished."""
+        """Run all rounds; an engine that fails is reported with its finished rounds."""
         with tempfile.TemporaryDirectory(dir=self._scratch or self._out, prefix="scratch-") as scratch:
             run_rounds(self._workload, Path(scratch), self._engines, self._rounds, self._runs, self._out, say)
 
     def report(self) -> str:
-        """The tables, in Markdown."""
+        """Return the tables in Markdown."""
         workload = self._workload
         size = sum(file.stat().st_size for file in workload.model.glob("*.safetensors"))
         head = (
@@ -78,6 +78,6 @@ class Measurement:
         )
 
     def record(self) -> dict[str, Any]:
-        """All figures."""
+        """Return all figures."""
         runs = json.loads(json.dumps([asdict(run) for run in self._runs]))
         return {"limit_bytes": self._workload.limit_bytes, "output_len": self._workload.output_len, "runs": runs}

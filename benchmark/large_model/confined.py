@@ -1,4 +1,4 @@
-"""Owns the control group that a measured engine is confined to: its processes, their memory and page cache."""
+"""Owns the control group of a measured engine: it limits the memory and page cache of its processes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _EMPTY_WITHIN_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """A control group of the kernel. Who writes its number to `procs` is in it, with all that it starts."""
+    """A Linux control group. A process that writes its pid to `procs` joins it with its descendants."""
 
     directory: Path
     procs: Path
     _peak: Path
 
     def peak_bytes(self) -> int:
-        """The most that was taken at once, page cache included."""
+        """Return the peak memory, page cache included."""
         return int(self._peak.read_text(encoding="ascii"))
 
 
 @contextmanager
 def memory_limit(limit_bytes: int) -> Iterator[Confinement]:
-    """A control group with a limit on memory and none of swap. Raises ConfigError where this user may make none."""
+    """Make a control group with a memory limit and without swap. Raises ConfigError if this user may not make one."""
     second = (_V2 / "cgroup.controllers").exists()
     parent = _V2 if second else _V1
     directory = parent / _NAME
@@ -54,7 +54,7 @@ def memory_limit(limit_bytes: int) -> Iterator[Confinement]:
 
 
 def _remove(directory: Path) -> None:
-    """The group goes when its last process has; those that were killed take a moment."""
+    """Remove the group after its last process has ended; killed processes take a moment."""
     until = time.monotonic() + _EMPTY_WITHIN_S
     while True:
         try:

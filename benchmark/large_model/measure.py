@@ -1,4 +1,4 @@
-"""Owns the rounds: which engine runs which groups with which memory, in alternating order; and the disk's rate."""
+"""Owns the rounds: which engine runs which groups with which memory, in alternating order, and the disk's rate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Groups of random prompts, all of one length and one number of output tokens."""
+    """Groups of random prompts, all with one length and one number of output tokens."""
 
     model: Path
     config: dict[str, Any]
@@ -37,7 +37,7 @@ class Workload:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers in bf16."""
+        """Return the bytes of keys and values of all layers in bf16."""
         heads = self.config["num_key_value_heads"] * self.config["head_dim"]
         return int(2 * 2 * heads * self.config["num_hidden_layers"])
 
@@ -48,7 +48,7 @@ class Workload:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """One group of one engine in one round. `needed_bytes`: of experts that its passes asked for, where known."""
+    """One group of one engine in one round. `needed_bytes`: of the experts that its passes needed, if known."""
 
     engine: str
     round: int
@@ -63,7 +63,7 @@ class Group:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One child: its groups, its peak, and why it ended early if it did."""
+    """One child process: its groups, its peak memory, and the reason of an early end."""
 
     engine: str
     round: int
@@ -82,11 +82,11 @@ def run_rounds(
     out: Path,
     say: Callable[[str], None],
 ) -> None:
-    """All rounds, added to `runs` one by one; an engine that fails leaves the others alone."""
+    """Run all rounds and add them to `runs` one by one; an engine that fails does not affect the others."""
     for number in range(rounds):
         order = engines if number % 2 == 0 else engines[::-1]
         for engine in order:
-            # What is left beside the pool of KV decides how many of our experts stay: each size is run by itself.
+            # The memory that the KV pool leaves decides how many of our experts stay: each size is a run of its own.
             parts = [[size] for size in workload.groups] if engine == "sgl_batch" else [workload.groups]
             for groups in parts:
                 runs.append(_run(workload, scratch, engine, number, groups, out))
@@ -163,7 +163,7 @@ def _group(workload: Workload, engine: str, number: int, rate: float, found: dic
 
 
 def _memory(workload: Workload, engine: str, largest: int) -> dict[str, Any]:
-    """What an engine is told of its memory. Ours gives its weights what is free, as the kernel does."""
+    """Return an engine's memory settings. Ours gives free memory to weights, as the operating system does."""
     tokens = -(-(workload.input_len + workload.output_len) // _PAGE) * _PAGE * largest
     if engine == "accelerate":
         kv = tokens * workload.kv_bytes_per_token
@@ -183,7 +183,7 @@ def _memory(workload: Workload, engine: str, largest: int) -> dict[str, Any]:
 
 
 def check(workload: Workload, engines: list[str]) -> None:
-    """Raises ConfigError for what cannot be measured here."""
+    """Raise ConfigError for settings that cannot be measured here."""
     unknown = [engine for engine in engines if engine not in ENGINES]
     if unknown:
         raise ConfigError(f"--engines names {unknown[0]!r}; known: {', '.join(ENGINES)}")

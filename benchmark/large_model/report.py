@@ -13,17 +13,17 @@ OURS = "sgl_batch"
 
 
 def tokens_per_s(group: Group, output_len: int) -> float:
-    """Output tokens per second, prefill included."""
+    """Return output tokens per second, prefill included."""
     return group.size * output_len / group.wall_s
 
 
 def bound_share(group: Group) -> float:
-    """Of the rate that reading each needed expert once per pass and group allows at the disk's rate."""
+    """Return the share of the rate that the disk allows if each needed expert is read once per pass and group."""
     return group.needed_bytes / group.disk_bytes_per_s / group.wall_s
 
 
 def speed_table(workload: Workload, runs: Sequence[Run], engines: Sequence[str]) -> str:
-    """Tokens per second by group size, and ours against the best of the others, paired by round."""
+    """Return tokens per second by group size, and ours relative to the best of the others, paired by round."""
     others = [engine for engine in engines if engine != OURS]
     rows = []
     for size in workload.groups:
@@ -36,7 +36,7 @@ def speed_table(workload: Workload, runs: Sequence[Run], engines: Sequence[str])
 
 
 def bound_table(workload: Workload, runs: Sequence[Run]) -> str:
-    """Ours against the disk: what was needed, what was read, and the share of the bound."""
+    """Compare ours with the disk: bytes needed, bytes read, and the share of the bound."""
     rows = []
     for size in workload.groups:
         groups = [group for run in runs if run.engine == OURS for group in run.groups if group.size == size]
@@ -71,7 +71,7 @@ def _text(value: Spread | None, digits: int = 1) -> str:
 
 
 def memory_table(runs: Sequence[Run], engines: Sequence[str]) -> str:
-    """What each engine took at most of the limit, how long it started, and why it ended early where it did."""
+    """Return each engine's peak memory, start time, and the reason of an early end."""
     rows = []
     for engine in engines:
         own = [run for run in runs if run.engine == engine]

@@ -1,4 +1,4 @@
-"""Owns the sub-command `pressure`: its flags, and what they make of a workload and its cases."""
+"""Owns the sub-command `pressure`: its flags, its workload and its cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KV_ITEM_BYTES = 2  # bfloat16
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this sub-command alone."""
+    """Add the flags of this sub-command."""
     parser.add_argument("--num-prompts", type=int, default=64, help="(64)")
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt, plus or minus a quarter (128)")
     parser.add_argument("--output-len", type=int, default=128, help="tokens to generate (128)")
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build(options: argparse.Namespace, out: Path) -> Pressure:
-    """What the flags ask for. Raises ConfigError."""
+    """Return the settings of the flags. Raises ConfigError."""
     config = model_config(options.model)
     if not 0 < options.pool_share <= 1:
         raise ConfigError(f"--pool-share is {options.pool_share}; it must be more than 0 and at most 1")
@@ -64,20 +64,20 @@ def build(options: argparse.Namespace, out: Path) -> Pressure:
 
 
 class Measurement:
-    """The rounds of one call of the command, and what can be said of those that are finished."""
+    """The rounds of one call of the command, and their report."""
 
     def __init__(self, options: argparse.Namespace, out: Path) -> None:
         self._pressure, self._num_rounds = build(options, out), options.rounds
         self._rounds: list[dict[str, Run]] = []
 
     def run(self, say: Callable[[str], None]) -> None:
-        """All rounds. Raises EngineError where an engine fails."""
+        """Run all rounds. Raises EngineError if an engine fails."""
         run_rounds(self._pressure, self._num_rounds, say, self._rounds)
 
     def report(self) -> str:
-        """The tables, in Markdown."""
+        """Return the tables in Markdown."""
         return markdown(self._pressure, self._rounds)
 
     def record(self) -> dict[str, Any]:
-        """All figures."""
+        """Return all figures."""
         return as_json(self._pressure, self._rounds)

@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One case of one round. `interrupted`: how often a sequence was suspended or retracted."""
+    """One case of one round. `interrupted`: how often sequences were suspended or retracted."""
 
     seconds: float
     interrupted: int
@@ -45,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """What is measured: a device for `pool_tokens` of the `need_tokens` that all sequences together have."""
+    """The settings: a device for `pool_tokens` of the `need_tokens` that all sequences have together."""
 
     model: Path
     workload: Workload
@@ -57,10 +57,10 @@ class Pressure:
 
 
 def cases_of(*, pool_tokens: int, need_tokens: int, store_bytes: int, ours: dict[str, Any]) -> tuple[Case, ...]:
-    """Ours with a store, either way of decode, and without, stock, and ours with all memory."""
+    """Return the cases: ours with a store (both decode modes), ours without, stock, and ours with all memory."""
     pool = {"max_total_tokens": pool_tokens}
-    # As it comes: without its radix cache it would reserve whole outputs for requests that ignore the end token, as
-    # those of a benchmark do and those of a batch do not.
+    # With its default radix cache: without it, stock reserves whole outputs for requests that ignore the end token, as
+    # a benchmark's requests do and a batch's do not.
     stock = {**pool, "log_level": "info"}
     store = {**ours, **pool, "kv_store_bytes": store_bytes}
     return (
@@ -73,7 +73,7 @@ def cases_of(*, pool_tokens: int, need_tokens: int, store_bytes: int, ours: dict
 
 
 def run_rounds(pressure: Pressure, rounds: int, say: Callable[[str], None], found: list[dict[str, Run]]) -> None:
-    """Add the runs of each round to `found` as they come; every second round goes the other way. Raises EngineError."""
+    """Add the runs of each round to `found`; every second round has the reverse order. Raises EngineError."""
     took: dict[str, list[float]] = {}
     orders = [pressure.cases[:: 1 if number % 2 == 0 else -1] for number in range(rounds)]
     todo = [(number, case) for number, order in enumerate(orders) for case in order]
@@ -107,7 +107,7 @@ def _run(pressure: Pressure, case: Case, stem: str) -> tuple[Run, float]:
 
 
 def as_run(done: dict[str, Any], workload: Workload, log: str, *, peak_rss_bytes: int, cpus_of_others: float) -> Run:
-    """A run from what its process wrote and said; ours counts for itself, stock's log is read."""
+    """Read a run's result: our engine counts itself, and stock's log is read."""
     before, after = done["details_before"], done["details_after"]
     parts, counters = {}, {}
     if after:

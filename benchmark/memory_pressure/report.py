@@ -1,4 +1,4 @@
-"""Owns what a measurement of memory pressure looks like: a table of cases, where our time goes, the JSON record."""
+"""Owns the report of memory pressure: a table of cases, our time by part, the JSON record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OURS = (STREAMED, STORE, NO_STORE, ROOMY)
 
 
 def markdown(pressure: Pressure, rounds: Sequence[dict[str, Run]]) -> str:
-    """The report; empty where no round was finished."""
+    """Return the report; it is empty if no round is finished."""
     whole = [done for done in rounds if len(done) == len(pressure.cases)]
     if not whole:
         return ""
@@ -78,7 +78,7 @@ def _spread(runs: Sequence[Run], value: Callable[[Run], float], digits: int = 1)
 
 
 def _parts(rounds: Sequence[dict[str, Run]]) -> str:
-    """Where our time goes, of the run of median time."""
+    """Return our time by part, of the run of median time."""
     rows = []
     parts = [part for part, seconds in rounds[0][STREAMED].part_s.items() if seconds > 0]
     for name in _OURS:
@@ -89,7 +89,7 @@ def _parts(rounds: Sequence[dict[str, Run]]) -> str:
 
 
 def _oddities(rounds: Sequence[dict[str, Run]]) -> str:
-    """What a reader must know: whether tokens were the same, and how busy the machine was."""
+    """Return the notes: whether tokens were the same, and how busy the machine was."""
     ours = {str(done[name].outputs) for done in rounds for name in _OURS}
     same = "the same tokens" if len(ours) == 1 else f"{len(ours)} DIFFERENT sets of tokens"
     others = [run.cpus_of_others for done in rounds for run in done.values()]
@@ -100,7 +100,7 @@ def _oddities(rounds: Sequence[dict[str, Run]]) -> str:
 
 
 def as_json(pressure: Pressure, rounds: Sequence[dict[str, Run]]) -> dict[str, Any]:
-    """All figures, without the tokens."""
+    """Return all figures, without the tokens."""
     return {
         "description": pressure.workload.description,
         "pool_tokens": pressure.pool_tokens,

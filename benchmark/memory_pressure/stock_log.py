@@ -1,4 +1,4 @@
-"""Owns reading from stock SGLang's log what it computed again and how many ran; it counts nothing of that itself."""
+"""Owns reading stock SGLang's log: recomputed tokens and running requests, which it does not count itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _RUNNING = re.compile(r"Decode batch.*?#running-req: (\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retractions:
-    """`sequences` were retracted, some more than once; of their KV, that of `tokens` at least was computed again."""
+    """`sequences` counts retractions; the KV of at least `tokens` tokens was computed again."""
 
     sequences: int
     tokens: int
 
 
 def read_retractions(log: str, *, prompt_tokens: int) -> Retractions:
-    """What a run did of which this is the log, of level info.
+    """The events of a run, read from its log of level info.
 
     `prompt_tokens`: of all prompts that it was given. What was prefilled beyond these are prompts and outputs of
     retracted sequences, and of each the last token, which had no KV before. Where the radix cache had the beginning of
@@ -33,6 +33,6 @@ def read_retractions(log: str, *, prompt_tokens: int) -> Retractions:
 
 
 def read_running(log: str) -> float | None:
-    """Mean of the sequences that decode together, as the log says now and then; None where it says nothing."""
+    """Return the mean number of decoding sequences in the log's samples; None if it has none."""
     said = [int(number) for number in _RUNNING.findall(log)]
     return fmean(said) if said else None

@@ -1,1 +1,1 @@
-"""What each coroutine primitive costs, measured on the classes that carry it out; `benchmark/primitives.py` runs it."""
+"""Measures the cost of each coroutine primitive with the classes that carry it out, for `benchmark/primitives.py`."""

@@ -1,4 +1,4 @@
-"""Measures what happens between passes on the host: states of sequences change, and core/ decides. No KV is moved."""
+"""Measures the host's work between passes: sequences change their states, and core/ decides. No KV is moved."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _NO_PROMPT: tuple[str, ...] = ()
 
 
 class _NothingShared:
-    """SharedPrompts of prompts that begin differently."""
+    """Return the SharedPrompts of prompts that begin differently."""
 
     def leave(self, request_id: str) -> int:
         return 0
 
 
 def plan_for(batch: int) -> Plan:
-    """The plan of a decode group of so many sequences."""
+    """Return the plan of a decode group of this many sequences."""
     config = BatchConfig(forward=ForwardConfig(b_moe_decode=batch, b_attn_decode=min(256, batch)))
     return make_plan(config, page_size=_PAGE_SIZE, max_running=2 * batch)
 
 
 def sequences_of(count: int, context: int, *, status: Status, first: int = 0) -> list[SequenceState]:
-    """Sequences with `context` tokens of KV, half of them generated."""
+    """Return sequences with `context` tokens of KV, half of them generated."""
     return [
         SequenceState(
             sequence_id=f"s{number}",
@@ -59,7 +59,7 @@ def sequences_of(count: int, context: int, *, status: Status, first: int = 0) ->
 
 
 def measure(*, batch: int, context: int, rounds: int) -> list[Cost]:
-    """Every decision and change of state for a decode group of `batch`, with as many sequences waiting."""
+    """Measure every decision and state change for a decode group of `batch`, with as many sequences waiting."""
     return [*_states(batch, context, rounds), *_boundary(batch, context, rounds), *_ranks(batch, context, rounds)]
 
 
@@ -90,7 +90,7 @@ def _states(batch: int, context: int, rounds: int) -> list[Cost]:
 
 
 def _request(name: str, context: int) -> Any:
-    """What a table reads of a request."""
+    """The attributes of a request that a sequence table reads."""
     return SimpleNamespace(
         rid=name,
         origin_input_ids=[0] * max(1, context // 2),
@@ -155,7 +155,7 @@ def _state(running: int, *, ready: list[SequenceState], plan: Plan) -> State:
 
 
 def _ranks(batch: int, context: int, rounds: int) -> list[Cost]:
-    """Spreading the sequences of one rank over idle ones is the partition that there is: data-parallel, of a tail."""
+    """Measure spreading one rank's sequences over idle ranks: the only partition, data-parallel, of a tail."""
     plan = plan_for(batch)
     own = sequences_of(batch, context, status=Status.RUNNING)
     pages = -(-(context + _OUTPUT_LEN) // _PAGE_SIZE)

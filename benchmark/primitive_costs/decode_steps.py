@@ -1,4 +1,4 @@
-"""Measures the decode step that primitives interrupt, of a real engine with dummy weights, and its time between passes.
+"""Measures a real engine's decode step, with dummy weights, and its time between passes.
 
 Prompts of a batch share all but their last tokens, so that the beginning is computed once. Attention then reads the
 same KV for all of them, from caches more often than it otherwise would: steps are rather too short than too long.
@@ -20,7 +20,7 @@ _BETWEEN = ("other", "sampling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Decode steps of a batch at one context. `step_s`: seconds of one, by round.
+    """The decode steps of a batch at one context. `step_s`: seconds of a step, by round.
 
     `between_s`: of it outside a pass, with the sampling of tokens and what belongs to the prompts' prefill.
     """
@@ -47,7 +47,7 @@ def measure(
     arguments: dict[str, Any],
     say: Callable[[str], None],
 ) -> None:
-    """Run one engine over every context, and add to `found` as they come. Raises EngineError if it does not start."""
+    """Run one engine over every context, and add the results to `found`. Raises EngineError if it does not start."""
     import sgl_batch
 
     engine = sgl_batch.Engine(
@@ -76,7 +76,7 @@ def _prompts(draw: random.Random, batch: int, context: int, vocabulary: int) -> 
 
 
 def _answer(engine: Any, prompts: list[list[int]], output_len: int) -> tuple[float, dict[str, float], dict[str, int]]:
-    """Seconds for all answers, and what the engine has counted meanwhile: seconds by part, and counters."""
+    """Return the seconds for all answers, and the engine's counts: seconds by part, and counters."""
     before = engine.batch_stats()
     begun = time.perf_counter()
     sampling = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
@@ -90,7 +90,7 @@ def _answer(engine: Any, prompts: list[list[int]], output_len: int) -> tuple[flo
 def _steps(
     engine: Any, draw: random.Random, batch: int, context: int, steps: int, rounds: int, vocabulary: int
 ) -> Steps:
-    """Of answers of several tokens, the engine's time but for prefill, by step.
+    """Return the engine's time by step without prefill, for answers of several tokens.
 
     On a GPU the host does not wait for a pass: there the time of the first token alone is taken off.
     """

@@ -1,4 +1,4 @@
-"""Measures KV on its way between the device's pages and the host KV store: write-through, suspend, restore.
+"""Measures KV copies between the device's pages and the host KV store: write-through, suspend, restore.
 
 On a GPU copies go between its memory and the pinned store; that has not run yet.
 """
@@ -32,7 +32,7 @@ class KVSizes:
 
 
 def measure(sizes: KVSizes, *, batch: int, contexts: list[int], device: str, rounds: int) -> list[Cost]:
-    """Write-through of a page by each sequence of a batch, and suspending and restoring one sequence by context."""
+    """Measure write-through of a page by each sequence, and suspending and restoring one sequence by context."""
     costs = [_write_through(sizes, batch, device, rounds)]
     for context in contexts:
         costs += _one_sequence(sizes, context, device, rounds)
@@ -41,7 +41,7 @@ def measure(sizes: KVSizes, *, batch: int, contexts: list[int], device: str, rou
 
 @dataclass(slots=True, kw_only=True)
 class _Pages:
-    """The device's pages: keys and values of each layer, uint8 [num_pages, bytes]."""
+    """Make the device's pages: keys and values of each layer, uint8 [num_pages, bytes]."""
 
     layer_num: int
     parts: list[tuple[torch.Tensor, ...]]
@@ -78,7 +78,7 @@ def _tiers(sizes: KVSizes, num_pages: int, device: str, *, exclusive: bool = Fal
 
 
 def _write_through(sizes: KVSizes, batch: int, device: str, rounds: int) -> Cost:
-    """What the step waits for; the copies themselves go on beside the next ones. A page fills once in its tokens."""
+    """Measure the step's waiting; the copies run during the next steps. A page fills once in its tokens."""
     names = [f"s{number}" for number in range(batch)]
     with _tiers(sizes, batch, device) as stored:
         pages = torch.arange(batch)
@@ -120,12 +120,12 @@ class _OneSequence:
         self._waits = False
 
     def run(self) -> None:
-        """Let it be on the device."""
+        """Bring it to the device."""
         if self._waits:
             self.restore()
 
     def wait(self) -> None:
-        """Let it be in the store."""
+        """Bring it to the store."""
         if not self._waits:
             self.suspend()
 

@@ -1,4 +1,4 @@
-"""Measures a sequence's way to another rank of the machine, as benchmark/migration.py does, by context.
+"""Measures a sequence's migration to another rank of the machine, as benchmark/migration.py does, by context.
 
 KV goes from memory to memory, over gloo; on a GPU ranks would exchange it over NCCL, which is not measured here. With a
 host KV store that ranks share, a sequence moves by its blocks' numbers, without a copy.
@@ -17,7 +17,7 @@ _SEQUENCES = 4
 
 
 def measure(shape: ModelShape, *, contexts: list[int], page_size: int, rounds: int) -> list[Cost]:
-    """The time of a sequence and of a page, of several that cross at once."""
+    """Measure the time of a sequence and of a page, of several that move at once."""
     costs = []
     for context in contexts:
         pages = -(-context // page_size)

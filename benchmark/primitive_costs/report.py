@@ -1,4 +1,4 @@
-"""Owns what the costs of primitives look like: a row for each, with its share of the decode steps between two of it."""
+"""Owns the table of primitives' costs: a row for each, with its share of the decode steps between two of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ and stand here for the order of magnitude. Partition is data-parallel, over rank
 
 
 def markdown(shape: ModelShape, costs: Sequence[Cost], steps: Sequence[Steps], *, rounds: int) -> str:
-    """The whole report."""
+    """Return the whole report."""
     head = (
         f"{shape.name}: {shape.layers} layers, {shape.hidden} channels, {shape.experts} experts, "
         f"{shape.kv_token_bytes / 1024:.0f} KiB of KV a token."
@@ -70,7 +70,7 @@ def _cost_table(costs: Sequence[Cost], steps: Sequence[Steps]) -> str:
 
 
 def duration(value: Spread) -> str:
-    """Seconds in the unit that suits the median, with the spread."""
+    """Return seconds in a unit that suits the median, with the spread."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value.median * factor >= 1 or unit == "us":
             scaled = Spread(
@@ -81,7 +81,7 @@ def duration(value: Spread) -> str:
 
 
 def share(cost: Cost, steps: Sequence[Steps]) -> str:
-    """What a step has of the operation, in percent; where that depends on the sequences, how many steps one takes."""
+    """Return the operation's share of a step in percent, or if it depends on the sequences, the steps of one."""
     step = next((one for one in steps if one.context == cost.context), steps[0] if steps else None)
     if step is None:
         return ""

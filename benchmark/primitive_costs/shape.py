@@ -1,4 +1,4 @@
-"""Owns the shape that is measured on a CPU: that of the checkpoint which the other benchmarks measure with."""
+"""Owns the measured shape on a CPU: that of the other benchmarks' checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gpu_comparison.shapes import ModelShape
 
 
 def offline_shape(layers: int = 12) -> ModelShape:
-    """The random Qwen3-MoE of `offline.py --make-model`."""
+    """Return the shape of the random Qwen3-MoE of `offline.py --make-model`."""
     return ModelShape(
         name=f"the random Qwen3-MoE of offline.py, {layers} layers",
         layers=layers,

@@ -1,4 +1,4 @@
-"""Owns how a primitive is timed and what is known of it afterwards. Which primitives there are is not decided here."""
+"""Owns the timing of a primitive, and its samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from comparison.figures import Spread, spread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Samples of one operation, in seconds, each for `unit` ("512 sequences", "one sequence").
+    """The samples of one operation in seconds, each for `unit` ("512 sequences", "one sequence").
 
     `context`: tokens of the sequences' KV, 0 where the operation does not depend on it. `per_step`: how often it takes
     place in a decode step of the batch; None where that depends on how often sequences wait or move.
@@ -33,7 +33,7 @@ class Cost:
 
 
 def finish(device: str) -> None:
-    """Wait for all that a GPU was given; a CPU has done it."""
+    """Wait for a GPU's queued work; a CPU has none."""
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -46,7 +46,7 @@ def sample(
     prepare: Callable[[], object] | None = None,
     repeats: int = 1,
 ) -> tuple[float, ...]:
-    """Seconds of a call in each round, after a first one that is not counted; `prepare` comes before each, untimed.
+    """Time a call in each round, after a first one that is not counted; `prepare` runs before each, untimed.
 
     `repeats`: how often a round makes the call, of which the mean counts: for calls of microseconds.
     """

@@ -1,4 +1,4 @@
-"""Measures yielding and combining inside a forward pass: a group's rows, written and read at module boundaries."""
+"""Measures yielding and combining in a forward pass: a group's rows, written and read at module boundaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REPEATS = 20
 
 
 def measure(*, batch: int, b_attn: int, hidden: int, layers: int, device: str, rounds: int) -> list[Cost]:
-    """What accumulation adds to each layer of a pass over `batch` rows of `hidden` channels in bfloat16."""
+    """Measure what accumulation adds to each layer of a pass over `batch` rows of `hidden` channels in bfloat16."""
     buffer = AccumulationBuffer(batch)
     yielded = torch.ones(batch, hidden, dtype=torch.bfloat16, device=device)
     spans = row_spans(batch, b_attn)

@@ -1,4 +1,4 @@
-"""Owns measuring what this machine does in a second: device memory, copies from and to the host, a large product.
+"""Owns measuring this machine's rates: device memory, copies from and to the host, a large product.
 
 Called by the comparing side as `PYTHON device_rates.py SPEC RESULT`. Not yet run on a GPU.
 """
@@ -16,7 +16,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _rate(work: Callable[[], object], finish: Callable[[], object], amount: float, rounds: int) -> dict[str, float]:
-    """Of `amount` a second: median, smallest and largest of some rounds, without the first, which touches memory."""
+    """Return `amount` per second: median, smallest and largest of some rounds, without the first, a warm-up."""
     rates = []
     for _ in range(rounds + 1):
         finish()
@@ -28,7 +28,7 @@ def _rate(work: Callable[[], object], finish: Callable[[], object], amount: floa
 
 
 def measure(spec: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Bytes and FLOP a second. `num_bytes`: of a copy; `width`: of square matrices in bfloat16.
+    """Measure bytes and FLOP per second. `num_bytes`: of a copy; `width`: of square matrices in bfloat16.
 
     Without a GPU there are no copies between two memories.
     """
@@ -39,7 +39,7 @@ def measure(spec: dict[str, Any]) -> dict[str, dict[str, float]]:
     finish: Callable[[], object] = torch.cuda.synchronize if on_gpu else (lambda: None)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    # A copy reads as many bytes as it writes.
+    # A copy reads and writes the same number of bytes.
     rates = {"memory_bytes_per_s": _rate(lambda: target.copy_(source), finish, 2 * num_bytes, rounds)}
     left = torch.randn(width, width, device=device).bfloat16()
     right, product = left.t().contiguous(), torch.empty_like(left)

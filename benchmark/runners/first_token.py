@@ -1,4 +1,4 @@
-"""Owns one engine from its start to its first token, as a program that says when it has come so far."""
+"""Owns a program that starts one engine and reports the times up to its first token."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _WARM_UP_OUTPUT = 8
 
 
 def warm_up_of(prompts: list[list[int]]) -> list[list[int]]:
-    """Whole prompts, so that kernels for large batches are compiled, but others: a cache must not know the timed ones.
+    """Make other prompts of full length: kernels for large batches are compiled, and no cache has the timed prompts.
 
     At least eight, and as many as have 16,384 tokens, of those that there are.
     """
@@ -32,12 +32,12 @@ def warm_up_of(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def num_passes(counters: dict[str, int]) -> int:
-    """Forward passes that our engine has made by its counters, as SGLang's profiler counts them."""
+    """Return our engine's forward passes by its counters, as SGLang's profiler counts them."""
     return sum(counters.get(name, 0) for name in ("prefill_groups", "decode_groups", "forwards_by_sglang"))
 
 
 def begin_profile(engine: Any, asked: dict[str, Any], details: dict[str, Any], device: str) -> None:
-    """Ask for a trace of some forward passes in the middle of what comes."""
+    """Request a trace of some forward passes in the middle of the workload."""
     engine.start_profile(
         output_dir=asked["directory"],
         start_step=num_passes(details["counters"]) + asked["skip_steps"],
@@ -49,7 +49,7 @@ def begin_profile(engine: Any, asked: dict[str, Any], details: dict[str, Any], d
 
 
 def cuda_version() -> dict[str, str]:
-    """What torch says of its CUDA and the device; nothing without a GPU."""
+    """Return torch's description of CUDA and the device; empty without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -78,7 +78,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     outputs = runner.generate(spec["prompts"], spec["output_lens"])
     wall = time.perf_counter() - begun
     if profile is not None:
-        with contextlib.suppress(RuntimeError):  # it has ended by itself, unless there were fewer passes than thought
+        with contextlib.suppress(RuntimeError):  # it has ended, unless there were fewer passes than expected
             runner.engine.stop_profile()
     return {
         "start_s": started - began,

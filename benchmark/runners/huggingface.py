@@ -1,4 +1,4 @@
-"""Owns how Hugging Face transformers is started and asked: generate() over static, left-padded batches."""
+"""Owns starting and calling Hugging Face transformers: generate() over static, left-padded batches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 
-bootstrap.prepare()  # transformers imports torchvision, whose wheel does not load beside a CPU torch
+bootstrap.prepare()  # transformers imports torchvision, whose wheel does not load with a CPU torch
 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 
 class HuggingFaceRunner:
-    """AutoModelForCausalLM.generate over batches of at most `batch_size` prompts, in the order given.
+    """Calls AutoModelForCausalLM.generate for batches of at most `batch_size` prompts, in the given order.
 
     A static batch runs until its longest output is done; shorter ones are cut afterwards.
     """
@@ -21,7 +21,7 @@ class HuggingFaceRunner:
     def __init__(self, model: Any, batch_size: int) -> None:
         self._model = model
         self._batch_size = batch_size
-        # No token ends a sequence, as with ignore_eos elsewhere. min_new_tokens alone would forbid that token, which
+        # No token ends a sequence, as with ignore_eos elsewhere. min_new_tokens only would forbid that token, which
         # changes the outputs.
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
@@ -64,7 +64,7 @@ class HuggingFaceRunner:
 
 
 def start(spec: dict[str, Any]) -> HuggingFaceRunner:
-    """Load the model in the dtype asked for, onto a GPU where there is one."""
+    """Load the model in the requested dtype, on a GPU if there is one."""
     model = AutoModelForCausalLM.from_pretrained(
         spec["model"], dtype=getattr(torch, spec["dtype"]), **spec["arguments"]
     )

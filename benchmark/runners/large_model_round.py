@@ -25,7 +25,7 @@ def prompts_of(size: int, length: int, vocabulary: int, seed: int) -> list[list[
 
 
 def start_sgl_batch(spec: dict[str, Any]) -> tuple[Generate, Callable[[], dict[str, Any]]]:
-    """Ours: streamed weights, or the kernel's paging where the parent has hooked it in."""
+    """Start ours: streamed weights, or the operating system's paging if the parent has hooked it in."""
     import sgl_batch
 
     engine = sgl_batch.Engine(model_path=spec["model"], log_level="warning", **spec["engine"])
@@ -42,7 +42,7 @@ def start_sgl_batch(spec: dict[str, Any]) -> tuple[Generate, Callable[[], dict[s
 
 
 def start_accelerate(spec: dict[str, Any]) -> tuple[Generate, Callable[[], dict[str, Any]]]:
-    """Hugging Face: what does not fit in memory is offloaded to disk by accelerate."""
+    """Start Hugging Face: accelerate offloads to disk what does not fit in memory."""
     from sgl_batch.sglang_adapter import bootstrap
 
     bootstrap.prepare()

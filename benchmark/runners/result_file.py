@@ -1,4 +1,4 @@
-"""Owns how a measuring process is called: `PYTHON SCRIPT SPEC RESULT`, both JSON. What it measures is given."""
+"""Owns the call of a measuring process: `PYTHON SCRIPT SPEC RESULT`, both JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Measure what the file SPEC says, and write it to the file RESULT, whole or not at all.
+    """Measure what the file SPEC says, and write the result to the file RESULT, completely or not at all.
 
     That is before the engine is told to stop: a stop that hangs or fails costs no finished measurement.
     """

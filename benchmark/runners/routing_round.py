@@ -1,4 +1,4 @@
-"""Owns asking an engine which experts the tokens of finished runs chose: it computes them again as prompts.
+"""Owns finding which experts the tokens of finished runs chose: an engine computes them again as prompts.
 
 Called by the comparing side as `PYTHON routing_round.py SPEC RESULT`. Choices are those of the positions from which
 decode steps went on: what a step that has these sequences in it reads.
@@ -14,11 +14,11 @@ _HERE = Path(__file__).resolve().parent
 
 
 def choices_of(engine: Any, tokens: list[list[int]], positions: list[list[int]], layers: int, top_k: int) -> list[Any]:
-    """Experts by step, sequence, layer and choice. `positions`: by sequence, one a step."""
+    """Return experts by step, sequence, layer and choice. `positions`: by sequence, one a step."""
     import numpy as np
     import pybase64
 
-    start = min(min(of_one) for of_one in positions)  # one for all, as engines take it
+    start = min(min(of_one) for of_one in positions)  # engines take one start for all sequences
     answers = engine.generate(
         input_ids=tokens,
         sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
@@ -34,7 +34,7 @@ def choices_of(engine: Any, tokens: list[list[int]], positions: list[list[int]],
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Distinct experts of every run that `spec` has tokens of."""
+    """Count the distinct experts of every run whose tokens are in `spec`."""
     from gpu_comparison.routing import distinct_experts, steps_of
 
     from runners.sglang_engines import start

@@ -22,12 +22,12 @@ _WARM_UP_OUTPUT = 4
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Run what `spec` describes; a lone rank on the cores that it names."""
+    """Run what `spec` describes; a single rank runs on the cores that it names."""
     if spec["cores"] is not None:
         os.sched_setaffinity(0, spec["cores"])
     from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
 
-    # What every process of the engine imports is imported once, here.
+    # The modules of all engine processes are imported once, here.
     with template(spec["engine"].get("device")) as can_fork:
         from sgl_batch import Engine
     method = FORK if can_fork else SPAWN
@@ -37,7 +37,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _run(engine: Any, prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
-    """A warm-up, the workload, and its longest sequence alone."""
+    """Run a warm-up, the workload, and its longest sequence alone."""
     answers, warm_up = engine.line_engine(), prompts[:_WARM_UP_PROMPTS]
     await _timed(engine, answers, warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
     whole = await _timed(engine, answers, prompts, output_lens)
@@ -53,10 +53,10 @@ async def _generate(engine: Any, prompts: list[list[int]], output_lens: list[int
 
 
 async def _timed(engine: Any, answers: Any, prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
-    """Seconds, counters by rank and active sequences over time of one workload."""
+    """Run one workload; return its seconds, counters by rank and active sequences over time."""
     before, over, active = await answers.stats(), asyncio.Event(), []
     begun = time.perf_counter()
-    async with asyncio.TaskGroup() as group:  # an engine that dies is told by its counters, and ends the group
+    async with asyncio.TaskGroup() as group:  # reading the counters of a dead engine fails, and ends the group
         group.create_task(_watch(answers, before, begun, over, active))
         outputs = await _generate(engine, prompts, output_lens)
         seconds = time.perf_counter() - begun
@@ -77,7 +77,7 @@ def _ranks(stats: Any) -> list[Any]:
 
 
 async def _watch(answers: Any, last: Any, begun: float, over: asyncio.Event, active: list[Any]) -> None:
-    """Note how many sequences each rank decodes, on average since it was last noted, until it is over."""
+    """Sample how many sequences each rank decodes, on average since the last sample, until the workload ends."""
     while not over.is_set():
         try:
             await asyncio.wait_for(over.wait(), _SAMPLE_S)
@@ -90,7 +90,7 @@ async def _watch(answers: Any, last: Any, begun: float, over: asyncio.Event, act
 
 
 def _cores_of_ranks() -> dict[str, list[list[int]]]:
-    """The cores of each scheduler process, by rank."""
+    """Return the cores of each scheduler process, by rank."""
     import psutil
 
     below = psutil.Process().children(recursive=True)

@@ -30,7 +30,7 @@ _WARM_UP_OUTPUT = 4
 
 
 def versions() -> dict[str, str]:
-    """Python's version, and those of the packages that matter here and are installed."""
+    """Return the versions of Python and of the relevant installed packages."""
     found = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def warm_up_of(prompts: list[list[int]]) -> list[list[int]]:
-    """The prompts that every engine is warmed up with."""
+    """Return the warm-up prompts of every engine."""
     return [prompt[:_WARM_UP_INPUT] for prompt in prompts[:_WARM_UP_PROMPTS]]
 
 
@@ -51,7 +51,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     engine = importlib.import_module(_MODULES[spec["engine"]]).start(spec)
     started = time.perf_counter()
     if spec.get("full_warm_up"):
-        # Read backwards, so that no prompt of the workload begins like one that has been answered.
+        # Reversed, so that no prompt of the workload begins like an answered one.
         engine.generate([prompt[::-1] for prompt in spec["prompts"]], spec["output_lens"])
     else:
         warm_up = warm_up_of(spec["prompts"])

@@ -1,11 +1,11 @@
-"""Owns how sgl_batch and stock SGLang are started and asked; both have sglang.Engine's interface."""
+"""Owns starting and calling sgl_batch and stock SGLang, which both have sglang.Engine's interface."""
 
 from __future__ import annotations
 
 import atexit
 from typing import Any
 
-# What sets our engine's variants apart.
+# The arguments of our engine's variants.
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgl_batch": {},
     "sgl_batch_no_accumulate": {"accumulate": False},
@@ -15,7 +15,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class SglangRunner:
-    """An engine with sglang.Engine's interface, asked for exact numbers of tokens.
+    """An engine with sglang.Engine's interface, which generates exact numbers of tokens.
 
     `temperature`: 0 is greedy. Else each prompt has a seed of its own, which stock takes in its deterministic mode
     only: otherwise it samples by the engine's `random_seed`.
@@ -36,7 +36,7 @@ class SglangRunner:
         return [answer["output_ids"] for answer in answers]
 
     def details(self) -> dict[str, Any]:
-        """What the engine counts of itself; stock counts nothing."""
+        """Return the engine's own counters; stock has none."""
         read = getattr(self.engine, "batch_stats", None)
         if read is None:
             return {}
@@ -50,7 +50,7 @@ class SglangRunner:
 
 
 def start(spec: dict[str, Any]) -> SglangRunner:
-    """The engine that the spec names: sgl_batch, a variant of it, or stock."""
+    """Start the engine that the spec names: sgl_batch, a variant of it, or stock."""
     temperature = spec.get("temperature", 0.0)
     arguments = {"model_path": spec["model"], "dtype": spec["dtype"], "log_level": "error", **spec["arguments"]}
     if spec["engine"] == "stock":

@@ -1,4 +1,4 @@
-"""Owns how vLLM is started and asked: vllm.LLM, offline, with its own scheduling."""
+"""Owns starting and calling vLLM: vllm.LLM, offline, with its own scheduling."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 _KV_CACHE_GIB = "4"
-# What decides how fast vLLM is on a CPU, beside the machine.
+# The settings that decide vLLM's speed on a CPU.
 _TELLING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "LD_PRELOAD")
 
 
 class VllmRunner:
-    """vllm.LLM, asked for exact numbers of greedy tokens."""
+    """vllm.LLM, which generates exact numbers of greedy tokens."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -27,12 +27,12 @@ class VllmRunner:
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
     def details(self) -> dict[str, Any]:
-        """The variables that rule vLLM on a CPU; None where vLLM chooses itself."""
+        """Return the variables that control vLLM on a CPU; None if vLLM chooses itself."""
         return {name: os.environ.get(name) for name in _TELLING}
 
 
 def start(spec: dict[str, Any]) -> VllmRunner:
-    """Start vLLM; on a CPU with the settings below, each only where the environment does not say otherwise."""
+    """Start vLLM; on a CPU with the settings below, unless the environment sets them."""
     set_up_cpu()
     from vllm import LLM
 
@@ -40,7 +40,7 @@ def start(spec: dict[str, Any]) -> VllmRunner:
 
 
 def set_up_cpu() -> None:
-    """Give vLLM's processes what its CPU build is fast with; a GPU build reads none of it.
+    """Set the variables with which vLLM's CPU build is fast; a GPU build does not read them.
 
     Its KV cache takes 4 GiB. Its threads get every core that we may use, as those of the other engines do (or
     OMP_NUM_THREADS of them): by itself it keeps one core free for its scheduler, half of a machine of two. Where

@@ -1,1 +1,1 @@
-"""What ranks.py measures: workloads, the variant of a checkpoint, single runs, and what their counters say."""
+"""Measures ranks for ranks.py: workloads, the variant of a checkpoint, single runs, and their counters."""

@@ -1,4 +1,4 @@
-"""Owns what the counters of ranks say: shares of their time, load of experts, the bound. Pure."""
+"""Owns the figures of ranks' counters: shares of their time, load of experts, the bound. Pure."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Run:
 
 
 def share(rank: EngineStats, *parts: str) -> float:
-    """What share of a rank's time the parts take."""
+    """Return the share of a rank's time that the parts take."""
     return sum(rank.part_s.get(part, 0.0) for part in parts) / max(sum(rank.part_s.values()), 1e-9)
 
 
 def stalls_are_counted(ranks: Sequence[EngineStats]) -> bool:
-    """Whether waits for other ranks are told apart from what an exchange takes by itself."""
+    """Return whether waits for other ranks are counted apart from the exchange itself."""
     return any(rank.part_s.get("stall", 0.0) > 0 for rank in ranks)
 
 
 def stall_shares(ranks: Sequence[EngineStats]) -> list[float]:
-    """Which share of its time each rank waited for others, in exchanges and before steps.
+    """Return the share of its time that each rank waited for others, in exchanges and before steps.
 
     Where it is not counted: what its exchanges and agreements took more than those of the rank with the least, which
     cannot all be their own cost. So much was waited at least.
@@ -52,7 +52,7 @@ def stall_shares(ranks: Sequence[EngineStats]) -> list[float]:
 
 
 def boundary_share(ranks: Sequence[EngineStats]) -> float:
-    """The largest share, by rank, that boundaries take of the decode time: time without prefill passes or requests."""
+    """Return the largest share of a rank's decode time (without prefill passes and requests) that boundaries take."""
     prefill_s = max(rank.counters.get("prefill_us", 0) for rank in ranks) / 1e6
     shares = []
     for rank in ranks:
@@ -62,22 +62,22 @@ def boundary_share(ranks: Sequence[EngineStats]) -> float:
 
 
 def imbalance(ranks: Sequence[EngineStats]) -> float:
-    """Tokens of the most loaded expert over the mean."""
+    """Return the tokens of the most loaded expert over the mean."""
     tokens = [count for rank in ranks for count in rank.tokens_per_expert]
     return max(tokens) * len(tokens) / max(sum(tokens), 1)
 
 
 def routed_shares(ranks: Sequence[EngineStats]) -> list[float]:
-    """Which share of all routed tokens each rank's experts compute."""
+    """Return the share of all routed tokens that each rank's experts compute."""
     tokens = [sum(rank.tokens_per_expert) for rank in ranks]
     return [count / max(sum(tokens), 1) for count in tokens]
 
 
 def num_moved(ranks: Sequence[EngineStats]) -> int:
-    """How many times a sequence changed its rank."""
+    """Return how many times a sequence changed its rank."""
     return round(sum(rank.counters.get("sequences_arrived", 0) for rank in ranks))
 
 
 def bound_s(one_rank: Run, runs: Sequence[Run], num_ranks: int) -> float:
-    """No schedule is quicker than all work shared out evenly, or than the longest sequence where it is quickest."""
+    """Return the bound of all schedules: all work divided evenly, or the longest sequence at its fastest."""
     return max(one_rank.seconds / num_ranks, min(run.longest_alone_s for run in runs))

@@ -22,7 +22,7 @@ from sgl_batch.errors import EngineError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One thing that is measured in each round. `cores`: those of a lone rank; several take their shares themselves."""
+    """One measured case of each round. `cores`: of a single rank; several ranks take their shares themselves."""
 
     name: str
     model: Path
@@ -33,7 +33,7 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """One workload through several cases; `rounds` has a run of each case by name, as they come."""
+    """One workload in several cases; `rounds` has a run of each case by name."""
 
     name: str
     workload: Workload
@@ -42,12 +42,12 @@ class Comparison:
 
     @property
     def whole_rounds(self) -> list[dict[str, Run]]:
-        """The rounds that an interruption did not cut short."""
+        """Return the complete rounds."""
         return [done for done in self.rounds if len(done) == len(self.cases)]
 
 
 def kinds_of_ranks(num_ranks: int, settings: dict[str, Any], model: Path) -> list[Case]:
-    """With migration, without, and one rank: on the share of the cores that each of the others has, and on all of them.
+    """Return the cases: with migration, without, and one rank on one rank's share of the cores and on all cores.
 
     The last says what the cores can do together, which is less than what one of them does alone times their number
     where they share a memory.
@@ -66,7 +66,7 @@ def kinds_of_ranks(num_ranks: int, settings: dict[str, Any], model: Path) -> lis
 def run_all(
     comparisons: list[Comparison], rounds: int, out: Path, timeout_s: float, say: Callable[[str], None]
 ) -> None:
-    """Run every case `rounds` times, and add the runs to the comparisons as they come. Raises EngineError."""
+    """Run every case `rounds` times, and add the runs to the comparisons. Raises EngineError."""
     todo = list(_in_order(comparisons, rounds))
     took: dict[str, list[float]] = {}
     for number, (comparison, round_number, case) in enumerate(todo):
@@ -95,7 +95,7 @@ def _kind(comparison: Comparison, _: int, case: Case) -> str:
 
 
 def run_case(case: Case, workload: Workload, stem: Path, timeout_s: float) -> tuple[Run, float]:
-    """The run, and the seconds that it took with its start and its end. Raises EngineError, which names the log."""
+    """Run a case; return the run and its seconds with start and end. Raises EngineError, which names the log."""
     spec, result, log = (stem.with_name(f"{stem.name}{suffix}") for suffix in (".spec.json", ".result.json", ".log"))
     asked = {"model": str(case.model), "engine": case.engine, "cores": case.cores}
     asked |= {"prompts": workload.prompts, "output_lens": workload.output_lens}
@@ -110,7 +110,7 @@ def run_case(case: Case, workload: Workload, stem: Path, timeout_s: float) -> tu
 
 
 def as_run(found: dict[str, Any], *, peak_rss_bytes: int, cpus_of_others: float) -> Run:
-    """A run from what its process wrote."""
+    """Read a run from its process's result."""
     return Run(
         seconds=found["seconds"],
         longest_alone_s=found["longest_alone_s"],

@@ -1,4 +1,4 @@
-"""Owns what a measurement of ranks looks like: tables, a line of active sequences over time, the JSON record."""
+"""Owns the report of ranks: tables, a line of active sequences over time, the JSON record."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CHART_COLUMNS = 60
 
 
 def markdown(comparison: Comparison) -> str:
-    """The report on one workload; empty where no round was finished."""
+    """Return the report on one workload; it is empty if no round is finished."""
     rounds = comparison.whole_rounds
     if not rounds:
         return ""
@@ -92,13 +92,13 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def _by_rank(runs: Sequence[Run], shares: Callable[[Sequence[Any]], list[float]]) -> str:
-    """The median share of each rank, in percent."""
+    """Return the median share of each rank, in percent."""
     medians = [statistics.median(of_rank) for of_rank in zip(*(shares(run.ranks) for run in runs), strict=True)]
     return ", ".join(f"{100 * value:.0f} %" for value in medians)
 
 
 def _part_table(cases: Sequence[Case], rounds: list[dict[str, Run]]) -> str:
-    """Where each rank's time goes, of the round of median time."""
+    """Return each rank's time by part, of the round of median time."""
     rows, parts = [], list(next(iter(rounds[0].values())).ranks[0].part_s)
     for case in cases:
         run = middle([done[case.name] for done in rounds])
@@ -110,12 +110,12 @@ def _part_table(cases: Sequence[Case], rounds: list[dict[str, Run]]) -> str:
 
 
 def middle(runs: Sequence[Run]) -> Run:
-    """The run of median time; of an even number, the quicker of the two."""
+    """Return the run of median time; of an even number, the faster of the two."""
     return sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
 
 
 def _charts(cases: Sequence[Case], rounds: list[dict[str, Run]]) -> str:
-    """Sequences that each rank decodes over time, of the round of median time."""
+    """Return the sequences that each rank decodes over time, of the round of median time."""
     lines = []
     for case in cases:
         run = middle([done[case.name] for done in rounds])
@@ -129,7 +129,7 @@ def _charts(cases: Sequence[Case], rounds: list[dict[str, Run]]) -> str:
 
 
 def bars(samples: Sequence[tuple[float, float]], seconds: float, most: float) -> str:
-    """One bar a column of time: the sample that covers its middle. Nothing active is a blank."""
+    """Return one bar for each column of time: the sample at its middle. A blank is no active sequence."""
     text = ""
     for column in range(_CHART_COLUMNS):
         moment = (column + 0.5) * seconds / _CHART_COLUMNS
@@ -140,7 +140,7 @@ def bars(samples: Sequence[tuple[float, float]], seconds: float, most: float) ->
 
 
 def _oddities(cases: Sequence[Case], rounds: list[dict[str, Run]]) -> str:
-    """What a reader must know: outputs that differ between cases of one model, and a machine that was busy."""
+    """Return the notes: outputs that differ between cases of one model, and a busy machine."""
     said = []
     for model in dict.fromkeys(case.model for case in cases):
         names = [case.name for case in cases if case.model == model]
@@ -156,7 +156,7 @@ def _oddities(cases: Sequence[Case], rounds: list[dict[str, Run]]) -> str:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """All figures of one workload."""
+    """Return all figures of one workload."""
     return {
         "name": comparison.name,
         "description": comparison.workload.description,

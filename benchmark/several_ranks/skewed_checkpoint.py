@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from sgl_batch.errors import ConfigError
 
 ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight")
-# SGLang reads files in the order of their names, and what it reads last of a tensor counts.
+# SGLang reads files in the order of their names, and the last value of a tensor counts.
 FILE = "skewed-routers.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DRAWN_OUT = 16.0
@@ -49,7 +49,7 @@ def make_skewed(model: Path, directory: Path, *, num_hot: int) -> None:
 
 
 def skewed(router_EH: torch.Tensor, num_hot: int) -> torch.Tensor:
-    """The router with `num_hot` rows (an even number) of pairs that score high for every token, one or the other."""
+    """Make a router whose `num_hot` rows (an even number) are pairs: one of each pair scores high for every token."""
     if num_hot % 2 or not 2 <= num_hot <= len(router_EH):
         raise ConfigError(f"{num_hot} hot experts of {len(router_EH)}: they come in pairs")
     out_EH = router_EH.clone()

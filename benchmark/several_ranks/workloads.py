@@ -1,4 +1,4 @@
-"""Owns the workloads for ranks: how long prompts and outputs are. Which engines run them is decided elsewhere."""
+"""Owns the workloads for ranks: the lengths of prompts and outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comparison.workload import Workload
 from sgl_batch.errors import ConfigError
 
 _FIRST_RANDOM_ID = 100
-# In medians of the body: where the distribution begins, its median, and its 95th percentile.
+# In medians of the body: the distribution's start, its median, and its 95th percentile.
 _SHORTEST, _P95 = 0.3, 2.5
 # Of the tail: the 99th percentile and the longest, in 95th percentiles.
 _P99, _LONGEST = 3.8, 9.0

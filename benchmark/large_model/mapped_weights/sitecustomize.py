@@ -1,4 +1,4 @@
-"""Owns putting experts' weights into a mapped file, in whatever process finds this directory in its path.
+"""Owns putting experts' weights into a mapped file, in each process that has this directory in its path.
 
 A baseline: the engine computes as always, and the kernel decides which pages of the weights are in memory. Active only
 where SGL_BATCH_BENCH_MAP names a directory, and only in processes that import torch.
@@ -14,7 +14,7 @@ _DIRECTORY = os.environ.get("SGL_BATCH_BENCH_MAP")
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Hooks the registration of parameters once torch's module for it is there."""
+    """Hooks the registration of parameters when torch's module for it is imported."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch.nn.modules.module":
