@@ -28,10 +28,10 @@ WARMUP_ROUNDS = 5
 def _send_and_receive(received: torch.Tensor, sent: torch.Tensor, num_rows: int) -> None:
     """The same exchange as `all_to_all_single` by a send to and a receive from each other rank."""
     rank = dist.get_rank()
-    parts, places = sent.split(num_rows), received.split(num_rows)
-    places[rank].copy_(parts[rank])
+    parts, targets = sent.split(num_rows), received.split(num_rows)
+    targets[rank].copy_(parts[rank])
     others = [peer for peer in range(dist.get_world_size()) if peer != rank]
-    operations = [dist.P2POp(dist.irecv, places[peer], peer) for peer in others]
+    operations = [dist.P2POp(dist.irecv, targets[peer], peer) for peer in others]
     operations += [dist.P2POp(dist.isend, parts[peer], peer) for peer in others]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()

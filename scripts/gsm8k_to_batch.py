@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Owns the turning of GSM8K questions into OpenAI batch request lines; knows nothing of engines or models."""
+"""Owns the conversion of GSM8K questions to OpenAI batch request lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def batch_lines(questions: Iterable[str], model: str, max_tokens: int) -> Iterator[dict[str, object]]:
-    """One chat completion request for each question, greedy, numbered from gsm8k-0001."""
+    """Make one greedy chat completion request for each question, numbered from gsm8k-0001."""
     for number, question in enumerate(questions, 1):
         yield {
             "custom_id": f"gsm8k-{number:04d}",
@@ -28,7 +28,7 @@ def batch_lines(questions: Iterable[str], model: str, max_tokens: int) -> Iterat
 
 
 def read_questions(path: Path) -> Iterator[str]:
-    """The questions of a GSM8K JSONL; raises ValueError with the line's number where one has none."""
+    """Read the questions of a GSM8K JSONL; raise ValueError with the line's number if a line has none."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -43,7 +43,7 @@ def read_questions(path: Path) -> Iterator[str]:
 
 
 def positive(text: str) -> int:
-    """An argument that has to be 1 or more."""
+    """Parse an argument that must be 1 or more."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
@@ -51,7 +51,7 @@ def positive(text: str) -> int:
 
 
 def main() -> int:
-    """Reads the arguments and writes the file; 0 if it was written, 1 if the input is wrong."""
+    """Read the arguments and write the file; return 0 if it is written, 1 if the input is wrong."""
     parser = argparse.ArgumentParser(description="Turn GSM8K (openai/grade-school-math) into batch requests.")
     parser.add_argument("input", type=Path, metavar="IN.jsonl", help='lines of {"question": ..., "answer": ...}')
     parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="request lines for `sgl-batch run -i`")
@@ -65,7 +65,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         questions = itertools.islice(read_questions(arguments.input), arguments.limit)
-        # All of it before the file is opened: a wrong line in the middle leaves no half-written output.
+        # All lines are read before the file is opened: a wrong line leaves no incomplete output.
         lines = list(batch_lines(questions, arguments.model, arguments.max_tokens))
         with arguments.output.open("w", encoding="utf-8") as out:
             out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Owns the command that makes the tiny trained checkpoints of test/models; does not decide their use."""
+"""Owns the command that makes the tiny trained checkpoints of test/models."""
 
 import argparse
 import random
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Text, tokenizer, then one model after the other."""
+    """Make the text, the tokenizer, and then each model."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     subjects = collect_subjects()

@@ -86,10 +86,10 @@ def run_rounds(
             say(f"{name}: {runs[-1].fault} in {python}")
     took: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(1, settings.rounds + 1):
-        for place, run in enumerate(runs):
+        for index, run in enumerate(runs):
             if run.fault is not None:
                 continue
-            todo = _todo(runs, place, settings.rounds - number)
+            todo = _todo(runs, index, settings.rounds - number)
             left = remaining_s(todo, took)
             eta = "" if left is None else f"; about {_clock(left)} to go for {len(todo)} runs"
             say(f"round {number}/{settings.rounds}, {run.name}: started{eta}")
@@ -97,9 +97,9 @@ def run_rounds(
             say(f"round {number}/{settings.rounds}, {run.name}: {_outcome(run, workload)}")
 
 
-def _todo(runs: list[ProcessSpec], place: int, later_rounds: int) -> list[str]:
-    """The runs still to do, from the one at `place` of this round on."""
-    this_round = [run.name for run in runs[place:] if run.fault is None]
+def _todo(runs: list[ProcessSpec], index: int, later_rounds: int) -> list[str]:
+    """The runs still to do, from the run at `index` of this round on."""
+    this_round = [run.name for run in runs[index:] if run.fault is None]
     return this_round + [run.name for run in runs if run.fault is None] * later_rounds
 
 

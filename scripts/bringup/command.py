@@ -1,4 +1,4 @@
-"""Owns the command scripts/gpu_bringup: its arguments, and where it runs what."""
+"""Owns the command scripts/gpu_bringup: its arguments, and the stages that it runs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def fault_of(options: argparse.Namespace, stages: tuple[Stage, ...]) -> str | None:
-    """What is wrong with the command line here, and what to do."""
+    """Return what is wrong with the command line, and the remedy."""
     names = {stage.name for stage in stages}
     for name in only(options):
         if name not in names:
@@ -92,12 +92,12 @@ def fault_of(options: argparse.Namespace, stages: tuple[Stage, ...]) -> str | No
 
 
 def only(options: argparse.Namespace) -> list[str]:
-    """The names given to --only."""
+    """Return the names given to --only."""
     return [name for name in (options.only or "").split(",") if name]
 
 
 def has_gpu() -> bool:
-    """Whether there is one; torch is not asked, which would keep memory of the GPU for this process."""
+    """Return whether there is a GPU. torch is not used: it would take GPU memory for this process."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return any(Path("/dev").glob("nvidia[0-9]*"))
@@ -106,7 +106,7 @@ def has_gpu() -> bool:
 
 
 def environment(device: str) -> dict[str, str]:
-    """Of the stages' processes: one GPU or none, this repository's code, and no model from the network."""
+    """Return the environment of the stages' processes: one GPU or none, this repository's code, no network models."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if device == "cuda" else ""
     path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -114,7 +114,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def wanted(options: argparse.Namespace) -> Wanted:
-    """What the options ask for."""
+    """Return the settings of the options."""
     here, lacking = {Runs.ANYWHERE, Runs.EITHER, Runs.GPU}, ""
     if options.dry_run:
         here, lacking = {Runs.ANYWHERE}, "dry run"
@@ -130,7 +130,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
 
 
 def show(stages: tuple[Stage, ...], *, commands: bool) -> None:
-    """The list of stages."""
+    """Return the list of stages as text."""
     width = max(len(stage.name) for stage in stages)
     for stage in stages:
         needs = f"; needs {', '.join(stage.needs)}" if stage.needs else ""
@@ -140,7 +140,7 @@ def show(stages: tuple[Stage, ...], *, commands: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command; return its exit code."""
     options = parse(argv)
     name = "dry-run" if options.dry_run else f"{options.device}-{options.dtype}"
     folder = (options.out / name).resolve()
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.list:
         show(stages, commands=options.commands)
         return 0
-    # Asked to end, do so as after Ctrl-C: a stage's processes are in a group of their own and would stay behind.
+    # End on SIGTERM as after Ctrl-C: a stage's processes are in their own group and would stay behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with held(folder):
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def bring_up(options: argparse.Namespace, stages: tuple[Stage, ...], folder: Path) -> int:
-    """Run the stages; the command's exit code."""
+    """Run the stages; return the command's exit code."""
     bringup = Bringup(
         stages,
         folder,

@@ -14,7 +14,7 @@ LAYERS = range(3)
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Pages leave while later numbers are written over them; each comes back as it was when it left."""
+    """Check that pages that are overwritten while they are stored come back as they were when they were stored."""
     import torch
 
     from sgl_batch.kv_offload.cuda_copy_engine import CudaCopyEngines
@@ -36,7 +36,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             blocks = store.prepare_store(1)
             assert blocks is not None, "blocks are given back"
             ticket = engine.store_pages(LAYERS, [page], blocks)
-            ticket.device_waits()  # what is written next waits for what is read
+            ticket.device_waits()  # later writes wait for the copy's reads
             kept.append((ticket, blocks, value))
             if len(kept) > BLOCKS // 2:
                 _bring_back(engine, store, parts, *kept.pop(draw.randrange(len(kept))), draw.randrange(PAGES))
@@ -49,7 +49,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bring_back(engine: Any, store: Any, parts: Any, stored: Any, blocks: Any, value: int, page: int) -> None:
-    """A page comes back to another place with the number it had. The host does not wait for the copy that brings it."""
+    """Check that a page is restored to another page, and that the host does not wait for the copy."""
     stored.wait()
     store.complete_store(blocks)
     ticket = engine.load_pages(LAYERS, blocks, [page])
@@ -61,7 +61,7 @@ def _bring_back(engine: Any, store: Any, parts: Any, stored: Any, blocks: Any, v
 
 
 def _engines_of_a_cpu(store: Any) -> Any:
-    """Those of the unit tests, whose copies are made as late as a wait allows."""
+    """Run the unit tests' checks, whose copies are made as late as a wait allows."""
     sys.path.append(str(ROOT / "test" / "unit" / "mem_cache"))
     from late_streams import LateEngines
 

@@ -1,4 +1,4 @@
-"""Owns what a profiler's trace says of decode steps: launches, waits of the host, and its time by layer. Pure."""
+"""Owns the figures of decode steps in a profiler's trace: launches, the host's waits, its time by layer. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepCost:
     host_us: float
 
     def text(self, layers: int) -> str:
-        """For the table."""
+        """Return the table's text."""
         return (
             f"by layer: {self.kernels / layers:.1f} launches, {self.operators / layers:.1f} operators, "
             f"{self.host_us:.0f} us of CPU; by step: {self.graphs:.1f} graphs, {self.waits:.1f} waits"
@@ -33,7 +33,7 @@ class StepCost:
 
 
 def step_cost(events: Iterable[dict[str, Any]], *, steps: int, layers: int) -> StepCost | None:
-    """The cost of a step, of a trace of `steps`; None where it holds no operator.
+    """Return the cost of a step in a trace of `steps`; None if it has no operator.
 
     The thread with the most operators is the one that launches.
     """

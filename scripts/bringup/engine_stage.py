@@ -1,4 +1,4 @@
-"""Owns one engine of a stage: start it, ask it, keep its tokens as a reference or compare them with one.
+"""Owns one engine of a stage: start it, run prompts, keep its tokens as a reference or compare them with one.
 
 The stage is ok only where tokens agree and the engine's counters show that it did what the stage is for.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def start(spec: dict[str, Any]) -> Any:
-    """The engine of a spec: `stock` SGLang's or `ours`."""
+    """Start the engine of a spec: `stock` SGLang or `ours`."""
     arguments = {"model_path": spec["model"], "dtype": spec["dtype"], "log_level": "warning", **spec["arguments"]}
     if spec["engine"] == "stock":
         from sgl_batch.sglang_adapter.stock_engine import StockEngine
@@ -67,7 +67,7 @@ def compare_with_reference(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def unproven(proof: dict[str, str | int], counters: dict[str, int]) -> str | None:
-    """The counter that does not show what the stage is for: each must exceed another one, or a number."""
+    """Return the counter that fails its check: each must exceed another counter, or a number."""
     for name, bound in proof.items():
         least = counters.get(bound, 0) if isinstance(bound, str) else bound
         if counters.get(name, 0) <= least:

@@ -1,4 +1,4 @@
-"""Owns the engines that are tried: their arguments, what they are compared with, what counters must show."""
+"""Owns the engines of the stages: their arguments, their references, and the checks of their counters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAMILIES_BESIDE = (
     "llama3",
     "mistral",
 )
-# Numbers of 8 bits: two values that nearly tie may be rounded a sixteenth apart. Not measured.
+# Numbers of 8 bits: two nearly equal values may be rounded a sixteenth apart. Not measured.
 FP8_NEAR_TIE = 0.5
 
 SMALL = {"page_size": 16, "boundary_tokens": 8, "b_moe_prefill": 700, "b_moe_decode": 8, "max_total_tokens": 16384}
@@ -65,7 +65,7 @@ class Engine:
         return self.model.startswith("random-")
 
     def spec(self, place: Place) -> dict[str, Any]:
-        """What engine_stage.py is given."""
+        """Return the spec for engine_stage.py."""
         keeps = self.against is None
         for_transformers = None if place.on_gpu else self.transformers_model
         engine = ("transformers" if for_transformers else "stock") if keeps else "ours"
@@ -83,7 +83,7 @@ class Engine:
 
 
 def _device_arguments(place: Place, engine: str) -> dict[str, Any]:
-    """The same of both engines; graphs, and what a start measures by itself, only where a stage is about them."""
+    """Return the common arguments of both engines; graphs and self-checks are on only in stages about them."""
     if not place.on_gpu:
         return {"device": "cpu"}
     return {
@@ -97,7 +97,7 @@ def _device_arguments(place: Place, engine: str) -> dict[str, Any]:
 
 
 def engines() -> tuple[Engine, ...]:
-    """All engines in the order in which they are tried; a reference comes before those compared with it."""
+    """Return all engines in order; a reference comes before the engines that are compared with it."""
     return (
         _stock("stock", "stock SGLang on a Qwen3-MoE: the reference tokens"),
         Engine(name="plain", what="one group, attention in one piece", arguments=WHOLE, proof={"decode_steps": 0}),
@@ -182,7 +182,7 @@ def engines() -> tuple[Engine, ...]:
         Engine(name="mixtral", what="Mixtral, sub-batched", against="stock-mixtral", model=MIXTRAL, arguments=CUT),
         _stock(
             "stock-mla",
-            # It has no attention over latents on a CPU.
+            # Stock SGLang has no latent attention on a CPU.
             "a DeepSeek-V3: reference tokens (on a CPU those of transformers)",
             model=DEEPSEEK,
             transformers_model=DEEPSEEK,
@@ -215,9 +215,9 @@ def _stock(
 
 
 def _family(name: str) -> tuple[Engine, Engine]:
-    """A family in sub-batches. Stock SGLang does not read all configs that transformers writes, nor the reverse."""
+    """Return a family's stage in sub-batches. Stock SGLang and transformers do not read all configs of each other."""
     model = f"random-{name}-hub"
-    # Transformers reads a number of DeepSeek-V2's experts that it never sets, and so gives no reference.
+    # Transformers reads a number of DeepSeek-V2's experts that it never sets, so it gives no reference.
     gpu_only = name == "deepseek-v2"
     return (
         _stock(
@@ -240,7 +240,7 @@ def _family(name: str) -> tuple[Engine, Engine]:
 
 
 def _rounded(name: str, what: str, more: dict[str, Any]) -> tuple[Engine, Engine]:
-    """Numbers rounded alike in both engines."""
+    """Return stages whose numbers are rounded in the same way in both engines."""
     return (
         _stock(f"stock-{name}", f"stock SGLang with {what}: reference tokens", gpu_only=True, **more),
         Engine(

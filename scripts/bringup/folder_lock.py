@@ -1,4 +1,4 @@
-"""Owns a call's hold on a folder of outcomes: of two calls on one, the second is refused."""
+"""Owns the lock of a folder of outcomes: the second of two calls with one folder is refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 class FolderHeld(Exception):  # noqa: N818 (a name that says what has happened)
-    """Another call works on the folder."""
+    """Another call has the folder's lock."""
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Inside, no other call holds the folder, which is made if need be. Raises FolderHeld where one does.
+    """Hold the folder's lock inside; make the folder if needed. Raises FolderHeld if another call holds it.
 
     The kernel lets go of the lock with the process that has it; the empty file `lock` stays.
     """

@@ -1,4 +1,4 @@
-"""Owns the stage that imports every module of ours, and says which packages of a GPU machine are there."""
+"""Owns the stage that imports all our modules, and reports which packages of a GPU machine are installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-# Modules that nothing of ours has to have, by the package that brings them.
+# Modules that we do not require, by the package that installs them.
 OPTIONAL = {
     "sgl_batch_kernel": "native kernels and the host KV store: pip install ./sgl-kernel",
     "sgl_kernel": "sglang-kernel: SGLang's kernels for GPUs",
@@ -24,7 +24,7 @@ OPTIONAL = {
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Import all; the first that cannot be is the error, the log has each with its traceback."""
+    """Import all modules; the first failure is the stage's error, and the log has all with their tracebacks."""
     import torch
 
     import sgl_batch
@@ -48,7 +48,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _import(name: str) -> str | None:
-    """Import a module; why it cannot be, which may be anything that its code does.
+    """Import a module; return why it fails, which may be anything that its code does.
 
     One of ours that says itself which optional package it lacks has been imported as far as it can be.
     """

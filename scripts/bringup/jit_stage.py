@@ -1,4 +1,4 @@
-"""Owns the stage that runs each Triton kernel of ours once on the GPU, and says how long compiling took."""
+"""Owns the stage that runs each of our Triton kernels once on the GPU, and reports the compilation time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Experts against torch's own, and pages there and back."""
+    """Compare experts with torch's, and copy pages to the host and back."""
     import torch
 
     from sgl_batch.layers.moe.expert_runner import create_expert_runner

@@ -1,4 +1,4 @@
-"""Owns the stage that traces decode steps of one engine by torch's profiler, and says what a layer costs the host."""
+"""Owns the stage that traces decode steps of one engine by torch's profiler, and reports the host's time per layer."""
 
 from __future__ import annotations
 

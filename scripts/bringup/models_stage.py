@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Make them; those of the first families only where they are not there."""
+    """Make the checkpoints; those of the first families only if they do not exist."""
     import torch
 
     from bringup.engine_stages import FAMILIES_BESIDE

@@ -1,4 +1,4 @@
-"""Owns the stage that copies pages on the GPU in both ways there are, by the cases of their unit test."""
+"""Owns the stage that copies pages on the GPU in both ways, with the cases of their unit test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Each case by one kernel, and by a call for each page."""
+    """Run each case by one kernel, and by a call for each page."""
     sys.path.append(str(ROOT / "test" / "unit" / "mem_cache"))
     import test_page_copies
 

@@ -1,4 +1,4 @@
-"""Owns a stage's process: its group, its log, its time limit, and that nothing of it is left afterwards."""
+"""Owns a stage's process: its group, its log, its time limit, and its complete end."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 
-GRACE_S = 5.0  # in which a program that is told to end may write down what it has
-GONE_S = 20.0  # a process that was killed gives back a GPU's memory in seconds
+GRACE_S = 5.0  # for a program that gets SIGTERM to write its results
+GONE_S = 20.0  # a killed process frees a GPU's memory within seconds
 _NAMED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b|^(?:FAILED|ERROR) |^\w+: error: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a process ended: its exit code, negative for a signal; None where its time was over."""
+    """The end of a process: its exit code, negative for a signal; None if its time was over."""
 
     code: int | None
     seconds: float
@@ -36,7 +36,7 @@ def run(
     directory: Path,
     grace_s: float,
 ) -> Ended:
-    """Run a program in a process group of its own, with its output in `log`; it ends with all that it has started."""
+    """Run a program in its own process group, with its output in `log`; end it with all its descendants."""
     began = time.monotonic()
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -52,7 +52,7 @@ def run(
 
 
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End the child, what is below it in any group or session, and what is left of its group; wait until all are gone.
+    """End the child, its descendants in any group or session, and the rest of its group; wait until all are gone.
 
     Only a child that still runs is asked first.
     """
@@ -96,7 +96,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def last_error(log: Path, code: int) -> str:
-    """Why a process failed: the last line of its log that names an error, or else how it exited."""
+    """Return why a process failed: the last line of its log that names an error, or else its exit status."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     named = [line for line in lines if _NAMED.match(line)]
     if named:

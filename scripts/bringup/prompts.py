@@ -1,4 +1,4 @@
-"""Owns the prompts that the stages of engines are given, and how an engine's or transformers' reference is made."""
+"""Owns the prompts of the engines' stages, and the making of an engine's or transformers' reference."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import Any
 from bringup.tokens import BEST, Reference
 
 ROOT = Path(__file__).resolve().parents[2]
-# Chunks, pages and sub-batches end inside prompts, at their ends and one token beside; the longest spans many pages.
+# Chunks, pages and sub-batches end inside prompts, at their ends and one token off; the longest spans many pages.
 PROMPT_LENGTHS = (1, 2, 3, 5, 17, 63, 64, 65, 130, 257, 411, 600)
 OUTPUT_LENGTHS = (24, 1, 40, 7, 24, 33, 2, 24, 15, 28, 9, 24)
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Prompts as token ids, and how many tokens each is asked for."""
+    """Prompts as token ids, and the number of output tokens of each."""
 
     input_ids: list[list[int]]
     output_lengths: list[int]
 
     @property
     def sampling_params(self) -> list[dict[str, Any]]:
-        """Greedy, and of the set length."""
+        """Return sampling parameters: greedy, with the set length."""
         return [{"temperature": 0, "max_new_tokens": num, "ignore_eos": True} for num in self.output_lengths]
 
 
 def questions(model: Path) -> Requests:
-    """Prompts cut from the questions that ship with the tests, by the model's tokenizer."""
+    """Cut prompts from the tests' questions, with the model's tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     lines = (ROOT / "test" / "data" / "gsm8k_sample.jsonl").read_text(encoding="utf-8").splitlines()
     text = " ".join(json.loads(line)["body"]["messages"][-1]["content"] for line in lines)
-    # Not by the model's config, of which transformers does not know all kinds.
+    # The model's config is not used: transformers does not know all kinds.
     tokens = PreTrainedTokenizerFast.from_pretrained(model)(text)["input_ids"]
     prompts = [tokens[37 * number :][:length] for number, length in enumerate(PROMPT_LENGTHS)]
     return Requests(prompts, list(OUTPUT_LENGTHS))
 
 
 def generate(engine: Any, requests: Requests) -> list[list[int]]:
-    """The tokens of an engine with sglang.Engine's interface."""
+    """Generate the tokens of an engine with sglang.Engine's interface."""
     answers = engine.generate(input_ids=requests.input_ids, sampling_params=requests.sampling_params)
     return [answer["output_ids"] for answer in answers]
 
 
 def reference_of_engine(engine: Any, requests: Requests) -> Reference:
-    """Stock SGLang's tokens, and the log probabilities that it returns."""
+    """Generate stock SGLang's tokens and log probabilities."""
     answers = engine.generate(
         input_ids=requests.input_ids,
         sampling_params=requests.sampling_params,
@@ -62,7 +62,7 @@ def reference_of_engine(engine: Any, requests: Requests) -> Reference:
 
 
 def reference_of_transformers(model: Path, dtype: str, requests: Requests) -> Reference:
-    """Hugging Face's tokens, one prompt at a time, so that nothing is padded: for what stock SGLang cannot run here."""
+    """Generate Hugging Face's tokens, one prompt at a time without padding, for models that stock SGLang cannot run."""
     import torch
 
     from sgl_batch.sglang_adapter import bootstrap

@@ -1,4 +1,4 @@
-"""Owns the order of a bring-up: which stages are run, within which time, and what becomes of each."""
+"""Owns the order of a bring-up: which stages run, within which time, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bringup.table import table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a call is asked for. `here`: the kinds of stages that are real here; `lacking`: why the others are not.
+    """The settings of a call. `here`: the kinds of stages that can run here; `lacking`: why the others cannot.
 
     `only`: these alone, whatever became of them before, with what they need; empty for all. `again`: failed ones, too.
     """
@@ -51,7 +51,7 @@ class Bringup:
         self._began = time.monotonic()
 
     def run(self) -> bool:
-        """Run what is to be run; whether no stage, now or before, has failed."""
+        """Run the stages to be run; return whether no stage, now or before, has failed."""
         names = self._chosen()
         chosen = [stage for stage in self._stages if stage.name in names]
         for number, stage in enumerate(chosen, 1):
@@ -71,11 +71,11 @@ class Bringup:
         return all(self.state.get(stage.name).state != FAILED for stage in self._stages)
 
     def table(self) -> str:
-        """All stages and what has become of them."""
+        """Return all stages and their outcomes."""
         return table([stage.name for stage in self._stages], self.state.outcomes)
 
     def _chosen(self) -> set[str]:
-        """Stages to run: those not yet done, or those named with what they need and lacks."""
+        """Return the stages to run: those not yet done, or the named ones with the stages that they still need."""
         done = {OK} if self._wanted.again else {OK, FAILED}
         if not self._wanted.only:
             return {stage.name for stage in self._stages if self.state.get(stage.name).state not in done}
@@ -86,7 +86,7 @@ class Bringup:
         return names
 
     def _obstacle(self, stage: Stage) -> str | None:
-        """Why a stage cannot be run here and now."""
+        """Return why a stage cannot run now."""
         if stage.runs not in self._wanted.here:
             return self._wanted.lacking
         for need in stage.needs:
@@ -106,7 +106,7 @@ class Bringup:
         return stage.limit_s if left is None else min(stage.limit_s, left)
 
     def _outcome(self, stage: Stage, limit_s: float) -> Outcome:
-        """Run the stage's process, and read what it has left."""
+        """Run the stage's process, and read its result."""
         log, result = self._folder / f"{stage.name}.log", result_of(self._folder, stage.name)
         result.unlink(missing_ok=True)
         ended = processes.run(

@@ -1,4 +1,4 @@
-"""Owns how a stage's program is called: `PYTHON PROGRAM SPEC RESULT`, SPEC as JSON text, RESULT the file it writes."""
+"""Owns the call of a stage's program: `PYTHON PROGRAM SPEC RESULT`, SPEC as JSON text, RESULT the file it writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def answer(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Run a stage, write what it found, and exit: with 1 where it found an `error`.
+    """Run a stage, write its result, and exit: with 1 if the result has an `error`.
 
     `tokens` and `remark` are shown in the table.
     """

@@ -20,7 +20,7 @@ BENCHMARKS = ("kv", "tight", "weights", "prefill", "resident", "accumulation", "
 
 
 class Runs(enum.Enum):
-    """Where a stage is real: on any machine, on a GPU or in a small form on a CPU, on a GPU alone."""
+    """Where a stage can run: on any machine, on a GPU or in a small form on a CPU, on a GPU only."""
 
     ANYWHERE = "anywhere"
     EITHER = "GPU or CPU"
@@ -29,7 +29,10 @@ class Runs(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a bring-up runs. `device`: cuda or cpu; `folder`: of logs and results; `benchmark_minutes`: of a regime."""
+    """The machine of a bring-up. `device`: cuda or cpu; `folder`: of logs and results.
+
+    `benchmark_minutes`: for each regime.
+    """
 
     device: str
     dtype: str
@@ -44,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One process. `needs`: stages without whose success it tells nothing. It writes what it found to `result`.
+    """One process. `needs`: stages whose success it requires. It writes its result to `result`.
 
     `expected_s`: it is not begun with less time left; `limit_s`: when it is killed.
     """
@@ -59,7 +62,7 @@ class Stage:
 
 
 def all_stages(place: Place) -> tuple[Stage, ...]:
-    """Every stage, in order: each needs only earlier ones."""
+    """Return all stages in order: each needs only earlier ones."""
     return (
         _program("models", "make checkpoints of random weights, heads of 64 channels", Runs.ANYWHERE, place, 60, 240),
         _program("imports", "import every module; say which packages are there", Runs.ANYWHERE, place, 30, 240),
@@ -88,7 +91,7 @@ def all_stages(place: Place) -> tuple[Stage, ...]:
 
 
 def _program(name: str, what: str, runs: Runs, place: Place, expected_s: float, limit_s: float) -> Stage:
-    """A program beside this file, named like its stage."""
+    """Return the path of a stage's program, in this folder and named like the stage."""
     spec = {"stage": name, "device": place.device, "dtype": place.dtype, "models": str(place.folder / "models")}
     argv = _call(f"{name.replace('-', '_')}_stage.py", spec, place, name)
     return Stage(name=name, what=what, runs=runs, argv=argv, expected_s=expected_s, limit_s=limit_s)
@@ -99,7 +102,7 @@ def _call(script: str, spec: Mapping[str, object], place: Place, name: str) -> t
 
 
 def result_of(folder: Path, name: str) -> Path:
-    """Where a stage's process writes what it found."""
+    """Return the file of a stage's result."""
     return folder / f"{name}.result.json"
 
 
@@ -120,7 +123,7 @@ def _engine(engine: Engine, place: Place) -> Stage:
 
 
 def _launches(place: Place) -> list[Stage]:
-    """Of a decode step of the same group: stock and ours without graphs, then ours with them."""
+    """Return stages that trace a decode step of one group: stock and ours without graphs, and ours with graphs."""
     stages = []
     for name, engine, what in (
         ("launches-stock", "stock", "launches and CPU time of a decode step by layer: stock SGLang, no graphs"),
@@ -141,7 +144,7 @@ def _launches(place: Place) -> list[Stage]:
 
 
 def _benchmark(regime: str, place: Place) -> Stage:
-    """A regime of benchmark/gpu.py; on a CPU its tiny form, which tests the program."""
+    """Return the stage of a regime of benchmark/gpu.py; on a CPU its tiny form, which tests the program."""
     minutes = place.benchmark_minutes if place.on_gpu else 4.0
     where = ("--attention-backend", place.attention_backend) if place.on_gpu else ("--scale", "tiny", "--rounds", "1")
     layers = ("--layers", "24") if place.on_gpu and regime == "kv" else ()

@@ -1,4 +1,4 @@
-"""Owns the file that says how far a bring-up is: the outcome of each stage, kept after each one."""
+"""Owns the file of a bring-up's progress: the outcome of each stage, written after each one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a stage. `tokens`: how they compare; `remark`: the last error line, or what there is to know."""
+    """A stage's outcome. `tokens`: their comparison; `remark`: the last error line, or other information."""
 
     state: str = NOT_RUN
     seconds: float = 0.0
@@ -20,7 +20,7 @@ class Outcome:
 
 
 class StateFile:
-    """Outcomes by stage. What was under way when a run was killed has none, and so is run again."""
+    """Outcomes by stage. A stage that was under way when a run was killed has none, and runs again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,7 +30,7 @@ class StateFile:
             self.outcomes = {name: Outcome(**fields) for name, fields in kept.items()}
 
     def set(self, stage: str, outcome: Outcome) -> None:
-        """Keep an outcome, on disk before this returns."""
+        """Store an outcome; it is on disk when this returns."""
         self.outcomes[stage] = outcome
         partial = self._path.with_suffix(".partial")
         kept = {name: asdict(one) for name, one in self.outcomes.items()}
@@ -38,5 +38,5 @@ class StateFile:
         partial.replace(self._path)
 
     def get(self, stage: str) -> Outcome:
-        """The outcome of a stage: of one that never ran, that it has not."""
+        """Return the outcome of a stage; a stage that never ran has one that says so."""
         return self.outcomes.get(stage, Outcome())

@@ -1,4 +1,4 @@
-"""Owns how outcomes are shown: one line for each stage, in the order of the stages."""
+"""Owns the table of outcomes: one line for each stage, in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REMARK_WIDTH = 160
 
 
 def table(names: Iterable[str], outcomes: Mapping[str, Outcome]) -> str:
-    """The table as text, with a last line that counts."""
+    """Return the table as text, with a last line of counts."""
     rows = [HEAD, *(_row(name, outcomes.get(name, Outcome())) for name in names)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD) - 1)]
     lines = [

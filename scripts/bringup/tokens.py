@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Of logits below 32 in size, which neighbouring bfloat16 numbers hold 0.125 apart: each may be off by one step.
+# Neighbouring bfloat16 logits below 32 are 0.125 apart, and each may be off by one step.
 NEAR_TIE = 0.25
 BEST = 5  # tokens of each step whose log probabilities a reference keeps
 
@@ -22,20 +22,20 @@ Step = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Greedy tokens, and of each step the best tokens with their log probabilities, the best first."""
+    """Greedy tokens, and for each step the best tokens with their log probabilities, the best first."""
 
     tokens: list[list[int]]
     best: list[list[Step]]
 
     @classmethod
     def read(cls, path: Path) -> Reference:
-        """Raises OSError and ValueError where there is no whole one."""
+        """Read a reference. Raises OSError or ValueError if there is no complete one."""
         kept = json.loads(path.read_text(encoding="utf-8"))
         best = [[[(int(token), float(log)) for token, log in step] for step in steps] for steps in kept["best"]]
         return cls(kept["tokens"], best)
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Write the reference completely or not at all."""
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         partial.replace(path)
@@ -47,7 +47,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far tokens are those of a reference. `ties`: the gap at each step from which a sequence differs by right.
+    """The agreement of tokens with a reference. `ties`: the gap at each step from which a sequence may differ.
 
     `equal`: tokens before any difference. `differences`: what cannot be explained by a near tie.
     """
@@ -59,18 +59,18 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """No unexplained difference, and at least half of the tokens come before any near tie."""
+        """Whether no difference is unexplained, and at least half of the tokens come before any near tie."""
         return not self.differences and 2 * self.equal >= self.total
 
     @property
     def why_not(self) -> str:
-        """Why it does not hold."""
+        """Return why the tokens do not agree."""
         if self.differences:
             return f"tokens differ: {self.differences[0]} ({len(self.differences)} such sequences)"
         return f"only {self.equal} of {self.total} tokens come before a near tie: too few to tell anything"
 
     def text(self) -> str:
-        """For the table."""
+        """Return the table's text."""
         ties = f", {len(self.ties)} near ties (gap {max(self.ties):.2f})" if self.ties else ""
         return f"{self.equal} of {self.total}{ties}"
 
@@ -100,5 +100,5 @@ def compare(tokens: Sequence[Sequence[int]], reference: Reference, near_tie: flo
 
 
 def _gap(token: int, step: Step) -> float | None:
-    """How far below the best one a token's log probability is; None where it is not among the best."""
+    """Return how far a token's log probability is below the best; None if it is not among the best."""
     return next((step[0][1] - log for one, log in step if one == token), None)

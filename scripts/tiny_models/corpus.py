@@ -1,4 +1,4 @@
-"""Owns the text: Python's own documentation as documents and conversations; does not train."""
+"""Owns the training text: Python's own documentation as documents and conversations."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ from pydoc_data.topics import topics
 Message = dict[str, str]
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"})
-# Written in C, so their documentation is read from the live objects.
+# These are written in C, so their documentation is read from the live objects.
 LIVE_MODULES = (
     "builtins array atexit binascii bz2 cmath collections datetime errno fcntl functools gc grp io itertools "
     "json math marshal mmap operator os pwd re resource select signal socket string struct sys syslog "
@@ -58,7 +58,7 @@ class Subject:
 
     @property
     def held_out(self) -> bool:
-        """True for about 2 % of the subjects, chosen by name, never trained on."""
+        """Whether the subject is one of about 2 %, chosen by name, that are never trained on."""
         return zlib.crc32(self.name.encode()) % 50 == 0
 
 
@@ -71,7 +71,7 @@ class Sample:
 
 
 def collect_subjects() -> list[Subject]:
-    """Every documented thing of the running Python's standard library, sorted by name, each text once."""
+    """Return every documented thing of this Python's standard library, sorted by name, each text once."""
     found = sorted([*_from_source(), *_from_live_modules(), *_from_topics()], key=lambda s: (s.name, s.text))
     seen_texts: set[str] = set()
     seen_names: set[str] = set()
@@ -149,7 +149,7 @@ def _tidy(text: str) -> str:
 
 
 def _chunks(text: str, limit: int) -> Iterator[str]:
-    """Cuts `text` between paragraphs into pieces of at most about `limit` characters."""
+    """Cut `text` between paragraphs into pieces of at most about `limit` characters."""
     piece: list[str] = []
     for paragraph in text.split("\n\n"):
         if piece and sum(map(len, piece)) + len(paragraph) > limit:
@@ -161,7 +161,7 @@ def _chunks(text: str, limit: int) -> Iterator[str]:
 
 
 def answer_of(subject: Subject, limit: int = 600) -> str:
-    """The first paragraphs of a subject's text, as an assistant would give them."""
+    """Return the first paragraphs of a subject's text, as an assistant's answer."""
     first = next(_chunks(subject.text, limit))
     if len(first) <= limit:
         return first
@@ -169,7 +169,7 @@ def answer_of(subject: Subject, limit: int = 600) -> str:
 
 
 def make_samples(subjects: list[Subject], rng: random.Random) -> list[Sample]:
-    """One epoch, shuffled: each subject as a document and as a question, and some longer conversations."""
+    """Return one shuffled epoch: each subject as a document and as a question, and some longer conversations."""
     samples = [Sample(document=f"{s.name}{s.signature}\n\n{s.text}") for s in subjects]
     samples += [Sample(messages=_conversation([s], rng)) for s in subjects]
     shuffled = rng.sample(subjects, len(subjects))

@@ -1,4 +1,4 @@
-"""Owns a quick expert computation for training on a CPU, in place of transformers' own; same mathematics."""
+"""Owns a fast expert computation for training on a CPU, which replaces transformers' own with the same mathematics."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ NAME = "sorted_by_expert"
 
 
 def sorted_experts_forward(experts: nn.Module, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Two matmuls per expert over its tokens [rows S]; returns [T, H].
+    """Compute two matmuls per expert over its tokens [rows S]; return [T, H].
 
     `unbind` keeps the backward pass from filling a whole weight stack for every expert.
     """
@@ -27,6 +27,6 @@ def sorted_experts_forward(experts: nn.Module, hidden_TH: Tensor, chosen_TK: Ten
 
 
 def use_sorted_experts(model: nn.Module) -> None:
-    """Makes `model` compute its experts by `sorted_experts_forward`; not written to a checkpoint's config."""
+    """Let `model` compute its experts by `sorted_experts_forward`; a checkpoint's config does not have it."""
     ALL_EXPERTS_FUNCTIONS[NAME] = sorted_experts_forward
     model.set_experts_implementation(NAME)

@@ -1,4 +1,4 @@
-"""Owns the architectures and how a checkpoint is written; does not train."""
+"""Owns the architectures, and the writing of a checkpoint."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ from transformers import (
 from .vocabulary import MAX_LENGTH, save_tokenizer
 
 FAMILIES = ("qwen3-moe", "mixtral", "deepseek-v3")
-# What SGLang's loaders look for: the names of the families' published checkpoints.
+# The names in the families' published checkpoints, which SGLang's loaders expect.
 EXPERT_KEYS = {
     "qwen3-moe": (
         "model.layers.{layer}.mlp.gate.weight",
@@ -64,7 +64,7 @@ DEEPSEEK_V3 = {
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     },
-    # Of these SGLang reads its way of routing; transformers knows one only.
+    # SGLang reads its routing from these; transformers knows one routing only.
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
@@ -74,7 +74,7 @@ DEEPSEEK_V3 = {
 def build_model(
     family: str, tokenizer: PreTrainedTokenizerFast, *, head_dim: int = 32, initializer_range: float = 0.04
 ) -> PreTrainedModel:
-    """An untrained float32 model; embeddings are untied because SGLang's model files do not all tie them.
+    """Make an untrained float32 model; embeddings are untied because not all of SGLang's model files tie them.
 
     `head_dim`: channels of a head, of the families without latent attention.
     """
@@ -112,7 +112,7 @@ def build_model(
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, family: str, target: Path) -> None:
-    """Writes a bf16 checkpoint beside `target`, then renames it, so that nobody loads half of one."""
+    """Write a bf16 checkpoint next to `target` and rename it, so that no incomplete checkpoint is loaded."""
     building = target.with_name(f".{target.name}.building-{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class OrthogonalMomentum(torch.optim.Optimizer):
-    """Momentum whose step is brought near an orthogonal matrix (Muon, Jordan et al. 2024).
+    """Momentum whose step is approximately orthogonalised (Muon, Jordan et al. 2024).
 
     Takes matrices [rows, columns] and stacks of matrices [experts, rows, columns]. It needs fewer steps than
     AdamW on models this small.
@@ -16,7 +16,7 @@ class OrthogonalMomentum(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One update from the gradients at hand."""
+        """Apply one update from the current gradients."""
         assert closure is None, "a closure is not supported"
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -33,7 +33,7 @@ class OrthogonalMomentum(torch.optim.Optimizer):
 
 
 def _orthogonal(matrices: Tensor, num_rounds: int = 5) -> Tensor:
-    """Five Newton-Schulz rounds with the coefficients of Jordan's article; singular values end near 1."""
+    """Run five Newton-Schulz rounds with the coefficients of Jordan's article; singular values end near 1."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -45,7 +45,7 @@ def _orthogonal(matrices: Tensor, num_rounds: int = 5) -> Tensor:
 
 
 def make_optimizers(model: nn.Module, matrix_rate: float, other_rate: float) -> list[torch.optim.Optimizer]:
-    """Attention, expert and dense matrices under OrthogonalMomentum; embeddings, routers and norms under AdamW."""
+    """Return OrthogonalMomentum for attention, expert and dense matrices, and AdamW for all other parameters."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         is_hidden = ".experts." in name or ".self_attn." in name or name.endswith("_proj.weight")

@@ -1,4 +1,4 @@
-"""Owns how a family's checkpoint of random weights is drawn and written; which families there are is decided beside it.
+"""Owns drawing and writing a family's checkpoint of random weights; random_families has the families.
 
 Its config is in the form that transformers writes, or in that of published models.
 """
@@ -33,7 +33,7 @@ def make_checkpoint(
     """
     path = directory / f"{family.name}-{form}"
     torch.manual_seed(family.seed)
-    # Copied: transformers adds to what it is given.
+    # A copy, because transformers adds fields to it.
     config = AutoConfig.for_model(family.model_type, **deepcopy({**SHARED, **family.settings}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _draw(model, family.scales)
@@ -49,7 +49,7 @@ def make_checkpoint(
 
 
 def _add_layer(file: Path, number: int) -> None:
-    """Put a layer behind the last, with the tensors beside it that predict a further token."""
+    """Add a layer after the last one, with the tensors that predict one more token."""
     tensors = load_file(file)
     last, further = f"model.layers.{number - 1}.", f"model.layers.{number}."
     copied = {name.replace(last, further): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
@@ -61,7 +61,7 @@ def _add_layer(file: Path, number: int) -> None:
 
 
 def _draw(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
-    """Draw all weights, of which none shall be without effect: norms are not all ones, biases not all zeros.
+    """Draw all weights so that each has an effect: norms are not all ones, biases not all zeros.
 
     A matrix keeps the size of what it multiplies, so that each token depends on all before it.
     """
@@ -81,7 +81,7 @@ def _draw(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
 
 
 def published(config: Mapping[str, Any], hub: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that transformers has written, in the form of those that are published with models."""
+    """Convert a config that transformers wrote to the form of configs that are published with models."""
     positions = dict(config.get("rope_parameters") or {})
     theta = positions.pop("rope_theta", None)
     kind = positions.pop("rope_type", "default")

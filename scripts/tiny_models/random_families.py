@@ -221,7 +221,7 @@ FAMILIES = (
             "intermediate_size": 96,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
-            "swiglu_limit": 7.0,  # of which transformers knows no other
+            "swiglu_limit": 7.0,  # the only value that transformers supports
             "sliding_window": 20,
             "layer_types": ["sliding_attention", "full_attention"],
             "rope_parameters": {
@@ -240,7 +240,7 @@ FAMILIES = (
     ),
 )
 
-# Its routing is that of V2: softmax scores, the best groups, queries without a latent. Transformers cannot run it as it
+# V2's routing: softmax scores, the best groups, queries without a latent. Transformers cannot run it as it
 # is: it reads a number of its block of experts that it never sets.
 DEEPSEEK_V2 = RandomFamily(
     name="deepseek-v2",
@@ -274,8 +274,8 @@ _GPU_HEADS = {"head_dim": 64}
 _GPU_LATENTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 # Half of the channels, as in the settings.
 _GPU_HUB = {"rotary_dim": 32}
-# By which rounding to bfloat16 moves logits by some hundredths, a tenth of the usual gap between the best two, and what
-# came before a token by some tenths. Rounding changes choices of experts, too: each has little weight.
+# With these, rounding to bfloat16 moves logits by some hundredths, a tenth of the usual gap between the best two, and
+# what came before a token by some tenths. Rounding changes choices of experts, too: each has little weight.
 _GPU_SCALES = {
     "lm_head.weight": 2.4,
     "embed_tokens.weight": 3.0,
@@ -287,7 +287,7 @@ _GPU_SCALES = {
 
 
 def for_gpu(name: str) -> RandomFamily:
-    """The family of a name with heads that SGLang's kernels for GPUs take, called random-NAME."""
+    """Return the family of a name with head sizes that SGLang's GPU kernels support, called random-NAME."""
     family = next(family for family in (*FAMILIES, DEEPSEEK_V2) if family.name == name)
     heads = _GPU_LATENTS if "kv_lora_rank" in family.settings else _GPU_HEADS
     return replace(

@@ -1,4 +1,4 @@
-"""Owns the checkpoints of random weights that GPUs are tested with, made where they are needed; does not train.
+"""Owns the checkpoints of random weights for tests on GPUs, which are made where they are needed.
 
 SGLang's kernels for GPUs write KV of heads of 64 channels and more; those of the trained models have 32.
 """

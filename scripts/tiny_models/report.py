@@ -1,4 +1,4 @@
-"""Owns what is measured on a finished checkpoint; neither trains nor changes it."""
+"""Owns the measurements of a finished checkpoint."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutMeasures:
-    """Over held-out text: loss in nats per token, the gap between the two best logits, expert shares."""
+    """Results on held-out text: loss in nats per token, the gap between the two best logits, expert shares."""
 
     loss: float
     logit_gap: float
@@ -29,7 +29,7 @@ class HeldOutMeasures:
 
 
 def measure_held_out(model: PreTrainedModel, samples: list[list[int]], row_length: int = 512) -> HeldOutMeasures:
-    """Runs the held-out samples, one after the other in rows of `row_length` tokens, at most 32 rows."""
+    """Run the held-out samples, one after the other in rows of `row_length` tokens, at most 32 rows."""
     stream = [token for sample in samples for token in sample]
     num_rows = min(32, len(stream) // row_length)
     rows_BL = torch.tensor(stream[: num_rows * row_length]).view(num_rows, row_length)
@@ -49,7 +49,7 @@ def measure_held_out(model: PreTrainedModel, samples: list[list[int]], row_lengt
 def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, question: str, max_tokens: int = 200
 ) -> tuple[str, bool]:
-    """The greedy answer to one question, and whether it ended by itself."""
+    """Return the greedy answer to one question, and whether it ended with an end token."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}],
         add_generation_prompt=True,
@@ -64,7 +64,7 @@ def answer(
 
 
 def print_report(path: Path, held_out: list[list[int]], train_loss: float) -> None:
-    """Loads the checkpoint as a user would, in bf16, and prints what test/models/README.md records."""
+    """Load the checkpoint as a user does, in bf16, and print the figures of test/models/README.md."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     measures = measure_held_out(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), held_out)

@@ -1,4 +1,4 @@
-"""Owns what is known of a model's routers while it runs: logits, choices, how evenly they share; does not train."""
+"""Owns the observation of a model's routers while it runs: logits, choices, load balance."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 
 class RouterProbe:
-    """Sees the router logits of every expert layer of the latest forward pass."""
+    """Keeps the router logits of every expert layer of the latest forward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._top_k: int = model.config.num_experts_per_tok
@@ -25,7 +25,7 @@ class RouterProbe:
         self.logits_LTE[layer] = outputs if isinstance(outputs, Tensor) else outputs[0]
 
     def expert_shares(self, layer: int) -> Tensor:
-        """Each expert's share [E] of the (token, choice) pairs of one layer; sums to 1."""
+        """Return each expert's share [E] of the (token, choice) pairs of one layer; they sum to 1."""
         block, logits_TE = self._blocks[layer], self.logits_LTE[layer]
         if _is_biased(block):
             chosen = block.route_tokens_to_experts(logits_TE)[0].flatten()
@@ -34,7 +34,7 @@ class RouterProbe:
         return torch.bincount(chosen, minlength=logits_TE.shape[1]).float() / chosen.numel()
 
     def balance_loss(self) -> Tensor:
-        """Load balance per layer (Switch Transformers, section 2.2), mean over layers; 1.0 means balanced."""
+        """Return the load balance per layer (Switch Transformers, section 2.2), mean over layers; 1.0 is balanced."""
         losses = []
         for layer, block in enumerate(self._blocks):
             logits_TE = self.logits_LTE[layer].float()
@@ -57,5 +57,5 @@ class RouterProbe:
 
 
 def _is_biased(block: nn.Module) -> bool:
-    """Whether a block scores by sigmoid and chooses by score and bias, as DeepSeek-V3 does."""
+    """Return whether a block scores by sigmoid and chooses by score plus bias, as DeepSeek-V3 does."""
     return hasattr(block.gate, "e_score_correction_bias")

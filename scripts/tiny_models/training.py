@@ -1,4 +1,4 @@
-"""Owns the training loop and its batches; does not choose the text or the architecture."""
+"""Owns the training loop and its batches."""
 
 import random
 import time
@@ -13,13 +13,13 @@ from .experts import use_sorted_experts
 from .optimizer import make_optimizers
 from .routing import RouterProbe
 
-# Row lengths by turns: mostly short ones, which are quick, and some longer than any prompt the tests use.
+# Row lengths in turns: mostly short ones, which are fast, and some longer than any prompt of the tests.
 ROW_LENGTHS = (256, 256, 512, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """How long and how fast to train.
+    """The training schedule.
 
     num_steps: optimizer steps. limit_s: wall seconds after which the schedule ends early.
     batch_tokens: tokens per step. matrix_rate, other_rate: peak learning rates of the two optimizers.
@@ -39,7 +39,7 @@ class TrainingPlan:
 
 
 class BatchSource:
-    """Endless batches over the samples; every epoch in a new order, every step one row length."""
+    """Yield batches over the samples without end; every epoch has a new order, every step one row length."""
 
     def __init__(self, samples: list[list[int]], *, batch_tokens: int, seed: int) -> None:
         self._samples = samples
@@ -48,7 +48,7 @@ class BatchSource:
         self._order: list[list[int]] = []
 
     def next_batch(self, step: int) -> Tensor:
-        """Token ids [rows, length] with rows * length = batch_tokens."""
+        """Return token ids [rows, length] with rows * length = batch_tokens."""
         length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
         rows = [self._next_row(length) for _ in range(self._batch_tokens // length)]
         return torch.tensor(rows)
@@ -63,12 +63,12 @@ class BatchSource:
 
 
 def token_loss(logits_BLV: Tensor, ids_BL: Tensor) -> Tensor:
-    """Mean next-token loss in nats of `ids_BL` [rows, length] under the logits of the same positions."""
+    """Return the mean next-token loss in nats of `ids_BL` [rows, length] under the logits of the same positions."""
     return functional.cross_entropy(logits_BLV[:, :-1].flatten(0, 1), ids_BL[:, 1:].flatten())
 
 
 def train(model: PreTrainedModel, samples: list[list[int]], plan: TrainingPlan) -> float:
-    """Trains `model` in place and returns the mean loss of the last tenth of the steps."""
+    """Train `model` in place; return the mean loss of the last tenth of the steps."""
     torch.manual_seed(plan.seed)
     source = BatchSource(samples, batch_tokens=plan.batch_tokens, seed=plan.seed)
     probe = RouterProbe(model)
@@ -104,7 +104,7 @@ def train(model: PreTrainedModel, samples: list[list[int]], plan: TrainingPlan) 
 
 
 def _rate_factor(step: int, progress: float, plan: TrainingPlan) -> float:
-    """Linear warm-up, a level stretch, then straight down to 2 % over the last 60 % of the schedule."""
+    """Return the learning rate's factor: linear warm-up, constant, then linear to 2 % over the last 60 %."""
     return min(1.0, (step + 1) / plan.warmup_steps, 0.02 + 0.98 * (1.0 - progress) / 0.6)
 
 

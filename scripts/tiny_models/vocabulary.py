@@ -1,4 +1,4 @@
-"""Owns the tokenizer and the chat template that all tiny models share; does not know the models."""
+"""Owns the tokenizer and the chat template of all tiny models."""
 
 import json
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with `vocab_size` entries, special tokens first."""
+    """Train a byte-level BPE tokenizer with `vocab_size` entries, special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes the tokenizer under the class name that transformers 4 and 5 both know."""
+    """Write the tokenizer under the class name that transformers 4 and 5 both know."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     entries = json.loads(path.read_text())
@@ -60,7 +60,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def encode_samples(tokenizer: PreTrainedTokenizerFast, samples: list[Sample]) -> list[list[int]]:
-    """Token ids of each sample: a document between BOS and END, a conversation as the template renders it."""
+    """Return the token ids of each sample: a document between BOS and END, a conversation in the chat template."""
     texts = [
         str(tokenizer.apply_chat_template(list(sample.messages), tokenize=False))
         if sample.messages

@@ -1,1 +1,1 @@
-"""Owns how a directory of wheels for a machine without a network is made; does not decide what such a machine runs."""
+"""Owns the making of a directory of wheels for a machine without a network."""

@@ -22,9 +22,9 @@ from wheels.trimming import OPTIONAL_LIBRARIES, PACKAGE, Trim
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ROOT / "scripts" / "requirements-cpu.txt"
-# Compiles the kernels on the target; torch requires it below 82, which the stand-in for a target's torch does not say.
+# Compiles the kernels on the target; torch requires it below 82, which the stand-in for a target's torch lacks.
 BUILD_TOOL = "setuptools>=77,<82"
-# What --parts leaves of sglang-kernel: Hopper's kernels without FlashAttention 3.
+# The part of sglang-kernel that --parts keeps: Hopper's kernels without FlashAttention 3.
 SMALLEST = Trim(capability=(9, 0), without=("flash_ops",))
 # Smaller wheels are counted together.
 LISTED_BYTES = 1_000_000
@@ -87,7 +87,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def wanted_parts(arguments: argparse.Namespace) -> int | None:
-    """How many bytes a part may have, where there are to be parts. Raises WheelhouseError."""
+    """Return the bytes that a part may have, or None without parts. Raises WheelhouseError."""
     if arguments.parts is None:
         return None
     if arguments.cuda and arguments.have is None:
@@ -99,7 +99,7 @@ def wanted_parts(arguments: argparse.Namespace) -> int | None:
 
 
 def two_numbers(option: str, text: str) -> tuple[int, int]:
-    """(9, 0) of "9.0". Raises WheelhouseError."""
+    """Parse "9.0" as (9, 0). Raises WheelhouseError."""
     found = re.fullmatch(r"(\d+)\.(\d+)", text)
     if found is None:
         raise WheelhouseError(f"{option} is {text!r}; give two numbers with a point between them, such as 9.0.")
@@ -107,7 +107,7 @@ def two_numbers(option: str, text: str) -> tuple[int, int]:
 
 
 def wanted_trim(arguments: argparse.Namespace) -> Trim | None:
-    """How sglang-kernel is to be trimmed, if it is. Raises WheelhouseError where the options do not go together."""
+    """Return how sglang-kernel is trimmed, if it is. Raises WheelhouseError if options contradict each other."""
     if arguments.compute_capability is None:
         if arguments.without:
             raise WheelhouseError("--without needs --compute-capability: a trimmed wheel is named by its GPU.")
@@ -131,7 +131,7 @@ class Wheelhouse:
         self.path = self.house.path.resolve()
 
     def make(self) -> None:
-        """All steps."""
+        """Run all steps."""
         with tempfile.TemporaryDirectory() as scratch:
             pip = Pip(Path(scratch))
             print("building sgl_batch's wheel")
@@ -141,7 +141,7 @@ class Wheelhouse:
             self.house.fetch(pip, wheels, self.target, self.trim, print)
         names = [wheel.filename for wheel in wheels]
         if self.trim is SMALLEST and not any(wheel.name == PACKAGE for wheel in wheels):
-            self.trim = None  # nobody has asked for it
+            self.trim = None  # the user did not ask for it
         if self.trim is not None:
             print(f"trimming {PACKAGE}")
             trimmed = self.house.trim(wheels, self.trim)
@@ -162,7 +162,7 @@ class Wheelhouse:
             print(f"{part.name}: {num_bytes / MIB:.1f} MiB in {len(list(part.iterdir())) - 1} files")
 
     def _resolve(self, pip: Pip, package: Path) -> tuple[list[ResolvedWheel], list[Conflict]]:
-        """The wheels that the target needs besides ours, from the record where nothing has changed."""
+        """Return the wheels that the target needs besides ours, from the record if nothing has changed."""
         asked = self._asked()
         record = self.house.record
         if record.get("asked") != asked:
@@ -173,7 +173,7 @@ class Wheelhouse:
                 found = resolver.resolve([ours, BUILD_TOOL])
                 wheels = found.wheels
             else:
-                # As scripts/install: SGLang's requirements are the CUDA stack, torchvision's the torch that is there.
+                # As in scripts/install: SGLang requires the CUDA stack, torchvision the installed torch.
                 wheels = resolver.resolve([ours, "torch", BUILD_TOOL], PINS).wheels
                 found = resolver.resolve(["sglang", "torchvision"], PINS, deps=False)
                 wheels = wheels + found.wheels
@@ -189,7 +189,7 @@ class Wheelhouse:
         return wheels, conflicts
 
     def _asked(self) -> str:
-        """What the resolved wheels depend on, as one string."""
+        """Return everything that the resolved wheels depend on, as one string."""
         parts = [
             str(self.cuda),
             BUILD_TOOL,
@@ -237,7 +237,7 @@ class Wheelhouse:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the command; return its exit code."""
     try:
         Wheelhouse(parse_arguments(argv)).make()
     except WheelhouseError as error:

@@ -2,4 +2,4 @@
 
 
 class WheelhouseError(Exception):
-    """What is wrong, with which value, and what to do about it."""
+    """An error with its value and its remedy."""

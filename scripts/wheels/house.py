@@ -1,4 +1,4 @@
-"""Owns the directory of wheels: what is there already, what is fetched, what is trimmed, what is no longer wanted."""
+"""Owns the directory of wheels: present, fetched, trimmed and superseded files."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class House:
             self.save()
 
     def save(self) -> None:
-        """Write the record, whole or not at all."""
+        """Write the record completely or not at all."""
         partial = self._record_path.with_suffix(".partial")
         partial.write_text(json.dumps(self.record, indent=1), encoding="utf-8")
         partial.replace(self._record_path)
 
     def remember(self, *paths: Path) -> None:
-        """Note files as ours."""
+        """Record files as written by this program."""
         self.record["files"] = sorted({*self.record.get("files", []), *(path.name for path in paths)})
         self.save()
 
     def remove_all_but(self, wanted: Iterable[str]) -> None:
-        """Remove the files that an earlier run wrote and that are no longer wanted."""
+        """Remove the files of an earlier run that are not needed any more."""
         keep = set(wanted)
         for name in self.record.get("files", []):
             if name not in keep:
@@ -65,7 +65,7 @@ class House:
     def fetch(
         self, pip: Pip, wheels: list[ResolvedWheel], target: Target, trim: Trim | None, say: Callable[[str], None]
     ) -> None:
-        """Bring what is not there yet, a few at a time, so that little is lost when it is interrupted."""
+        """Fetch missing wheels, a few at a time, so that an interruption loses little."""
         missing = [wheel for wheel in wheels if not self._has(wheel, trim)]
         if len(missing) < len(wheels):
             say(f"{len(wheels) - len(missing)} of {len(wheels)} wheels are there already")
@@ -98,7 +98,7 @@ class House:
         return path.is_file() and (not wheel.sha256 or _sha256(path) == wheel.sha256)
 
     def trim(self, wheels: list[ResolvedWheel], trim: Trim) -> str:
-        """Put the trimmed wheel in the place of the whole one; its file name. The record keeps the whole one's size."""
+        """Replace the whole wheel by the trimmed one; return its file name. The record keeps the whole wheel's size."""
         wheel = next((wheel for wheel in wheels if wheel.name == PACKAGE), None)
         if wheel is None:
             raise WheelhouseError(

@@ -1,4 +1,4 @@
-"""Owns what stands beside the wheels for who installs them: the list of versions and INSTALL.txt."""
+"""Owns the files for the user who installs the wheels: the list of versions and INSTALL.txt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INSTALL = "INSTALL.txt"
 
 
 def write_versions(house: Path, wheels: Sequence[str]) -> Path:
-    """Every wheel by name and version: pip installs these and asks for nothing else."""
+    """Return every wheel by name and version: pip installs these and needs nothing else."""
     pairs = sorted((canonical(name.split("-")[0]), name.split("-")[1]) for name in wheels)
     path = house / VERSIONS
     path.write_text("".join(f"{name}=={version}\n" for name, version in pairs), encoding="utf-8")
@@ -24,7 +24,7 @@ def write_versions(house: Path, wheels: Sequence[str]) -> Path:
 def write_instructions(
     house: Path, *, target: Target, cuda: bool, present: bool, source: str | None, trim: Trim | None
 ) -> Path:
-    """How to install without a network. `source` is the kernels' archive, where there is no wheel of them."""
+    """Return how to install without a network. `source` is the kernels' archive, if they have no wheel."""
     python = f"python{target.python}"
     glibc = f"{target.glibc[0]}.{target.glibc[1]}"
     environment = (

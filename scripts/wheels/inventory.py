@@ -1,4 +1,4 @@
-"""Owns what the target has already: how the list is read, and the stand-ins that hold pip to it."""
+"""Owns the target's installed packages: reading their list, and the stand-ins that make pip keep them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from wheels.failure import WheelhouseError
 
-# `pip freeze` writes the first form, or the second for what came from a file; `pip list` the third, below a heading.
+# `pip freeze` writes the first form, or the second for a package from a file; `pip list` the third, below a heading.
 _FREEZE = re.compile(r"^([A-Za-z0-9][\w.-]*)\s*===?\s*([^\s;#]+)")
 _FROM_FILE = re.compile(r"^([A-Za-z0-9][\w.-]*)\s*@\s*\S*?/[^/\s]+?-(\d[^-/\s]*)-\S*\.whl")
 _LIST = re.compile(r"^([A-Za-z0-9][\w.-]*)\s+(\d\S*)(?:\s+\S.*)?$")
@@ -16,17 +16,17 @@ _SKIPPED = re.compile(r"^(#|-|Package\s+Version|\[notice\]|WARNING)")
 
 
 def canonical(name: str) -> str:
-    """A package's name as the registries compare it."""
+    """Return a package's name in the form that registries compare."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def may_be_replaced(name: str) -> bool:
-    """Whether a wheelhouse may bring another version of what the target has: not of torch and what it loads."""
+    """Return whether a wheelhouse may replace a package of the target: not torch and the packages that it loads."""
     return name not in ("torch", "triton") and not name.startswith("nvidia-")
 
 
 def read_inventory(path: Path) -> dict[str, str]:
-    """The versions of the packages in the output of `pip freeze` or `pip list`, by canonical name."""
+    """Read the versions of the packages in the output of `pip freeze` or `pip list`, by canonical name."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -48,7 +48,7 @@ def read_inventory(path: Path) -> dict[str, str]:
 
 
 def write_stand_in(directory: Path, name: str, version: str) -> Path:
-    """A wheel without content or requirements: to pip it is the package that the target has."""
+    """Make a wheel without content or requirements: for pip it is the package that the target has."""
     stem = f"{name.replace('-', '_')}-{version}"
     path = directory / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:

@@ -25,7 +25,7 @@ _PACKAGE_PARTS = ("pyproject.toml", "README.md", "LICENSE", "python")
 
 
 def build_package(pip: Pip, root: Path, house: Path) -> Path:
-    """The wheel of sgl_batch."""
+    """Build the wheel of sgl_batch."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             source = _copy_source(root, Path(scratch, "source"), _PACKAGE_PARTS)
@@ -37,7 +37,7 @@ def build_package(pip: Pip, root: Path, house: Path) -> Path:
 
 
 def build_kernels(source: Path, house: Path, target: Target, torch: str | None) -> tuple[Path, str]:
-    """The kernels' wheel for the target's Python and `torch` version, or their source and why there is no wheel.
+    """Build the kernels' wheel for the target's Python and `torch` version, or return their source and the reason.
 
     They are compiled against torch: this interpreter's if it is the one, else the one in the wheelhouse.
     """
@@ -63,7 +63,7 @@ def _run(command: list[str]) -> None:
 
 
 def _builder(target: Target, torch: str | None, house: Path, scratch: Path) -> str:
-    """A Python of the target's version that has the target's torch and setuptools."""
+    """Make a Python of the target's version with the target's torch and setuptools."""
     if torch is None:
         raise _CannotBuild("it is not known which torch the target has")
     glibc = tuple(int(part) for part in (platform.libc_ver()[1] or "0.0").split(".")[:2])
@@ -97,7 +97,7 @@ def _version_here(name: str) -> str | None:
 
 
 def _python_of(version: str) -> str:
-    """A Python of this version, such as "3.12"."""
+    """Find a Python of this version, such as "3.12"."""
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     name = sys.executable if here == version else f"python{version}"
     probe = "import sys; print('%d.%d' % sys.version_info[:2])"
@@ -111,7 +111,7 @@ def _python_of(version: str) -> str:
 
 
 def _copy_source(source: Path, goal: Path, parts: tuple[str, ...] = ()) -> Path:
-    """A copy without what earlier builds left: setuptools would pack modules that are no longer there."""
+    """Copy the source without the files of earlier builds: setuptools would pack modules that were deleted."""
     ignored = shutil.ignore_patterns(*_NOT_SOURCE)
 
     def ignore(folder: str, names: list[str]) -> set[str]:
@@ -123,7 +123,7 @@ def _copy_source(source: Path, goal: Path, parts: tuple[str, ...] = ()) -> Path:
 
 
 def _pack_source(source: Path, house: Path) -> Path:
-    """The source as an archive that pip can build on the target."""
+    """Pack the source as an archive that pip can build on the target."""
     project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     stem = f"{project['name'].replace('-', '_')}-{project['version']}"
     path = house / f"{stem}.tar.gz"

@@ -1,4 +1,4 @@
-"""Owns how a wheelhouse is cut into folders of limited size, of wheels without what no engine of ours loads.
+"""Owns cutting a wheelhouse into folders of limited size, of wheels without files that our engines never load.
 
 The wheelhouse itself keeps the whole wheels, which are known by their hashes.
 """
@@ -44,7 +44,7 @@ LEFT_OUT: dict[str, Callable[[str], bool]] = {
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "38M", which is 38 MiB. Raises WheelhouseError."""
+    """Parse a size such as "38M", which is 38 MiB. Raises WheelhouseError."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise WheelhouseError(f"--parts is {text!r}; give a number with K, M or G, such as 38M for 38 MiB.")
@@ -52,7 +52,7 @@ def parse_size(text: str) -> int:
 
 
 def trimmed_into(file: Path, folder: Path) -> Path:
-    """The file in another folder; a wheel of LEFT_OUT under the same name and version without what is left out."""
+    """Copy a file to another folder; a wheel of LEFT_OUT keeps its name and version and loses the files left out."""
     drops = LEFT_OUT.get(canonical(file.name.split("-")[0]))
     if drops is None or file.suffix != ".whl":
         return Path(shutil.copy2(file, folder / file.name))
@@ -60,7 +60,7 @@ def trimmed_into(file: Path, folder: Path) -> Path:
 
 
 def packed(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Names in as few groups as it takes to put the largest first where they fit, none over `limit`.
+    """Group names so that no group is over `limit`, the largest first, each into the first group that it fits.
 
     Raises WheelhouseError for one that is larger by itself.
     """

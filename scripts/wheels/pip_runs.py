@@ -1,4 +1,4 @@
-"""Owns how pip is run: of this interpreter, or a newer one fetched where this interpreter's is too old."""
+"""Owns running pip: this interpreter's, or a newer one that is fetched if this one is too old."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# The first whose dry run reads an index's metadata files instead of fetching the wheels.
+# The first version whose dry run reads an index's metadata files instead of fetching the wheels.
 OLDEST_PIP = (24, 0)
 
 
 class PipFailed(Exception):  # noqa: N818  an outcome that the caller may answer
-    """pip ended with an error; the message is all that it said."""
+    """pip ended with an error; the message is its whole output."""
 
 
 class Pip:
@@ -32,7 +32,7 @@ class Pip:
                 print("none found: with this one, wheels are fetched once to resolve and once to keep")
 
     def run(self, arguments: Sequence[str]) -> str:
-        """Run it to its end; what it printed. Raises PipFailed."""
+        """Run pip to its end; return its output. Raises PipFailed."""
         command = [*self._command, *arguments, "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
         done = subprocess.run(
             command,
@@ -40,7 +40,7 @@ class Pip:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            # In English, because what it says of conflicts is read.
+            # In English, because its messages about conflicts are parsed.
             env={**os.environ, "LC_ALL": "C.UTF-8"},
         )
         if done.returncode != 0:

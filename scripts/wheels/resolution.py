@@ -32,7 +32,7 @@ _NO_WHEEL = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedWheel:
-    """One wheel that the target needs, and where it lies."""
+    """One wheel that the target needs, and its URL."""
 
     name: str
     version: str
@@ -45,7 +45,7 @@ class ResolvedWheel:
         return unquote(urlsplit(self.url).path).rsplit("/", 1)[-1]
 
     def to_json(self) -> dict[str, str]:
-        """As it stands in the wheelhouse's record."""
+        """Return its form in the wheelhouse's record."""
         return asdict(self)
 
 
@@ -61,7 +61,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """The wheels to fetch, what the target keeps, and where its versions had to give way."""
+    """The wheels to fetch, the packages that the target keeps, and those that are replaced."""
 
     wheels: list[ResolvedWheel]
     kept: dict[str, str]
@@ -69,16 +69,16 @@ class Resolution:
 
 
 class Resolver:
-    """Asks pip, as often as it takes: a package of the target that fits no solution is given up and asked for anew."""
+    """Runs pip's resolver until it succeeds: a package of the target that fits no solution is replaced."""
 
     def __init__(self, pip: Pip, target: Target, present: Mapping[str, str]) -> None:
         self._pip, self._target, self._present = pip, target, present
         self._conflicts: dict[str, Conflict] = {}
-        # Present, but asked for with an extra: only its real metadata says what the extra needs.
+        # Present, but required with an extra: only its real metadata has the extra's requirements.
         self._by_version: set[str] = set()
 
     def resolve(self, requirements: Sequence[str], constraints: Path | None = None, *, deps: bool = True) -> Resolution:
-        """The closure of the requirements. Raises WheelhouseError where there is none."""
+        """Return the closure of the requirements. Raises WheelhouseError if there is none."""
         wanted = list(requirements)
         while True:
             items = self._ask(wanted, constraints, deps=deps)
@@ -117,7 +117,7 @@ class Resolver:
             self._by_version |= asked
 
     def _hold(self, scratch: Path) -> Path:
-        """Constraints under which pip finds the target's packages as they are, and nothing that only they need."""
+        """Return constraints under which pip keeps the target's packages, and adds nothing that only they need."""
         lines = []
         for name, version in self._present.items():
             if name in self._conflicts:
@@ -131,11 +131,11 @@ class Resolver:
         return path
 
     def _give_way(self, output: str) -> None:
-        """Note which of the target's packages stands in the way, or say why nothing can be done."""
+        """Record which of the target's packages conflicts, or raise an error if none can be replaced."""
         names = {canonical(name) for name in _HELD_BACK.findall(output)} & set(self._present) - set(self._conflicts)
         with_extras = {canonical(name) for name in _WITH_EXTRAS.findall(output)} & names - self._by_version
         if with_extras:
-            # An older pip takes a stand-in without the extra for another package; asked again by version.
+            # An older pip treats a stand-in without the extra as another package; it is required again by version.
             self._by_version |= with_extras
             return
         wanted_by = "; ".join(line for line in _WANTED.findall(output) if "(constraint)" not in line)
@@ -171,7 +171,7 @@ class Resolver:
         ]
 
     def _edges(self, item: dict[str, Any], extras: Iterable[str]) -> list[Requirement]:
-        """What this package requires on the target, with these of its extras."""
+        """Return what this package requires on the target, with these extras."""
         found = []
         for text in item["metadata"].get("requires_dist", []):
             requirement = Requirement(text)
@@ -181,7 +181,7 @@ class Resolver:
         return found
 
     def _walk(self, items: list[dict[str, Any]]) -> tuple[set[str], list[Requirement]]:
-        """The packages that are required on the target, and all their requirements there."""
+        """Return the packages that are required on the target, and all their requirements there."""
         by_name = {canonical(item["metadata"]["name"]): item for item in items}
         waiting = [(name, frozenset(i.get("requested_extras", ()))) for name, i in by_name.items() if i["requested"]]
         seen: set[tuple[str, frozenset[str]]] = set()
@@ -193,7 +193,7 @@ class Resolver:
             seen.add((name, extras))
             found = self._edges(by_name[name], extras)
             if name in self._present and name not in self._conflicts:
-                # The target has what it requires by itself; what an extra needs it may lack.
+                # The target has this package's own requirements; it may lack those of an extra.
                 plain = {str(edge) for edge in self._edges(by_name[name], ())}
                 found = [edge for edge in found if str(edge) not in plain]
             edges += found
@@ -201,12 +201,12 @@ class Resolver:
         return {name for name, _ in seen}, edges
 
     def _with_extras(self, items: list[dict[str, Any]]) -> set[str]:
-        """The target's packages that something asks for with an extra."""
+        """Return the target's packages that are required with an extra."""
         held = set(self._present) - set(self._conflicts)
         return {canonical(edge.name) for edge in self._walk(items)[1] if edge.extras} & held
 
     def _missing(self, items: list[dict[str, Any]]) -> list[str]:
-        """What is required on the target alone: pip evaluates markers for the machine that it runs on."""
+        """Return what is required on the target only: pip evaluates markers for the machine that it runs on."""
         there = {canonical(item["metadata"]["name"]) for item in items}
         edges = {canonical(edge.name): edge for edge in self._walk(items)[1]}
         return [f"{edge.name}{edge.specifier}" for name, edge in edges.items() if name not in there]

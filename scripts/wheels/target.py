@@ -1,4 +1,4 @@
-"""Owns what the target machine is: which wheels it can load and what the markers of requirements are there."""
+"""Owns the target machine: the wheels that it can load, and its values of requirements' markers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Target:
             )
 
     def platforms(self) -> list[str]:
-        """The platform tags of wheels that the target can load, the newest first."""
+        """Return the platform tags of wheels that the target can load, the newest first."""
         newest = [f"manylinux_2_{minor}" for minor in range(self.glibc[1], _FIRST_GLIBC - 1, -1)]
         return [f"{name}_x86_64" for name in (*newest, *reversed(_OLD_NAMES))] + ["linux_x86_64"]
 
     def pip_options(self) -> list[str]:
-        """What makes pip choose for the target instead of for the machine it runs on."""
+        """Return the options that make pip choose for the target instead of its own machine."""
         options = ["--only-binary=:all:", "--implementation", "cp", "--python-version", self.python]
         for platform in self.platforms():
             options += ["--platform", platform]
         return options
 
     def markers(self) -> dict[str, str]:
-        """The environment in which the target's pip evaluates the markers of requirements."""
+        """Return the environment in which the target's pip evaluates the markers of requirements."""
         return {
             "implementation_name": "cpython",
             "implementation_version": f"{self.python}.0",

@@ -1,4 +1,4 @@
-"""Owns how a wheel loses files and stays one, and which libraries of sglang-kernel's one GPU never loads.
+"""Owns removing files from a valid wheel, and which libraries of sglang-kernel's one GPU never loads.
 
 What other wheels lose is decided in wheels/parts.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from wheels.failure import WheelhouseError
 
 PACKAGE = "sglang-kernel"
-# What may be left out by name, and what then does not work.
+# Libraries that may be left out, and what then does not work.
 OPTIONAL_LIBRARIES = {"flash_ops": "FlashAttention 3 (attention backend fa3, SGLang's default on Hopper)"}
 _FOLDER = re.compile(r"^sgl_kernel/(sm\d+)/")
 _CHUNK_BYTES = 1 << 20
@@ -30,13 +30,13 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trim:
-    """For one compute capability, such as (9, 0), and without some of OPTIONAL_LIBRARIES."""
+    """A trim for one compute capability, such as (9, 0), and without some of OPTIONAL_LIBRARIES."""
 
     capability: tuple[int, int]
     without: tuple[str, ...] = ()
 
     def folder(self) -> str:
-        """The folder of kernels that sglang-kernel's loader takes on this GPU."""
+        """The folder of kernels that sglang-kernel's loader uses on this GPU."""
         return "sm90" if self.capability == (9, 0) else "sm100"
 
     def label(self) -> str:
@@ -44,16 +44,16 @@ class Trim:
         return ".".join([self.folder(), *(f"no{name.replace('_', '')}" for name in sorted(self.without))])
 
     def trimmed_version(self, version: str) -> str:
-        """A local version, which every requirement that the plain one satisfies allows."""
+        """Return a local version, which satisfies every requirement that the plain version satisfies."""
         return f"{version}{'.' if '+' in version else '+'}{self.label()}"
 
     def trimmed_name(self, filename: str) -> str:
-        """The file name of the wheel once it is trimmed."""
+        """Return the file name of the trimmed wheel."""
         name, version, *tags = filename.split("-")
         return "-".join([name, self.trimmed_version(version), *tags])
 
     def drops(self, member: str) -> bool:
-        """Whether this file of the wheel is one that the GPU never loads, or was not wanted."""
+        """Return whether the GPU never loads this file of the wheel, or it is left out by name."""
         folder = _FOLDER.match(member)
         if folder is not None:
             return folder[1] != self.folder()
@@ -61,7 +61,7 @@ class Trim:
 
 
 def trim_wheel(path: Path, trim: Trim) -> Path:
-    """Write the trimmed wheel beside `path` and return its path; `path` is left as it is.
+    """Write the trimmed wheel next to `path` and return its path; `path` stays as it is.
 
     Raises WheelhouseError where the wheel is damaged, or not laid out as this trimming knows it.
     """
@@ -74,7 +74,7 @@ def trim_wheel(path: Path, trim: Trim) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewVersion:
-    """A wheel's own version, and the one that it is to have."""
+    """Return a wheel's version, and its version after trimming."""
 
     old: str
     new: str
@@ -82,7 +82,7 @@ class NewVersion:
 
 @contextmanager
 def opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The wheel, to read. Raises WheelhouseError where it is damaged."""
+    """Open the wheel to read it. Raises WheelhouseError if it is damaged."""
     try:
         with zipfile.ZipFile(path) as source:
             yield source
@@ -91,7 +91,7 @@ def opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def rewrite_wheel(path: Path, goal: Path, drops: Callable[[str], bool], version: NewVersion | None = None) -> Path:
-    """Write a wheel to `goal` without the files that `drops` names, with a RECORD of what is left; returns `goal`.
+    """Write a wheel to `goal` without the files that `drops` accepts, with a RECORD of the rest; return `goal`.
 
     `version`: where it is to have another one. Raises WheelhouseError where the wheel is damaged.
     """
@@ -123,7 +123,7 @@ def rewrite_wheel(path: Path, goal: Path, drops: Callable[[str], bool], version:
 
 
 def _check_layout(path: Path, source: zipfile.ZipFile, trim: Trim) -> None:
-    """The wheel has the folders between which its loader chooses, and the libraries that are to be left out."""
+    """Check that the wheel has the folders from which its loader chooses, and the libraries to be left out."""
     names = source.namelist()
     folders = sorted({found[1] for name in names if (found := _FOLDER.match(name))})
     if folders != ["sm100", "sm90"]:
@@ -144,7 +144,7 @@ def _recorded_hashes(source: zipfile.ZipFile, info: str) -> dict[str, str]:
 def _copy(
     source: zipfile.ZipFile, member: zipfile.ZipInfo, sink: zipfile.ZipFile, renamed: str, version: NewVersion | None
 ) -> tuple[str, int]:
-    """Copy one file, METADATA with another version where there is one; its hash and size."""
+    """Copy one file, METADATA with another version if one is given; return its hash and size."""
     entry = zipfile.ZipInfo(renamed, member.date_time)
     entry.external_attr, entry.compress_type = member.external_attr, zipfile.ZIP_DEFLATED
     digest, num_bytes = hashlib.sha256(), 0
@@ -159,7 +159,7 @@ def _copy(
 
 
 def _with_version(metadata: bytes, version: str, trimmed: str) -> bytes:
-    """The metadata with its one `Version` header changed; the description below may hold such a line, too."""
+    """Change the `Version` header of metadata; the description below may also have such a line."""
     header = rb"(?m)^Version: %s\r?$" % re.escape(version.encode())
     changed, count = re.subn(header, b"Version: " + trimmed.encode(), metadata, count=1)
     if count != 1:
