@@ -14,7 +14,7 @@ from typing import Any
 from comparison import machine
 from comparison.child import this_python
 from comparison.report import Record, as_json, markdown
-from comparison.rounds import ENGINE_MODULES, ProcessSpec, Settings, run_rounds
+from comparison.rounds import ENGINE_MODULES, EngineRun, Settings, run_rounds
 from comparison.terminal import exit_code, say
 from comparison.workload import (
     DEFAULT_OUTPUT_LEN,
@@ -209,7 +209,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     started = datetime.now().astimezone()
     workload, settings, engines = build_workload(args), build_settings(args, started), parse_engines(args.engines)
     settings.out.mkdir(parents=True, exist_ok=True)
-    runs: list[ProcessSpec] = []
+    runs: list[EngineRun] = []
     source = machine.source(ROOT)
     say(f"{workload.description}; logs in {settings.out}")
     interrupted = False

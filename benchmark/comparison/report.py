@@ -10,7 +10,7 @@ from typing import Any
 
 from comparison import machine
 from comparison.figures import Agreement, Spread, agreement, paired_ratios, spread
-from comparison.rounds import ProcessSpec, RoundResult, Settings
+from comparison.rounds import EngineRun, RoundResult, Settings
 from comparison.workload import Workload
 
 
@@ -20,7 +20,7 @@ class Record:
 
     workload: Workload
     settings: Settings
-    runs: list[ProcessSpec]
+    runs: list[EngineRun]
     machine: dict[str, Any]
     source: dict[str, Any]
     command: Sequence[str]
@@ -51,11 +51,11 @@ def phase_counts(done: RoundResult) -> dict[str, Any]:
     return {"part_s": parts, "counters": counts, "mean_rows_per_expert_gemm": rows}
 
 
-def _speed_of(tokens: int, run: ProcessSpec) -> dict[int, float]:
+def _speed_of(tokens: int, run: EngineRun) -> dict[int, float]:
     return run.by_round(lambda done: tokens / done.wall_s)
 
 
-def _agreements(runs: Sequence[ProcessSpec]) -> dict[str, Agreement]:
+def _agreements(runs: Sequence[EngineRun]) -> dict[str, Agreement]:
     """Compare each engine's greedy outputs with the first engine's, from the first round of each."""
     done = [run for run in runs if run.rounds]
     if not done:
@@ -106,7 +106,7 @@ def markdown(record: Record) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _shortfall(run: ProcessSpec, rounds: int) -> str | None:
+def _shortfall(run: EngineRun, rounds: int) -> str | None:
     """Return what an interruption left undone, or None if every round is there."""
     return None if len(run.rounds) == rounds else f"interrupted after {len(run.rounds)} of {rounds} rounds"
 
@@ -157,7 +157,7 @@ def _ratio_table(found: dict[str, Any], names: list[str]) -> str:
     return "Times as fast as (row against column, paired by round):\n\n" + table(["", *ran], rows)
 
 
-def _part_table(runs: Sequence[ProcessSpec]) -> str:
+def _part_table(runs: Sequence[EngineRun]) -> str:
     """Return sgl_batch's time by part, of each engine that counts it, in the round of median time."""
     counted = {}
     for run in runs:

@@ -63,7 +63,7 @@ class RoundResult:
 
 
 @dataclass(slots=True, kw_only=True)
-class ProcessSpec:
+class EngineRun:
     """The results of one engine; `fault` says why it is not installed or stopped running."""
 
     name: str
@@ -75,13 +75,13 @@ class ProcessSpec:
 
 
 def run_rounds(
-    engines: list[str], workload: Workload, settings: Settings, say: Callable[[str], None], runs: list[ProcessSpec]
+    engines: list[str], workload: Workload, settings: Settings, say: Callable[[str], None], runs: list[EngineRun]
 ) -> None:
     """Run every engine `settings.rounds` times, alternating, and add each result to `runs`."""
     for name in engines:
         module, python = ENGINE_MODULES[name], settings.python_of[name]
         installed = is_installed(python, module)
-        runs.append(ProcessSpec(name=name, fault=None if installed else f"not installed (no module {module})"))
+        runs.append(EngineRun(name=name, fault=None if installed else f"not installed (no module {module})"))
         if not installed:
             say(f"{name}: {runs[-1].fault} in {python}")
     took: dict[str, list[float]] = {name: [] for name in engines}
@@ -97,13 +97,13 @@ def run_rounds(
             say(f"round {number}/{settings.rounds}, {run.name}: {_outcome(run, workload)}")
 
 
-def _todo(runs: list[ProcessSpec], index: int, later_rounds: int) -> list[str]:
+def _todo(runs: list[EngineRun], index: int, later_rounds: int) -> list[str]:
     """The runs still to do, from the run at `index` of this round on."""
     this_round = [run.name for run in runs[index:] if run.fault is None]
     return this_round + [run.name for run in runs if run.fault is None] * later_rounds
 
 
-def _run_one(run: ProcessSpec, number: int, workload: Workload, settings: Settings) -> float:
+def _run_one(run: EngineRun, number: int, workload: Workload, settings: Settings) -> float:
     """Run one round, add its result or its error to `run`, and return its seconds in total."""
     stem = settings.out / f"round-{number}-{run.name}"
     spec, result = stem.with_suffix(".spec.json"), stem.with_suffix(".result.json")
@@ -151,7 +151,7 @@ def _spec(name: str, workload: Workload, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _outcome(run: ProcessSpec, workload: Workload) -> str:
+def _outcome(run: EngineRun, workload: Workload) -> str:
     if run.fault is not None:
         return run.fault
     done = run.rounds[-1]

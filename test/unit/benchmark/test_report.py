@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from comparison.machine import describe, parse_cpuinfo
 from comparison.report import Record, as_json, markdown, phase_counts, table
-from comparison.rounds import ProcessSpec, RoundResult, Settings
+from comparison.rounds import EngineRun, RoundResult, Settings
 from comparison.workload import random_workload
 
 MACHINE = {"cpu": "Some CPU", "cores": 2, "cpu_flags": ["avx2", "avx512f"], "memory_bytes": 24 * 2**30, "gpus": []}
@@ -45,11 +45,11 @@ def record(tmp_path):
         finished(2, 4.0, before=stats(1.0, 1.0, 10, 10), after=stats(1.5, 2.25, 110, 30)),
     ]
     runs = [
-        ProcessSpec(name="sgl_batch", rounds=ours),
-        ProcessSpec(
+        EngineRun(name="sgl_batch", rounds=ours),
+        EngineRun(
             name="stock", rounds=[finished(1, 10.0, tokens=(1, 3))], fault="failed in round 2: timed out after 9 s"
         ),
-        ProcessSpec(name="vllm", fault="not installed (no module vllm)"),
+        EngineRun(name="vllm", fault="not installed (no module vllm)"),
     ]
     settings = Settings(
         model=Path("some-model"),
@@ -101,7 +101,7 @@ def test_an_engine_that_is_not_installed_is_listed(record):
 
 
 def test_an_engine_that_was_interrupted_says_how_far_it_came(record):
-    record.runs.append(ProcessSpec(name="hf"))
+    record.runs.append(EngineRun(name="hf"))
     assert row_of(markdown(record), "hf")[-1] == "interrupted after 0 of 2 rounds"
 
 
