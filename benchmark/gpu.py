@@ -19,11 +19,11 @@ from comparison.terminal import exit_code, say
 from gpu_comparison.cases import Regime, Role, Settings
 from gpu_comparison.found import Found, compared
 from gpu_comparison.machine_rates import measure_machine
-from gpu_comparison.place import OURS, STOCK, Place
 from gpu_comparison.record import About, Record, regime_line, result_line, run_line, visit_lines
 from gpu_comparison.regimes import REGIMES, build, names_of
 from gpu_comparison.repeated_checkpoint import write_checkpoint
 from gpu_comparison.report import markdown, summary
+from gpu_comparison.run_setup import OURS, STOCK, RunSetup
 from gpu_comparison.visits import LEAST_VISIT_S, Run
 
 from sgl_batch.errors import ConfigError
@@ -133,7 +133,7 @@ def gpu_bytes(gpus: list[str]) -> int:
     return 0 if match is None else int(match.group(1)) << 20
 
 
-def place_of(options: argparse.Namespace, gpus: list[str]) -> Place:
+def setup_of(options: argparse.Namespace, gpus: list[str]) -> RunSetup:
     """Return the machine's part of the run. Raises ConfigError for settings that it cannot have."""
     on_gpu = bool(gpus) if options.device == "auto" else options.device == "cuda"
     if on_gpu and not gpus:
@@ -146,7 +146,7 @@ def place_of(options: argparse.Namespace, gpus: list[str]) -> Place:
     for flag, seconds in (("minutes", options.minutes), ("timeout-s", options.timeout_s)):
         if seconds <= 0:
             raise ConfigError(f"--{flag} is {seconds}; it must be more than 0")
-    return Place(
+    return RunSetup(
         on_gpu=on_gpu,
         tiny=options.scale == "tiny",
         backend=options.attention_backend,
@@ -165,7 +165,7 @@ class Comparison:
         self,
         regime: Regime,
         options: argparse.Namespace,
-        place: Place,
+        setup: RunSetup,
         about: About,
         record: Record,
         *,
@@ -182,10 +182,10 @@ class Comparison:
             rounds=options.rounds,
             until_s=until_s,
             limit_s=options.timeout_s,
-            device="cuda" if place.on_gpu else "cpu",
-            routing=place.routing(load_format="auto" if regime.checkpoint else "dummy"),
+            device="cuda" if setup.on_gpu else "cpu",
+            routing=setup.routing(load_format="auto" if regime.checkpoint else "dummy"),
             profile_steps=options.profile_steps if options.profile else 0,
-            environment=environment_of(place),
+            environment=environment_of(setup),
         )
 
     def run(self) -> None:
@@ -218,9 +218,9 @@ class Comparison:
         return (ours is not None or lacking[Role.OURS]) and (best is not None or lacking[Role.PEER])
 
 
-def environment_of(place: Place) -> dict[str, str]:
+def environment_of(setup: RunSetup) -> dict[str, str]:
     """The measured processes' settings."""
-    return {} if place.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    return {} if setup.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -230,33 +230,33 @@ def replace_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def about_of(argv: list[str], here: dict[str, Any], place: Place, started: datetime) -> About:
+def about_of(argv: list[str], here: dict[str, Any], setup: RunSetup, started: datetime) -> About:
     """Return where and how the command was called."""
     return About(
         command=["python", "benchmark/gpu.py", *argv],
         started=started,
         machine=here,
         source=machine.source(ROOT),
-        label=f"attention backend of both: {place.backend}"
-        if place.on_gpu
+        label=f"attention backend of both: {setup.backend}"
+        if setup.on_gpu
         else "attention: each engine's own on a CPU",
-        is_tiny=place.tiny,
+        is_tiny=setup.tiny,
     )
 
 
 def measure(options: argparse.Namespace, argv: list[str]) -> int:
     """Run the requested regimes and print the report; return the exit code."""
     started, began, here = datetime.now().astimezone(), time.monotonic(), machine.hardware()
-    place = place_of(options, here["gpus"])
-    regimes = [build(name, place, options) for name in names_of(options.cases)]
+    setup = setup_of(options, here["gpus"])
+    regimes = [build(name, setup, options) for name in names_of(options.cases)]
     out = (options.out or ROOT / "benchmark" / "out" / f"gpu-{started:%Y%m%d-%H%M%S}").resolve()
     # Report on SIGTERM as after Ctrl-C: an engine's process is in its own session and would stay behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out.mkdir(parents=True, exist_ok=True)
     rates = measure_machine(
-        out, here["gpus"], on_gpu=place.on_gpu, limit_s=options.timeout_s, environment=environment_of(place)
+        out, here["gpus"], on_gpu=setup.on_gpu, limit_s=options.timeout_s, environment=environment_of(setup)
     )
-    about = dataclasses.replace(about_of(argv, here, place, started), rates=rates)
+    about = dataclasses.replace(about_of(argv, here, setup, started), rates=rates)
     record = Record(out / "results.jsonl")
     record.add("run", run_line(about))
     done: list[Comparison] = []
@@ -267,7 +267,7 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
             say(f"{regime.name} and what comes behind it: not run, {max(left, 0):.0f} s were left (--minutes)")
             break
         own = out if len(regimes) == 1 else out / regime.name
-        done.append(Comparison(regime, options, place, about, record, out=own, until_s=left))
+        done.append(Comparison(regime, options, setup, about, record, out=own, until_s=left))
         try:
             done[-1].run()
         except KeyboardInterrupt:

@@ -10,12 +10,12 @@ from comparison.workload import Workload, random_workload
 
 from gpu_comparison import memory_regimes, speed_regimes
 from gpu_comparison.cases import Case, Regime, Role
-from gpu_comparison.place import Place
+from gpu_comparison.run_setup import RunSetup
 from gpu_comparison.shapes import ModelShape, qwen3_30b, tiny
 from gpu_comparison.sizes import SCALES, Sizes
 from sgl_batch.errors import ConfigError
 
-REGIMES: dict[str, Callable[[Sizes, ModelShape, Workload, Place], Regime]] = {
+REGIMES: dict[str, Callable[[Sizes, ModelShape, Workload, RunSetup], Regime]] = {
     "kv": memory_regimes.kv,
     "tight": memory_regimes.tight,
     "weights": memory_regimes.weights,
@@ -37,15 +37,15 @@ def names_of(text: str) -> list[str]:
     return wanted
 
 
-def build(name: str, place: Place, options: argparse.Namespace) -> Regime:
+def build(name: str, setup: RunSetup, options: argparse.Namespace) -> Regime:
     """Make the regime `name` with the sizes of the flags. Raises ConfigError."""
-    sizes = SCALES["tiny" if place.tiny else "full"][name]
+    sizes = SCALES["tiny" if setup.tiny else "full"][name]
     given = {field: getattr(options, field) for field in ("layers", "num_prompts", "input_len", "output_len")}
     for field, value in given.items():
         if value is not None and value < 1:
             raise ConfigError(f"--{field.replace('_', '-')} is {value}; it must be at least 1")
     sizes = replace(sizes, **{field: value for field, value in given.items() if value is not None})
-    shape = tiny(sizes.layers) if place.tiny else qwen3_30b(sizes.layers)
+    shape = tiny(sizes.layers) if setup.tiny else qwen3_30b(sizes.layers)
     workload = random_workload(
         num_prompts=sizes.num_prompts,
         input_len=sizes.input_len,
@@ -61,7 +61,7 @@ def build(name: str, place: Place, options: argparse.Namespace) -> Regime:
             f"the longest sequence has {longest} tokens, and {name} has room for {most}: lower --input-len or "
             "--output-len"
         )
-    regime = REGIMES[name](sizes, shape, workload, place)
+    regime = REGIMES[name](sizes, shape, workload, setup)
     return replace(regime, cases=_chosen(regime, options.peers))
 
 

@@ -65,7 +65,7 @@ class Run:
 
     def _round(self, number: int, cases: Sequence[Case], *, kept_s: float = 0.0) -> None:
         """Visit these cases. `kept_s`: seconds that must be left for the routing after them."""
-        for place, case in enumerate(cases):
+        for index, case in enumerate(cases):
             if case.lacking is not None:
                 self._add(Visit(case=case.name, round=number, fault=case.lacking))
                 continue
@@ -74,7 +74,7 @@ class Run:
                 fault = f"not run in round {number}: {max(left, 0):.0f} s were left (--minutes)"
                 self._add(Visit(case=case.name, round=number, fault=fault))
                 continue
-            self._say(f"round {number}/{self._settings.rounds}, {case.name}: started{self._eta(number, cases[place:])}")
+            self._say(f"round {number}/{self._settings.rounds}, {case.name}: started{self._eta(number, cases[index:])}")
             visit = self._visit(case, number)
             self._took.setdefault(case.name, []).append(visit.took_s)
             self._add(visit)

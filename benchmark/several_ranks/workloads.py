@@ -23,7 +23,7 @@ _P99, _LONGEST = 3.8, 9.0
 _FEWEST = 100
 
 
-def place_of(quantile: float, count: int) -> int:
+def quantile_index(quantile: float, count: int) -> int:
     """Where a quantile stands among `count` sorted values (nearest rank)."""
     return math.ceil(quantile * count) - 1
 
@@ -34,8 +34,8 @@ def tail_lengths(count: int, total: int) -> list[int]:
         raise ConfigError(
             f"--num-prompts is {count}; a tail with a 99th percentile of its own takes at least {_FEWEST}"
         )
-    points = [(0, _SHORTEST), (place_of(0.5, count), 1.0), (place_of(0.95, count), _P95)]
-    points += [(place_of(0.99, count), _P95 * _P99), (count - 1, _P95 * _LONGEST)]
+    points = [(0, _SHORTEST), (quantile_index(0.5, count), 1.0), (quantile_index(0.95, count), _P95)]
+    points += [(quantile_index(0.99, count), _P95 * _P99), (count - 1, _P95 * _LONGEST)]
     lengths = [_between(points, index) for index in range(count)]
     p95 = max(1, round(_P95 * total / sum(lengths)))
     return [max(1, round(length * p95 / _P95)) for length in lengths]
@@ -131,6 +131,6 @@ def _described(lengths: Sequence[int]) -> str:
     ordered = sorted(lengths)
     if ordered[0] == ordered[-1]:
         return f"{ordered[0]} each"
-    p95, p99 = (ordered[place_of(quantile, len(ordered))] for quantile in (0.95, 0.99))
+    p95, p99 = (ordered[quantile_index(quantile, len(ordered))] for quantile in (0.95, 0.99))
     middle = statistics.median_low(ordered)
     return f"median {middle}, P95 {p95}, P99 {p99}, longest {ordered[-1]}, together {sum(ordered):,}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bringup.folder_lock import FolderHeld, held
 from bringup.runner import Bringup, Wanted
-from bringup.stages import ROOT, Place, Runs, Stage, all_stages
+from bringup.stages import ROOT, Machine, Runs, Stage, all_stages
 
 OUT = ROOT / "benchmark" / "out" / "gpu-bringup"
 DESCRIPTION = """\
@@ -144,14 +144,14 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     name = "dry-run" if options.dry_run else f"{options.device}-{options.dtype}"
     folder = (options.out / name).resolve()
-    place = Place(
+    machine = Machine(
         device=options.device,
         dtype=options.dtype,
         folder=folder,
         attention_backend=options.attention_backend,
         benchmark_minutes=options.benchmark_minutes,
     )
-    stages = all_stages(place)
+    stages = all_stages(machine)
     fault = fault_of(options, stages)
     if fault is not None:
         print(f"scripts/gpu_bringup: {fault}", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bringup.tokens import NEAR_TIE
 
 if TYPE_CHECKING:
-    from bringup.stages import Place
+    from bringup.stages import Machine
 
 _TEST_MODELS = Path(__file__).resolve().parents[2] / "test" / "models"
 QWEN, MIXTRAL, DEEPSEEK = "random-qwen3-moe", "random-mixtral", "tiny-deepseek-v3"
@@ -64,32 +64,32 @@ class Engine:
     def is_random(self) -> bool:
         return self.model.startswith("random-")
 
-    def spec(self, place: Place) -> dict[str, Any]:
+    def spec(self, machine: Machine) -> dict[str, Any]:
         """Return the spec for engine_stage.py."""
         keeps = self.against is None
-        for_transformers = None if place.on_gpu else self.transformers_model
+        for_transformers = None if machine.on_gpu else self.transformers_model
         engine = ("transformers" if for_transformers else "stock") if keeps else "ours"
-        models = place.folder / "models" if self.is_random else _TEST_MODELS
+        models = machine.folder / "models" if self.is_random else _TEST_MODELS
         return {
             "engine": engine,
             "keeps": keeps,
             "model": str(models / (for_transformers or self.model)),
-            "dtype": place.dtype,
-            "arguments": {**_device_arguments(place, engine), **self.arguments},
-            "reference": str(place.folder / f"{self.against or self.name}.reference.json"),
+            "dtype": machine.dtype,
+            "arguments": {**_device_arguments(machine, engine), **self.arguments},
+            "reference": str(machine.folder / f"{self.against or self.name}.reference.json"),
             "near_tie": self.near_tie,
             "proof": self.proof,
         }
 
 
-def _device_arguments(place: Place, engine: str) -> dict[str, Any]:
+def _device_arguments(machine: Machine, engine: str) -> dict[str, Any]:
     """Return the common arguments of both engines; graphs and self-checks are on only in stages about them."""
-    if not place.on_gpu:
+    if not machine.on_gpu:
         return {"device": "cpu"}
     return {
         **({"decode_forward": "eager", "expert_runner": "sglang", "overlap": "off"} if engine == "ours" else {}),
         "device": "cuda",
-        "attention_backend": place.attention_backend,
+        "attention_backend": machine.attention_backend,
         "sampling_backend": "pytorch",
         "disable_cuda_graph": True,
         "mem_fraction_static": 0.3,

@@ -22,7 +22,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
     layers = json.loads((Path(spec["model"]) / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     activities = ["CPU", "GPU"] if spec["arguments"]["device"] == "cuda" else ["CPU"]
-    prompts = [[number + 7 * place for place in range(1, PROMPT + 1)] for number in range(SEQUENCES)]
+    prompts = [[number + 7 * position for position in range(1, PROMPT + 1)] for number in range(SEQUENCES)]
     sampling = {"temperature": 0, "max_new_tokens": OUTPUT, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as folder:
         engine = start(spec)

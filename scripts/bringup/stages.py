@@ -28,7 +28,7 @@ class Runs(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Machine:
     """The machine of a bring-up. `device`: cuda or cpu; `folder`: of logs and results.
 
     `benchmark_minutes`: for each regime.
@@ -61,11 +61,11 @@ class Stage:
     limit_s: float = 300.0
 
 
-def all_stages(place: Place) -> tuple[Stage, ...]:
+def all_stages(machine: Machine) -> tuple[Stage, ...]:
     """Return all stages in order: each needs only earlier ones."""
     return (
-        _program("models", "make checkpoints of random weights, heads of 64 channels", Runs.ANYWHERE, place, 60, 240),
-        _program("imports", "import every module; say which packages are there", Runs.ANYWHERE, place, 30, 240),
+        _program("models", "make checkpoints of random weights, heads of 64 channels", Runs.ANYWHERE, machine, 60, 240),
+        _program("imports", "import every module; say which packages are there", Runs.ANYWHERE, machine, 30, 240),
         _pytest(
             "compile",
             "compile the Triton kernels for sm_80 and sm_90, on any machine",
@@ -73,32 +73,32 @@ def all_stages(place: Place) -> tuple[Stage, ...]:
             ("test/unit/layers/moe/test_triton_kernels.py", "test/unit/kv_offload/test_page_copies.py"),
             "compile",
         ),
-        _program("jit", "run the Triton kernels of experts and page copies once", Runs.GPU, place, 60, 240),
-        *(_engine(engine, place) for engine in engines()),
-        _program("copy-engine", "copies between pages and the host KV store, both ways", Runs.EITHER, place, 30, 240),
-        _program("page-kernel", "both ways to copy pages, byte for byte", Runs.GPU, place, 30, 240),
+        _program("jit", "run the Triton kernels of experts and page copies once", Runs.GPU, machine, 60, 240),
+        *(_engine(engine, machine) for engine in engines()),
+        _program("copy-engine", "copies between pages and the host KV store, both ways", Runs.EITHER, machine, 30, 240),
+        _program("page-kernel", "both ways to copy pages, byte for byte", Runs.GPU, machine, 30, 240),
         _pytest(
             "experts",
             "the expert runners keep their promises",
             Runs.EITHER,
             ("test/conformance/test_expert_runners.py",),
-            "gpu" if place.on_gpu else "torch",
+            "gpu" if machine.on_gpu else "torch",
             expected_s=120.0,
         ),
-        *_launches(place),
-        *(_benchmark(regime, place) for regime in BENCHMARKS),
+        *_launches(machine),
+        *(_benchmark(regime, machine) for regime in BENCHMARKS),
     )
 
 
-def _program(name: str, what: str, runs: Runs, place: Place, expected_s: float, limit_s: float) -> Stage:
+def _program(name: str, what: str, runs: Runs, machine: Machine, expected_s: float, limit_s: float) -> Stage:
     """Return the path of a stage's program, in this folder and named like the stage."""
-    spec = {"stage": name, "device": place.device, "dtype": place.dtype, "models": str(place.folder / "models")}
-    argv = _call(f"{name.replace('-', '_')}_stage.py", spec, place, name)
+    spec = {"stage": name, "device": machine.device, "dtype": machine.dtype, "models": str(machine.folder / "models")}
+    argv = _call(f"{name.replace('-', '_')}_stage.py", spec, machine, name)
     return Stage(name=name, what=what, runs=runs, argv=argv, expected_s=expected_s, limit_s=limit_s)
 
 
-def _call(script: str, spec: Mapping[str, object], place: Place, name: str) -> tuple[str, ...]:
-    return sys.executable, str(HERE / script), json.dumps(spec), str(result_of(place.folder, name))
+def _call(script: str, spec: Mapping[str, object], machine: Machine, name: str) -> tuple[str, ...]:
+    return sys.executable, str(HERE / script), json.dumps(spec), str(result_of(machine.folder, name))
 
 
 def result_of(folder: Path, name: str) -> Path:
@@ -111,18 +111,18 @@ def _pytest(name: str, what: str, runs: Runs, files: Sequence[str], words: str, 
     return Stage(name=name, what=what, runs=runs, argv=argv, expected_s=expected_s, limit_s=300.0)
 
 
-def _engine(engine: Engine, place: Place) -> Stage:
-    spec = engine.spec(place)
+def _engine(engine: Engine, machine: Machine) -> Stage:
+    spec = engine.spec(machine)
     return Stage(
         name=engine.name,
         what=engine.what,
         runs=Runs.GPU if engine.gpu_only else Runs.EITHER,
-        argv=_call("engine_stage.py", spec, place, engine.name),
+        argv=_call("engine_stage.py", spec, machine, engine.name),
         needs=(("models",) if engine.is_random else ()) + ((engine.against,) if engine.against else ()),
     )
 
 
-def _launches(place: Place) -> list[Stage]:
+def _launches(machine: Machine) -> list[Stage]:
     """Return stages that trace a decode step of one group: stock and ours without graphs, and ours with graphs."""
     stages = []
     for name, engine, what in (
@@ -136,24 +136,26 @@ def _launches(place: Place) -> list[Stage]:
                 name=name,
                 what=what,
                 runs=Runs.GPU if found.gpu_only else Runs.EITHER,
-                argv=_call("launches_stage.py", found.spec(place), place, name),
+                argv=_call("launches_stage.py", found.spec(machine), machine, name),
                 needs=(engine,),
             )
         )
     return stages
 
 
-def _benchmark(regime: str, place: Place) -> Stage:
+def _benchmark(regime: str, machine: Machine) -> Stage:
     """Return the stage of a regime of benchmark/gpu.py; on a CPU its tiny form, which tests the program."""
-    minutes = place.benchmark_minutes if place.on_gpu else 4.0
-    where = ("--attention-backend", place.attention_backend) if place.on_gpu else ("--scale", "tiny", "--rounds", "1")
-    layers = ("--layers", "24") if place.on_gpu and regime == "kv" else ()
-    out = ("--out", str(place.folder / f"benchmark-{regime}"), "--minutes", str(minutes))
+    minutes = machine.benchmark_minutes if machine.on_gpu else 4.0
+    where = (
+        ("--attention-backend", machine.attention_backend) if machine.on_gpu else ("--scale", "tiny", "--rounds", "1")
+    )
+    layers = ("--layers", "24") if machine.on_gpu and regime == "kv" else ()
+    out = ("--out", str(machine.folder / f"benchmark-{regime}"), "--minutes", str(minutes))
     return Stage(
         name=f"benchmark-{regime}",
         what=f"benchmark/gpu.py --cases {regime}: beside stock SGLang",
         runs=Runs.EITHER if regime == "kv" else Runs.GPU,
-        argv=(sys.executable, "benchmark/gpu.py", "--cases", regime, "--device", place.device, *where, *layers, *out),
+        argv=(sys.executable, "benchmark/gpu.py", "--cases", regime, "--device", machine.device, *where, *layers, *out),
         needs=("plain",),
         expected_s=60.0 * minutes,
         limit_s=60.0 * minutes + 60.0,

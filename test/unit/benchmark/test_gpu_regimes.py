@@ -12,8 +12,8 @@ from comparison.machine import gpu_text
 from gpu import gpu_bytes, main, parse, read_arguments
 from gpu_comparison.cases import Role
 from gpu_comparison.machine_rates import Machine
-from gpu_comparison.place import OURS, STOCK, Place
 from gpu_comparison.regimes import REGIMES, build, names_of
+from gpu_comparison.run_setup import OURS, STOCK, RunSetup
 from gpu_comparison.shapes import LEAST_HEAD_DIM, qwen3_30b, tiny
 from gpu_comparison.sizes import FULL
 
@@ -25,13 +25,13 @@ H200 = 143771 << 20
 HOST = 128 * GIB
 
 
-def place(*, on_gpu: bool) -> Place:
-    return Place(on_gpu=on_gpu, tiny=not on_gpu, backend="triton", gpu_bytes=H200, extra={OURS: {}, STOCK: {}})
+def run_setup(*, on_gpu: bool) -> RunSetup:
+    return RunSetup(on_gpu=on_gpu, tiny=not on_gpu, backend="triton", gpu_bytes=H200, extra={OURS: {}, STOCK: {}})
 
 
 @cache
 def regime(name: str, *argv: str, on_gpu: bool = True):
-    return build(name, place(on_gpu=on_gpu), parse([*argv]))
+    return build(name, run_setup(on_gpu=on_gpu), parse([*argv]))
 
 
 def test_the_shape_has_the_parameters_of_the_released_model():
@@ -149,7 +149,7 @@ def test_accumulation_differs_from_its_peers_in_the_group_alone(name):
 
 @pytest.mark.parametrize("name", REGIMES)
 def test_a_gpu_takes_the_tiny_scale_too(name):
-    given = Place(on_gpu=True, tiny=True, backend="triton", gpu_bytes=H200, extra={OURS: {}, STOCK: {}})
+    given = RunSetup(on_gpu=True, tiny=True, backend="triton", gpu_bytes=H200, extra={OURS: {}, STOCK: {}})
     cases = build(name, given, parse([])).cases
     assert all(case.lacking is None for case in cases)
     assert all(case.arguments["max_total_tokens"] <= 16384 for case in cases)
@@ -237,7 +237,7 @@ def test_the_memory_of_the_first_gpu_is_read_from_what_nvidia_smi_says():
 
 def test_a_users_argument_goes_over_those_of_a_regime():
     extra = {OURS: {"b_moe_decode": 7}, STOCK: {}}
-    given = Place(on_gpu=True, tiny=False, backend="fa3", gpu_bytes=H200, extra=extra)
+    given = RunSetup(on_gpu=True, tiny=False, backend="fa3", gpu_bytes=H200, extra=extra)
     cases = build("kv", given, parse([])).cases
     assert {case.arguments.get("b_moe_decode") for case in cases} == {7, None}
     assert {case.arguments["attention_backend"] for case in cases} == {"fa3"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from several_ranks.workloads import Budget, place_of, read_trace, scaled, tail_lengths
+from several_ranks.workloads import Budget, quantile_index, read_trace, scaled, tail_lengths
 
 from sgl_batch.errors import ConfigError
 
@@ -16,7 +16,7 @@ def budget(**changes):
 @pytest.mark.parametrize(("count", "total"), [(100, 2000), (104, 2080), (250, 40_000), (1000, 9000)])
 def test_the_made_up_tail_has_its_percentiles_and_its_budget(count, total):
     lengths = tail_lengths(count, total)
-    p95, p99 = lengths[place_of(0.95, count)], lengths[place_of(0.99, count)]
+    p95, p99 = lengths[quantile_index(0.95, count)], lengths[quantile_index(0.99, count)]
     assert lengths == sorted(lengths)
     assert p99 == pytest.approx(3.8 * p95, abs=0.5)
     assert lengths[-1] == 9 * p95

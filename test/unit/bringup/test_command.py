@@ -14,19 +14,19 @@ from bringup.command import main
 from bringup.decode_trace import step_cost
 from bringup.engine_stages import FAMILIES_BESIDE, engines
 from bringup.folder_lock import held
-from bringup.stages import BENCHMARKS, HERE, ROOT, Place, Runs, all_stages
+from bringup.stages import BENCHMARKS, HERE, ROOT, Machine, Runs, all_stages
 from sgl_batch.config import field_names, split_kwargs
 from sgl_batch.core import supported_models
 from sgl_batch.core.supported_models import has_adapter
 from tiny_models.random_families import DEEPSEEK_V2, FAMILIES
 
-PLACES = [Place(device=device, dtype="bfloat16", folder=Path("out")) for device in ("cuda", "cpu")]
+MACHINES = [Machine(device=device, dtype="bfloat16", folder=Path("out")) for device in ("cuda", "cpu")]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.device)
-def test_each_stage_needs_earlier_ones_and_has_a_program(place: Place) -> None:
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.device)
+def test_each_stage_needs_earlier_ones_and_has_a_program(machine: Machine) -> None:
     seen: set[str] = set()
-    for stage in all_stages(place):
+    for stage in all_stages(machine):
         assert set(stage.needs) <= seen, f"{stage.name} comes before what it needs"
         assert stage.name not in seen
         assert stage.expected_s <= stage.limit_s
@@ -34,24 +34,24 @@ def test_each_stage_needs_earlier_ones_and_has_a_program(place: Place) -> None:
         for argument in stage.argv[1:]:
             if argument.endswith(".py"):
                 assert (ROOT / argument).exists(), argument
-    if not place.on_gpu:
-        reachable = {stage.name for stage in all_stages(place) if stage.runs is not Runs.GPU}
-        assert all(set(stage.needs) <= reachable for stage in all_stages(place) if stage.name in reachable)
+    if not machine.on_gpu:
+        reachable = {stage.name for stage in all_stages(machine) if stage.runs is not Runs.GPU}
+        assert all(set(stage.needs) <= reachable for stage in all_stages(machine) if stage.name in reachable)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.device)
-def test_every_argument_of_an_engine_is_one_that_it_has(place: Place) -> None:
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.device)
+def test_every_argument_of_an_engine_is_one_that_it_has(machine: Machine) -> None:
     from sgl_batch.sglang_adapter.processes import argument_names
 
     for engine in engines():
-        spec = engine.spec(place)
+        spec = engine.spec(machine)
         ours, others = split_kwargs(spec["arguments"])
         assert others.keys() <= set(argument_names()), engine.name
         assert spec["keeps"] == (spec["engine"] != "ours")
         assert ours.flat().keys() == field_names()
         if not spec["keeps"]:
             reference = next(one for one in engines() if one.name == engine.against)
-            assert reference.spec(place)["reference"] == spec["reference"]
+            assert reference.spec(machine)["reference"] == spec["reference"]
             assert reference.model == engine.model
 
 
@@ -85,7 +85,7 @@ def test_a_dry_run_says_of_every_stage_for_a_device_that_it_was_not_run(tmp_path
     assert done.returncode == 0, done.stderr
     state = json.loads((tmp_path / "dry-run" / "state.json").read_text())
     assert {outcome["state"] for outcome in state.values()} == {"not run"}
-    on_devices = [stage.name for stage in all_stages(PLACES[0]) if stage.runs is not Runs.ANYWHERE]
+    on_devices = [stage.name for stage in all_stages(MACHINES[0]) if stage.runs is not Runs.ANYWHERE]
     assert {name for name, outcome in state.items() if outcome["remark"] == "dry run"} == set(on_devices)
     assert done.stdout.splitlines()[0].split()[:2] == ["stage", "state"]
 

@@ -16,7 +16,7 @@ _GRAPH_BYTES = 4 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunSetup:
     """Where a regime runs. `backend`: of attention, the same in both engines on a GPU; on a CPU each has its own."""
 
     on_gpu: bool
