@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Owns the command that measures what each coroutine primitive costs beside the decode step that it interrupts.
+"""Owns the command that measures what each coroutine primitive costs, and the decode step that it interrupts.
 
 In the form of BatchGen's table 2. What runs is what the engine runs: its accumulation buffer, host KV store, copy
 engine, decisions, migrator, and an engine for the decode step. Not yet run on a GPU.

@@ -119,8 +119,8 @@ def _skewed_cases(options: argparse.Namespace, config: dict[str, Any], variant: 
     """Return the cases: the checkpoint, the variant, and one rank with the variant. Nothing migrates: all are equal."""
     make_skewed(options.model.resolve(), variant, num_hot=max(2, config["num_experts_per_tok"] // 2 * 2))
     _, even, *_ = kinds_of_ranks(options.ranks, _settings(options), options.model.resolve())
-    _, skewed, lone, _ = kinds_of_ranks(options.ranks, _settings(options), variant)
-    named = (("routing as it is", even), ("skewed routing", skewed), ("skewed, one rank", lone))
+    _, skewed, single, _ = kinds_of_ranks(options.ranks, _settings(options), variant)
+    named = (("routing as it is", even), ("skewed routing", skewed), ("skewed, one rank", single))
     return [
         Case(name=name, model=case.model, engine=case.engine, num_ranks=case.num_ranks, cores=case.cores)
         for name, case in named

@@ -46,7 +46,7 @@ class Start:
 
 
 def mark_of(line: str) -> str | None:
-    """What a line of a program's output tells, if anything."""
+    """Return the mark that a line of a program's output sets, or None."""
     if line.strip() in (READY, FIRST_TOKEN):
         return line.strip()
     return next((mark for text, mark in _COMMAND_MARKS.items() if text in line), None)

@@ -180,8 +180,8 @@ def _parts(regime: Regime, found: Found) -> str:
         return ""
     visits = sorted(found.ran(ours.name).values(), key=lambda visit: visit.wall_s)
     parts = visits[len(visits) // 2].part_s
-    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
-    return f"Seconds of {ours.name} by part, as the host sees them: {told}." if told else ""
+    parts_text = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
+    return f"Seconds of {ours.name} by part, as the host sees them: {parts_text}." if parts_text else ""
 
 
 def _status(lacking: str | None, visits: dict[int, Visit], fault: str | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Measure what the file SPEC says, and write the result to the file RESULT, completely or not at all.
 
-    That is before the engine is told to stop: a stop that hangs or fails costs no finished measurement.
+    It is written before the engine is stopped: a stop that hangs or fails costs no finished measurement.
     """
     spec_path, result_path = map(Path, sys.argv[1:3])
     result = measure(json.loads(spec_path.read_text(encoding="utf-8")))

@@ -25,11 +25,11 @@ def choices_of(engine: Any, tokens: list[list[int]], positions: list[list[int]],
         return_routed_experts=True,
         routed_experts_start_len=start,
     )
-    told = []
+    chosen = []
     for answer, wanted in zip(answers, positions, strict=True):
         ids = np.frombuffer(pybase64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
-        told.append(ids.reshape(-1, layers, top_k)[[position - start for position in wanted]])
-    by_step: list[Any] = np.stack(told, axis=1).tolist()
+        chosen.append(ids.reshape(-1, layers, top_k)[[position - start for position in wanted]])
+    by_step: list[Any] = np.stack(chosen, axis=1).tolist()
     return by_step
 
 

@@ -39,12 +39,12 @@ def markdown(comparison: Comparison) -> str:
     rounds = comparison.whole_rounds
     if not rounds:
         return ""
-    lone = next(case for case in comparison.cases if case.num_ranks == 1)
+    single = next(case for case in comparison.cases if case.num_ranks == 1)
     num_ranks = max(case.num_ranks for case in comparison.cases)
-    bounds = [bound_s(done[lone.name], list(done.values()), num_ranks) for done in rounds]
+    bounds = [bound_s(done[single.name], list(done.values()), num_ranks) for done in rounds]
     sections = [
         f"## {comparison.name}\n\n{comparison.workload.description}. {len(rounds)} rounds.",
-        _bound_text(rounds, lone, bounds),
+        _bound_text(rounds, single, bounds),
         _main_table(comparison.cases, rounds, bounds),
         _part_table(comparison.cases, rounds),
         _charts(comparison.cases, rounds),
@@ -53,12 +53,12 @@ def markdown(comparison: Comparison) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _bound_text(rounds: list[dict[str, Run]], lone: Case, bounds: list[float]) -> str:
+def _bound_text(rounds: list[dict[str, Run]], single: Case, bounds: list[float]) -> str:
     alone = ", ".join(
         f"{statistics.median(done[name].longest_alone_s for done in rounds):.1f} s ({name})" for name in rounds[0]
     )
-    whole = statistics.median(done[lone.name].seconds for done in rounds)
-    return f"Bound: {statistics.median(bounds):.1f} s. {lone.name}: {whole:.1f} s; longest sequence alone: {alone}."
+    whole = statistics.median(done[single.name].seconds for done in rounds)
+    return f"Bound: {statistics.median(bounds):.1f} s. {single.name}: {whole:.1f} s; longest sequence alone: {alone}."
 
 
 def _main_table(cases: Sequence[Case], rounds: list[dict[str, Run]], bounds: list[float]) -> str:

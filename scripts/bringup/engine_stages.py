@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _TEST_MODELS = Path(__file__).resolve().parents[2] / "test" / "models"
 QWEN, MIXTRAL, DEEPSEEK = "random-qwen3-moe", "random-mixtral", "tiny-deepseek-v3"
-# Families with an adapter beside those of the models above, by their names in tiny_models/random_families.py.
+# Families with an adapter, besides those of the models above, by their names in tiny_models/random_families.py.
 FAMILIES_BESIDE = (
     "qwen2-moe",
     "olmoe",
@@ -35,7 +35,7 @@ WHOLE = {**SMALL, "b_moe_prefill": 2048, "b_moe_decode": 16}
 CUT = {**SMALL, "b_attn_prefill": 64, "b_attn_decode": 3}
 # Pages for the longest sequence and a few short ones: most wait in the store.
 STORE = {**CUT, "max_total_tokens": 48 * 16, "kv_store_bytes": 64 << 20}
-# No prefill group while anything runs: all but the first prompts are computed beside decode rows.
+# No prefill group while anything runs: all but the first prompts are computed together with decode rows.
 MIXED = {**CUT, "mix_prefill": 32, "b_moe_prefill": 64, "ready_ahead": 0.0, "refill_watermark": 0.0}
 TWO_RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "rank_timeout_s": 60.0}
 MEASURED = {"decode_forward": "measure", "expert_runner": "auto", "overlap": "auto"}

@@ -33,7 +33,7 @@ KIMI_POSITIONS = {
 class RandomFamily:
     """A small model of a family.
 
-    `settings`: entries of its config beside SHARED, by transformers' names; `hub`: entries in which a published
+    `settings`: entries of its config besides SHARED, by transformers' names; `hub`: entries in which a published
     config.json differs from what transformers writes, None for those that it lacks (positions and the number type are
     put into the published form for all). `read_otherwise`: those that transformers reads otherwise from the published
     form. `further_layer`: published with a layer behind the last, which predicts a further token. `scales`: factors on

@@ -73,7 +73,7 @@ class Choice:
         return weights / weights.sum(-1, keepdim=True) if self.renormalize else weights, ids, clear
 
     def _are_apart(self, values: torch.Tensor, count: int) -> torch.Tensor:
-        """Whether the first `count` are told from each other and from the rest; exact ties are, by id."""
+        """Return whether the first `count` differ from each other and from the rest; exact ties differ by id."""
         gaps = values[:, :count] - torch.nn.functional.pad(values[:, 1:], (0, 1), value=-INFINITY)[:, :count]
         return ((gaps == 0) | (gaps > MARGIN)).all(-1) if self.bias is not None else torch.ones(len(values)).bool()
 

@@ -93,8 +93,8 @@ def _attention_cases() -> Iterator[Check]:
         torch.set_num_threads(threads)
         if heads < 70:
             same = [
-                torch.equal(attend(lone, page, value, scaling=scaling), out[at : at + 1])
-                for at, lone in rows_alone(given)
+                torch.equal(attend(single, page, value, scaling=scaling), out[at : at + 1])
+                for at, single in rows_alone(given)
             ]
             yield name + ": a row's bits", all(same)
 

@@ -23,7 +23,7 @@ EXPERT_SHAPES = (
     (1500, 32, 34, 16, 4),
     (4096, 64, 32, 8, 2),
 )
-ROUTINGS = ("random", "one expert takes all", "one expert has none", "some choices belong to nobody")
+ROUTINGS = ("random", "one expert takes all", "one expert has none", "some choices are absent")
 LINEAR_SHAPES = ((1, 1, 2), (1, 32, 64), (12, 33, 6), (13, 64, 100), (100, 257, 48), (300, 96, 128), (4096, 40, 32))
 # number types of rows and weights; int8 has scales
 KINDS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.int8), (torch.float32, torch.int8))
@@ -37,7 +37,7 @@ def draw_routing(name: str, tokens: int, experts: int, choices: int) -> torch.Te
         ids[:, 0] = experts - 1
     elif name == "one expert has none":
         ids[ids == 0] = -1
-    elif name == "some choices belong to nobody" and tokens:
+    elif name == "some choices are absent" and tokens:
         ids[torch.rand(ids.shape) < 0.5] = -1
         ids[0] = -1
     return ids.contiguous()

@@ -202,7 +202,7 @@ def test_frequencies_follow_the_probabilities_that_the_filters_leave(name):
 
 
 class Row(SimpleNamespace):
-    """How one sequence wishes to be sampled; unless told, without filters."""
+    """The sampling parameters of one sequence; by default without filters."""
 
     def __init__(self, **fields):
         super().__init__(**{"top_k": TOP_K_ALL, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0, **fields})

@@ -1,4 +1,4 @@
-"""Packed weights compute what plain ones compute, and lie in their plain order whenever somebody writes to them."""
+"""Packed weights compute what plain ones compute, and lie in their plain order while they are written to."""
 
 from __future__ import annotations
 
@@ -116,16 +116,16 @@ def test_rounded_weights_compute_the_rounded_product_in_less_memory(rounding, dt
     assert close(rounding.linear(x, weight), expected.to(dtype))
 
 
-@pytest.mark.parametrize("lone", [False, True])
-def test_rounded_experts_compute_the_rounded_products(rounding, lone):
-    experts = 1 if lone else EXPERTS
+@pytest.mark.parametrize("single", [False, True])
+def test_rounded_experts_compute_the_rounded_products(rounding, single):
+    experts = 1 if single else EXPERTS
     w13, w2 = draw(experts, 2 * INTER, HIDDEN).bfloat16() / 7, draw(experts, HIDDEN, INTER).bfloat16() / 6
     plain = rounded(w13), rounded(w2)
-    given = (w13[0], w2[0]) if lone else (w13, w2)
+    given = (w13[0], w2[0]) if single else (w13, w2)
     x, weights = draw(20, HIDDEN).bfloat16(), torch.rand(20, 1)
     ids = torch.arange(20)[:, None] % experts
     assert rounding.add_experts(*given)
-    w13, w2 = (given[0][None], given[1][None]) if lone else given
+    w13, w2 = (given[0][None], given[1][None]) if single else given
     out, _ = rounding.experts(x, w13, w2, weights, ids)
     assert close(out, combined_experts(x, *plain, weights, ids)[0])
 

@@ -181,7 +181,7 @@ def test_the_exchange_gives_the_bits_of_the_block_itself(family, operators, dtyp
     assert torch.equal(through, blocks.moe(blocks.hidden, "batch"))
     if operators == "native":
         alone = [blocks.moe(blocks.hidden[row : row + 1], "batch") for row in range(ROWS)]
-        assert torch.equal(through, torch.cat(alone)), "a row has the same bits whatever rows are beside it"
+        assert torch.equal(through, torch.cat(alone)), "a row has the same bits whatever the other rows are"
     assert exchange.run(blocks.family, layer, blocks.hidden[:0], "batch").shape == (0, HIDDEN)
 
 

@@ -77,13 +77,13 @@ def batch(rows: int, sequences: int, *, is_decode: bool) -> Any:
 
 
 class Streamer:
-    """Remembers what it was told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def fit(self, free_bytes: Callable[[], int], working: int) -> None:
-        self.told.append((free_bytes(), working))
+        self.calls.append((free_bytes(), working))
 
 
 def memory(*, staged_bytes: int = 0, budget: int = 0, num_ranks: int = 1, streamer: Any = None) -> PassMemory:
@@ -117,4 +117,4 @@ def test_streamed_experts_get_the_memory_that_a_pass_leaves(monkeypatch: pytest.
     monkeypatch.setattr(pass_memory, "free_bytes", lambda: 1 << 40)
     streamer, one = Streamer(), batch(40, 3, is_decode=False)
     memory(streamer=streamer).make_room(one)
-    assert streamer.told == [(1 << 40, memory().working_bytes(one))]
+    assert streamer.calls == [(1 << 40, memory().working_bytes(one))]

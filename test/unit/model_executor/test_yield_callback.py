@@ -25,11 +25,11 @@ def test_the_callback_is_called_after_attention_of_each_sub_batch_and_before_the
     phase = PhasePlan(b_attn=3, b_moe=100)
     plan = Plan(prefill=phase, decode=phase, page_size=8, boundary_tokens=8, refill_watermark=0.5, ready_target=8)
     backend = ToyBackend()
-    family, told = ToyFamily(backend), []
+    family, yielded = ToyFamily(backend), []
 
     def note(sequences, layer, kv) -> None:
         family.order.append(f"yield {layer}")
-        told.append([(one.request_id, one.row, one.num_tokens, one.num_new) for one in sequences])
+        yielded.append([(one.request_id, one.row, one.num_tokens, one.num_new) for one in sequences])
 
     runner = LayerRunner(
         model=ToyModel(LAYERS),
@@ -47,12 +47,12 @@ def test_the_callback_is_called_after_attention_of_each_sub_batch_and_before_the
     assert family.order == [
         step for i in range(LAYERS) for step in [*[f"attention {i}", f"yield {i}"] * 2, f"experts {i}", f"finish {i}"]
     ]
-    assert told == [[("a", 40, 5, 1), ("b", 41, 6, 1), ("c", 42, 7, 1)], [("d", 43, 8, 1)]] * LAYERS
-    told.clear()
+    assert yielded == [[("a", 40, 5, 1), ("b", 41, 6, 1), ("c", 42, 7, 1)], [("d", 43, 8, 1)]] * LAYERS
+    yielded.clear()
     batch = extend_batch([0, 3], [4, 2])
     batch.rids = ["e", "f"]
     runner.forward(batch)
-    assert told[:2] == [[("e", 40, 3, 3)], [("e", 40, 4, 1), ("f", 41, 5, 2)]], "by pieces"
+    assert yielded[:2] == [[("e", 40, 3, 3)], [("e", 40, 4, 1), ("f", 41, 5, 2)]], "by pieces"
 
 
 def test_setting_kv_changes_one_layer_and_sequence() -> None:

@@ -1,4 +1,4 @@
-"""SGLang imports names of packages that are missing; whoever uses one is told which package to install."""
+"""SGLang imports names of packages that are missing; using one raises an error that names the package to install."""
 
 from __future__ import annotations
 

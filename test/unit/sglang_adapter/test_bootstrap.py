@@ -1,4 +1,4 @@
-"""An SGLang that we do not know is refused before it is imported, and torchvision loads beside a CPU torch."""
+"""An SGLang that we do not know is refused before it is imported, and torchvision loads with a CPU torch."""
 
 from __future__ import annotations
 

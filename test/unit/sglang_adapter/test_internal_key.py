@@ -1,4 +1,4 @@
-"""The HTTP endpoints of an engine's process answer to nobody but its front."""
+"""The HTTP endpoints of an engine's process answer its front only."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class PagedSequences:
     """Queries, keys and values [tokens, heads, dim] of sequences, and pages for them in a poisoned pool.
 
     Row b of `req_to_token` is sequence b; the pool holds `POISON` wherever nothing has been written, page 0
-    included, and `spare_pages` belong to nobody.
+    included, and `spare_pages` belong to no sequence.
     """
 
     def __init__(

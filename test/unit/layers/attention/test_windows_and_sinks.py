@@ -1,4 +1,4 @@
-"""Attention over a window of the tokens, and with sinks beside them, equals its definition; a row keeps its bits."""
+"""Attention over a window of the tokens, and with sinks, equals its definition; a row keeps its bits."""
 
 from __future__ import annotations
 

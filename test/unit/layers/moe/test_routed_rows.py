@@ -12,7 +12,7 @@ ROUTINGS = {
     "no token": torch.empty(0, 2, dtype=torch.int32),
     "one token": torch.tensor([[4, 1]]),
     "one expert takes all": torch.full((40, 1), 3),
-    "nobody's rows": torch.tensor([[-1, -1], [2, -1], [-1, 0]]),
+    "absent choices": torch.tensor([[-1, -1], [2, -1], [-1, 0]]),
     "several blocks": torch.randint(-1, EXPERTS, (90, 3), generator=torch.Generator().manual_seed(0)),
     "full blocks": torch.tensor([[0, 1]] * 32),
 }
