@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,15 @@ import torch
 from sgl_batch import Engine
 from sgl_batch.config import ForwardConfig
 from sgl_batch.core.replay import replay_trace
+from sgl_batch.sglang_adapter import fork_server
 from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from bringup.prompts import PROMPT_LENGTHS, Requests, questions, reference_of_transformers
+
+# Set once, before any fork server starts: a test that changed it would start another one.
+_USER_CACHE = tempfile.TemporaryDirectory(prefix="sgl-batch-cache-")
+os.environ["XDG_CACHE_HOME"] = _USER_CACHE.name
 
 FAMILIES = ("tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3")
 
@@ -29,6 +36,32 @@ class Prompts:
 
     input_ids: list[list[int]]
     sampling_params: list[dict[str, Any]]
+
+
+# Imports every model that SGLang has, in nearly two seconds of each process that loads one.
+_ALL_MODELS = "sglang.srt.models.registry"
+# By environment. They end with the test process.
+_FORK_SERVERS: dict[frozenset[tuple[str, str]], Any] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keep_fork_servers() -> Iterator[None]:
+    """Keep the fork server of every environment, with all that engines import: a new one takes some ten seconds.
+
+    A program keeps only its last one. Tests change the environment, for an instruction set or Triton's interpreter, and
+    change it back.
+    """
+
+    def server_for(environment: Mapping[str, str], module: str) -> Any:
+        key = frozenset(fork_server._lasting(environment).items())
+        if key not in _FORK_SERVERS:
+            made = _FORK_SERVERS[key] = fork_server._Server(environment, module)
+            made.server.set_forkserver_preload([module, _ALL_MODELS, fork_server._AFTER_IMPORTS])
+        return _FORK_SERVERS[key].server
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "_server_for", server_for)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ def answers(engine: Any) -> list[Any]:
 
 
 def test_the_self_check_keeps_what_it_has_measured_and_the_next_start_computes_so(
-    model_path: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: Callable[[str], str],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choices = Path(os.environ["XDG_CACHE_HOME"], "sgl_batch", "start_choices")
+    before = set(choices.glob("*.json"))
     engine = Engine(model_path=model_path("tiny-qwen3-moe"), **SETTINGS)
     try:
         choice = engine.plan_manifest()["choices"]["decode_forward"]
@@ -46,7 +48,7 @@ def test_the_self_check_keeps_what_it_has_measured_and_the_next_start_computes_s
         wanted = answers(engine)
     finally:
         engine.shutdown()
-    (kept,) = (tmp_path / "sgl_batch" / "start_choices").glob("*.json")
+    (kept,) = set(choices.glob("*.json")) - before
     content = json.loads(kept.read_text())
     assert content["choice"]["mode"] == choice["mode"]
     content["choice"] |= {"mode": "sglang", "why": "sglang: as the test says"}
