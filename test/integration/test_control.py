@@ -30,16 +30,28 @@ RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
 STORE = {"max_total_tokens": 60 * PAGE, "kv_store_bytes": 64 << 20}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"max_total_tokens": 16384},
+    "two-ranks-store": {**STORE, "decode_kv": "resident", **RANKS},
     "streamed": {**STORE, "decode_kv": "streamed"},
     "exclusive": {**STORE, "kv_store_mode": "exclusive", "decode_kv": "resident"},
-    "two-ranks-store": {**STORE, "decode_kv": "resident", **RANKS},
 }
 SAMPLED = {**LONG, "temperature": 0.8, "sampling_seed": 7, "n": 3, "frequency_penalty": 0.3}
 
 
+# For tests that meet each kind in one mode; test_a_pause_changes_no_answer meets each in both.
+MODES = {"plain": "retract", "two-ranks-store": "in_place", "streamed": "in_place", "exclusive": "retract"}
+# Weights do not depend on KV: one rank, and several, which each have a part of them. They are the first two of KINDS,
+# as pytest keeps an engine for the next test by its number among them.
+by_ranks = pytest.mark.parametrize("kind", ["plain", "two-ranks-store"], indirect=True)
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def engine(request: pytest.FixtureRequest, model_path: Callable[[str], str]) -> Iterator[Any]:
-    engine = Engine(model_path=model_path(FAMILIES[0]), **SMALL, **TELLS, **KINDS[request.param])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(kind: str, model_path: Callable[[str], str]) -> Iterator[Any]:
+    engine = Engine(model_path=model_path(FAMILIES[0]), **SMALL, **TELLS, **KINDS[kind])
     yield engine
     engine.shutdown()
 
@@ -127,11 +139,11 @@ def alone() -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_what_is_said_beside_tokens_outlasts_pauses_and_suspension(
-    mode: str, engine: Any, inputs: list[list[int]], whole_sequences: WholeSequences, alone: list[Any]
+    kind: str, engine: Any, inputs: list[list[int]], whole_sequences: WholeSequences, alone: list[Any]
 ) -> None:
-    requests = [request_beside(ids, number) for number, ids in enumerate([*inputs, *inputs[::-1]])]
+    mode = MODES[kind]
+    requests = [request_beside(ids, number) for number, ids in enumerate([*inputs, *inputs[-3:]])]
     if not alone:
         alone += [engine.generate(**request) for request in requests]
     moved = {name: counters(engine).get(name, 0) for name in ("suspensions", "retractions")}
@@ -195,6 +207,7 @@ def test_an_update_without_a_flush_keeps_the_kv_of_who_runs_and_no_new_prompt_fi
     assert done, message
 
 
+@by_ranks
 def test_weights_as_the_bytes_of_safetensors_files_are_those_weights(
     engine: Any, inputs: list[list[int]], trained: Path, of_trained: Any, model_path: Callable[[str], str]
 ) -> None:
@@ -212,6 +225,7 @@ def test_weights_as_the_bytes_of_safetensors_files_are_those_weights(
     assert ask(engine, inputs[:2]) == old
 
 
+@by_ranks
 def test_a_trainer_broadcasts_new_weights_to_all_ranks(
     engine: Any, inputs: list[list[int]], trained: Path, of_trained: Any, model_path: Callable[[str], str]
 ) -> None:
@@ -246,9 +260,8 @@ def test_a_trainer_broadcasts_new_weights_to_all_ranks(
     assert ask(engine, inputs[:4]) == old
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_who_is_aborted_during_a_pause_has_what_it_had_generated(
-    mode: str, engine: Any, inputs: list[list[int]], whole_sequences: WholeSequences
+    kind: str, engine: Any, inputs: list[list[int]], whole_sequences: WholeSequences
 ) -> None:
     whole = ask(engine, inputs)
     manager = engine.tokenizer_manager
@@ -258,7 +271,7 @@ def test_who_is_aborted_during_a_pause_has_what_it_had_generated(
 
     asked = {"sampling_params": LONG, "return_routed_experts": True}
     requests = [{"input_ids": ids, **asked} for ids in [*inputs, inputs[0]]]
-    answers = run_paused(engine, requests, mode, abort)
+    answers = run_paused(engine, requests, MODES[kind], abort)
     reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
     assert reasons[:-1] == ["abort"] * len(inputs)
     had = [answer["output_ids"] for answer in answers[:-1]]
@@ -270,6 +283,7 @@ def test_who_is_aborted_during_a_pause_has_what_it_had_generated(
             whole_sequences.check(ids, answer)
 
 
+@by_ranks
 def test_what_cannot_be_loaded_is_said_and_the_engine_goes_on(engine: Any, inputs: list[list[int]]) -> None:
     old = ask(engine, inputs[:2])
     done, message = engine.update_weights_from_tensor([("no.such.weight", torch.ones(3))], load_format="direct")

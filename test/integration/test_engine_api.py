@@ -22,17 +22,13 @@ REQUEST = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 def test_generate_answers_one_prompt_with_one_result_and_a_list_with_a_list(
-    batch_engine: Callable[..., Any], stock_engine: Callable[..., Any]
+    batch_engine: Callable[..., Any],
 ) -> None:
     engine = batch_engine("tiny-qwen3-moe")
     one = engine.generate("What does os.path.join do?", REQUEST)
     two = engine.generate(["What does os.path.join do?", "Return the"], REQUEST)
     assert isinstance(one["text"], str)
     assert two[0]["text"] == one["text"]
-    stock = stock_engine("tiny-qwen3-moe").generate("What does os.path.join do?", REQUEST)
-    assert one["output_ids"] == stock["output_ids"]
-    assert set(one) == set(stock)
-    assert set(one["meta_info"]) == set(stock["meta_info"])
 
 
 def test_streaming_ends_with_the_whole_text(batch_engine: Callable[..., Any]) -> None:

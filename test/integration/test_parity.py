@@ -22,8 +22,9 @@ NEAR_TIE = 0.25
 by_family = pytest.mark.parametrize("family", FAMILIES, scope="module")
 # One with grouped queries and one with latents: in bfloat16 Mixtral would show nothing that Qwen does not.
 by_attention = pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[2]], scope="module")
-# Stock SGLang has no attention over latents on a CPU.
-STOCK_FAMILIES = tuple(family for family in FAMILIES if "deepseek" not in family)
+# Stock SGLang has no attention over latents on a CPU, and imports for a quarter of a minute as it starts: one family.
+by_stock_family = pytest.mark.parametrize("family", FAMILIES[:1], scope="module")
+ANSWERED = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 def generate(engine: Any, prompts: Prompts) -> list[list[int]]:
@@ -54,14 +55,46 @@ def test_the_check_command_counts_weights_and_kv_as_the_engine_does(
     assert told["forward"] == stats["forward"] == "coroutine"
 
 
-@pytest.mark.parametrize("family", STOCK_FAMILIES, scope="module")
-def test_float32_greedy_tokens_of_stock_sglang_equal_huggingface(
+@by_stock_family
+def test_a_stock_engine_beside_ours_in_one_process_runs_sglangs_classes_and_gives_huggingfaces_tokens(
     family: str,
+    batch_engine: Callable[..., Any],
     stock_engine: Callable[..., Any],
     reference: Callable[[str, str], Reference],
     prompts: Prompts,
 ) -> None:
-    assert generate(stock_engine(family), prompts) == reference(family, "float32").tokens
+    ours, stock = batch_engine(family), stock_engine(family)
+    ours.generate("Return the", ANSWERED)
+    assert type(stock.tokenizer_manager).__module__.startswith("sglang.")
+    assert all("sgl_batch" not in info for info in stock._scheduler_init_result.scheduler_infos)
+    state = stock.loop.run_until_complete(stock.tokenizer_manager.get_internal_state())[0]
+    assert "sgl_batch" not in state
+    assert state["attention_backend"] == "torch_native"
+    assert generate(stock, prompts) == reference(family, "float32").tokens
+
+
+@by_stock_family
+def test_an_answer_has_the_fields_of_stock_sglangs(
+    family: str, batch_engine: Callable[..., Any], stock_engine: Callable[..., Any]
+) -> None:
+    one, stock = (
+        engine.generate("What does os.path.join do?", ANSWERED)
+        for engine in (batch_engine(family), stock_engine(family))
+    )
+    assert one["output_ids"] == stock["output_ids"]
+    assert set(one) == set(stock)
+    assert set(one["meta_info"]) == set(stock["meta_info"])
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:2], scope="module")
+def test_the_torch_runner_gives_the_native_runners_tokens(family: str, batch_engine: Callable[..., Any]) -> None:
+    native, torch_runner = batch_engine(family), batch_engine(family, expert_runner="torch")
+    assert native.plan_manifest()["expert_runner"] == "native"
+    assert torch_runner.plan_manifest()["expert_runner"] == "torch"
+    asked = ["Return the", "What does os.path.join do?"], {**ANSWERED, "max_new_tokens": 6}
+    expected, found = ([answer["text"] for answer in engine.generate(*asked)] for engine in (native, torch_runner))
+    assert found == expected
+    assert torch_runner.batch_stats()["counters"]["expert_calls"] > 0
 
 
 @by_attention

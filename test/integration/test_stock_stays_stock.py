@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 
 PLAIN_SGLANG = """
 import json, sys
@@ -53,18 +49,3 @@ def test_plain_sglang_loads_none_of_our_classes() -> None:
         "sgl_batch.sglang_adapter.platform_entry",
     }
     assert set(seen["ours"]) <= allowed, "only the entry points that say no are imported"
-
-
-@pytest.mark.engine
-def test_a_stock_engine_after_ours_in_one_process_runs_sglangs_classes(
-    batch_engine: Callable[..., Any], stock_engine: Callable[..., Any]
-) -> None:
-    request = {"temperature": 0, "max_new_tokens": 4}
-    ours = batch_engine("tiny-qwen3-moe")
-    ours.generate("Return the", request)
-    stock = stock_engine("tiny-qwen3-moe")
-    assert type(stock.tokenizer_manager).__module__.startswith("sglang.")
-    assert all("sgl_batch" not in info for info in stock._scheduler_init_result.scheduler_infos)
-    state = stock.loop.run_until_complete(stock.tokenizer_manager.get_internal_state())[0]
-    assert "sgl_batch" not in state
-    assert state["attention_backend"] == "torch_native"
