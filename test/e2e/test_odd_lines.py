@@ -1,4 +1,7 @@
-"""Lines and requests that cannot be answered as they ask: each has its own error, online, in a job and in a run."""
+"""Lines and requests that cannot be answered as they ask: each has its own error, online and in a job.
+
+Those of a run are in test_run_command.py.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,18 @@ import json
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import requests
 
-from .conftest import MODEL, RunFiles, Server, chat_line
+from .conftest import MODEL, Server, chat_line
+from .odd_lines import DEAD_END, ODD_CHATS, check_records, odd_input
 
 pytestmark = pytest.mark.engine
 
 WITHIN_S = 60
-LOOP = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
-# It begins with a letter that leads nowhere.
-DEAD_END = 'root ::= "a" x\nx ::= x'
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
-
-# Of a chat: what it has more than others, and its error's code and field.
-ODD_CHATS: list[tuple[dict[str, Any], str, str]] = [
-    ({"response_format": LOOP}, "invalid_grammar", "response_format"),
-    ({"ebnf": "root ::= root"}, "invalid_grammar", "ebnf"),
-    ({"ebnf": DEAD_END}, "invalid_grammar", "ebnf"),
-    ({"ebnf": DEAD_END, "n": 2}, "invalid_grammar", "ebnf"),
-    ({"regex": "("}, "invalid_grammar", "regex"),
-    ({"messages": IMAGE}, "unsupported_field", "messages"),
-    ({"input_embeds": [[0.5, 0.5]]}, "unsupported_field", "input_embeds"),
-    ({"bootstrap_host": "127.0.0.1"}, "unsupported_field", "bootstrap_host"),
-    ({"max_new_tokens": 5}, "unknown_field", "max_new_tokens"),
-    ({"seed": 1 << 64}, "invalid_value", "seed"),
-]
 ODD_GENERATIONS: list[tuple[dict[str, Any], str]] = [
     ({"input_embeds": [[0.5, 0.5]]}, "input_embeds"),
     ({"image_data": "x.png"}, "image_data"),
@@ -46,44 +31,11 @@ ODD_GENERATIONS: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"ebnf": DEAD_END}}, "ebnf"),
     ({"sampling_params": {"sampling_seed": 1 << 64}}, "sampling_seed"),
 ]
-HARMLESS = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "unknown_to_all": 5}
-
-
-def odd_input() -> bytes:
-    """The lines of a job: odd ones, JSON that is none to a strict parser, and good ones between."""
-    lines = [json.dumps(chat_line(f"odd {n}", "Say.", **fields)) for n, (fields, _, _) in enumerate(ODD_CHATS)]
-    lines.insert(1, json.dumps(chat_line("good 0", "Say.", max_tokens=4, **HARMLESS)))
-    lines.append(json.dumps(chat_line("nan", "Say.", top_p=float("nan"))))
-    lines.append(json.dumps(chat_line("half a pair", "\ud83d")))
-    lines.append(json.dumps(chat_line("\ud83d", "Say.")))
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
-    lines.append(json.dumps(chat_line("good 1", "Say.", response_format=schema)))
-    return "\n".join(lines).encode()
-
-
-def check_records(output: list[dict[str, Any]], errors: list[dict[str, Any]]) -> None:
-    """Each line of `odd_input` has the record that it should."""
-    assert [line["custom_id"] for line in output] == ["good 0", "good 1"]
-    assert output[1]["response"]["body"]["choices"][0]["message"]["content"] in ("true", "false")
-    found = [(line["custom_id"], line["response"]["body"]["error"]) for line in errors]
-    assert {line["response"]["status_code"] for line in errors} == {400}
-    expected = [(f"odd {n}", code, param) for n, (_, code, param) in enumerate(ODD_CHATS)]
-    expected += [("nan", "invalid_number", None), ("half a pair", "invalid_unicode", None)]
-    expected += [(None, "invalid_unicode", "custom_id")]
-    assert [(custom_id, error["code"], error["param"]) for custom_id, error in found] == expected
-    assert all(error["message"] and error["type"] == "invalid_request_error" for _, error in found)
 
 
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server]) -> str:
     return start_server("--max-line-bytes", "200K").url
-
-
-def test_every_odd_line_of_a_run_has_its_error(run_command: Callable[..., RunFiles], tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_bytes(odd_input())
-    files = run_command(source, tmp_path / "out.jsonl")
-    check_records(files.output, files.errors)
 
 
 def ended_job(client: openai.OpenAI, file_id: str) -> Any:

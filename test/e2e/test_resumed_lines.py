@@ -16,7 +16,7 @@ from .conftest import MODEL, Server, chat_line
 pytestmark = pytest.mark.engine
 
 WITHIN_S = 60
-TOKENS = 600
+TOKENS = 400
 # SGLang tells of tokens when a sequence has so many more.
 PART = 50
 

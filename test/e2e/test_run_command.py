@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from .conftest import MODEL, RunFiles, chat_line, collect, read_lines, run_argv
+from .odd_lines import check_records, odd_input
 from .reachable import open_to_strangers
 
 pytestmark = pytest.mark.engine
@@ -48,12 +49,12 @@ BAD: list[tuple[str, str]] = [
 
 @pytest.fixture(scope="module")
 def mixed_input(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Good and bad lines by turns."""
+    """Good and bad lines by turns, then odd ones."""
     path = tmp_path_factory.mktemp("mixed") / "in.jsonl"
     lines = [json.dumps(line) for line in GOOD]
     for place, (line, _) in enumerate(BAD):
         lines.insert(1 + 2 * place, line)
-    path.write_text("\n".join(lines) + "\n")
+    path.write_bytes("\n".join(lines).encode() + b"\n" + odd_input())
     return path
 
 
@@ -64,7 +65,7 @@ def first_run(mixed_input: Path, run_command: Callable[..., RunFiles]) -> RunFil
 
 def test_good_lines_are_answered_in_order_beside_bad_ones(first_run: RunFiles) -> None:
     assert first_run.exit_code == 2, first_run.stderr
-    assert [line["custom_id"] for line in first_run.output] == [line["custom_id"] for line in GOOD]
+    assert [line["custom_id"] for line in first_run.output[: len(GOOD)]] == [line["custom_id"] for line in GOOD]
     for line in first_run.output:
         assert line["error"] is None
         assert line["id"].startswith("batch_req_")
@@ -80,16 +81,20 @@ def test_good_lines_are_answered_in_order_beside_bad_ones(first_run: RunFiles) -
 
 
 def test_each_bad_line_has_its_own_clear_error(first_run: RunFiles) -> None:
-    assert len(first_run.errors) == len(BAD)
-    for line, (_, code) in zip(first_run.errors, BAD, strict=True):
+    errors = first_run.errors[: len(BAD)]
+    for line, (_, code) in zip(errors, BAD, strict=True):
         error = line["response"]["body"]["error"]
         assert line["response"]["status_code"] == 400
         assert error["message"]
         if code:
             assert error["code"] == code
-    assert "4096" in first_run.errors[-1]["response"]["body"]["error"]["message"], "the limit stands in the message"
-    messages = [line["response"]["body"]["error"]["message"] for line in first_run.errors]
+    assert "4096" in errors[-1]["response"]["body"]["error"]["message"], "the limit stands in the message"
+    messages = [line["response"]["body"]["error"]["message"] for line in errors]
     assert len(set(messages)) == len(messages)
+
+
+def test_every_odd_line_of_a_run_has_its_error(first_run: RunFiles) -> None:
+    check_records(first_run.output[len(GOOD) :], first_run.errors[len(BAD) :])
 
 
 def test_the_summary_says_where_the_time_went(first_run: RunFiles) -> None:
@@ -104,15 +109,28 @@ def test_start_summary_and_manifest_say_which_forward_pass_computed_it(first_run
     assert first_run.manifest["plan"]["forward"] == "coroutine"
 
 
+@pytest.fixture(scope="module")
+def second_run(mixed_input: Path, run_command: Callable[..., RunFiles]) -> RunFiles:
+    """The first run repeated with other sub-batches; its processes say what they import."""
+    sub_batches = ("--b-attn-decode", "3", "--b-attn-prefill", "5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        return run_command(mixed_input, mixed_input.with_name("again.jsonl"), "--seed", "7", *sub_batches)
+
+
 def test_a_run_is_repeated_from_its_manifest_whatever_the_sub_batches(
-    first_run: RunFiles, mixed_input: Path, run_command: Callable[..., RunFiles]
+    first_run: RunFiles, second_run: RunFiles
 ) -> None:
     manifest = first_run.manifest
     assert manifest["status"] == "completed"
     assert manifest["seeds"]["job_seed"] == 7
-    sub_batches = ("--b-attn-decode", "3", "--b-attn-prefill", "5")
-    again = run_command(mixed_input, mixed_input.with_name("again.jsonl"), "--seed", "7", *sub_batches)
-    assert [answer(line) for line in again.output] == [answer(line) for line in first_run.output]
+    assert [answer(line) for line in second_run.output] == [answer(line) for line in first_run.output]
+
+
+def test_on_a_cpu_torch_is_imported_once_and_the_engines_processes_are_forked(second_run: RunFiles) -> None:
+    assert second_run.exit_code == 2, second_run.stderr[-2000:]
+    imports = re.findall(r"^import time: .*\| torch$", second_run.stderr, re.MULTILINE)
+    assert len(imports) == (3 if torch.cuda.is_available() else 1)
 
 
 def answer(line: dict[str, Any]) -> list[Any]:
@@ -178,24 +196,11 @@ def test_a_killed_scheduler_ends_the_run_with_finished_lines_kept(
     assert not psutil.pid_exists(scheduler.pid)
 
 
-def test_on_a_cpu_torch_is_imported_once_and_the_engines_processes_are_forked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_command: Callable[..., RunFiles]
-) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_text(json.dumps(GOOD[0]) + "\n")
-    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    files = run_command(source, tmp_path / "out.jsonl")
-    assert files.exit_code == 0, files.stderr[-2000:]
-    imports = re.findall(r"^import time: .*\| torch$", files.stderr, re.MULTILINE)
-    assert len(imports) == (3 if torch.cuda.is_available() else 1)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--b-moe-decode", "0"], "b_moe_decode is 0; it must be at least 1"),
         (["--no-such-flag", "1"], "no-such-flag"),
-        (["--page-size", "1"], "pages of at least 2 tokens"),
     ],
 )
 def test_bad_flags_end_with_1_before_anything_starts(

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 WITHIN_S = 120
 # They end one after another, over some seconds.
-LINES = [chat_line(f"line {n}", f"Say {n}.", max_tokens=20 * n + 1, ignore_eos=True, temperature=0) for n in range(24)]
+LINES = [chat_line(f"line {n}", f"Say {n}.", max_tokens=14 * n + 1, ignore_eos=True, temperature=0) for n in range(24)]
 
 
 def create(server: Server) -> str:
@@ -47,7 +47,17 @@ def engine_of(server: Server) -> psutil.Process:
     return engine
 
 
-def test_every_line_has_one_record_though_engine_and_server_are_killed(start_server: Callable[..., Server]) -> None:
+def runs(process: psutil.Process) -> bool:
+    """Whether it runs; a zombie has ended and waits for its parent, which is none of the server's processes."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_every_line_has_one_record_though_engine_and_server_are_killed_and_the_last_leaves_no_process(
+    start_server: Callable[..., Server],
+) -> None:
     server = start_server()
     job_id = create(server)
     until(server, job_id, lambda job: job["request_counts"]["completed"] >= 5)
@@ -77,4 +87,7 @@ def test_every_line_has_one_record_though_engine_and_server_are_killed(start_ser
     one = requests.post(f"{server.url}/v1/chat/completions", json=LINES[7]["body"], timeout=30).json()
     assert output[7]["response"]["body"]["choices"] == one["choices"]
     assert Counter(line["id"] for line in output).most_common(1)[0][1] == 1
-    assert server.stop() == 0
+    tree = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(tree) >= 3, "the engine's process, its scheduler and its detokenizer"
+    assert server.stop() == 0, "idle by now, it stops within seconds"
+    assert not [one for one in tree if runs(one)], "when the server's process has ended, so has every other"
