@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import cpu_kernels
 import pytest
 import torch
 from kernel_rates import product_work, report, work
@@ -83,15 +82,16 @@ def test_families_that_name_their_sizes_differently_are_read_alike(tmp_path, con
     assert shapes_of(tmp_path) == expected
 
 
-def test_the_command_prints_every_table_and_writes_every_round(repo_root, tmp_path):
+def test_the_command_prints_every_table_and_writes_every_round(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(product_work, "_SIDE", 256)
+    monkeypatch.setattr(product_work, "_READ_BYTES", 1 << 20)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     record = tmp_path / "record.json"
-    command = [sys.executable, str(repo_root / "benchmark" / "cpu_kernels.py"), "--rounds", "2", "--sample-s", "0.001"]
-    command += ["--tokens-per-expert", "1", "--rows", "2", "--contexts", "64", "--batches", "2"]
-    command += ["--layers", "1", "--json", str(record)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(record.read_text())
+    command = ["--rounds", "2", "--sample-s", "0.001", "--tokens-per-expert", "1", "--rows", "2", "--contexts", "64"]
+    command += ["--batches", "2", "--layers", "1", "--json", str(record)]
+    assert cpu_kernels.main(command) == 0
+    text, figures = capsys.readouterr().out, json.loads(record.read_text())
     tables = {rate["table"] for rate in figures["rates"]}
     assert {"product", "read", "experts", "decode attention", "prefill attention"} < tables
     assert all(len(rate["seconds"]) == 2 for rate in figures["rates"])
-    assert all(f"\n{table}\n" in done.stdout for table in tables - {"product", "read"})
+    assert all(f"\n{table}\n" in text for table in tables - {"product", "read"})
