@@ -22,6 +22,18 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files that take longest first, so that no worker is left with a long one at the end.
+
+    `file_seconds.txt` has their seconds; files that are not in it are short and come last, in their order.
+    """
+    here = Path(__file__).resolve().parent
+    lines = (here / "file_seconds.txt").read_text(encoding="utf-8").splitlines()
+    seconds = {here / name: int(number) for number, name in map(str.split, lines)}
+    items.sort(key=lambda item: -seconds.get(item.path, 0))
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     """Set pytest's time limit again, which it lifts when a test fails: what follows the failure may hang as well."""
     _limit_time(node.config)
