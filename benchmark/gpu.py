@@ -72,7 +72,7 @@ Exit codes: 0 our configuration and a peer have run in each, 1 bad usage, 2 not 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the parser of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -219,7 +219,7 @@ class Comparison:
 
 
 def environment_of(setup: RunSetup) -> dict[str, str]:
-    """The measured processes' settings."""
+    """Return the additional environment of the measured processes."""
     return {} if setup.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -58,7 +58,7 @@ def _pages(part_bytes: int, options: argparse.Namespace) -> Pages:
 def _copies(
     kind: str, num_workers: int, pages: Pages, options: argparse.Namespace
 ) -> Iterator[dict[str, Callable[[], None]]]:
-    """A store and its timed calls: `store` and `load` of all pages, each as one ticket."""
+    """Make a store and its timed calls: `store` and `load` of all pages, each as one ticket."""
     geometry = StoreGeometry.of_pool(pages, checksums=options.checksums)
     num_pages = len(pages.parts[0][0])
     with HostKVStore.create(

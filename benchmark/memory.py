@@ -57,7 +57,7 @@ COMMANDS = {"pressure": pressure, "weights": weights}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the parser of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -67,7 +67,7 @@ Exit codes: 0 all engines that are installed finished, 1 bad usage, 2 an engine 
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Return the parser of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

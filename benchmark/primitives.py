@@ -44,7 +44,7 @@ The table goes to standard output, progress to standard error; --json writes eve
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the parser of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -30,7 +30,7 @@ def make_dense_checkpoint(directory: Path, tokenizer_from: Path, layers: int, pr
 
 
 def _embeddings(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The output projection is the embedding."""
+    """Make the embedding, which is also the output projection."""
     return {
         "model.embed_tokens.weight": normal(generator, VOCABULARY, HIDDEN),
         "model.norm.weight": ones(HIDDEN),

@@ -49,7 +49,7 @@ Exit codes: 0 all runs finished, 1 bad usage, 2 an engine failed, 130 interrupte
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the parser of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

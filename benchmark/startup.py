@@ -77,7 +77,7 @@ def measure(command: list[str]) -> Start:
 
 
 def command_of(program: str, model: Path, scratch: Path, number: int) -> list[str]:
-    """The command line that starts a program."""
+    """Return the command line that starts a program."""
     if program != "command":
         return [sys.executable, str(ROOT / "benchmark" / "runners" / "first_token.py"), program, str(model)]
     source, output = scratch / "in.jsonl", scratch / f"out-{number}.jsonl"

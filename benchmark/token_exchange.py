@@ -26,7 +26,7 @@ WARMUP_ROUNDS = 5
 
 
 def _send_and_receive(received: torch.Tensor, sent: torch.Tensor, num_rows: int) -> None:
-    """The same exchange as `all_to_all_single` by a send to and a receive from each other rank."""
+    """Exchange as `all_to_all_single`, by a send to and a receive from each other rank."""
     rank = dist.get_rank()
     parts, targets = sent.split(num_rows), received.split(num_rows)
     targets[rank].copy_(parts[rank])
@@ -38,7 +38,7 @@ def _send_and_receive(received: torch.Tensor, sent: torch.Tensor, num_rows: int)
 
 
 def _steps(num_tokens: int, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
-    """What is timed, in this order in each round."""
+    """Return the timed steps, in their order in each round."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x_TM = torch.randn(num_tokens, options.hidden_size, generator=generator).to(torch.bfloat16)
     scores_TE = torch.rand(num_tokens, options.num_experts, generator=generator)
@@ -59,7 +59,7 @@ def _steps(num_tokens: int, options: argparse.Namespace) -> dict[str, Callable[[
 def _exchange(
     name: str, options: argparse.Namespace, x_TM: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
-    """A dispatch, and the combine that belongs to it, through the dispatcher `name`."""
+    """Run a dispatch and its combine through the dispatcher `name`."""
     dispatcher = create_token_dispatcher(
         name, dist.group.WORLD, num_experts=options.num_experts, hidden_size=options.hidden_size
     )

@@ -34,7 +34,7 @@ test/models/README.md.
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Make tiny but trained MoE checkpoints (Qwen3-MoE, Mixtral, DeepSeek-V3) in Hugging Face format.",
         epilog=EPILOG,

@@ -14,7 +14,7 @@ _GPU_QUERY = "--query-gpu=name,memory.total,driver_version"
 
 
 def gpu_text(line: str) -> str:
-    """A GPU as nvidia-smi describes it: name, memory, driver."""
+    """Return a GPU as nvidia-smi describes it: name, memory, driver."""
     *known, driver = line.split(", ")
     return ", ".join([*known, f"driver {driver}"])
 

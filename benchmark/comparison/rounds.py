@@ -98,7 +98,7 @@ def run_rounds(
 
 
 def _todo(runs: list[EngineRun], index: int, later_rounds: int) -> list[str]:
-    """The runs still to do, from the run at `index` of this round on."""
+    """Return the names of the runs still to do, from the run at `index` of this round on."""
     this_round = [run.name for run in runs[index:] if run.fault is None]
     return this_round + [run.name for run in runs if run.fault is None] * later_rounds
 

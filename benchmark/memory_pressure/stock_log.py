@@ -21,7 +21,7 @@ class Retractions:
 
 
 def read_retractions(log: str, *, prompt_tokens: int) -> Retractions:
-    """The events of a run, read from its log of level info.
+    """Read a run's retractions from its log of level info.
 
     `prompt_tokens`: of all prompts that it was given. What was prefilled beyond these are prompts and outputs of
     retracted sequences, and of each the last token, which had no KV before. Where the radix cache had the beginning of

@@ -90,7 +90,7 @@ def _states(batch: int, context: int, rounds: int) -> list[Cost]:
 
 
 def _request(name: str, context: int) -> Any:
-    """The attributes of a request that a sequence table reads."""
+    """Make a request with the attributes that a sequence table reads."""
     return SimpleNamespace(
         rid=name,
         origin_input_ids=[0] * max(1, context // 2),

@@ -52,7 +52,7 @@ class _Pages:
 
 @contextmanager
 def _tiers(sizes: KVSizes, num_pages: int, device: str, *, exclusive: bool = False) -> Iterator[StoredKV]:
-    """The blocks by sequence of a store for twice as many pages as the device's, which are all ones."""
+    """Yield the StoredKV of a store for twice as many pages as the device's; the device's pages are ones."""
     parts = [
         tuple(torch.ones(num_pages, sizes.part_bytes, dtype=torch.uint8, device=device) for _ in range(2))
         for _ in range(sizes.layers)

@@ -24,12 +24,12 @@ _FEWEST = 100
 
 
 def quantile_index(quantile: float, count: int) -> int:
-    """Where a quantile stands among `count` sorted values (nearest rank)."""
+    """Return the index of a quantile among `count` sorted values (nearest rank)."""
     return math.ceil(quantile * count) - 1
 
 
 def tail_lengths(count: int, total: int) -> list[int]:
-    """Sorted lengths that add up to about `total`: P99 is 3.8 x P95 and the longest 9 x P95. Raises ConfigError."""
+    """Return sorted lengths with a sum of about `total`: P99 is 3.8 x P95, the longest 9 x P95. Raises ConfigError."""
     if count < _FEWEST:
         raise ConfigError(
             f"--num-prompts is {count}; a tail with a 99th percentile of its own takes at least {_FEWEST}"
@@ -42,14 +42,14 @@ def tail_lengths(count: int, total: int) -> list[int]:
 
 
 def _between(points: Sequence[tuple[int, float]], index: int) -> float:
-    """The value at `index` on the lines between points."""
+    """Return the value at `index` on the lines between points."""
     upper = next(number for number in range(1, len(points)) if index <= points[number][0])
     (low_index, low), (high_index, high) = points[upper - 1], points[upper]
     return low + (high - low) * (index - low_index) / (high_index - low_index)
 
 
 def scaled(lengths: Sequence[int], total: int) -> list[int]:
-    """The lengths made longer or shorter alike, so that they add up to about `total`; at least 1 each."""
+    """Scale the lengths by one factor so that they add up to about `total`; each is at least 1."""
     factor = total / max(1, sum(lengths))
     return [max(1, round(length * factor)) for length in lengths]
 
@@ -70,7 +70,7 @@ def read_trace(path: Path) -> list[tuple[int, int]]:
 
 
 class Budget:
-    """How much one workload may be: the number of sequences, and tokens of all prompts and of all outputs together."""
+    """The size of one workload: the number of sequences, and the tokens of all prompts and of all outputs."""
 
     def __init__(self, *, num_prompts: int, input_tokens: int, output_tokens: int, vocabulary: int, seed: int) -> None:
         named = (("--input-tokens", input_tokens), ("--output-tokens", output_tokens))
@@ -89,7 +89,7 @@ class Budget:
         return self._workload(self._even(self.input_tokens), output_lens)
 
     def uneven(self, num_ranks: int) -> Workload:
-        """The same lengths, in an order in which ranks that take turns get them by length: rank 0 all the longest."""
+        """Order lengths so that ranks that take turns get them by length: rank 0 gets all the longest."""
         longest_first = tail_lengths(self.num_prompts, self.output_tokens)[::-1]
         size = -(-self.num_prompts // num_ranks)
         by_rank = [longest_first[rank * size : (rank + 1) * size] for rank in range(num_ranks)]

@@ -48,7 +48,7 @@ Exit codes: 0 no stage has failed, 1 one has, 2 bad usage, 130 interrupted (the 
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_bringup",
         description=DESCRIPTION,

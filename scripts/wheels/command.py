@@ -63,7 +63,7 @@ Run it again after an interruption, or after a change of options: what is there 
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/wheelhouse",
         description="Make a directory of wheels with which sgl_batch and SGLang install without a network.",

@@ -25,7 +25,7 @@ class AttentionBackend(Protocol):
 
 
 class ExpertOptions(Protocol):
-    """How a layer's experts compute (SGLang's MoeRunnerConfig)."""
+    """The options of a layer's experts (SGLang's MoeRunnerConfig)."""
 
     activation: str
     apply_router_weight_on_input: bool
@@ -90,7 +90,7 @@ class DenseMlp(Protocol):
 
 
 class ChoiceOptions(Protocol):
-    """How a layer chooses experts (SGLang's TopKConfig)."""
+    """The options of a layer's choice of experts (SGLang's TopKConfig)."""
 
     top_k: int
     num_expert_group: int
