@@ -168,5 +168,5 @@ def test_each_part_has_its_own_staging_or_the_pools_own_pages(sink, source, b_at
 
 def test_a_backend_that_holds_the_metadata_of_one_batch_takes_one_batch_a_pass():
     mixed = Mixed(can_reenter=False)
-    with pytest.raises(AssertionError, match="holds the plan of one batch"):
+    with pytest.raises(AssertionError, match="holds the metadata of one batch"):
         mixed.run()
