@@ -15,7 +15,7 @@ from .conftest import MODEL, Server, chat_line
 
 pytestmark = pytest.mark.engine
 
-WITHIN_S = 60
+WITHIN_S = 120
 TOKENS = 400
 # SGLang tells of tokens when a sequence has so many more.
 PART = 50
