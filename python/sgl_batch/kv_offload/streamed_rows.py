@@ -77,7 +77,9 @@ class StreamedRows:
     def _lay_table(self, request: Request) -> None:
         pages = torch.tensor(self._rows[request.rid].pages) + self._first_page
         kv_indices = (pages[:, None] * self._size + torch.arange(self._size)).flatten()[: self._table.shape[1]]
-        self._table[request.req_pool_idx, : len(kv_indices)] = upload_copy(kv_indices.to(self._table.dtype), self._table.device)
+        self._table[request.req_pool_idx, : len(kv_indices)] = upload_copy(
+            kv_indices.to(self._table.dtype), self._table.device
+        )
 
     def forget(self, name: str) -> None:
         """Forget a sequence that no longer runs. If it joins again, the group is laid out anew."""
