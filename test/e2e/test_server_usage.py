@@ -23,7 +23,7 @@ def test_the_long_help_groups_our_flags_before_sglangs_and_has_all_of_the_short_
         done.stdout.index(flag) for flag in ("--jobs-dir", "--b-attn-prefill", "--tensor-parallel-size")
     )
     assert own < ours < sglangs
-    assert "sgl_batch: coroutine forward" in done.stdout
+    assert "sgl_batch: forward pass" in done.stdout
     named = set(re.findall(r"--[\w-]+", done.stdout))
     assert set(re.findall(r"^  (--[\w-]+)", short_help(), re.MULTILINE)) - {"--help-all"} <= named
 

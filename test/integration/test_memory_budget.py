@@ -45,7 +45,7 @@ def test_a_budget_sizes_the_device_is_kept_and_refuses_prompts_beyond_its_workin
 
 def _check_changes_of_the_plan(engine: Engine) -> None:
     """Groups larger than there is working memory for are refused, smaller ones taken; prompts fit as before."""
-    with pytest.raises(ConfigError, match=r"^b_moe_prefill is 1024, and the device's budget has .* name at most 512"):
+    with pytest.raises(ConfigError, match=r"^b_moe_prefill is 1024, and the device's budget has .* give at most 512"):
         engine.set_plan(b_moe_prefill=1024)
     assert engine.batch_stats()["plan"]["prefill"]["b_moe"] == engine.batch_config.forward.b_moe_prefill == 512
     engine.set_plan(b_moe_prefill=64, b_attn_prefill=64)

@@ -96,6 +96,7 @@ class ProcessWatch:
         Raises ProcessEndedError as soon as any watched process ends.
         """
         infos: dict[int, dict[str, object]] = {}
+        self._look()
         while len(infos) < len(readers):
             waiting = [one for number, one in enumerate(readers) if number not in infos]
             ready = connection.wait([*waiting, *(process.sentinel for _, process in self._named)], _LOOK_S)
