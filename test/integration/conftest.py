@@ -38,18 +38,18 @@ class Prompts:
     sampling_params: list[dict[str, Any]]
 
 
-# Imports every model that SGLang has, in nearly two seconds of each process that loads one.
+# Importing it imports every model of SGLang, which takes nearly two seconds in each process that loads a model.
 _ALL_MODELS = "sglang.srt.models.registry"
-# By environment. They end with the test process.
+# Fork servers by environment. They end with the test process.
 _FORK_SERVERS: dict[frozenset[tuple[str, str]], Any] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _keep_fork_servers() -> Iterator[None]:
-    """Keep the fork server of every environment, with all that engines import: a new one takes some ten seconds.
+    """Keep the fork server of every environment, with all modules that engines import: a new one takes ten seconds.
 
-    A program keeps only its last one. Tests change the environment, for an instruction set or Triton's interpreter, and
-    change it back.
+    The engine keeps only its last one. Tests change the environment, for an instruction set or Triton's interpreter,
+    and change it back.
     """
 
     def server_for(environment: Mapping[str, str], module: str) -> Any:
@@ -71,14 +71,14 @@ def model_path(repo_root: Path) -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def prompts(model_path: Callable[[str], str]) -> Prompts:
-    """Mixed lengths of real questions, cut from the sample that ships with the tests."""
+    """Return real questions of mixed lengths, cut from the sample that ships with the tests."""
     requests = questions(Path(model_path(FAMILIES[0])))
     assert [len(ids) for ids in requests.input_ids] == list(PROMPT_LENGTHS)
     return Prompts(requests.input_ids, requests.sampling_params)
 
 
-class EngineShelf:
-    """Keeps the two engines asked for last: starting one takes many seconds, and an idle one costs only memory."""
+class EngineCache:
+    """Keeps the two engines used last: starting one takes many seconds, and an idle one costs only memory."""
 
     def __init__(self, traces: Traces) -> None:
         self._engines: dict[str, Any] = {}
@@ -101,20 +101,20 @@ class EngineShelf:
 
 
 class Traces:
-    """Trace files of engines, of which every decision is to replay to the same actions."""
+    """Trace files of engines. Every decision in them must replay to the same actions."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._files = directory, list[Path]()
 
     def new(self) -> dict[str, str]:
-        """The argument of an engine that writes a trace."""
+        """Return the argument that makes an engine write a new trace file."""
         self._files.append(self._directory / f"trace-{len(self._files)}.jsonl")
         return {"trace_file": str(self._files[-1])}
 
     def check(self) -> None:
-        """Replay what the engines have decided; they have ended."""
+        """Replay the decisions of the engines, which have ended."""
         for path in self._files:
-            if not path.exists():  # the engine was refused before it began, or writes another file
+            if not path.exists():  # the engine did not start, or writes another file
                 continue
             with path.open() as lines:
                 number, differences = replay_trace(json.loads(line) for line in lines)
@@ -123,25 +123,25 @@ class Traces:
 
 
 @pytest.fixture(scope="session")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
-    traces = Traces(tmp_path_factory.mktemp("shelf-traces"))
-    shelf = EngineShelf(traces)
-    yield shelf
-    shelf.close()
+def engine_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCache]:
+    traces = Traces(tmp_path_factory.mktemp("cache-traces"))
+    engine_cache = EngineCache(traces)
+    yield engine_cache
+    engine_cache.close()
     traces.check()
 
 
 @pytest.fixture
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traces]:
-    """For engines that end before this fixture does."""
+    """Trace files of engines that end before this fixture does."""
     made = Traces(tmp_path_factory.mktemp("traces"))
     yield made
     made.check()
 
 
 @pytest.fixture(scope="session")
-def batch_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callable[..., Any]:
-    """Our engine with small pages and groups, so that sequences meet chunks, groups and boundaries.
+def batch_engine(engine_cache: EngineCache, model_path: Callable[[str], str]) -> Callable[..., Any]:
+    """Return a function that starts our engine with small pages and groups, so that sequences span several of each.
 
     Engines that differ only in `b_attn` are one engine whose plan is changed.
     """
@@ -155,7 +155,7 @@ def batch_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callab
             "boundary_tokens": 8,
             "max_total_tokens": 16384,
         }
-        engine = shelf.get(Engine, model_path=model_path(family), **{**settings, **kwargs})
+        engine = engine_cache.get(Engine, model_path=model_path(family), **{**settings, **kwargs})
         plain = ForwardConfig()
         engine.set_plan(b_attn_prefill=b_attn or plain.b_attn_prefill, b_attn_decode=b_attn or plain.b_attn_decode)
         return engine
@@ -164,10 +164,10 @@ def batch_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callab
 
 
 @pytest.fixture(scope="session")
-def stock_engine(shelf: EngineShelf, model_path: Callable[[str], str]) -> Callable[..., Any]:
+def stock_engine(engine_cache: EngineCache, model_path: Callable[[str], str]) -> Callable[..., Any]:
     def start(family: str, **kwargs: Any) -> Any:
         settings = {"dtype": "float32", "max_total_tokens": 16384, "disable_radix_cache": True, "sleep_on_idle": True}
-        return shelf.get(StockEngine, model_path=model_path(family), **{**settings, **kwargs})
+        return engine_cache.get(StockEngine, model_path=model_path(family), **{**settings, **kwargs})
 
     return start
 
@@ -193,7 +193,7 @@ def reference(prompts: Prompts, model_path: Callable[[str], str]) -> Callable[[s
 
 
 def greedy_reference(path: str, dtype: torch.dtype, prompts: Prompts) -> Reference:
-    """One prompt at a time, so that nothing is padded."""
+    """Return the reference of one checkpoint. It runs one prompt at a time, so that nothing is padded."""
     lengths = [parameters["max_new_tokens"] for parameters in prompts.sampling_params]
     requests = Requests(prompts.input_ids, lengths)
     made = reference_of_transformers(Path(path), str(dtype).removeprefix("torch."), requests)

@@ -1,4 +1,4 @@
-"""Requests for the checkpoints of random float32 weights, and the proof by Hugging Face that tokens are greedy."""
+"""Requests for checkpoints of random float32 weights, and the proof by Hugging Face's model that tokens are greedy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from bringup.prompts import Requests
 
-# Two logits nearer than this may change places by rounding in float32: another `seed` has none so near.
+# Rounding in float32 may change the order of two logits nearer than this: choose a `seed` that has none so near.
 LEAST_GAP = 1e-4
 
 
 def make_requests(page: int) -> Requests:
-    """Prompts of random tokens, from one to several pages; every other begins with the same three pages."""
+    """Return prompts of random tokens, of one to several pages. Every other one begins with the same three pages."""
     draw = random.Random(0)
     common = [draw.randrange(5, 3000) for _ in range(3 * page)]
     own = (1, 2, page, page + 1, 3 * page - 1, 1, 5 * page, 9 * page + 3, 4, 2 * page)
@@ -27,9 +27,9 @@ def make_requests(page: int) -> Requests:
 
 
 def check_greedy(path: str, requests: Requests, outputs: Sequence[Sequence[int]]) -> None:
-    """Prove that the outputs are what Hugging Face's model gives greedily.
+    """Check that the outputs are those of Hugging Face's model under greedy decoding.
 
-    Each of their tokens has the largest logit behind those before it; so the model would have chosen the same.
+    Each token must have the largest logit after the tokens before it, so the model would have chosen the same.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     distinct = set()
@@ -48,5 +48,5 @@ def check_greedy(path: str, requests: Requests, outputs: Sequence[Sequence[int]]
         assert min(gaps) > LEAST_GAP, f"two logits lie {min(gaps):.1e} apart: take another seed"
         distinct.update(output)
     assert len(distinct) > sum(requests.output_lengths) / 2, (
-        "a model that repeats itself shows little: take other scales"
+        "the model repeats itself, which hides errors: take other scales"
     )

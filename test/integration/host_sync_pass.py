@@ -1,7 +1,7 @@
-"""Decode steps of a model as a GPU runs them, and what of each would make the host wait for that GPU.
+"""Decode steps of a model as a GPU runs them, and the operations of each that would make the host wait for that GPU.
 
 They run on a CPU, with SGLang's Triton attention under Triton's interpreter: SGLang's batches, their forward passes and
-sampling, without an engine around them.
+sampling, without an engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from host_syncs import HostSyncs
 from rerunning_graphs import RerunningGraphs
 
-# The second opens a page in the first decode step.
+# The second sequence opens a page in the first decode step.
 LENGTHS = (5, 16, 9, 3)
 SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9},
@@ -40,7 +40,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 
 
 class Steps:
-    """A scheduler's part of a step: `begin` prefills sequences, `step` makes one decode step of them."""
+    """The scheduler's part of a step: `begin` prefills sequences, `step` makes one decode step of them."""
 
     def __init__(self, worker: Any) -> None:
         from sglang.srt.managers.overlap_utils import FutureMap
@@ -66,7 +66,7 @@ class Steps:
         self._batch: Any = None
 
     def begin(self, parameters: tuple[dict[str, Any], ...]) -> None:
-        """Prefill sequences, each with sampling parameters of its own."""
+        """Prefill one sequence for each of these sampling parameters."""
         requests = [self._request(index, given) for index, given in enumerate(parameters)]
         batch = prefill_batch(self._scheduler, requests, {})
         self._launch(batch)
@@ -74,7 +74,7 @@ class Steps:
         self._batch = merge_into(*parts)
 
     def step(self) -> None:
-        """Make one decode step, up to its tokens on the host."""
+        """Make one decode step, until its tokens are on the host."""
         self._batch.prepare_for_decode()
         self._launch(self._batch)
 
@@ -99,8 +99,8 @@ class Steps:
             request.output_ids.append(token)
 
 
-def _graph(runner: Any) -> None:
-    """Have the next decode step be captured as a graph, with rows for two sequences more."""
+def _capture_next_step(runner: Any) -> None:
+    """Make the next decode step capture a graph with rows for two more sequences."""
     layer_graphs = LayerGraphs(
         graphs=RerunningGraphs(),
         counters=Counters(),
@@ -116,8 +116,8 @@ def _graph(runner: Any) -> None:
     runner.layer_runner.layer_graphs = layer_graphs
 
 
-def _plant(runner: Any) -> None:
-    """Have each layer look at what its attention is given, as careless code would; without a graph."""
+def _plant_host_sync(runner: Any) -> None:
+    """Make each layer read a value of its attention's input on the host, as careless code would. Removes the graph."""
     assert runner.layer_runner.layer_graphs.inputs is not None, "the step before was captured"
     runner.layer_runner.layer_graphs = None
     family = runner.layer_runner.family
@@ -132,8 +132,8 @@ def _plant(runner: Any) -> None:
 
 @torch.no_grad()
 def run_counted(directory: Path, model: str) -> None:
-    """Print what is counted in a prefill, in a decode step, in one that is captured as a graph, which could not be if
-    it waited anywhere inside, and in one whose layers look at a number each.
+    """Print the counts of a prefill, of a decode step, of one that is captured as a graph, and of one whose layers each
+    read a number on the host. A step that waited inside could not be captured.
     """
     register_triton_attention()
     nucleus.by_candidates = nucleus.by_thresholds  # as on a GPU
@@ -145,9 +145,9 @@ def run_counted(directory: Path, model: str) -> None:
         for work in (
             lambda: steps.begin(SAMPLED),
             steps.step,
-            lambda: _graph(runner),
+            lambda: _capture_next_step(runner),
             steps.step,
-            lambda: _plant(runner),
+            lambda: _plant_host_sync(runner),
             steps.step,
         ):
             work()

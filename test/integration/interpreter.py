@@ -1,17 +1,17 @@
-"""SGLang's Triton attention on a CPU: what an engine is given for it, and Triton's interpreter, which is slow."""
+"""Owns the settings that run SGLang's Triton attention on a CPU, under Triton's interpreter, which is slow."""
 
 from __future__ import annotations
 
 import pytest
 
-# Each part of a sequence's KV takes the interpreter as long as a whole short one.
+# Few splits: for each the interpreter takes as long as for a whole short sequence.
 TRITON = {"attention_backend": "triton", "triton_attention_num_kv_splits": 2}
 
-# What a process runs Triton's kernels in its interpreter with.
+# Environment of a process that runs Triton's kernels in the interpreter.
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem", "PYTHONWARNINGS": "ignore"}
 
 
 def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that are started from now on run Triton's kernels in its interpreter."""
+    """Make engines that start from now on run Triton's kernels in the interpreter."""
     for name, value in INTERPRETED.items():
         monkeypatch.setenv(name, value)

@@ -1,6 +1,6 @@
 """Owns a model runner in this process, without scheduler or engine: forward passes over batches that a test makes.
 
-SGLang keeps what it runs in globals, so this is for a process of its own, for each model.
+SGLang keeps its state in globals, so each model needs a process of its own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PAGE, PAGES = 16, 512
 
 
 def load(model: str, dtype: str, directory: Path, **ours: Any) -> Any:
-    """The `BatchModelRunner` of a model. `ours`: flags of ours."""
+    """Return the `BatchModelRunner` of a model. `ours`: flags of sgl_batch."""
     return load_worker(model, dtype, directory, **ours).model_runner
 
 
 def load_worker(
     model: str, dtype: str, directory: Path, *, sglang: Mapping[str, Any] | None = None, **ours: Any
 ) -> BatchTpWorker:
-    """The worker of a model. `ours`: flags of ours; `sglang`: flags of SGLang's."""
+    """Return the worker of a model. `ours`: flags of sgl_batch; `sglang`: flags of SGLang."""
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.server_args import set_global_server_args_for_scheduler
 
@@ -46,8 +46,8 @@ def load_worker(
     context = RunContext(
         in_force=PlanInForce(config), counters=counters, cpu_operators=operators, rendezvous=Rendezvous(directory)
     )
-    place = ParallelState.trivial(gpu_id=0)
-    worker = BatchTpWorker(context=context, server_args=server_args, gpu_id=0, ps=place, nccl_port=0)
+    parallel_state = ParallelState.trivial(gpu_id=0)
+    worker = BatchTpWorker(context=context, server_args=server_args, gpu_id=0, ps=parallel_state, nccl_port=0)
     worker.alloc_memory_pool()
     worker.init_attention_backends()
     worker.init_cuda_graphs()
@@ -55,13 +55,13 @@ def load_worker(
 
 
 def forward_parts(runner: Any, batches: Sequence[Any]) -> list[Any]:
-    """One pass over these batches; what each is answered."""
+    """Run one pass over these batches and return the result of each."""
     with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
         answers: list[Any] = runner.layer_runner.forward_parts(batches)
         return answers
 
 
-def slots_of(pages: Sequence[int]) -> torch.Tensor:
+def kv_indices_of(pages: Sequence[int]) -> torch.Tensor:
     """Return the KV indices of whole pages, one page after the other."""
     return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
 
@@ -81,7 +81,7 @@ def extend_batch(runner: Any, rows: Sequence[int], prefixes: Sequence[int], ids:
 
 
 def decode_batch(runner: Any, rows: Sequence[int], lengths: Sequence[int], ids: Sequence[int]) -> Any:
-    """A decode step of sequences that are `lengths` long without the new tokens `ids`."""
+    """Return a decode step of sequences that are `lengths` long without the new tokens `ids`."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     return _batch(runner, ForwardMode.DECODE, rows, lengths, [length + 1 for length in lengths], ids)
@@ -92,7 +92,7 @@ def _batch(
 ) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    table, spans = runner.req_to_token_pool.req_to_token, list(zip(rows, starts, ends, strict=True))
+    table, ranges = runner.req_to_token_pool.req_to_token, list(zip(rows, starts, ends, strict=True))
     batch = ForwardBatch(
         forward_mode=mode,
         batch_size=len(rows),
@@ -101,8 +101,8 @@ def _batch(
         seq_lens=torch.tensor(ends),
         seq_lens_cpu=torch.tensor(ends),
         orig_seq_lens=torch.tensor(ends, dtype=torch.int32),
-        out_cache_loc=torch.cat([table[row, start:end] for row, start, end in spans]).to(torch.int64),
+        out_cache_loc=torch.cat([table[row, start:end] for row, start, end in ranges]).to(torch.int64),
         seq_lens_sum=sum(ends),
     )
-    batch.positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
+    batch.positions = torch.cat([torch.arange(start, end) for _, start, end in ranges])
     return batch

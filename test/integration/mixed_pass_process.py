@@ -1,6 +1,6 @@
-"""A process that runs decode rows and prompts in one pass over real models, and says whether all is as in two passes.
+"""A process that runs decode rows and prompts in one pass over real models and compares it with two passes.
 
-Arguments: a directory, and the models' paths. It prints a JSON object for each pass that it has compared.
+Arguments: a directory, and the models' paths. It prints a JSON object for each pass that it compares.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from host_sync_pass import run_counted
-from loaded_models import PAGE, PAGES, decode_batch, extend_batch, forward_parts, load, slots_of
+from loaded_models import PAGE, PAGES, decode_batch, extend_batch, forward_parts, kv_indices_of, load
 from yield_callbacks import ROUNDED_LAYER, round_trip
 
 from sgl_batch.core.decode_streaming import StreamedRow, lay_out
@@ -30,7 +30,7 @@ from sgl_batch.kv_offload.prefill_staging import PrefillStaging
 from sgl_batch.kv_offload.store_geometry import StoreGeometry
 from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
 
-# Sequences that decode, by their tokens: one opens a page. Prompts: tokens before, computed already, and new ones.
+# Lengths of the sequences that decode: one opens a page. Of prompts: tokens computed before, and new ones.
 LENGTHS = (20, 7, 16, 33, 1)
 PREFIXES, NEWS = (16, 0), (21, 5)
 DECODE, PROMPTS = tuple(range(5)), (5, 6)
@@ -42,7 +42,7 @@ def pages_for(tokens: int) -> int:
 
 
 class Scene:
-    """Sequences of a model whose KV is in the pool's own pages, and both batches' results by themselves."""
+    """Sequences of a model whose KV is in the pool's own pages, and the results of each batch in a pass of its own."""
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.pool = runner, runner.token_to_kv_pool
@@ -58,7 +58,7 @@ class Scene:
         firsts = [*starts, FIRST_OF_PROMPTS, FIRST_OF_PROMPTS + counts[5]]
         self.pages = [list(range(first, first + count)) for first, count in zip(firsts, counts, strict=True)]
         for row, pages in enumerate(self.pages):
-            self.lay(row, pages)
+            self.map_pages(row, pages)
         rows, lengths = [*DECODE, PROMPTS[0]], [*LENGTHS, PREFIXES[0]]
         forward_parts(runner, [extend_batch(runner, rows, [0] * len(rows), [self.draw(n) for n in lengths])])
         self.before = [part.clone() for part in self.pool.all_parts]
@@ -70,9 +70,9 @@ class Scene:
     def draw(self, count: int) -> list[int]:
         return list(itertools.islice(self.ids, count))
 
-    def lay(self, row: int, pages: list[int]) -> None:
-        slots = slots_of(pages)
-        self.table[row, : len(slots)] = slots.to(self.table.dtype)
+    def map_pages(self, row: int, pages: list[int]) -> None:
+        kv_indices = kv_indices_of(pages)
+        self.table[row, : len(kv_indices)] = kv_indices.to(self.table.dtype)
 
     def batches(self) -> list[Any]:
         return [
@@ -81,16 +81,16 @@ class Scene:
         ]
 
     def kv(self, row: int) -> list[torch.Tensor]:
-        slots = slots_of(self.pages[row])[: self.ends[row]]
-        return [part for layer in self.layers for part in self.pool.read_kv(layer, slots)]
+        kv_indices = kv_indices_of(self.pages[row])[: self.ends[row]]
+        return [part for layer in self.layers for part in self.pool.read_kv(layer, kv_indices)]
 
     def reset(self) -> None:
         for part, before in zip(self.pool.all_parts, self.before, strict=True):
             part.copy_(before)
         for row, pages in enumerate(self.pages):
-            self.lay(row, pages)
+            self.map_pages(row, pages)
 
-    def cut(self, b_attn: int, accumulate: bool) -> None:
+    def set_sub_batches(self, b_attn: int, accumulate: bool) -> None:
         sizes = {"b_attn_prefill": b_attn, "b_attn_decode": b_attn, "b_moe_decode": 64, "b_moe_prefill": 64}
         in_force = self.runner.context.in_force
         in_force.apply(in_force.prepare({**sizes, "mix_prefill": 64 if accumulate else 0, "accumulate": accumulate}))
@@ -104,7 +104,7 @@ class Scene:
 
 
 class Stored:
-    """What a scene's KV goes through on its way from and to a store, as far as its parts have stagings."""
+    """A store and the stagings through which a scene's KV is copied to it and from it."""
 
     def __init__(self, scene: Scene, store: HostKVStore, b_attn: int) -> None:
         self._scene, self._store, self._b_attn = scene, store, b_attn
@@ -115,11 +115,11 @@ class Stored:
         self._blocks: dict[int, torch.Tensor] = {}
 
     def _to_store(self, row: int, tokens: int) -> torch.Tensor:
-        """Blocks for all pages of a row; those of its first tokens are READY."""
-        pages, there = self._scene.pages[row], pages_for(tokens)
+        """Return blocks for all pages of a row, of which those of its first `tokens` are stored and READY."""
+        pages, num_stored = self._scene.pages[row], pages_for(tokens)
         blocks = self._blocks[row] = self._store.prepare_store(len(pages))
-        self._engine.store_pages(self._scene.layers, pages[:there], blocks[:there]).wait()
-        self._store.complete_store(blocks[:there])
+        self._engine.store_pages(self._scene.layers, pages[:num_stored], blocks[:num_stored]).wait()
+        self._store.complete_store(blocks[:num_stored])
         return blocks
 
     def begin_sink(self) -> None:
@@ -129,8 +129,8 @@ class Stored:
         new = self._store.prepare_store(sum(counts))
         self._blocks[PROMPTS[0]] = torch.cat((restored, new[: counts[0]]))
         self._blocks[PROMPTS[1]] = new[counts[0] :]
-        self._scene.lay(PROMPTS[0], list(range(FIRST_STAGED, FIRST_STAGED + 1 + counts[0])))
-        self._scene.lay(PROMPTS[1], [FIRST_STAGED + 1 + counts[0]])
+        self._scene.map_pages(PROMPTS[0], list(range(FIRST_STAGED, FIRST_STAGED + 1 + counts[0])))
+        self._scene.map_pages(PROMPTS[1], [FIRST_STAGED + 1 + counts[0]])
         self._sink.begin(NEWS, new, restored=restored)
         self._scene.runner.layer_runner.prefill_sink = self._sink
 
@@ -143,28 +143,30 @@ class Stored:
         parts = lay_out(rows, half_pages=self._source.half_pages, most_rows=self._b_attn)
         copies = []
         for part in parts:
-            span = range(part.start, part.end)
-            pages = dict(zip(span, part.pages, strict=True))
+            part_rows = range(part.start, part.end)
+            pages = dict(zip(part_rows, part.pages, strict=True))
             load = [
-                pair for row in span for pair in [*zip(stored[row], pages[row], strict=True)][: pages_for(LENGTHS[row])]
+                pair
+                for row in part_rows
+                for pair in [*zip(stored[row], pages[row], strict=True)][: pages_for(LENGTHS[row])]
             ]
-            for row in span:
-                self._scene.lay(row, [FIRST_STAGED + page for page in pages[row]])
+            for row in part_rows:
+                self._scene.map_pages(row, [FIRST_STAGED + page for page in pages[row]])
             copies.append(
                 PartCopies(
                     span=(part.start, part.end),
                     part=part,
                     load_blocks=torch.tensor([block for block, _ in load]),
                     load_pages=torch.tensor([page for _, page in load]),
-                    store_pages=torch.tensor([pages[row][-1] for row in span]),
-                    store_blocks=torch.tensor([stored[row][-1] for row in span]),
+                    store_pages=torch.tensor([pages[row][-1] for row in part_rows]),
+                    store_blocks=torch.tensor([stored[row][-1] for row in part_rows]),
                 )
             )
         self._source.begin(copies)
         self._scene.runner.layer_runner.decode_source = self._source
 
     def end(self) -> None:
-        """All that has a place in the store comes back to the pool's own pages."""
+        """Load all KV of the store back to the pool's own pages, and close the stagings."""
         runner = self._scene.runner.layer_runner
         if runner.prefill_sink is not None:
             self._sink.end()
@@ -179,7 +181,7 @@ class Stored:
 
 
 def in_any_order(shape: PassShape) -> Iterator[Unit]:
-    """Admissible units, drawn one after the other."""
+    """Yield admissible units in a random order."""
     draw, done = random.Random(7), set[Unit]()
     while units := admissible(shape, done):
         unit = draw.choice(units)
@@ -190,9 +192,9 @@ def in_any_order(shape: PassShape) -> Iterator[Unit]:
 def compare(
     scene: Scene, *, sink: bool, source: bool, b_attn: int, accumulate: bool = True, any_order: bool = False
 ) -> dict[str, Any]:
-    """One pass over both batches."""
+    """Run one pass over both batches and compare it with the two passes."""
     scene.reset()
-    scene.cut(b_attn, accumulate)
+    scene.set_sub_batches(b_attn, accumulate)
     scene.runner.layer_runner.order = in_any_order if any_order else static_order
     with HostKVStore.create(StoreGeometry.of_pool(scene.pool), num_bytes=8 << 20) as store:
         stored = Stored(scene, store, b_attn)
@@ -238,7 +240,7 @@ def run(directory: Path, model: str, dtype: str) -> None:
 
 @torch.no_grad()
 def run_callback(directory: Path, model: str, callback: str) -> None:
-    """Run one pass, then another decode step, with a callback at yield points."""
+    """Run one pass with a callback at yield points, then a decode step without it."""
     (directory / "plain").mkdir()
     runner = load(model, "float32", directory / "plain", on_yield=f"yield_callbacks:{callback}")
     callbacks = runner.layer_runner.on_yield
@@ -247,7 +249,7 @@ def run_callback(directory: Path, model: str, callback: str) -> None:
     following = decode_batch(runner, DECODE, [length + 1 for length in LENGTHS], scene.tokens)
     after = forward_parts(runner, [following])[0]
     scene.reset()
-    scene.cut(64, True)
+    scene.set_sub_batches(64, True)
     runner.layer_runner.on_yield = callbacks
     found = forward_parts(runner, scene.batches())
     runner.layer_runner.on_yield = None
@@ -264,7 +266,7 @@ def run_callback(directory: Path, model: str, callback: str) -> None:
         if isinstance(scene.pool, LatentPagePool):
             values = keys[..., : values.shape[-1]]
         rounded &= all(map(torch.equal, kv[row][2 * ROUNDED_LAYER :][:2], (keys, values)))
-    told = {
+    comparison = {
         "model": Path(model).name,
         "callback": callback,
         "same_pass": torch.equal(found[0], scene.expected[0]) and torch.equal(found[1], scene.expected[1]),
@@ -273,12 +275,12 @@ def run_callback(directory: Path, model: str, callback: str) -> None:
         "layer_rounded": rounded,
         "same_next_step": torch.equal(forward_parts(runner, [following])[0], after),
     }
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(comparison) + "\n")
     sys.stdout.flush()
 
 
 def run_refused(directory: Path, model: str, flags: dict[str, Any]) -> None:
-    """Say why a model does not load with these flags."""
+    """Print why a model does not load with these flags."""
     try:
         load(model, "float32", directory, **flags)
     except ConfigError as error:
@@ -287,7 +289,7 @@ def run_refused(directory: Path, model: str, flags: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Each model in a process of its own, one after the other."""
+    """Run each work in a process of its own, one after the other."""
     directory, *models = sys.argv[1:]
     works: list[tuple[Any, ...]] = [(run, model, "float32") for model in models]
     works.append((run, models[0], "bfloat16"))
@@ -295,7 +297,7 @@ def main() -> None:
     works.append((run_callback, models[0], "leave_as_it_is"))
     works.append((run_counted, models[0]))
     works.append((run_refused, models[0], {"on_yield": "yield_callbacks:round_kv", "kv_store_bytes": 1 << 20}))
-    # Imports all of SGLang's models: once, and not in each of the processes below.
+    # Import all of SGLang's models once, instead of in each of the processes below.
     importlib.import_module("sglang.srt.models.registry")
     fork = multiprocessing.get_context("fork")
     for number, (work, *given) in enumerate(works):

@@ -1,4 +1,4 @@
-"""Owns how tests ask a running engine, pause it in the middle, and send it weights."""
+"""Owns requests to a running engine that a test pauses in the middle, and sending it new weights."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ async def states(engine: Any) -> list[dict[str, Any]]:
 def run_paused(
     engine: Any, requests: list[dict[str, Any]], mode: str, meanwhile: Callable[[], Awaitable[None]] | None = None
 ) -> list[Any]:
-    """Answers to requests that are paused when each that runs has some tokens; the last one comes during the pause."""
+    """Return the answers to requests that are paused after some decode steps; the last one is sent during the pause."""
     manager = engine.tokenizer_manager
 
     async def scenario() -> list[Any]:
         try:
             return await pausing()
-        except BaseException:  # the engine is for the next test, too
+        except BaseException:  # the next test uses the engine, too
             manager.abort_request(abort_all=True)
             await manager.continue_generation(ContinueGenerationReqInput())
             raise
@@ -83,14 +83,14 @@ def tensors_for(engine: Any, weights: dict[str, torch.Tensor]) -> Any:
 
 
 async def load_from(engine: Any, path: Path | str) -> None:
-    """Have the engine take the weights of another checkpoint."""
-    asked = UpdateWeightFromDiskReqInput(model_path=str(path))
-    done, message, _ = await engine.tokenizer_manager.update_weights_from_disk(asked)
+    """Make the engine load the weights of another checkpoint."""
+    request = UpdateWeightFromDiskReqInput(model_path=str(path))
+    done, message, _ = await engine.tokenizer_manager.update_weights_from_disk(request)
     assert done, message
 
 
 def trained_copy(source: str | Path, target: Path) -> Path:
-    """The same model with other weights."""
+    """Return a copy of a checkpoint with other weights."""
     shutil.copytree(source, target)
     noise = torch.Generator().manual_seed(1)
     for file in target.glob("*.safetensors"):

@@ -1,4 +1,4 @@
-"""Owns prompts that begin alike, for engines with small pages, and the arithmetic of what they share."""
+"""Owns prompts that begin alike, for engines with small pages, and counting the tokens that they share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PAGE = 8
-# Tokens of a base that a prompt begins with, and those of its own behind them: no page shared, some, all but one token.
+# Tokens that a prompt takes from a base, and its own tokens after them: no page is shared, some, all but one token.
 COMMON_LENGTHS = (0, 5, 8, 9, 16, 24, 33, 41, 48, 60)
 OWN_LENGTHS = (0, 1, 3, 8, 20)
 OUTPUT_LENGTHS = (1, 2, 8, 9, 24, 40, 70)
@@ -16,7 +16,7 @@ OUTPUT_LENGTHS = (1, 2, 8, 9, 24, 40, 70)
 
 @dataclass(frozen=True)
 class Requests:
-    """Prompts, and parameters with an output length for each; every third is sampled by a seed."""
+    """Prompts, and the sampling parameters and output length of each; every third is sampled with a seed."""
 
     input_ids: list[list[int]]
     sampling_params: list[dict[str, Any]]
@@ -25,7 +25,7 @@ class Requests:
 def prompts_that_begin_alike(
     count: int, rng: random.Random, output_lengths: Sequence[int] = OUTPUT_LENGTHS
 ) -> Requests:
-    """Prompts that begin with more or less of one of three bases."""
+    """Return prompts that begin with a random number of tokens of one of three bases."""
     bases = [[rng.randrange(5, 3000) for _ in range(max(COMMON_LENGTHS))] for _ in range(3)]
     ids, parameters = [], []
     for index in range(count):
@@ -37,13 +37,13 @@ def prompts_that_begin_alike(
 
 
 def answers(engine: Any, requests: Requests) -> list[list[int]]:
-    """The tokens of each output."""
+    """Return the tokens of each output."""
     results = engine.generate(input_ids=requests.input_ids, sampling_params=requests.sampling_params)
     return [result["output_ids"] for result in results]
 
 
 def counted(engine: Any, work: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """What some work gives, and what the engine has counted meanwhile."""
+    """Return the result of `work`, and what the engine counted meanwhile."""
     before = engine.batch_stats()["counters"]
     result = work()
     after = engine.batch_stats()["counters"]
@@ -51,7 +51,7 @@ def counted(engine: Any, work: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
 
 
 def rows_of_one_group(prompts: list[list[int]]) -> int:
-    """Tokens that have to be computed of prompts that come one after the other and all stay."""
+    """Return the number of prompt tokens to compute when prompts come one after the other and all stay alive."""
     known: set[tuple[int, ...]] = set()
     rows = 0
     for prompt in prompts:
@@ -65,10 +65,10 @@ def rows_of_one_group(prompts: list[list[int]]) -> int:
 def check_mixed(
     engine: Any, requests: Requests, expected: list[list[int]], tokens: int = 2 * PAGE, share: float = 1 / 20
 ) -> None:
-    """Prompts that are computed beside few decode rows, `tokens` in a step, have the tokens as well, and nothing twice.
+    """Check that prompts computed in decode steps, `tokens` in a step, give `expected`, and nothing is computed twice.
 
-    At least `share` of the prompts' tokens are computed so. The engine mixes from now on; all its pages are free before
-    and after.
+    At least `share` of the prompts' tokens must be computed in decode steps. The engine mixes from now on. All its
+    pages are free before and after.
     """
     few = {"b_moe_prefill": 2 * tokens, "b_attn_prefill": 20, "b_moe_decode": 4, "b_attn_decode": 3, "ready_ahead": 0.0}
     engine.set_plan(mix_prefill=tokens, **few)

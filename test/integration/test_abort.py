@@ -1,4 +1,4 @@
-"""An aborted sequence ends at once, wherever it stands; everybody else's answer and every page stay whole."""
+"""An aborted sequence ends at once in every state; no other answer changes and every page is given back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .conftest import Prompts
 
 pytestmark = pytest.mark.engine
 
-# Two run, two are READY and the rest are QUEUED, until one of the first two ends: long after every abort here.
+# Two sequences run, two are READY and the rest are QUEUED until one of the first two ends, long after every abort here.
 SETTINGS = {"b_moe_decode": 2, "ready_ahead": 1.0, "max_total_tokens": 4096}
 LONG = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 SAMPLED = {**LONG, "temperature": 0.9, "sampling_seed": 5}
@@ -32,7 +32,7 @@ def engine(batch_engine: Callable[..., Any], trace: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def alone() -> Callable[..., list[list[int]]]:
-    """What the engine answers to a prompt when nothing else runs: the output ids of each choice."""
+    """Return a function that gives the output ids of each choice of a prompt when nothing else runs."""
     answers: dict[str, list[list[int]]] = {}
 
     def ask(engine: Any, input_ids: list[int], parameters: dict[str, Any]) -> list[list[int]]:
@@ -46,7 +46,7 @@ def alone() -> Callable[..., list[list[int]]]:
 
 
 class Streams:
-    """Streamed answers to several sequences: how far each has come, by request id, and its last chunk."""
+    """Streamed answers to several requests: the number of tokens of each, by request id, and its last chunk."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -76,14 +76,14 @@ class Streams:
         async with self._progress:
             await asyncio.wait_for(self._progress.wait_for(reached), timeout=120)
 
-    async def until_standing(self, running: list[str], ready: list[str]) -> None:
-        """Wait until these run (their second token came in decode) and those are READY (the first: in prefill)."""
+    async def until_in_states(self, running: list[str], ready: list[str]) -> None:
+        """Wait until `running` have a second token, which is decoded, and `ready` a first, which prefill gives."""
         await self.until(
             lambda: all(self.tokens.get(r, 0) >= 2 for r in running) and all(r in self.tokens for r in ready)
         )
 
     async def abort(self, *rids: str) -> None:
-        """Abort, and wait for the answers to that."""
+        """Abort these requests and wait until they have ended."""
         for rid in rids:
             self._engine.tokenizer_manager.abort_request(rid)
         await self.until(lambda: self.finish.keys() >= set(rids))
@@ -97,24 +97,24 @@ def run(engine: Any, scenario: Callable[[], Awaitable[None]]) -> None:
         try:
             await asyncio.wait_for(scenario(), timeout=240)
         except BaseException:
-            engine.tokenizer_manager.abort_request(abort_all=True)  # the engine is for the next test, too
+            engine.tokenizer_manager.abort_request(abort_all=True)  # the next test uses the engine, too
             raise
 
     engine.loop.run_until_complete(guarded())
-    engine.batch_stats()  # answered after the last step is wholly done, its trace written
+    engine.batch_stats()  # answers after the last step is done and its trace is written
 
 
 def last_events(trace: Path, rids: set[str]) -> dict[str, tuple[str, str]]:
-    """The last change of each sequence: from where to where."""
+    """Return the last change of state of each sequence: from and to."""
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     return {e["sequence"]: (e["from"], e["to"]) for e in events if e.get("sequence") in rids}
 
 
-def assert_as_good_as_new(engine: Any, prompts: Prompts) -> None:
-    """Nothing is held any more, and the engine answers."""
+def assert_nothing_is_held(engine: Any, prompts: Prompts) -> None:
+    """Check that no page and no request is held, and that the engine answers."""
     stats = engine.batch_stats()
     assert stats["free_pages"] == stats["total_pages"], "every page is given back"
-    assert not engine.tokenizer_manager.rid_to_state, "no request is waited for"
+    assert not engine.tokenizer_manager.rid_to_state, "no request is pending"
     new = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     answer = engine.generate(input_ids=prompts.input_ids[4], sampling_params=new)
     assert answer["meta_info"]["completion_tokens"] == 4
@@ -129,7 +129,7 @@ def test_an_aborted_request_ends_at_once_and_no_other_answer_changes(
     aborted: dict[str, str], engine: Any, prompts: Prompts, trace: Path, alone: Callable[..., list[list[int]]]
 ) -> None:
     names = [f"{'-'.join(aborted)}-{i}" for i in range(6)]
-    rids = {status: names[int(place)] for status, place in aborted.items()}
+    rids = {status: names[int(index)] for status, index in aborted.items()}
     inputs = dict(zip(names, prompts.input_ids[4:10], strict=True))
     before = engine.batch_stats()["counters"].get("sequences_aborted", 0)
     streams = Streams(engine)
@@ -137,9 +137,9 @@ def test_an_aborted_request_ends_at_once_and_no_other_answer_changes(
     async def scenario() -> None:
         for name in names:
             streams.start(inputs[name], LONG, name)
-        await streams.until_standing(running=names[:2], ready=names[2:4])
+        await streams.until_in_states(running=names[:2], ready=names[2:4])
         await streams.abort(*rids.values())
-        assert streams.finish.keys() == set(rids.values()), "while everybody else is still at it"
+        assert streams.finish.keys() == set(rids.values()), "no other request has ended yet"
         await streams.end()
 
     run(engine, scenario)
@@ -148,9 +148,9 @@ def test_an_aborted_request_ends_at_once_and_no_other_answer_changes(
     assert engine.batch_stats()["counters"]["sequences_aborted"] == before + len(rids)
     for name in names:
         (whole,) = alone(engine, inputs[name], LONG)
-        had = streams.output_ids[name] or []
-        assert had == (whole[: len(had)] if name in rids.values() else whole)
-    assert_as_good_as_new(engine, prompts)
+        generated = streams.output_ids[name] or []
+        assert generated == (whole[: len(generated)] if name in rids.values() else whole)
+    assert_nothing_is_held(engine, prompts)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_an_aborted_request_ends_at_once_and_no_other_answer_changes(
     [([0], "RUNNING"), ([1], "RUNNING"), ([3], "READY"), ([2, 3], "READY"), ([0, 1, 2, 3], None)],
     ids=str,
 )
-def test_choices_of_an_aborted_choice_go_on_unchanged(
+def test_other_choices_of_an_aborted_choice_go_on_unchanged(
     aborted: list[int],
     status: str | None,
     engine: Any,
@@ -173,9 +173,9 @@ def test_choices_of_an_aborted_choice_go_on_unchanged(
 
     async def scenario() -> None:
         streams.start(prompt, {**SAMPLED, "n": 4}, name)
-        await streams.until_standing(running=choices[:2], ready=choices[2:])
+        await streams.until_in_states(running=choices[:2], ready=choices[2:])
         await streams.abort(*rids)
-        assert streams.finish.keys() == set(rids), "while every other choice is still at it"
+        assert streams.finish.keys() == set(rids), "no other choice has ended yet"
         await streams.end()
 
     run(engine, scenario)
@@ -183,16 +183,16 @@ def test_choices_of_an_aborted_choice_go_on_unchanged(
     if status is not None:
         assert last_events(trace, set(rids)) == dict.fromkeys(rids, (status, "ABORTED"))
     for rid, whole in zip(choices, alone(engine, prompt, {**SAMPLED, "n": 4}), strict=True):
-        had = streams.output_ids[rid]
-        assert had == (whole[: len(had)] if rid in rids else whole)
-    assert_as_good_as_new(engine, prompts)
+        generated = streams.output_ids[rid]
+        assert generated == (whole[: len(generated)] if rid in rids else whole)
+    assert_nothing_is_held(engine, prompts)
 
 
 @pytest.mark.parametrize("aborted", [[0], [1], [0, 1, 2]], ids=str)
-def test_choices_of_which_some_are_aborted_in_the_queue_are_answered_as_ever(
+def test_aborting_choices_in_the_queue_changes_no_other_choice(
     aborted: list[int], engine: Any, prompts: Prompts, trace: Path, alone: Callable[..., list[list[int]]]
 ) -> None:
-    """The leader, who would have computed the prompt for all; another; all of them."""
+    """The cases: the leader, which would have computed the prompt for all; another choice; all of them."""
     prompt, name = prompts.input_ids[8], f"queued-{'-'.join(map(str, aborted))}"
     choices, busy = [f"{name}_{i}" for i in range(3)], [f"{name}-busy-{i}" for i in range(4)]
     rids = [choices[i] for i in aborted]
@@ -201,10 +201,10 @@ def test_choices_of_which_some_are_aborted_in_the_queue_are_answered_as_ever(
     async def scenario() -> None:
         for rid in busy:
             streams.start(prompts.input_ids[5], LONG, rid)
-        await streams.until_standing(running=busy[:2], ready=busy[2:])
+        await streams.until_in_states(running=busy[:2], ready=busy[2:])
         streams.start(prompt, {**SAMPLED, "n": 3}, name)
         await asyncio.sleep(0)
-        await engine.tokenizer_manager.get_internal_state()  # answered after the choices have arrived
+        await engine.tokenizer_manager.get_internal_state()  # answers after the choices have arrived
         await streams.abort(*rids)
         await streams.end()
 
@@ -213,10 +213,10 @@ def test_choices_of_which_some_are_aborted_in_the_queue_are_answered_as_ever(
     for rid, whole in zip(choices, alone(engine, prompt, {**SAMPLED, "n": 3}), strict=True):
         if rid not in rids:
             assert streams.output_ids[rid] == whole
-    assert_as_good_as_new(engine, prompts)
+    assert_nothing_is_held(engine, prompts)
 
 
-def test_abort_all_ends_everybody_wherever_they_stand(engine: Any, prompts: Prompts) -> None:
+def test_abort_all_ends_requests_in_every_state(engine: Any, prompts: Prompts) -> None:
     streams = Streams(engine)
 
     async def scenario() -> None:
@@ -231,4 +231,4 @@ def test_abort_all_ends_everybody_wherever_they_stand(engine: Any, prompts: Prom
 
     run(engine, scenario)
     assert [reason["type"] for reason in streams.finish.values()] == ["abort"] * 7
-    assert_as_good_as_new(engine, prompts)
+    assert_nothing_is_held(engine, prompts)

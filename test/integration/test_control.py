@@ -1,4 +1,4 @@
-"""Pauses, aborts and new weights change answers as asked and no others: on one rank and two, with a store and none."""
+"""Pauses, aborts and new weights change only the answers they should: on one rank and two, with a store and without."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from sglang.srt.utils import init_custom_process_group
 
 from sgl_batch import Engine
 
-from .conftest import FAMILIES, EngineShelf, Prompts
+from .conftest import FAMILIES, EngineCache, Prompts
 from .paused_runs import LONG, ask, counters, load_from, run_paused, tensors_for, trained_copy
-from .told_choices import WholeSequences
+from .whole_sequences import WholeSequences
 
 pytestmark = pytest.mark.engine
 
 PAGE = 16
 SMALL = {"dtype": "float32", "page_size": PAGE, "b_moe_prefill": 700, "b_moe_decode": 8, "boundary_tokens": 8}
-TELLS = {"enable_return_routed_experts": True}
+ROUTING = {"enable_return_routed_experts": True}
 RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
 # A device for 60 pages; the prompts below and their outputs take 130.
 STORE = {"max_total_tokens": 60 * PAGE, "kv_store_bytes": 64 << 20}
@@ -37,10 +37,10 @@ KINDS: dict[str, dict[str, Any]] = {
 SAMPLED = {**LONG, "temperature": 0.8, "sampling_seed": 7, "n": 3, "frequency_penalty": 0.3}
 
 
-# For tests that meet each kind in one mode; test_a_pause_changes_no_answer meets each in both.
+# The mode of a pause for tests that run each kind in one; test_a_pause_changes_no_answer runs each in both.
 MODES = {"plain": "retract", "two-ranks-store": "in_place", "streamed": "in_place", "exclusive": "retract"}
-# Weights do not depend on KV: one rank, and several, which each have a part of them. They are the first two of KINDS,
-# as pytest keeps an engine for the next test by its number among them.
+# Weights do not depend on KV: one rank with all weights, and several with a part each. They are the first two of KINDS,
+# because pytest orders tests by the index of their parameter and so keeps an engine for the next test.
 by_ranks = pytest.mark.parametrize("kind", ["plain", "two-ranks-store"], indirect=True)
 
 
@@ -51,23 +51,25 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def engine(kind: str, model_path: Callable[[str], str]) -> Iterator[Any]:
-    engine = Engine(model_path=model_path(FAMILIES[0]), **SMALL, **TELLS, **KINDS[kind])
+    engine = Engine(model_path=model_path(FAMILIES[0]), **SMALL, **ROUTING, **KINDS[kind])
     yield engine
     engine.shutdown()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[[str], str]) -> Path:
-    """The same model with other weights."""
+    """Return the same model with other weights."""
     return trained_copy(model_path(FAMILIES[0]), tmp_path_factory.mktemp("trained") / "model")
 
 
 @pytest.fixture(scope="module")
-def of_trained(shelf: EngineShelf, trained: Path) -> Callable[[list[list[int]], list[int]], list[list[int]]]:
-    """What an engine that was started with the other weights answers to prompts, with so many tokens each."""
+def answers_of_trained(
+    engine_cache: EngineCache, trained: Path
+) -> Callable[[list[list[int]], list[int]], list[list[int]]]:
+    """Return a function that gives the answers, of given lengths, of an engine started with the other weights."""
 
     def ask(input_ids: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        engine = shelf.get(Engine, model_path=str(trained), max_total_tokens=16384, **SMALL)
+        engine = engine_cache.get(Engine, model_path=str(trained), max_total_tokens=16384, **SMALL)
         parameters = [{**LONG, "max_new_tokens": length} for length in lengths]
         return [answer["output_ids"] for answer in engine.generate(input_ids=input_ids, sampling_params=parameters)]
 
@@ -95,8 +97,8 @@ def test_a_pause_changes_no_answer(mode: str, engine: Any, inputs: list[list[int
         assert after["recomputed_tokens_planned"] - planned > 200
 
 
-# What is asked beside tokens, in turn. The grammars do not end before an answer does.
-BESIDE: tuple[dict[str, Any], ...] = (
+# What requests ask for besides tokens, in turn. The grammars do not end before an answer does.
+OPTIONS: tuple[dict[str, Any], ...] = (
     {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3},
     {"parameters": {"json_schema": json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 90})}},
     {"return_logprob": True, "logprob_start_len": 2, "token_ids_logprob": [7, 300]},
@@ -106,25 +108,25 @@ BESIDE: tuple[dict[str, Any], ...] = (
 )
 
 
-def request_beside(ids: list[int], number: int) -> dict[str, Any]:
-    beside = dict(BESIDE[number % len(BESIDE)])
+def request_with_options(ids: list[int], number: int) -> dict[str, Any]:
+    options = dict(OPTIONS[number % len(OPTIONS)])
     return {
         "input_ids": ids,
-        "sampling_params": {**LONG, "max_new_tokens": 90, **beside.pop("parameters", {})},
-        **beside,
+        "sampling_params": {**LONG, "max_new_tokens": 90, **options.pop("parameters", {})},
+        **options,
     }
 
 
-def said(answer: dict[str, Any]) -> dict[str, Any]:
-    """All log probabilities of an answer, but for the last digit: beside sampled rows it can be another one."""
+def logprobs_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return all log probabilities of an answer, approximately: other rows of the batch may change the last digit."""
     names = [f"{part}_{what}_logprobs" for part in ("input", "output") for what in ("token", "top", "token_ids")]
-    return {name: near(answer["meta_info"].get(name)) for name in names}
+    return {name: approximate(answer["meta_info"].get(name)) for name in names}
 
 
-def near(value: Any) -> Any:
-    """Nested lists with approximate numbers."""
+def approximate(value: Any) -> Any:
+    """Return nested lists with approximate numbers."""
     if isinstance(value, list | tuple):
-        return [near(item) for item in value]
+        return [approximate(item) for item in value]
     return pytest.approx(value, abs=1e-5) if isinstance(value, float) else value
 
 
@@ -135,15 +137,15 @@ def whole_sequences(model_path: Callable[[str], str]) -> WholeSequences:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Any]:
-    """Answers of the first engine, to one request after the other."""
+    """Answers of the first engine, which gets one request after the other."""
     return []
 
 
-def test_what_is_said_beside_tokens_outlasts_pauses_and_suspension(
+def test_logprobs_grammars_and_reported_experts_survive_pauses_and_suspension(
     kind: str, engine: Any, inputs: list[list[int]], whole_sequences: WholeSequences, alone: list[Any]
 ) -> None:
     mode = MODES[kind]
-    requests = [request_beside(ids, number) for number, ids in enumerate([*inputs, *inputs[-3:]])]
+    requests = [request_with_options(ids, number) for number, ids in enumerate([*inputs, *inputs[-3:]])]
     if not alone:
         alone += [engine.generate(**request) for request in requests]
     moved = {name: counters(engine).get(name, 0) for name in ("suspensions", "retractions")}
@@ -155,7 +157,7 @@ def test_what_is_said_beside_tokens_outlasts_pauses_and_suspension(
     for request, answer, before in zip(requests, answers, alone, strict=True):
         for one, expected in zip(*([a] if isinstance(a, dict) else a for a in (answer, before)), strict=True):
             assert one["output_ids"] == expected["output_ids"]
-            assert said(one) == said(expected)
+            assert logprobs_of(one) == logprobs_of(expected)
             if "return_routed_experts" in request:
                 start, greedy = request.get("routed_experts_start_len", 0), isinstance(answer, dict)
                 assert "routed_experts" in one["meta_info"]
@@ -163,7 +165,7 @@ def test_what_is_said_beside_tokens_outlasts_pauses_and_suspension(
 
 
 def test_retracted_sequences_go_on_with_new_weights(
-    engine: Any, inputs: list[list[int]], trained: Path, of_trained: Any, model_path: Callable[[str], str]
+    engine: Any, inputs: list[list[int]], trained: Path, answers_of_trained: Any, model_path: Callable[[str], str]
 ) -> None:
     old = ask(engine, inputs)
 
@@ -172,26 +174,26 @@ def test_retracted_sequences_go_on_with_new_weights(
 
     requests = [{"input_ids": ids, "sampling_params": LONG} for ids in inputs]
     answers = [answer["output_ids"] for answer in run_paused(engine, requests, "retract", update)]
-    # As long as both weights say the same, nobody can tell which of them spoke.
+    # Where both weights give the same token, it is not known which of them gave it.
     same = [
         next((n for n, (a, b) in enumerate(zip(now, before, strict=True)) if a != b), len(now))
         for now, before in zip(answers, old, strict=True)
     ]
-    assert sum(0 < number < 60 for number in same[:-1]) > 3, "some began with the old weights and ended with the new"
+    assert sum(0 < number < 60 for number in same[:-1]) > 3, "some answers have tokens of both weights"
     left = [number for number, length in enumerate(same) if length < 60]
     begun = [inputs[n] + answers[n][: same[n]] for n in left]
-    assert of_trained(begun, [60 - same[n] for n in left]) == [answers[n][same[n] :] for n in left]
-    assert ask(engine, inputs) == of_trained(inputs, [60] * len(inputs))
+    assert answers_of_trained(begun, [60 - same[n] for n in left]) == [answers[n][same[n] :] for n in left]
+    assert ask(engine, inputs) == answers_of_trained(inputs, [60] * len(inputs))
     engine.loop.run_until_complete(load_from(engine, model_path(FAMILIES[0])))
     assert ask(engine, inputs) == old
 
 
-def test_an_update_without_a_flush_keeps_the_kv_of_who_runs_and_no_new_prompt_finds_it(
-    engine: Any, inputs: list[list[int]], trained: Path, of_trained: Any, model_path: Callable[[str], str]
+def test_an_update_without_a_flush_keeps_the_kv_of_running_sequences_and_no_new_prompt_shares_it(
+    engine: Any, inputs: list[list[int]], trained: Path, answers_of_trained: Any, model_path: Callable[[str], str]
 ) -> None:
     weights, plain = load_file(trained / "model.safetensors"), load_file(f"{model_path(FAMILIES[0])}/model.safetensors")
     retractions = counters(engine).get("retractions", 0)
-    late = {"input_ids": inputs[8], "sampling_params": LONG}  # as the last of those that run
+    late = {"input_ids": inputs[8], "sampling_params": LONG}  # the same prompt as the last of those that run
     requests = [*({"input_ids": ids, "sampling_params": LONG} for ids in inputs), late]
 
     async def update() -> None:
@@ -201,22 +203,22 @@ def test_an_update_without_a_flush_keeps_the_kv_of_who_runs_and_no_new_prompt_fi
 
     answers = run_paused(engine, requests, "in_place", update)
     assert [len(answer["output_ids"]) for answer in answers] == [60] * len(requests)
-    assert answers[-1]["output_ids"] == of_trained([inputs[8]], [60])[0]
+    assert answers[-1]["output_ids"] == answers_of_trained([inputs[8]], [60])[0]
     assert counters(engine).get("retractions", 0) == retractions
     done, message = engine.update_weights_from_tensor(list(plain.items()))
     assert done, message
 
 
 @by_ranks
-def test_weights_as_the_bytes_of_safetensors_files_are_those_weights(
-    engine: Any, inputs: list[list[int]], trained: Path, of_trained: Any, model_path: Callable[[str], str]
+def test_weights_can_be_sent_as_the_bytes_of_safetensors_files(
+    engine: Any, inputs: list[list[int]], trained: Path, answers_of_trained: Any, model_path: Callable[[str], str]
 ) -> None:
     old = ask(engine, inputs[:2])
     new, plain = ((Path(path) / "model.safetensors").read_bytes() for path in (trained, model_path(FAMILIES[0])))
     for files in ([new], [new] * engine.server_args.dp_size):
         done, message = engine.update_weights_from_tensor(files, load_format="safetensors")
         assert done, message
-        assert ask(engine, inputs[:2]) == of_trained(inputs[:2], [60] * 2)
+        assert ask(engine, inputs[:2]) == answers_of_trained(inputs[:2], [60] * 2)
         done, message = engine.update_weights_from_tensor([plain], load_format="safetensors")
         assert done, message
     done, message = engine.update_weights_from_tensor([plain[:-1]], load_format="safetensors")
@@ -227,7 +229,7 @@ def test_weights_as_the_bytes_of_safetensors_files_are_those_weights(
 
 @by_ranks
 def test_a_trainer_broadcasts_new_weights_to_all_ranks(
-    engine: Any, inputs: list[list[int]], trained: Path, of_trained: Any, model_path: Callable[[str], str]
+    engine: Any, inputs: list[list[int]], trained: Path, answers_of_trained: Any, model_path: Callable[[str], str]
 ) -> None:
     ranks = engine.server_args.dp_size
     weights, plain = load_file(trained / "model.safetensors"), load_file(f"{model_path(FAMILIES[0])}/model.safetensors")
@@ -253,14 +255,14 @@ def test_a_trainer_broadcasts_new_weights_to_all_ranks(
     old = ask(engine, inputs[:4])
     done, message = engine.update_weights_from_distributed(names, dtypes, shapes, group_name=name)
     assert done, message
-    assert ask(engine, inputs[:4]) == of_trained(inputs[:4], [60] * 4)
+    assert ask(engine, inputs[:4]) == answers_of_trained(inputs[:4], [60] * 4)
     done, message = engine.update_weights_from_distributed(names, dtypes, shapes, group_name=name)
     assert done, message
     trainer.join(10)
     assert ask(engine, inputs[:4]) == old
 
 
-def test_who_is_aborted_during_a_pause_has_what_it_had_generated(
+def test_a_request_aborted_during_a_pause_returns_the_tokens_generated_before(
     kind: str, engine: Any, inputs: list[list[int]], whole_sequences: WholeSequences
 ) -> None:
     whole = ask(engine, inputs)
@@ -269,14 +271,14 @@ def test_who_is_aborted_during_a_pause_has_what_it_had_generated(
     async def abort() -> None:
         manager.abort_request(abort_all=True)
 
-    asked = {"sampling_params": LONG, "return_routed_experts": True}
-    requests = [{"input_ids": ids, **asked} for ids in [*inputs, inputs[0]]]
+    options = {"sampling_params": LONG, "return_routed_experts": True}
+    requests = [{"input_ids": ids, **options} for ids in [*inputs, inputs[0]]]
     answers = run_paused(engine, requests, MODES[kind], abort)
     reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
     assert reasons[:-1] == ["abort"] * len(inputs)
-    had = [answer["output_ids"] for answer in answers[:-1]]
-    assert any(had)
-    assert had == [tokens[: len(some)] for tokens, some in zip(whole, had, strict=True)]
+    generated = [answer["output_ids"] for answer in answers[:-1]]
+    assert any(generated)
+    assert generated == [tokens[: len(some)] for tokens, some in zip(whole, generated, strict=True)]
     for ids, answer in zip(inputs, answers, strict=False):
         if answer["output_ids"]:
             assert "routed_experts" in answer["meta_info"]
@@ -284,7 +286,9 @@ def test_who_is_aborted_during_a_pause_has_what_it_had_generated(
 
 
 @by_ranks
-def test_what_cannot_be_loaded_is_said_and_the_engine_goes_on(engine: Any, inputs: list[list[int]]) -> None:
+def test_weights_that_cannot_be_loaded_are_refused_by_name_and_the_engine_goes_on(
+    engine: Any, inputs: list[list[int]]
+) -> None:
     old = ask(engine, inputs[:2])
     done, message = engine.update_weights_from_tensor([("no.such.weight", torch.ones(3))], load_format="direct")
     assert not done

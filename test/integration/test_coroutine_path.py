@@ -1,4 +1,4 @@
-"""Calls are counted and sequences traced: one expert call per layer and group, and the path in docs/architecture.md."""
+"""Experts are called once per layer and group, and sequences take the path that docs/architecture.md states."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_experts_are_called_once_per_layer_and_group_and_attention_once_per_sub_
     assert counts.get("forwards_by_sglang", 0) == 0, "nothing falls back to SGLang's own forward"
 
 
-def test_no_accumulate_calls_the_experts_once_per_sub_batch_with_the_same_tokens(
+def test_without_accumulate_experts_are_called_once_per_sub_batch_and_tokens_are_the_same(
     batch_engine: Callable[..., Any], prompts: Prompts
 ) -> None:
     engine = batch_engine("tiny-mixtral", 7)
@@ -66,7 +66,7 @@ def test_every_sequence_takes_the_documented_path_and_waits_for_boundaries(
     trace = tmp_path / "trace.jsonl"
     engine = batch_engine("tiny-qwen3-moe", 7, trace_file=str(trace))
     results = engine.generate(input_ids=prompts.input_ids, sampling_params=prompts.sampling_params)
-    stats = engine.batch_stats()  # answered after the last step is wholly done, its trace written
+    stats = engine.batch_stats()  # answers after the last step is done and its trace is written
     paths: dict[str, list[str]] = {}
     for line in trace.read_text().splitlines():
         event = json.loads(line)

@@ -1,4 +1,4 @@
-"""The self-check of decode in a real engine: it measures, keeps its choice, and the next start computes by that."""
+"""The self-check of decode in a real engine measures and keeps its choice, which the next start uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def answers(engine: Any) -> list[Any]:
     return [one["output_ids"] for one in engine.generate(PROMPTS, GREEDY)]
 
 
-def test_the_self_check_keeps_what_it_has_measured_and_the_next_start_computes_so(
+def test_the_next_start_uses_the_choice_that_the_self_check_kept(
     model_path: Callable[[str], str],
 ) -> None:
     choices = Path(os.environ["XDG_CACHE_HOME"], "sgl_batch", "start_choices")

@@ -1,4 +1,4 @@
-"""DeepSeek-V2's form, which the trained checkpoint of V3 lacks: softmax scores, the best group, plain queries."""
+"""DeepSeek-V2 has what the trained checkpoint of V3 lacks: softmax scores, the best group, plain queries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[
 def test_float32_greedy_tokens_equal_huggingface(
     random_model: str, batch_engine: Callable[..., Any], prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # transformers reads this number of its block of experts without ever setting it.
+    # transformers reads this attribute of its block of experts and never sets it.
     monkeypatch.setattr(DeepseekV2Moe, "num_experts", property(lambda moe: moe.experts.num_experts), raising=False)
     expected = greedy_reference(random_model, torch.float32, prompts).tokens
     assert len({token for tokens in expected for token in tokens}) > 20, "the model does not repeat itself"

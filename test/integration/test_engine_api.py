@@ -68,7 +68,7 @@ def test_requests_beyond_the_pool_are_refused_with_numbers_and_others_go_on(
     assert [r["meta_info"]["completion_tokens"] for r in result] == [12] * 20
 
 
-def test_an_engine_that_does_not_start_leaves_another_of_the_process_at_work(
+def test_an_engine_that_does_not_start_leaves_another_engine_of_the_process_running(
     batch_engine: Callable[..., Any], model_path: Callable[[str], str]
 ) -> None:
     engine = batch_engine("tiny-qwen3-moe")

@@ -1,4 +1,4 @@
-"""A process of the engine that fails ends no program: the engine raises the process's own last error."""
+"""An engine process that fails does not end the program: the engine raises the last error of that process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_batch import Engine
 from sgl_batch.errors import EngineError
 
 from . import failing_callbacks
-from .beside import beside
+from .background import in_background
 from .conftest import FAMILIES
 
 pytestmark = pytest.mark.engine
@@ -31,8 +31,8 @@ GREEDY = {"temperature": 0, "max_new_tokens": 2}
 def start(
     model_path: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Engine]:
-    """Starts an engine with one of the failing callbacks. Tracebacks are left in a directory of the test."""
-    # Of a short name, as paths of sockets are short.
+    """Return a function that starts an engine with a failing callback. Tracebacks go to a directory of the test."""
+    # The name is short because paths of sockets must be.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("failures")))
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
@@ -55,7 +55,7 @@ def test_a_start_that_fails_raises_the_process_s_own_error_and_names_its_traceba
     traceback = Path(re.search(TRACEBACK, str(e.value))[1]).read_text()
     assert traceback.startswith("Traceback (most recent call last):")
     assert "failing_callbacks.py" in traceback
-    assert e.value.__cause__ is None, "the traceback of the program that waits helps nobody"
+    assert e.value.__cause__ is None, "the traceback of the process that waits explains nothing"
     killed = r"^the engine did not start: the scheduler died: SIGKILL .*; it had taken \d+\.\d+ [MG]iB of memory"
     with pytest.raises(EngineError, match=killed):
         start("be_killed_at_start")
@@ -70,8 +70,8 @@ def test_a_detokenizer_that_ends_while_the_model_is_loaded_ends_the_start(start:
                 max(new, key=lambda one: int(one.name.rpartition("-")[2])).kill()
                 return
 
-    said = "^the engine did not start: the detokenizer died: SIGKILL"
-    with beside(kill_second), pytest.raises(EngineError, match=said):
+    message = "^the engine did not start: the detokenizer died: SIGKILL"
+    with in_background(kill_second), pytest.raises(EngineError, match=message):
         start("fail")
 
 
@@ -81,14 +81,14 @@ def test_requests_and_controls_of_an_engine_whose_scheduler_fails_raise_its_erro
     engine = start("fail")
     try:
         assert len(engine.generate(input_ids=[1, 2, 3], sampling_params=GREEDY)["output_ids"]) == 2
-        said = f"^the scheduler failed: {FAULT}{TRACEBACK}"
-        with pytest.raises(EngineError, match=said):
+        message = f"^the scheduler failed: {FAULT}{TRACEBACK}"
+        with pytest.raises(EngineError, match=message):
             engine.generate(
                 input_ids=[[1, 2], [1] * failing_callbacks.RAISES_AT], sampling_params={**GREEDY, "max_new_tokens": 900}
             )
-        with pytest.raises(EngineError, match=said):
+        with pytest.raises(EngineError, match=message):
             engine.generate(input_ids=[1, 2, 3], sampling_params=GREEDY)
-        with pytest.raises(EngineError, match=said):
+        with pytest.raises(EngineError, match=message):
             engine.batch_stats()
     finally:
         engine.shutdown()

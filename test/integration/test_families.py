@@ -1,4 +1,4 @@
-"""Each family's tokens are Hugging Face's, however a group is cut, wherever its KV and its experts lie."""
+"""Each family's tokens are Hugging Face's, however groups are cut and wherever KV and experts are kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 
 PAGE = 8
 SUB_BATCH = 2
-# Groups are cut, prompts come in several groups, and the device holds the KV of few of them at a time.
+# Groups are cut, prompts form several groups, and the device holds the KV of few prompts at a time.
 SMALL: dict[str, Any] = {
     "dtype": "float32",
     "page_size": PAGE,
@@ -61,23 +61,23 @@ def greedy(engine: Any, requests: Requests) -> list[list[int]]:
 
 
 def sampled(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Two choices of each prompt."""
+    """Return two sampled choices of each prompt."""
     return [r["output_ids"] for r in engine.generate(input_ids=prompts, sampling_params=[SAMPLED] * len(prompts))]
 
 
 def check_coroutine_forward(engine: Any, counts: dict[str, int]) -> None:
-    """Every pass was ours."""
+    """Check that the coroutine forward computed every pass."""
     assert engine.running["forward"] == "coroutine"
     assert counts.get("forwards_by_sglang", 0) == 0
     assert counts["prefill_groups"] > 0
 
 
 @named
-def test_tokens_are_huggingfaces_in_sub_batches_and_whole_beside_a_store_of_shared_prefixes(
+def test_tokens_are_huggingfaces_in_sub_batches_and_whole_groups_with_a_store_of_shared_prefixes(
     family: RandomFamily, checkpoint: Callable[[RandomFamily, str], str], requests: Requests, traces: Traces
 ) -> None:
     path = checkpoint(family, HUB)
-    # Decode KV streams in dense models: others read their experts while it does not.
+    # Decode KV is streamed in dense models and resident in the others.
     store = STORE if family.experts else {**STORE, "decode_kv": "streamed"}
     engine = Engine(model_path=path, **SMALL, **store, **traces.new())
     try:
@@ -92,10 +92,10 @@ def test_tokens_are_huggingfaces_in_sub_batches_and_whole_beside_a_store_of_shar
         two = sampled(engine, [requests.input_ids[3], requests.input_ids[7]])
         assert two[0] != two[1], "choices of one prompt differ"
         engine.set_plan(b_attn_prefill=160, b_attn_decode=8)
-        assert greedy(engine, requests) == outputs, "the same in whole groups"
-        assert sampled(engine, [requests.input_ids[7]]) == two[2:], "a seed gives the same tokens, whatever runs beside"
+        assert greedy(engine, requests) == outputs, "outputs are the same in whole groups"
+        assert sampled(engine, [requests.input_ids[7]]) == two[2:], "a seed gives the same tokens, whatever else runs"
         engine.set_plan(**MIXED)
-        assert greedy(engine, requests) == outputs, "the same where prompts are computed beside decode rows"
+        assert greedy(engine, requests) == outputs, "outputs are the same where decode steps compute prompts"
         assert engine.batch_stats()["counters"]["prompt_tokens_mixed"] > 0
         assert engine.batch_stats()["counters"]["recomputed_tokens_unplanned"] == 0
     finally:
@@ -119,7 +119,7 @@ def test_tokens_of_two_ranks_that_stream_experts_are_huggingfaces(
         engine.shutdown()
 
 
-def test_a_window_that_sglangs_model_leaves_out_is_refused(
+def test_a_sliding_window_that_sglangs_model_ignores_is_refused(
     checkpoint: Callable[[RandomFamily, str], str],
 ) -> None:
     mistral = next(family for family in FAMILIES if family.name == "mistral")
@@ -128,7 +128,7 @@ def test_a_window_that_sglangs_model_leaves_out_is_refused(
         Engine(model_path=checkpoint(windowed, HUB), **SMALL)
 
 
-def test_each_of_two_ranks_has_a_model_without_experts_whole(
+def test_each_of_two_ranks_holds_a_whole_model_without_experts(
     checkpoint: Callable[[RandomFamily, str], str], requests: Requests, traces: Traces
 ) -> None:
     path = checkpoint(next(family for family in FAMILIES if not family.experts), TRANSFORMERS)
@@ -143,10 +143,10 @@ def test_each_of_two_ranks_has_a_model_without_experts_whole(
         engine.shutdown()
 
 
-def test_a_gpus_attention_and_experts_have_windows_sinks_and_biases_too(
+def test_the_gpus_attention_and_experts_support_windows_sinks_and_biases(
     checkpoint: Callable[[RandomFamily, str], str], requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Triton's interpreter, with pages that move between a store and the device."""
+    """It runs under Triton's interpreter, with pages that move between a store and the device."""
     interpret_triton(monkeypatch)
     path = checkpoint(next(family for family in FAMILIES if family.name == "gpt-oss"), HUB)
     few = Requests(input_ids=[prompt[:60] for prompt in requests.input_ids[4:8]], output_lengths=[4, 5, 3, 5])

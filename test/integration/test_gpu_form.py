@@ -1,9 +1,9 @@
-"""What a GPU runs: SGLang's pools, and its Triton attention under our layer loop.
+"""The engine's form on a GPU: SGLang's pools, and its Triton attention under our layer loop.
 
-Where there is no GPU it runs on a CPU, under Triton's interpreter, in float32, and tokens are those of a CPU's own
+Without a GPU it runs on a CPU under Triton's interpreter, in float32, and must give the tokens of the CPU's own
 attention; prompts are short and tokens few, as the interpreter takes a hundred times as long. On a GPU it runs in
 bfloat16 and float16, the number types that SGLang's kernels for GPUs compute in, with heads of 64 channels, and greedy
-tokens are stock SGLang's on the same GPU, up to near ties. `scripts/gpu_bringup` tries all else that needs a GPU.
+tokens must be stock SGLang's on the same GPU, up to near ties. `scripts/gpu_bringup` tests all else that needs a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bringup.prompts import Requests, generate, reference_of_engine
 from bringup.tokens import NEAR_TIE, Reference, compare
 from tiny_models.random_models import make_random_model
 
-# Sequences that begin alike, that end inside a page and at its end, and that are cut by sub-batches of 40 rows.
+# Some prompts begin alike, end inside a page or at its end, or are cut by sub-batches of 40 rows.
 LENGTHS = (5, 47, 64, 75)
 TOKENS = 5
 SAMPLED = {"temperature": 0.9, "max_new_tokens": 3, "ignore_eos": True, "n": 3, "sampling_seed": 11}
@@ -52,7 +52,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What the greedy requests are answered, up to near ties of this size, and those sampled, if that is known."""
+    """The greedy answers, up to near ties of this size, and the sampled ones, or None if they are not known."""
 
     greedy: Reference
     near_tie: float
@@ -68,7 +68,7 @@ def requests(prompts: Any) -> Requests:
 
 
 def sampled(engine: Any, requests: Requests) -> list[list[int]]:
-    """Three answers to one prompt."""
+    """Return three sampled answers to one prompt."""
     found = engine.generate(input_ids=requests.input_ids[1:2], sampling_params=SAMPLED)
     return [one["output_ids"] for one in found]
 
@@ -89,15 +89,15 @@ def model(model_path: Callable[[str], str], tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def expected(dtype: str, model: str, batch_engine: Callable[..., Any], requests: Requests) -> Expected:
     if ON_GPU:
-        return of_stock(model, dtype, requests)
-    # The parity suite holds the engine of a CPU against Hugging Face and stock SGLang.
+        return stock_reference(model, dtype, requests)
+    # test_parity.py compares the engine of a CPU with Hugging Face and stock SGLang.
     engine = batch_engine("tiny-qwen3-moe")
     tokens = generate(engine, requests)
     return Expected(Reference(tokens, [[[]] * TOKENS] * len(tokens)), 0.0, sampled(engine, requests))
 
 
-def of_stock(model: str, dtype: str, requests: Requests) -> Expected:
-    """The answers of stock SGLang on the same device, which samples otherwise."""
+def stock_reference(model: str, dtype: str, requests: Requests) -> Expected:
+    """Return the greedy answers of stock SGLang on the same device. It samples differently, so nothing is sampled."""
     engine = StockEngine(model_path=model, dtype=dtype, max_total_tokens=2048, disable_radix_cache=True)
     try:
         return Expected(reference_of_engine(engine, requests), NEAR_TIE)
@@ -133,7 +133,7 @@ def test_tokens_are_those_of_the_reference(
     counters = state["counters"]
     assert counters["prompts_shared"] > 0
     assert counters["expert_calls"] > 0
-    assert counters["attention_calls"] > 4 * (counters["decode_groups"] + counters["prefill_groups"]), "none was cut"
+    assert counters["attention_calls"] > 4 * (counters["decode_groups"] + counters["prefill_groups"]), "no cut"
     if form == "inclusive":
         assert counters["pages_restored"] > 0
         assert state["store"]["free_pages"] == state["store"]["total_pages"]

@@ -1,6 +1,6 @@
 """Decode steps as graphs, under SGLang's attention for GPUs, on a CPU: tokens are those of the CPU's engine.
 
-The graphs run their work anew, and Triton's interpreter its kernels: all that is copied and padded is as on a GPU.
+A replay runs the graph's work again, and Triton's interpreter runs its kernels. Copies and padding are as on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_batch.engine.process_spec import ProcessSpec
 
 from .interpreter import TRITON, interpret_triton
 
-# Seven sequences are a full sub-batch of four, and one of three that is padded; then five of them, without padding.
+# Seven sequences make a full sub-batch of four and one of three, which is padded. Later five run, without padding.
 LENGTHS = (5, 47, 20, 33, 9, 3, 16)
 TOKENS = (10, 10, 10, 10, 10, 6, 6)
 SETTINGS: dict[str, Any] = {
@@ -32,8 +32,8 @@ SETTINGS: dict[str, Any] = {
 GRAPHS = {"disable_cuda_graph": False, "decode_graph_memory": 1 << 30}
 
 
-class RerunningRun:
-    """Begins engines whose scheduler process reruns what a GPU would capture."""
+class RerunningSpec:
+    """Begins engines whose scheduler process runs the work again that a GPU would replay from a graph."""
 
     @staticmethod
     def begin(*args: Any) -> ProcessSpec:
@@ -54,14 +54,14 @@ def family(request: Any) -> str:
 
 @pytest.fixture
 def expected(family: str, batch_engine: Callable[..., Any], prompts: Any) -> list[list[int]]:
-    """Those of the engine of a CPU, which the parity suite holds against Hugging Face and stock SGLang."""
+    """The answers of the CPU's engine, which test_parity.py compares with Hugging Face and stock SGLang."""
     return answers(batch_engine(family), prompts)
 
 
 @pytest.fixture
 def graphed(family: str, expected: Any, model_path: Callable[[str], str], monkeypatch: Any) -> Iterator[Any]:
     interpret_triton(monkeypatch)
-    monkeypatch.setattr("sgl_batch.engine.engine.ProcessSpec", RerunningRun)
+    monkeypatch.setattr("sgl_batch.engine.engine.ProcessSpec", RerunningSpec)
     engine = Engine(model_path=model_path(family), **TRITON, **GRAPHS, **SETTINGS)
     yield engine
     engine.shutdown()
@@ -72,7 +72,9 @@ def test_tokens_are_those_of_eager_steps(graphed: Any, expected: Any, prompts: A
     assert answers(graphed, prompts) == expected
     before = graphed.batch_stats()["counters"]
     assert before["graph_replays"] > before["graphs_captured"] > 0
-    assert before["graph_bytes"] > 1000 * before["graphs_captured"], "each says 1000, and there is what stays"
+    assert before["graph_bytes"] > 1000 * before["graphs_captured"], (
+        "each graph reports 1000 bytes, and buffers add to it"
+    )
     assert answers(graphed, prompts) == expected, "all sizes are captured by now"
     after = graphed.batch_stats()["counters"]
     replayed, eager = (after[name] - before[name] for name in ("graph_replays", "eager_steps"))

@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit its model is refused by name, where SGLang alone would answer with wrong tokens."""
+"""A checkpoint that does not fit its model is refused by name; SGLang alone would answer with wrong tokens."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
 SHARED = "model.layers.0.mlp.shared_expert.down_proj.weight"
 
 
-def test_a_lost_expert_and_an_expert_that_the_model_does_not_have_are_named(
+def test_a_missing_expert_and_an_expert_that_the_model_does_not_have_are_named(
     model_path: Callable[[str], str], tmp_path: Path
 ) -> None:
     shutil.copytree(model_path("tiny-qwen3-moe"), tmp_path / "model")
     (file,) = (tmp_path / "model").glob("*.safetensors")
     tensors = load_file(file)
-    lost = tensors.pop(EXPERT)
-    # This family has no experts that every row goes to.
-    save_file(tensors | {SHARED: lost}, file, metadata={"format": "pt"})
+    missing_weight = tensors.pop(EXPERT)
+    # This family has no shared experts.
+    save_file(tensors | {SHARED: missing_weight}, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"^the checkpoint and SGLang") as refused:
         Engine(model_path=str(tmp_path / "model"), dtype="float32", max_total_tokens=4096)
     missing = "model.layers.1.mlp.experts.w2_weight (experts 2)"

@@ -1,6 +1,6 @@
 """A model's tokens are the same on the plainest instruction set, which every machine can run.
 
-Those between run with int8 weights in test_int8_weights.py, and the kernels alone on all of them.
+test_int8_weights.py runs others with int8 weights, and the tests of kernels run all instruction sets.
 """
 
 from __future__ import annotations

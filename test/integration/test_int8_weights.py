@@ -1,4 +1,4 @@
-"""Weights as int8: the tokens are those of the model whose weights have been rounded, for any sub-batches."""
+"""With int8 weights, tokens are those of the model with rounded weights, for all sizes of sub-batches."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from safetensors.torch import load_file, save_file
 from .conftest import FAMILIES, Prompts, greedy_reference
 from .paused_runs import load_from, trained_copy
 from .test_parity import generate
-from .told_choices import WholeSequences
+from .whole_sequences import WholeSequences
 
 pytestmark = pytest.mark.engine
 
-# What multiplies rows of both kinds of blocks; not the router, nor what latent attention multiplies by head.
+# Weights of projections and experts; not the router, nor latent attention's weight that is applied by head.
 ROUNDED = re.compile(r"(?<!kv_b)_proj\.weight$|_proj_with_mqa\.weight$|\.w[123]\.weight$")
-# Instruction sets whose rows stay in float32 beside such weights, as Hugging Face's do.
+# Instruction sets on which rows stay in float32 with int8 weights, as Hugging Face's do.
 FLOAT32_ROWS = [isa for isa in sgl_batch_kernel.runnable_isas() if "bf16" not in isa]
 
 
 def rounded_checkpoint(source: Path, target: Path) -> Path:
-    """The checkpoint with every weight of `ROUNDED` brought to one of 255 values for each output."""
+    """Return a copy of the checkpoint with each weight of `ROUNDED` rounded to one of 255 values per output."""
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     names = [name for name in tensors if ROUNDED.search(name)]
@@ -43,7 +43,7 @@ def rounded_checkpoint(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[2]])
-def test_float32_greedy_tokens_equal_huggingface_with_rounded_weights_and_with_newer_ones(
+def test_float32_greedy_tokens_equal_huggingface_with_rounded_weights_before_and_after_updates(
     family: str,
     tmp_path: Path,
     model_path: Callable[[str], str],
@@ -60,8 +60,8 @@ def test_float32_greedy_tokens_equal_huggingface_with_rounded_weights_and_with_n
     trained = trained_copy(model_path(family), tmp_path / "trained")
     engine.loop.run_until_complete(load_from(engine, trained))
     whole_sequences = WholeSequences(str(rounded_checkpoint(trained, tmp_path / "rounded")))
-    asked = {"input_ids": prompts.input_ids, "sampling_params": prompts.sampling_params}
-    for ids, answer in zip(prompts.input_ids, engine.generate(**asked), strict=True):
+    requests = {"input_ids": prompts.input_ids, "sampling_params": prompts.sampling_params}
+    for ids, answer in zip(prompts.input_ids, engine.generate(**requests), strict=True):
         whole_sequences.check(ids, answer)
     engine.loop.run_until_complete(load_from(engine, model_path(family)))
     assert generate(engine, prompts) == expected

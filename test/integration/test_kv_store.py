@@ -1,4 +1,4 @@
-"""A device for a few sequences and a store for the others: the same tokens, nothing computed twice, nothing lost."""
+"""With few sequences on the device and the others in a store, tokens are the same and nothing is computed twice."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LAYERS = 4  # of all three models
 
 @pytest.fixture(scope="module")
 def seed() -> int:
-    """Of the requests: another one each time, or that of a run that failed."""
+    """The seed of the requests: a new one each time, or that of a run that failed, from the environment."""
     return int(os.environ.get("SGL_BATCH_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
 
 
 @pytest.fixture(autouse=True)
-def told(seed: int) -> None:
-    """What a failure says beside itself."""
+def reported_seed(seed: int) -> None:
+    """Print the seed, which pytest shows with a failure."""
     sys.stdout.write(f"the same requests again: SGL_BATCH_TEST_SEED={seed}\n")
 
 
@@ -43,7 +43,7 @@ def requests(seed: int) -> Requests:
 
 
 def check_counts(counts: dict[str, int], unshared: dict[str, int]) -> None:
-    """No row is computed twice: each token of a prompt is computed or shared, and each generated one is a row."""
+    """Check that no row is computed twice: each prompt token is computed or shared, each generated one is a row."""
     assert unshared.get("prompt_tokens_shared", 0) == 0
     assert counts["prompt_tokens"] + counts["prompt_tokens_shared"] == unshared["prompt_tokens"]
     assert counts["prompt_tokens_shared"] > unshared["prompt_tokens"] / 3
@@ -54,21 +54,21 @@ def check_counts(counts: dict[str, int], unshared: dict[str, int]) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_device(model_path: Callable[[str], str], shelf: Any) -> Callable[[], Any]:
-    """The engine of a device of few pages and a store in memory, of the first family."""
+def small_device(model_path: Callable[[str], str], engine_cache: Any) -> Callable[[], Any]:
+    """Return a function that gives an engine of the first family with few device pages and a store in memory."""
     settings = {"dtype": "float32", "max_total_tokens": PAGE * POOL_PAGES, "decode_kv": "resident", **store_in(None)}
-    return lambda: shelf.get(Engine, model_path=model_path(FAMILIES[0]), **settings, **SMALL)
+    return lambda: engine_cache.get(Engine, model_path=model_path(FAMILIES[0]), **settings, **SMALL)
 
 
 def store_in(directory: Path | None) -> dict[str, Any]:
-    """A store in memory, or in a file."""
-    place = {} if directory is None else {"kv_store_dir": str(directory)}
-    return {"kv_store_bytes": 64 << 20, "kv_store_checksums": True, "kv_copy_threads": 2, **place}
+    """Return the flags of a store in memory, or in a file of a directory."""
+    file = {} if directory is None else {"kv_store_dir": str(directory)}
+    return {"kv_store_bytes": 64 << 20, "kv_store_checksums": True, "kv_copy_threads": 2, **file}
 
 
 @pytest.fixture
 def started(traces: Traces) -> Iterator[Callable[..., Any]]:
-    """Starts engines that end with the test."""
+    """Return a function that starts engines which end with the test."""
     engines: list[Any] = []
 
     def start(**kwargs: Any) -> Any:
@@ -111,10 +111,10 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     assert counters["pages_copied_to_suspend"] <= counters["suspensions"], "at most the open page is copied"
     assert (counters["recomputed_tokens_planned"], counters["recomputed_tokens_unplanned"]) == (0, 0)
     layer_bytes = stats["store"]["page_bytes"] / LAYERS
-    assert counters["staging_peak_pages"] > POOL_PAGES, "a prefill group is more than the device holds"
-    assert counters["staging_peak_bytes"] <= 2 * layer_bytes * counters["staging_peak_pages"], "and two layers of it"
+    assert counters["staging_peak_pages"] > POOL_PAGES, "a prefill group is larger than the device"
+    assert counters["staging_peak_bytes"] <= 2 * layer_bytes * counters["staging_peak_pages"], "at most two layers"
     assert not stats["store"]["exclusive"]
-    # Mixed once over each kind of store, by turns of the families.
+    # Each kind of store runs mixed steps with one of the families.
     if not in_file:
         check_mixed(engine, requests, expected)
     engine.shutdown()
@@ -127,20 +127,20 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
     exclusive = started(**small, **device)
     check_exclusive(exclusive, requests, expected, unshared)
     if not in_file:
-        # There no prompt is cut, and whether a whole one finds room beside decode rows is for the lengths to say.
+        # An exclusive store cuts no prompt; whether a whole one fits a decode step depends on the drawn lengths.
         check_mixed(exclusive, requests, expected, tokens=10 * PAGE, share=0)
 
 
 def check_streamed(engine: Any, requests: Requests, expected: list[list[int]], unshared: dict[str, int]) -> None:
-    """A decode group larger than the device, whose KV comes by layer and sub-batch, has the tokens as well."""
+    """Check that a decode group larger than the device, whose KV is streamed by layer, has the same tokens."""
     assert answers(engine, requests) == expected
     stats = engine.batch_stats()
     counters = stats["counters"]
     check_counts(counters, unshared)
     assert counters["streamed_steps"] == counters["decode_groups"]
-    assert counters["decode_rows"] / counters["decode_groups"] > 8, "of at most 16; two to six of them fit the device"
+    assert counters["decode_rows"] / counters["decode_groups"] > 8, "at most 16 run, of which two to six fit the device"
     assert counters["attention_calls"] > LAYERS * (counters["decode_groups"] + counters["prefill_groups"]), (
-        "sub-batches"
+        "groups were cut"
     )
     assert counters["pages_streamed"] > 0
     assert counters.get("suspensions", 0) == counters.get("pages_restored", 0) == 0
@@ -150,13 +150,13 @@ def check_streamed(engine: Any, requests: Requests, expected: list[list[int]], u
 
 
 def check_exclusive(engine: Any, requests: Requests, expected: list[list[int]], unshared: dict[str, int]) -> None:
-    """A store as small as the device has the tokens as well; pages move, and none lies in both."""
+    """Check that a store as small as the device gives the same tokens; pages move, and none is in both."""
     assert answers(engine, requests) == expected
     stats = engine.batch_stats()
     counters = stats["counters"]
     assert stats["store"]["exclusive"]
     assert counters["prompts_prefilled_on_device"] > 10
-    assert counters["staging_peak_pages"] > 0, "other prompts left for the store as they were computed"
+    assert counters["staging_peak_pages"] > 0, "other prompts went to the store as they were computed"
     assert counters["suspensions"] > 0
     assert counters["pages_copied_to_suspend"] > 2 * counters["suspensions"], "whole sequences move"
     assert counters["pages_restored"] > counters["pages_copied_to_suspend"]
@@ -167,7 +167,7 @@ def check_exclusive(engine: Any, requests: Requests, expected: list[list[int]], 
     assert stats["store"]["free_pages"] == stats["store"]["total_pages"] == POOL_PAGES
 
 
-def test_sequences_that_run_together_have_the_prompt_that_they_share_once_on_the_device(
+def test_a_shared_prompt_is_on_the_device_once_for_all_running_sequences(
     small_device: Callable[[], Any],
 ) -> None:
     engine = small_device()
@@ -179,14 +179,14 @@ def test_sequences_that_run_together_have_the_prompt_that_they_share_once_on_the
     alone = [engine.generate(input_ids=ids, sampling_params=requests.sampling_params[0]) for ids in requests.input_ids]
     answered, counts = counted(engine, lambda: answers(engine, requests))
     assert answered == [answer["output_ids"] for answer in alone]
-    assert counts["decode_rows"] / counts["decode_groups"] > 2, "by itself each takes 14 of 20 pages: one would run"
+    assert counts["decode_rows"] / counts["decode_groups"] > 2, "unshared, each takes 14 of 20 pages: one would run"
     assert counts["prompt_pages_found_on_device"] > 0
     stats = engine.batch_stats()
     assert stats["free_pages"] == POOL_PAGES
     assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
 
 
-def test_an_aborted_sequence_gives_back_its_pages_and_slots(
+def test_an_aborted_sequence_gives_back_its_pages_and_store_blocks(
     small_device: Callable[[], Any], requests: Requests
 ) -> None:
     engine = small_device()
@@ -250,7 +250,7 @@ def test_choices_in_the_store_compute_their_prompt_once(
     stats = engine.batch_stats()
     counted = Counter(stats["counters"])
     counted.subtract(before)
-    assert counted["prompt_tokens"] == 12 * (prompt_tokens + 3), "one row more for each choice"
+    assert counted["prompt_tokens"] == 12 * (prompt_tokens + 3), "each further choice computes one row"
     assert (counted["recomputed_tokens_planned"], counted["recomputed_tokens_unplanned"]) == (12 * 3, 0)
     assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
     assert stats["free_pages"] == POOL_PAGES

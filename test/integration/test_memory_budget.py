@@ -1,4 +1,4 @@
-"""A budget for the device sizes the pages of KV and is kept; what it cannot hold is refused with the numbers."""
+"""A device budget sets the number of KV pages and is kept; what it cannot hold is refused with the numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 PLAN = {"b_moe_decode": 16, "b_moe_prefill": 512, "b_attn_prefill": 256, "page_size": 8, "boundary_tokens": 8}
 
 
-def test_a_budget_sizes_the_device_is_kept_and_refuses_prompts_beyond_its_working_memory(
+def test_a_budget_sets_the_pages_is_kept_and_refuses_prompts_beyond_its_working_memory(
     model_path: Callable[[str], str],
 ) -> None:
     engine = Engine(
@@ -44,7 +44,7 @@ def test_a_budget_sizes_the_device_is_kept_and_refuses_prompts_beyond_its_workin
 
 
 def _check_changes_of_the_plan(engine: Engine) -> None:
-    """Groups larger than there is working memory for are refused, smaller ones taken; prompts fit as before."""
+    """Check that groups beyond the working memory are refused and smaller ones taken; prompts fit as before."""
     with pytest.raises(ConfigError, match=r"^b_moe_prefill is 1024, and the device's budget has .* give at most 512"):
         engine.set_plan(b_moe_prefill=1024)
     assert engine.batch_stats()["plan"]["prefill"]["b_moe"] == engine.batch_config.forward.b_moe_prefill == 512

@@ -1,5 +1,5 @@
-"""Passes of real models without an engine: one over decode rows and prompts gives what two give, to the bit, staged or
-not; and a decode step makes the host wait for a GPU once, for its tokens, which no layer does.
+"""Passes of real models without an engine. One pass over decode rows and prompts gives the bits of two passes, staged
+or not. A decode step makes the host wait for a GPU once, for its tokens; no layer makes it wait.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .interpreter import INTERPRETED
 
 pytestmark = pytest.mark.engine
 
-# Of 5 decode rows and 26 prompt tokens, 3 at a time.
+# Sub-batches of 5 decode rows and of 26 prompt tokens, with 3 rows each.
 SUB_BATCHES = 2 + 9
 EXPERT_LAYERS = {"tiny-qwen3-moe": 4, "tiny-mixtral": 4, "tiny-deepseek-v3": 3}
 
 
 class Wait(NamedTuple):
-    """What the host waits for in every decode step on a CPU, how often, and why that is right."""
+    """A wait of the host in every decode step on a CPU, how often it occurs, and why it is allowed."""
 
     where: str
     kind: str
@@ -38,7 +38,7 @@ class Wait(NamedTuple):
 
 
 ALLOWED = (
-    Wait("test", ".tolist", 1, "the step's tokens, which the host looks at for ends and answers"),
+    Wait("test", ".tolist", 1, "the host reads the step's tokens, for ends and answers"),
     Wait(
         "sgl_batch/metrics/counters.py:add_expert_call",
         "aten::_local_scalar_dense",
@@ -49,8 +49,8 @@ ALLOWED = (
 
 
 @pytest.fixture(scope="module")
-def told(model_path: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What a process has told of passes over all models."""
+def results(model_path: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of a process that runs passes over all models."""
     tmp_path = tmp_path_factory.mktemp("passes")
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("mixed_pass_process.py"), tmp_path, *map(model_path, FAMILIES)],
@@ -61,8 +61,8 @@ def told(model_path: Callable[[str], str], tmp_path_factory: pytest.TempPathFact
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
 
 
-def test_all_is_as_in_two_passes_to_the_bit(told: list[dict[str, Any]]) -> None:
-    passes = [one for one in told if "same_decode" in one]
+def test_a_mixed_pass_gives_the_bits_of_two_passes(results: list[dict[str, Any]]) -> None:
+    passes = [one for one in results if "same_decode" in one]
     staged = [(*one, True, False) for one in itertools.product((False, True), (False, True), (3, 64))]
     free = [(False, False, 3, accumulate, True) for accumulate in (True, False)]
     names = ("model", "dtype", "sink", "source", "b_attn", "accumulate", "any_order")
@@ -76,11 +76,11 @@ def test_all_is_as_in_two_passes_to_the_bit(told: list[dict[str, Any]]) -> None:
         assert one["same_prompts"], one
         assert one["same_kv"], one
         calls = 1 if one["accumulate"] else SUB_BATCHES
-        assert one["expert_calls"] == calls * EXPERT_LAYERS[one["model"]], "for the rows of both parts"
+        assert one["expert_calls"] == calls * EXPERT_LAYERS[one["model"]], "one call for the rows of both parts"
 
 
-def test_a_callback_at_yield_points_changes_the_kv_that_it_sets_and_no_other(told: list[dict[str, Any]]) -> None:
-    by_callback = [(one.pop("callback"), one.pop("model"), one) for one in told if "callback" in one]
+def test_a_callback_at_yield_points_changes_only_the_kv_that_it_sets(results: list[dict[str, Any]]) -> None:
+    by_callback = [(one.pop("callback"), one.pop("model"), one) for one in results if "callback" in one]
     changes = {
         "same_pass": True,
         "same_kv": False,
@@ -96,36 +96,33 @@ def test_a_callback_at_yield_points_changes_the_kv_that_it_sets_and_no_other(tol
     ]
 
 
-def test_a_callback_is_refused_by_name_where_it_cannot_be(told: list[dict[str, Any]]) -> None:
-    assert [one["refused"] for one in told if "refused" in one] == [
+def test_a_callback_is_refused_with_a_host_kv_store(results: list[dict[str, Any]]) -> None:
+    assert [one["refused"] for one in results if "refused" in one] == [
         "on_yield is 'yield_callbacks:round_kv', and kv_store_bytes is 1048576: the host KV store keeps copies of KV, "
         "which the callback would not change; leave out on_yield or kv_store_bytes"
     ]
 
 
-# What the host waits for, counted as if the CPU were a GPU.
-
-
 @pytest.fixture(scope="module")
-def counted(told: list[dict[str, Any]]) -> list[Counter[tuple[str, str]]]:
-    """A prefill, a decode step that opens a page, one as a graph, and one whose layers each look at a number."""
-    (counted,) = [one["syncs"] for one in told if "syncs" in one]
+def counted(results: list[dict[str, Any]]) -> list[Counter[tuple[str, str]]]:
+    """Waits, counted as on a GPU: of a prefill, a decode step, one as a graph, and one whose layers read a number."""
+    (counted,) = [one["syncs"] for one in results if "syncs" in one]
     return [Counter({(where, kind): times for where, kind, times in found}) for found in counted if found]
 
 
-def test_a_decode_step_waits_for_its_tokens_alone(counted: list[Counter[tuple[str, str]]]) -> None:
+def test_a_decode_step_waits_only_for_its_tokens(counted: list[Counter[tuple[str, str]]]) -> None:
     allowed = {(wait.where, wait.kind): wait.times for wait in ALLOWED}
     assert dict(counted[1]) == allowed
-    assert dict(counted[2]) == allowed, "as a graph"
+    assert dict(counted[2]) == allowed, "as a graph too"
 
 
-def test_a_layer_that_looks_at_a_number_is_found(counted: list[Counter[tuple[str, str]]]) -> None:
+def test_a_layer_that_reads_a_number_on_the_host_is_counted(counted: list[Counter[tuple[str, str]]]) -> None:
     _, usual, _, planted = counted
     found = planted - usual
     assert {kind for _, kind in found} == {"aten::_local_scalar_dense"}
-    assert found.total() == 2 * EXPERT_LAYERS[FAMILIES[0]], "for each of two sub-batches"
+    assert found.total() == 2 * EXPERT_LAYERS[FAMILIES[0]], "one in each layer and each of two sub-batches"
 
 
-def test_a_prefill_waits_in_sglangs_own_code_and_for_its_tokens(counted: list[Counter[tuple[str, str]]]) -> None:
+def test_a_prefill_waits_only_in_sglangs_own_code_and_for_its_tokens(counted: list[Counter[tuple[str, str]]]) -> None:
     allowed = {(wait.where, wait.kind) for wait in ALLOWED}
     assert {where for where, kind in counted[0].keys() - allowed} == {"sglang/srt/mem_cache/allocation.py:<listcomp>"}

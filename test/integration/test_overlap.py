@@ -1,4 +1,4 @@
-"""Results that wait for the next step's launch change no answer, and what ended sequences compute is given back."""
+"""Overlap of results with the next step changes no answer, and ended sequences give back what they computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMA = {"type": "array", "items": {"enum": ["duck", "egg", 7]}, "maxItems": 4}
 
 @pytest.fixture(scope="module")
 def seed() -> int:
-    """Of the requests; others are tried with the environment's."""
+    """The seed of the requests; the environment may set another one."""
     return int(os.environ.get("SGL_BATCH_TEST_SEED", "1"))
 
 
@@ -48,20 +48,20 @@ def engine(kind: str, model_path: Callable[[str], str]) -> Iterator[Any]:
 
 
 def some_requests(rng: random.Random) -> list[dict[str, Any]]:
-    """Greedy and seeded ones that may end anywhere, some of several choices, some that want more than tokens."""
+    """Return greedy and seeded requests that may end anywhere; some have several choices, some ask for logprobs."""
     plain = prompts_that_begin_alike(48, rng)
-    beside: list[dict[str, Any]] = [{}] * 4
-    beside += [{"n": 3, "temperature": 1.0, "sampling_seed": 3}, {"json_schema": json.dumps(SCHEMA)}, {"stop": ["e"]}]
+    variants: list[dict[str, Any]] = [{}] * 4
+    variants += [{"n": 3, "temperature": 1.0, "sampling_seed": 3}, {"json_schema": json.dumps(SCHEMA)}, {"stop": ["e"]}]
     made = []
     for index, (ids, parameters) in enumerate(zip(plain.input_ids, plain.sampling_params, strict=True)):
-        sampling = {**parameters, **beside[index % len(beside)], "ignore_eos": False}
-        said = {"return_logprob": True, "top_logprobs_num": 2} if index % 5 == 0 else {}
-        made.append({"input_ids": ids, "sampling_params": sampling, **said})
+        sampling = {**parameters, **variants[index % len(variants)], "ignore_eos": False}
+        logprobs = {"return_logprob": True, "top_logprobs_num": 2} if index % 5 == 0 else {}
+        made.append({"input_ids": ids, "sampling_params": sampling, **logprobs})
     return made
 
 
 def ask(engine: Any, requests: list[dict[str, Any]], overlap: str) -> tuple[list[list[dict[str, Any]]], dict[str, int]]:
-    """The answer to each request, choice by choice, and what the engine has counted for all."""
+    """Return the answer to each request, choice by choice, and what the engine counted for all."""
 
     async def gathered() -> list[Any]:
         return list(await asyncio.gather(*(engine.async_generate(**request) for request in requests)))
@@ -71,8 +71,8 @@ def ask(engine: Any, requests: list[dict[str, Any]], overlap: str) -> tuple[list
     return [answer if isinstance(answer, list) else [answer] for answer in answers], counts
 
 
-def said(answers: list[list[dict[str, Any]]]) -> list[Any]:
-    """All that was answered; of log probabilities but the last digits, which neighbours may change."""
+def content(answers: list[list[dict[str, Any]]]) -> list[Any]:
+    """Return all that was answered; log probabilities are approximate, as neighbours may change the last digits."""
     return [
         (
             choice["output_ids"],
@@ -93,7 +93,7 @@ def _near(value: Any) -> Any:
 
 
 def with_stops(requests: list[dict[str, Any]], answers: list[list[dict[str, Any]]], rng: random.Random) -> list[Any]:
-    """The same requests, of which most end at a token that they are known to come to."""
+    """Return the same requests, most of which now end at a token of their known answer."""
     made = []
     for request, answer in zip(requests, answers, strict=True):
         stops = [rng.choice(answer[0]["output_ids"])] if rng.random() < 0.7 else []
@@ -116,7 +116,7 @@ def test_answers_do_not_depend_on_overlap(engine: Any, seed: int) -> None:
     stopped = with_stops(requests, free, rng)
     expected, apart = ask(engine, stopped, "off")
     answers, overlapped = ask(engine, stopped, "on")
-    assert said(answers) == said(expected)
+    assert content(answers) == content(expected)
     for choices, whole in zip(answers, free, strict=True):
         for choice, longer in zip(choices, whole, strict=True):
             assert choice["output_ids"] == longer["output_ids"][: len(choice["output_ids"])]
@@ -126,12 +126,12 @@ def test_answers_do_not_depend_on_overlap(engine: Any, seed: int) -> None:
         assert overlapped.get(name) == apart.get(name), name
     assert overlapped["decode_rows"] == apart["decode_rows"] + overlapped["tokens_discarded"]
     assert overlapped["decode_steps_overlapped"] > 0
-    assert overlapped["tokens_discarded"] > 0, "whoever ends at a token that nobody foresaw computes one more"
+    assert overlapped["tokens_discarded"] > 0, "a sequence that ends before its length computes one token more"
     check_nothing_is_held(engine)
 
 
 @pytest.mark.parametrize("kind", ["plain", "inclusive"], indirect=True)
-def test_whoever_ends_by_length_computes_nothing_more(kind: str, engine: Any, seed: int) -> None:
+def test_sequences_that_end_by_length_compute_no_extra_token(kind: str, engine: Any, seed: int) -> None:
     requests = [
         {**request, "sampling_params": {**request["sampling_params"], "ignore_eos": True}}
         for request in some_requests(random.Random(seed))
@@ -139,7 +139,7 @@ def test_whoever_ends_by_length_computes_nothing_more(kind: str, engine: Any, se
     ]
     expected, apart = ask(engine, requests, "off")
     answers, overlapped = ask(engine, requests, "on")
-    assert said(answers) == said(expected)
+    assert content(answers) == content(expected)
     assert overlapped["tokens_discarded"] == 0
     assert overlapped["decode_rows"] == apart["decode_rows"]
     check_nothing_is_held(engine)
@@ -153,14 +153,14 @@ def test_groups_with_penalties_wait_for_each_result(kind: str, engine: Any, seed
     ]
     expected, _ = ask(engine, requests, "off")
     answers, overlapped = ask(engine, requests, "on")
-    assert said(answers) == said(expected)
+    assert content(answers) == content(expected)
     assert not overlapped.get("decode_steps_overlapped")
     check_nothing_is_held(engine)
 
 
 @pytest.mark.parametrize("kind", ["inclusive", "exclusive"], indirect=True)
 def test_pages_reach_the_store_once_whichever_step_fills_them(kind: str, engine: Any, seed: int) -> None:
-    """Also the first and the last of the steps between boundaries, of which the host learns in other moments."""
+    """Also the first and the last step between boundaries, whose results reach the host at other moments."""
     rng = random.Random(seed)
     requests = [
         {
@@ -171,10 +171,10 @@ def test_pages_reach_the_store_once_whichever_step_fills_them(kind: str, engine:
     ]
     expected, _ = ask(engine, requests, "off")
     answers, overlapped = ask(engine, requests, "on")
-    assert said(answers) == said(expected)
+    assert content(answers) == content(expected)
     assert overlapped["decode_steps_overlapped"] > 0
     assert overlapped["suspensions"] > 0
     if kind == "inclusive":
         assert overlapped["pages_written_through"] > 12
-        assert overlapped["pages_copied_to_suspend"] <= overlapped["suspensions"], "no more than the open page"
+        assert overlapped["pages_copied_to_suspend"] <= overlapped["suspensions"], "at most the open page is copied"
     check_nothing_is_held(engine)

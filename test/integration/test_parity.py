@@ -14,11 +14,11 @@ from .conftest import FAMILIES, Prompts, Reference
 
 pytestmark = pytest.mark.engine
 
-# In bf16 two logits closer than this may change places between implementations: logits of these models lie below
+# In bf16 the order of two logits closer than this may differ between implementations: logits of these models lie below
 # 32 in size, where neighbouring bf16 numbers are 0.125 apart, and each may be off by one step.
 NEAR_TIE = 0.25
 
-# Module scope: one family after the other, so that its engines are not started twice.
+# Module scope: families run one after the other, so that no engine is started twice.
 by_family = pytest.mark.parametrize("family", FAMILIES, scope="module")
 # One with grouped queries and one with latents: in bfloat16 Mixtral would show nothing that Qwen does not.
 by_attention = pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[2]], scope="module")
@@ -49,14 +49,14 @@ def test_the_check_command_counts_weights_and_kv_as_the_engine_does(
     family: str, batch_engine: Callable[..., Any], model_path: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check_command(["--model", model_path(family), "--dtype", "float32", "--device", "cpu", "--json"]) == 0
-    told, stats = json.loads(capsys.readouterr().out), batch_engine(family, None).batch_stats()
-    assert told["weight_bytes"] == pytest.approx(stats["memory"]["weight_bytes"], rel=0.005)
-    assert told["kv_token_bytes"] == stats["memory"]["kv_token_bytes"]
-    assert told["forward"] == stats["forward"] == "coroutine"
+    report, stats = json.loads(capsys.readouterr().out), batch_engine(family, None).batch_stats()
+    assert report["weight_bytes"] == pytest.approx(stats["memory"]["weight_bytes"], rel=0.005)
+    assert report["kv_token_bytes"] == stats["memory"]["kv_token_bytes"]
+    assert report["forward"] == stats["forward"] == "coroutine"
 
 
 @by_stock_family
-def test_a_stock_engine_beside_ours_in_one_process_runs_sglangs_classes_and_gives_huggingfaces_tokens(
+def test_a_stock_engine_in_the_same_process_runs_sglangs_classes_and_gives_huggingfaces_tokens(
     family: str,
     batch_engine: Callable[..., Any],
     stock_engine: Callable[..., Any],
@@ -74,7 +74,7 @@ def test_a_stock_engine_beside_ours_in_one_process_runs_sglangs_classes_and_give
 
 
 @by_stock_family
-def test_an_answer_has_the_fields_of_stock_sglangs(
+def test_an_answer_has_the_fields_of_a_stock_answer(
     family: str, batch_engine: Callable[..., Any], stock_engine: Callable[..., Any]
 ) -> None:
     one, stock = (
@@ -91,14 +91,14 @@ def test_the_torch_runner_gives_the_native_runners_tokens(family: str, batch_eng
     native, torch_runner = batch_engine(family), batch_engine(family, expert_runner="torch")
     assert native.plan_manifest()["expert_runner"] == "native"
     assert torch_runner.plan_manifest()["expert_runner"] == "torch"
-    asked = ["Return the", "What does os.path.join do?"], {**ANSWERED, "max_new_tokens": 6}
-    expected, found = ([answer["text"] for answer in engine.generate(*asked)] for engine in (native, torch_runner))
+    request = ["Return the", "What does os.path.join do?"], {**ANSWERED, "max_new_tokens": 6}
+    expected, found = ([answer["text"] for answer in engine.generate(*request)] for engine in (native, torch_runner))
     assert found == expected
     assert torch_runner.batch_stats()["counters"]["expert_calls"] > 0
 
 
 @by_attention
-def test_bfloat16_greedy_tokens_differ_from_huggingface_only_from_a_near_tie_on(
+def test_bfloat16_greedy_tokens_differ_from_huggingface_only_after_a_near_tie(
     family: str,
     batch_engine: Callable[..., Any],
     reference: Callable[[str, str], Reference],

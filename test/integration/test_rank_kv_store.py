@@ -24,7 +24,7 @@ CHOICES = {"n": 4, "temperature": 1.0, "sampling_seed": 3, "max_new_tokens": 20,
 
 @pytest.fixture(scope="module")
 def skewed() -> Requests:
-    """Long outputs for one rank and short ones for the other: requests go to ranks in turn."""
+    """Requests with long outputs for one rank and short ones for the other; they go to ranks in turn."""
     long, short = (
         prompts_that_begin_alike(36, random.Random(seed), lengths) for seed, lengths in ((1, (40, 70, 90)), (2, (1, 8)))
     )

@@ -1,4 +1,4 @@
-"""A rank of several that ends while the engine starts ends the start, by name, and with it every process."""
+"""A rank that ends while the engine starts ends the start with an error that names it, and no process is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sgl_batch import Engine
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.errors import ConfigError, EngineError
 
-from .beside import beside
+from .background import in_background
 from .conftest import FAMILIES
 from .test_ranks import ranks
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 
 
 class Start:
-    """The processes of an engine that starts, seen from beside it. `directory`: where temporary files go."""
+    """Watches the processes of an engine that starts. `directory`: where temporary files go."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -34,26 +34,26 @@ class Start:
         self._seen: set[psutil.Process] = set()
 
     def look(self) -> None:
-        """Remember which processes there are: one whose parent has ended is nobody's child any more."""
+        """Remember the processes there are: one whose parent has ended is no longer found among the children."""
         self._seen.update(set(psutil.Process().children(recursive=True)) - self._before)
 
-    def told(self) -> Path | None:
-        """A file that the ranks have left for each other, if there is one."""
+    def published_file(self) -> Path | None:
+        """Return a file that the ranks have published for each other, if there is one."""
         return next(self._directory.glob("sgl-batch-*/*"), None)
 
     def first_rank(self) -> int | None:
-        """The first rank, as soon as both have begun."""
-        told = self.told()
-        begun = Rendezvous(told.parent).published("pid") if told else {}
+        """Return the process id of the first rank as soon as both ranks have begun."""
+        file = self.published_file()
+        begun = Rendezvous(file.parent).published("pid") if file else {}
         return int(begun[0]) if len(begun) == 2 else None
 
     def alive(self) -> list[psutil.Process]:
-        """Those of the engine's processes seen that still run, without the program's own helpers of processes."""
+        """Return the engine's processes that still run, without this program's own helper processes."""
         return [one for one in self._seen if _command(one) and not _is_helper(one)]
 
 
 def _is_helper(process: psutil.Process) -> bool:
-    """Whether it follows this program's semaphores, or is its fork server: both outlast an engine."""
+    """Return whether it is this program's resource tracker or fork server: both outlast an engine."""
     with suppress(psutil.Error):
         served = "forkserver" in _command(process) and process.ppid() == os.getpid()
         return served or "resource_tracker" in _command(process)
@@ -61,10 +61,10 @@ def _is_helper(process: psutil.Process) -> bool:
 
 
 def _command(process: psutil.Process) -> str:
-    """The command line of a process that runs, else nothing."""
+    """Return the command line of a process that runs, else an empty string."""
     try:
         return " ".join(process.cmdline()) if process.is_running() else ""
-    except psutil.Error:  # it ended meanwhile, and may not have been waited for
+    except psutil.Error:  # it has ended, and may be a zombie
         return ""
 
 
@@ -93,24 +93,24 @@ def killing(start: Start, victim: Callable[[Start], int | None]) -> Iterator[Non
                 return
             time.sleep(0.005)
 
-    with beside(watch):
+    with in_background(watch):
         yield
 
 
-def test_a_rank_that_is_killed_as_it_begins_is_named_with_its_signal_and_no_process_is_left(
+def test_a_rank_killed_during_the_start_is_named_with_its_signal_and_no_process_is_left(
     start: Start, model_path: Callable[[str], str]
 ) -> None:
-    said = r"^the engine did not start: rank [01] of the engine died: SIGKILL \(its process was killed\)"
-    with killing(start, Start.first_rank), pytest.raises(EngineError, match=said):
+    message = r"^the engine did not start: rank [01] of the engine died: SIGKILL \(its process was killed\)"
+    with killing(start, Start.first_rank), pytest.raises(EngineError, match=message):
         Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2)).shutdown()
     assert start.alive() == []
-    assert start.told() is None
+    assert start.published_file() is None
 
 
-def test_a_rank_that_gives_up_says_why_while_the_other_waits_for_it(
+def test_the_error_of_a_rank_that_fails_ends_the_start_while_the_other_waits(
     start: Start, model_path: Callable[[str], str]
 ) -> None:
-    said = r"^rank 0 of the engine failed: .* fewer than one for each of 2 ranks"
-    with killing(start, lambda _: None), pytest.raises(ConfigError, match=said):
+    message = r"^rank 0 of the engine failed: .* fewer than one for each of 2 ranks"
+    with killing(start, lambda _: None), pytest.raises(ConfigError, match=message):
         Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2), kv_store_bytes=1 << 16).shutdown()
     assert start.alive() == []

@@ -1,4 +1,4 @@
-"""Several ranks give one rank's tokens, wherever sequences run, move to, or are held up."""
+"""Several ranks give one rank's tokens, wherever sequences run or move to, and when ranks are held up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from sgl_batch.errors import ConfigError
 
-from .beside import beside
+from .background import in_background
 from .conftest import FAMILIES, Prompts, Reference
 from .test_parity import generate
 
@@ -33,14 +33,14 @@ SAMPLED = {
 
 
 def ranks(number: int, **settings: Any) -> dict[str, Any]:
-    """What starts an engine of several ranks of which every sequence moves at every boundary."""
+    """Return the flags of an engine of several ranks on which every sequence moves at every boundary."""
     sizes = {"tp_size": number, "dp_size": number, "ep_size": number, "enable_dp_attention": True}
     return {**sizes, "migration": "always", "rank_timeout_s": 60.0, **settings}
 
 
 @contextmanager
 def held_up_at_random(processes: list[psutil.Process]) -> Iterator[None]:
-    """Stop one of the processes after another for up to a tenth of a second, as a busy machine would."""
+    """Stop random processes for up to a tenth of a second each, as a busy machine would."""
     draw = random.Random(0)
 
     def hold_up(over: threading.Event) -> None:
@@ -51,7 +51,7 @@ def held_up_at_random(processes: list[psutil.Process]) -> Iterator[None]:
             process.send_signal(signal.SIGCONT)
             over.wait(draw.uniform(0.001, 0.05))
 
-    with beside(hold_up):
+    with in_background(hold_up):
         yield
 
 

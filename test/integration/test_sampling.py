@@ -1,4 +1,4 @@
-"""What is sampled depends on the request alone: not on sub-batches, neighbours or the order of arrival."""
+"""Sampled tokens depend on the request alone: not on sub-batches, neighbours or the order of arrival."""
 
 from __future__ import annotations
 
@@ -54,20 +54,22 @@ def test_requests_without_a_seed_differ(batch_engine: Callable[..., Any], prompt
     assert len({tuple(result["output_ids"]) for result in results}) == 3
 
 
-def test_penalties_act_from_the_second_token_on_and_survive_refills(
+def test_penalties_apply_from_the_second_token_on_and_survive_refills(
     batch_engine: Callable[..., Any], prompts: Prompts
 ) -> None:
     engine = batch_engine("tiny-qwen3-moe")
     request = {"temperature": 0, "frequency_penalty": 2.0, "max_new_tokens": 40, "ignore_eos": True}
     ids = prompts.input_ids[4]
-    lone = engine.generate(input_ids=ids, sampling_params=request)["output_ids"]
+    single = engine.generate(input_ids=ids, sampling_params=request)["output_ids"]
     crowd = engine.generate(input_ids=[ids] * 20, sampling_params=request)
-    assert [result["output_ids"] for result in crowd] == [lone] * 20
+    assert [result["output_ids"] for result in crowd] == [single] * 20
     free = engine.generate(input_ids=ids, sampling_params={**request, "frequency_penalty": 0.0})["output_ids"]
-    assert len(set(lone)) > len(set(free)), "penalised text repeats itself less"
+    assert len(set(single)) > len(set(free)), "penalised text repeats itself less"
 
 
-def test_stop_strings_token_limits_and_logprobs_come_back(batch_engine: Callable[..., Any], prompts: Prompts) -> None:
+def test_stop_strings_token_limits_and_logprobs_are_honoured(
+    batch_engine: Callable[..., Any], prompts: Prompts
+) -> None:
     engine = batch_engine("tiny-qwen3-moe")
     request = {"temperature": 0, "max_new_tokens": 30, "stop": ["e"]}
     result = engine.generate(

@@ -1,4 +1,4 @@
-"""Whole pages with which prompts begin are computed once and kept once: the same tokens, and counts that add up."""
+"""Whole pages that prompts share are computed once and kept once; tokens are the same and counts add up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = {"page_size": PAGE, "boundary_tokens": PAGE, "b_moe_decode": 64, "b_moe_
 SUB_BATCH = 24  # cuts prompts
 
 
-def test_of_prompts_that_are_alive_together_each_page_is_computed_once(batch_engine: Callable[..., Any]) -> None:
+def test_each_shared_page_of_live_prompts_is_computed_once(batch_engine: Callable[..., Any]) -> None:
     engine = batch_engine(FAMILIES[0], SUB_BATCH, **SMALL)
     engine.set_plan(share_prefixes=True)
     requests = prompts_that_begin_alike(60, random.Random(2), output_lengths=(200,))
@@ -27,7 +27,7 @@ def test_of_prompts_that_are_alive_together_each_page_is_computed_once(batch_eng
     assert counts["prompt_tokens"] == rows_of_one_group(requests.input_ids)
 
 
-def test_a_prompt_of_which_log_probabilities_are_wanted_is_computed_whole(batch_engine: Callable[..., Any]) -> None:
+def test_a_prompt_with_log_probabilities_is_computed_whole(batch_engine: Callable[..., Any]) -> None:
     engine = batch_engine(FAMILIES[0], SUB_BATCH, **SMALL)
     prompt = list(range(100, 133))
     sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
@@ -49,7 +49,7 @@ def test_a_prompt_of_which_log_probabilities_are_wanted_is_computed_whole(batch_
 
 
 @pytest.mark.parametrize("leader_tokens", [1, 400])
-def test_who_shares_a_prompt_goes_on_when_the_one_that_computed_it_ends_or_is_aborted(
+def test_sequences_that_share_a_prompt_go_on_when_the_one_that_computed_it_ends_or_is_aborted(
     leader_tokens: int, batch_engine: Callable[..., Any]
 ) -> None:
     engine = batch_engine(FAMILIES[0], SUB_BATCH, **SMALL)
@@ -86,7 +86,7 @@ def test_who_shares_a_prompt_goes_on_when_the_one_that_computed_it_ends_or_is_ab
     stats = engine.batch_stats()
     assert stats["free_pages"] == stats["total_pages"]
     _, counts = counted(engine, lambda: engine.generate(input_ids=[*prefix, 5], sampling_params=sampling))
-    assert counts.get("prompt_tokens_shared", 0) == 0, "nobody holds the prefix any more"
+    assert counts.get("prompt_tokens_shared", 0) == 0, "no sequence holds the prefix any more"
 
 
 def test_sequences_that_share_a_prefix_move_between_ranks_with_all_their_pages(

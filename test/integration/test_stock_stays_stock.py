@@ -1,4 +1,4 @@
-"""SGLang started without us, in the same environment, is SGLang's own."""
+"""SGLang started without sgl_batch, in the same environment, runs only its own classes."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ def test_plain_sglang_loads_none_of_our_classes() -> None:
         "sgl_batch.sglang_adapter.names",
         "sgl_batch.sglang_adapter.platform_entry",
     }
-    assert set(seen["ours"]) <= allowed, "only the entry points that say no are imported"
+    assert set(seen["ours"]) <= allowed, "only the entry points that decline are imported"

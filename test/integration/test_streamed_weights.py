@@ -1,4 +1,4 @@
-"""Experts read from the checkpoint while the model runs: the same tokens, no byte too many, and faults are told."""
+"""With experts read from the checkpoint while the model runs, tokens are the same and errors name the file."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STREAMED = {"dtype": "bfloat16", "max_total_tokens": 8192, "weights": "streamed"
 HIDDEN = 128  # of all three models
 QWEN_EXPERT_BYTES, MIXTRAL_EXPERT_BYTES = 3 * 96 * HIDDEN * 2, 3 * 192 * HIDDEN * 2
 QWEN_RING = 2 * 16 * QWEN_EXPERT_BYTES  # two layers
-# Two layers of eight experts, and room for four to stay of the two others.
+# Two layers of eight experts, and four experts that stay of each of the two other layers.
 MIXTRAL_MEMORY = (2 * 8 + 2 * 4) * MIXTRAL_EXPERT_BYTES
 TWO_RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "rank_timeout_s": 60.0}
 
 
 @pytest.fixture
 def started(model_path: Callable[[str], str]) -> Iterator[Callable[..., Any]]:
-    """Starts engines that end with the test."""
+    """Return a function that starts engines which end with the test."""
     engines: list[Any] = []
 
     def start(family: str, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def started(model_path: Callable[[str], str]) -> Iterator[Callable[..., Any]]:
 
 
 def answers(engine: Any) -> list[list[int]]:
-    """Of prompts of random tokens, prefilled in several groups; every third is sampled, by a seed."""
+    """Return the answers to random prompts, prefilled in several groups; every third is sampled with a seed."""
     draw = random.Random(0)
     ids = [[draw.randrange(5, 3000) for _ in range(draw.choice((1, 3, 8, 9, 23, 64)))] for _ in range(40)]
     parameters = []
@@ -57,7 +57,7 @@ def answers(engine: Any) -> list[list[int]]:
     return [result["output_ids"] for result in engine.generate(input_ids=ids, sampling_params=parameters)]
 
 
-def test_tokens_are_the_same_in_a_ring_of_two_layers_beside_a_kv_store_and_on_two_ranks(
+def test_tokens_are_the_same_in_a_ring_of_two_layers_with_a_kv_store_and_on_two_ranks(
     batch_engine: Callable[..., Any], started: Callable[..., Any]
 ) -> None:
     expected = answers(batch_engine(QWEN, dtype="bfloat16", **SMALL))
@@ -66,14 +66,14 @@ def test_tokens_are_the_same_in_a_ring_of_two_layers_beside_a_kv_store_and_on_tw
     )
     assert answers(ring) == expected
     counters = ring.batch_stats()["counters"]
-    assert counters["weights_kept"] == 0, "nothing stays in a ring of two layers"
-    assert counters.get("suspensions", 0) > 0, "KV came and went, too"
+    assert counters["weights_kept"] == 0, "no expert stays in a ring of two layers"
+    assert counters.get("suspensions", 0) > 0, "sequences were suspended, too"
     ring.shutdown()
     ranks = started(QWEN, **STREAMED, **TWO_RANKS)
     assert answers(ranks) == expected
     for rank in ranks.batch_stats()["ranks"]:
         read = rank["counters"]["weights_read"]
-        assert 0 < read <= 4 * 16 // 2, "each reads its own share, and where memory is free no expert twice"
+        assert 0 < read <= 4 * 16 // 2, "each rank reads its own share, and no expert twice where memory is free"
 
 
 def test_tokens_are_the_same_where_some_experts_stay(
@@ -86,7 +86,7 @@ def test_tokens_are_the_same_where_some_experts_stay(
     assert 0 < counters["weights_kept"] < counters["weights_routed"]
 
 
-def test_tokens_of_weights_that_are_rounded_as_they_are_read_are_those_of_resident_int8(
+def test_weights_rounded_to_int8_as_they_are_read_give_the_tokens_of_resident_int8(
     batch_engine: Callable[..., Any], started: Callable[..., Any]
 ) -> None:
     expected = answers(batch_engine(DEEPSEEK, dtype="bfloat16", cpu_weight_dtype="int8", **SMALL))
@@ -95,12 +95,12 @@ def test_tokens_of_weights_that_are_rounded_as_they_are_read_are_those_of_reside
 
 @pytest.fixture
 def copied(model_path: Callable[[str], str], tmp_path: Path) -> Path:
-    """A checkpoint of its own."""
+    """A copy of a checkpoint."""
     return Path(shutil.copytree(model_path(QWEN), tmp_path / QWEN))
 
 
-def bytes_read_twice_the_same(engine: Any) -> None:
-    """A lone sequence reads what it asks for, each expert once for each token: no less, no more."""
+def check_bytes_read(engine: Any) -> None:
+    """Check that a single sequence reads each expert that it is routed to once for each token."""
     counted = []
     for _ in range(2):
         engine.generate(input_ids=[7, 8, 9], sampling_params={"temperature": 0, "max_new_tokens": 20})
@@ -111,7 +111,7 @@ def bytes_read_twice_the_same(engine: Any) -> None:
     assert counted[1]["weights_unrouted"] == 0
 
 
-def updates_are_refused(engine: Any, checkpoint: Path) -> None:
+def check_updates_are_refused(engine: Any, checkpoint: Path) -> None:
     request = {"input_ids": [7, 8, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 20}}
     expected = engine.generate(**request)["output_ids"]
     name = "model.layers.0.mlp.experts.0.gate_proj.weight"
@@ -133,13 +133,13 @@ def updates_are_refused(engine: Any, checkpoint: Path) -> None:
     assert engine.generate(**request)["output_ids"] == expected
 
 
-def test_a_file_that_is_cut_short_while_the_engine_runs_ends_it_with_its_name(copied: Path) -> None:
+def test_a_file_cut_short_while_the_engine_runs_ends_it_with_an_error_that_names_the_file(copied: Path) -> None:
     engine = Engine(model_path=str(copied), **STREAMED, weight_memory=QWEN_RING)
     children = engine.own_processes
     assert len(children) >= 2
     try:
-        bytes_read_twice_the_same(engine)
-        updates_are_refused(engine, copied)
+        check_bytes_read(engine)
+        check_updates_are_refused(engine, copied)
         line_engine = engine.line_engine()
         body = {"model": engine.tokenizer_manager.served_model_name, "max_tokens": 500, "ignore_eos": True}
 
@@ -156,8 +156,8 @@ def test_a_file_that_is_cut_short_while_the_engine_runs_ends_it_with_its_name(co
 
         for error in engine.loop.run_until_complete(cut_short_in_the_middle()):
             assert isinstance(error, EngineError), error
-            told = f"weights of the model could not be read: {copied}/model.safetensors has only 100000 bytes"
-            assert told in str(error)
+            message = f"weights of the model could not be read: {copied}/model.safetensors has only 100000 bytes"
+            assert message in str(error)
             assert "something has cut it short" in str(error)
     finally:
         engine.shutdown()
@@ -165,7 +165,7 @@ def test_a_file_that_is_cut_short_while_the_engine_runs_ends_it_with_its_name(co
     assert alive == []
 
 
-def test_an_engine_that_does_not_start_for_lack_of_memory_says_so_with_the_numbers(
+def test_too_little_weight_memory_is_refused_with_the_numbers(
     started: Callable[..., Any],
 ) -> None:
     given, layer = 15 * QWEN_EXPERT_BYTES, 16 * QWEN_EXPERT_BYTES

@@ -1,4 +1,4 @@
-"""A plain decoder without an adapter runs through SGLang's own forward pass, rightly, and says so."""
+"""A plain decoder without an adapter runs through SGLang's own forward pass, gives the right tokens and reports it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }
 SETTINGS: dict[str, Any] = {"dtype": "float32", "page_size": 16, "b_moe_prefill": 700, "b_moe_decode": 8}
-# A store larger than the device, which has pages for what eight short prompts need at first, not for their answers.
+# A store larger than the device, whose pages hold eight short prompts but not their answers.
 STORED: dict[str, Any] = {
     "page_size": 8,
     "max_total_tokens": 8 * 48,
@@ -53,7 +53,7 @@ STORED: dict[str, Any] = {
     [("Phi3ForCausalLM", 2, False), ("Phi3ForCausalLM", 2, True), ("GraniteMoeForCausalLM", 1, True)],
     scope="module",
 )
-def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
+def test_float32_greedy_tokens_equal_huggingface_and_the_missing_adapter_is_reported(
     architecture: str,
     num_ranks: int,
     stored: bool,
@@ -71,12 +71,12 @@ def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
     memory = STORED if stored else {"max_total_tokens": 4096}
     engine = Engine(model_path=path, **{**SETTINGS, **memory}, **own, **traces.new())
     try:
-        told = f"sglang (no adapter for {architecture})"
-        assert f"] forward: {told}\n" in capfd.readouterr().err
+        forward = f"sglang (no adapter for {architecture})"
+        assert f"] forward: {forward}\n" in capfd.readouterr().err
         results = engine.generate(input_ids=prompts.input_ids, sampling_params=prompts.sampling_params)
         assert [result["output_ids"] for result in results] == expected
         stats = engine.batch_stats()
-        assert stats["forward"] == engine.plan_manifest()["forward"] == told
+        assert stats["forward"] == engine.plan_manifest()["forward"] == forward
         if stored:
             check_store(engine, prompts, expected)
         else:
@@ -89,7 +89,7 @@ def test_float32_greedy_tokens_equal_huggingface_and_it_is_said(
 
 
 def check_store(engine: Any, prompts: Prompts, expected: list[list[int]]) -> None:
-    """Sequences that outgrow the device leave it whole and come back, and nothing of them is computed again.
+    """Check that sequences that outgrow the device leave it whole, come back, and are not computed again.
 
     `prompts` have been answered once.
     """
@@ -107,14 +107,14 @@ def check_store(engine: Any, prompts: Prompts, expected: list[list[int]]) -> Non
     assert counters["prompts_prefilled_on_device"] == len(computed)
     assert counters["prompt_tokens"] == sum(map(len, computed))
     of_choices = (number - 1) * sum(map(len, prompts.input_ids[short]))
-    assert counters["recomputed_tokens_planned"] == of_choices, "each choice computes its prompt, once"
+    assert counters["recomputed_tokens_planned"] == of_choices, "each choice computes its prompt once"
     assert counters["recomputed_tokens_unplanned"] == 0
     assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
     assert stats["free_pages"] == stats["total_pages"]
 
 
 def random_model(architecture: str, path: Path, tokenizer: str) -> str:
-    """A random checkpoint of two layers. Norms and biases are no ones and zeros, which would hide one left out."""
+    """Make a random checkpoint of two layers. Norms of one and biases of zero would hide one left out: none is."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[architecture]()).float()
     with torch.no_grad():

@@ -12,7 +12,7 @@ ROUNDED_LAYER = 2
 
 
 def round_trip(rows: torch.Tensor) -> torch.Tensor:
-    """Through int8, with a scale for each token and head."""
+    """Return rows rounded to int8 and back, with a scale for each token and head."""
     scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
     return (rows / scale).round().to(torch.int8).to(rows.dtype) * scale
 
@@ -26,14 +26,14 @@ def round_kv(sequences: Sequence[YieldedSequence], layer: int, kv: YieldedKV) ->
 
 
 def write_what_was_read(sequences: Sequence[YieldedSequence], layer: int, kv: YieldedKV) -> None:
-    """Change nothing."""
+    """Write the KV that was read, which changes nothing."""
     for sequence in sequences:
         assert 0 < sequence.num_new <= sequence.num_tokens
         kv.set(sequence, *kv.get(sequence))
 
 
 def leave_as_it_is(sequences: Sequence[YieldedSequence], layer: int, kv: YieldedKV) -> None:
-    """Write what was read."""
+    """Write the KV that was read, in batches without requests."""
     assert all(sequence.request_id is None for sequence in sequences), "these batches were made without requests"
     write_what_was_read(sequences, layer, kv)
 

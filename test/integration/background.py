@@ -1,4 +1,4 @@
-"""Owns something that goes on in a thread beside a test's own work."""
+"""Owns a thread that works while a test does something else."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Inside, `work(over)` runs in a thread; it returns when `over` is set, for which the end of the block waits."""
+def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work(over)` in a thread while the block runs; at its end set `over` and wait for the work to return."""
     over = threading.Event()
     thread = threading.Thread(target=work, args=(over,))
     thread.start()
