@@ -22,7 +22,7 @@ MODEL = "tiny"
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What one run of the command left behind."""
+    """The exit code, standard error and files of one run of the command."""
 
     exit_code: int
     stderr: str
@@ -36,7 +36,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def run_argv(repo_root: Path, source: Path, output: Path, *flags: str) -> list[str]:
-    """The command line of a run on the tiny Qwen3-MoE model in float32."""
+    """Return the command line of a run on the tiny Qwen3-MoE model in float32."""
     model = str(repo_root / "test" / "models" / "tiny-qwen3-moe")
     command = [sys.executable, "-m", "sgl_batch.cli", "run", "-i", str(source), "-o", str(output)]
     return [*command, "--model", model, "--served-model-name", MODEL, "--dtype", "float32", *flags]
@@ -63,27 +63,27 @@ def run_command(repo_root: Path) -> Callable[..., RunFiles]:
     return run
 
 
-# A server stops as soon as it has answered everything. What takes time then is the end of the engine's processes.
+# A server stops when it has answered everything. Then the end of the engine's processes takes time.
 STOPS_WITHIN_S = 30
 
 
 @dataclass(frozen=True)
 class Server:
-    """An HTTP server that answers; its jobs lie in `jobs_dir`."""
+    """A running HTTP server; its jobs are in `jobs_dir`."""
 
     url: str
     process: subprocess.Popen[str]
     jobs_dir: Path
 
     def stop(self) -> int:
-        """Ask it to stop, and wait for its exit code."""
+        """Send it SIGTERM, wait for its end and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=STOPS_WITHIN_S)
 
 
 @pytest.fixture(scope="module")
 def start_server(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """Starts servers of the tiny Qwen3-MoE model in float32; those that still run at the end are stopped."""
+    """Return a function that starts servers of the tiny Qwen3-MoE model in float32. The fixture stops them."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(*flags: str, jobs_dir: Path | None = None) -> Server:
@@ -92,10 +92,10 @@ def start_server(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             port = probe.getsockname()[1]
         argv = [sys.executable, "-m", "sgl_batch.launch_server", "--port", str(port), "--dtype", "float32"]
         argv += ["--model-path", str(repo_root / "test" / "models" / "tiny-qwen3-moe"), "--served-model-name", MODEL]
-        place = tmp_path_factory.mktemp("server")
-        jobs_dir = jobs_dir or place / "jobs"
+        directory = tmp_path_factory.mktemp("server")
+        jobs_dir = jobs_dir or directory / "jobs"
         argv += ["--jobs-dir", str(jobs_dir), "--log-level", "warning", *flags]
-        log = place / "log.txt"
+        log = directory / "log.txt"
         with log.open("w") as file:
             process = subprocess.Popen(argv, stderr=file, text=True)
         processes.append(process)

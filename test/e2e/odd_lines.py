@@ -1,4 +1,4 @@
-"""Owns the lines of a job or a run that cannot be answered as they ask, and the records that they should have."""
+"""Owns input lines of a job or a run that cannot be answered as they ask, and the errors that they must get."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from .conftest import chat_line
 
 LOOP = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
-# It begins with a letter that leads nowhere.
+# After its first letter no text completes this grammar.
 DEAD_END = 'root ::= "a" x\nx ::= x'
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
 
-# Of a chat: what it has more than others, and its error's code and field.
+# Fields that make a chat odd, and the code and the field of its error.
 ODD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": LOOP}, "invalid_grammar", "response_format"),
     ({"ebnf": "root ::= root"}, "invalid_grammar", "ebnf"),
@@ -29,7 +29,7 @@ HARMLESS = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": 
 
 
 def odd_input() -> bytes:
-    """The lines of a job: odd ones, JSON that is none to a strict parser, and good ones between."""
+    """Return the lines of a job: odd ones, JSON that a strict parser refuses, and good ones between them."""
     lines = [json.dumps(chat_line(f"odd {n}", "Say.", **fields)) for n, (fields, _, _) in enumerate(ODD_CHATS)]
     lines.insert(1, json.dumps(chat_line("good 0", "Say.", max_tokens=4, **HARMLESS)))
     lines.append(json.dumps(chat_line("nan", "Say.", top_p=float("nan"))))
@@ -40,8 +40,8 @@ def odd_input() -> bytes:
     return "\n".join(lines).encode()
 
 
-def check_records(output: list[dict[str, Any]], errors: list[dict[str, Any]]) -> None:
-    """Each line of `odd_input` has the record that it should."""
+def check_result_lines(output: list[dict[str, Any]], errors: list[dict[str, Any]]) -> None:
+    """Check that each line of `odd_input` has its output or its error."""
     assert [line["custom_id"] for line in output] == ["good 0", "good 1"]
     assert output[1]["response"]["body"]["choices"][0]["message"]["content"] in ("true", "false")
     found = [(line["custom_id"], line["response"]["body"]["error"]) for line in errors]

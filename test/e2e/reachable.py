@@ -1,4 +1,4 @@
-"""What of a program other machines and other users of this one can reach."""
+"""Owns finding what other machines, and other users of this one, can reach of a program."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def tree_of(pid: int) -> list[psutil.Process]:
 
 
 def listening(process: psutil.Process) -> Iterator[tuple[str, int]]:
-    """The addresses on which a process takes connections, or packets."""
+    """Yield the addresses on which a process takes connections or packets."""
     for socket in process.net_connections(kind="inet"):
         if socket.laddr and not socket.raddr:
             yield socket.laddr.ip, socket.laddr.port
 
 
-def open_to_strangers(pid: int) -> list[str]:
-    """What processes from `pid` on have open to other machines, and to other users of this one."""
+def exposed_to_others(pid: int) -> list[str]:
+    """Return what `pid` and its descendants expose to other machines, and to other users of this one."""
     found = []
     for process in tree_of(pid):
         with suppress(psutil.NoSuchProcess, FileNotFoundError):
@@ -35,10 +35,10 @@ def open_to_strangers(pid: int) -> list[str]:
             maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             shared = {Path(line.split(maxsplit=5)[5]) for line in maps if " /dev/shm/" in line}
             exposed = [str(path) for path in unix | shared if path.exists() and not _is_private(path)]
-            found += [f"{process.pid} {process.name()}: {what}" for what in (*addresses, *exposed)]
+            found += [f"{process.pid} {process.name()}: {name}" for name in (*addresses, *exposed)]
     return found
 
 
 def _is_private(path: Path) -> bool:
-    """Whether nobody but its owner can open a file, by its own mode or that of a directory above it."""
-    return any(place.stat().st_mode & _OTHERS == 0 for place in (path, *path.parents))
+    """Return whether only its owner can open a file, by its own mode or that of a directory above it."""
+    return any(part.stat().st_mode & _OTHERS == 0 for part in (path, *path.parents))

@@ -1,6 +1,6 @@
-// Owns failing calls on a host KV store's file, preloaded before libc: from the moment that a file named by
-// STORE_FAULT_WHEN exists, each call does what STORE_FAULT says: a number of errno, "cut" (the file ends where it is to
-// be read), or "kill" (the process dies in the middle of a write).
+// Makes calls on a host KV store's file fail; it is preloaded before libc. As soon as the file STORE_FAULT_WHEN exists,
+// each call fails as STORE_FAULT names: a number of errno, "cut" (the file is truncated where the read begins), or
+// "kill" (the process is killed in a write).
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -11,7 +11,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-static int meant(int fd) {
+static int is_affected(int fd) {
   char link[64], path[512];
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
   const ssize_t length = readlink(link, path, sizeof path - 1);
@@ -21,7 +21,7 @@ static int meant(int fd) {
 }
 
 static int fails(int fd, off_t at, int writes) {
-  if (!meant(fd)) return 0;
+  if (!is_affected(fd)) return 0;
   const char* fault = getenv("STORE_FAULT");
   if (strcmp(fault, "kill") == 0) {
     if (writes) raise(SIGKILL);

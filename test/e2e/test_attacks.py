@@ -1,4 +1,4 @@
-"""What a stranger sends to a real server does no harm, and nothing of it is open to other machines and users."""
+"""Hostile requests do a real server no harm, and nothing of it is open to other machines and users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import requests
 from safetensors.torch import load_file, save
 
 from .conftest import MODEL, Server
-from .reachable import listening, open_to_strangers, tree_of
+from .reachable import exposed_to_others, listening, tree_of
 
 pytestmark = pytest.mark.engine
 
@@ -44,7 +44,7 @@ def answer(server: Server) -> Any:
     ]
 
 
-def test_a_program_in_the_place_of_weights_is_not_run(server: Server, tmp_path: Path) -> None:
+def test_a_pickled_program_sent_as_weights_is_not_run(server: Server, tmp_path: Path) -> None:
     system = b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(Vos\ntRVsystem\ntR"
     attack = pickle.PROTO + b"\4" + system + f"(Vtouch {tmp_path}/done\ntR.".encode()
     before = answer(server)
@@ -56,7 +56,7 @@ def test_a_program_in_the_place_of_weights_is_not_run(server: Server, tmp_path: 
     assert answer(server) == before
 
 
-def test_weights_come_as_safetensors_over_http(server: Server) -> None:
+def test_weights_can_be_updated_as_safetensors_over_http(server: Server) -> None:
     before = answer(server)
     other = {name: weight * (0.5 if "norm" in name else 1.5) for name, weight in load_file(WEIGHTS).items()}
     assert update(server, save(other), "safetensors", **ADMIN).json()["success"]
@@ -65,7 +65,7 @@ def test_weights_come_as_safetensors_over_http(server: Server) -> None:
     assert answer(server) == before
 
 
-def test_a_request_behind_one_that_can_be_read_in_two_ways_is_not_answered(server: Server) -> None:
+def test_a_request_smuggled_behind_an_ambiguous_one_is_not_answered(server: Server) -> None:
     address = urlsplit(server.url)
     hidden = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n\r\n"
     first = "POST /health HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
@@ -83,7 +83,7 @@ def test_without_a_key_only_probes_are_answered(server: Server) -> None:
         assert requests.get(server.url + path, headers=USER, timeout=60).status_code == 200, path
 
 
-def test_the_engines_own_port_answers_to_the_server_alone(server: Server) -> None:
+def test_the_engines_own_port_answers_only_the_server(server: Server) -> None:
     [engine] = [process for process in tree_of(server.process.pid) if "sgl_batch.launch_engine" in process.cmdline()]
     [(host, port)] = set(listening(engine))
     for path in ("/health", "/health_generate", "/metrics", "/v1/models", "/flush_cache", "/openapi.json"):
@@ -93,7 +93,7 @@ def test_the_engines_own_port_answers_to_the_server_alone(server: Server) -> Non
 
 
 def test_nothing_of_a_server_is_open_to_other_machines_and_users(server: Server) -> None:
-    assert open_to_strangers(server.process.pid) == []
+    assert exposed_to_others(server.process.pid) == []
     files = [path for path in server.jobs_dir.rglob("*") if path.is_file()]
     assert files
     assert [path for path in files if path.stat().st_mode & 0o077] == []

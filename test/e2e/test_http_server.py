@@ -41,7 +41,7 @@ def client(server: str) -> openai.OpenAI:
 
 
 def create(client: openai.OpenAI, lines: Sequence[dict[str, Any] | bytes], **more: Any) -> Any:
-    """A job of these lines."""
+    """Create a job of these lines."""
     data = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     fields = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **more}
@@ -49,7 +49,7 @@ def create(client: openai.OpenAI, lines: Sequence[dict[str, Any] | bytes], **mor
 
 
 def until(client: openai.OpenAI, batch_id: str, is_reached: Callable[[Any], bool]) -> Any:
-    """The job when `is_reached` says so."""
+    """Wait until `is_reached` holds for the job and return the job."""
     deadline = time.monotonic() + WITHIN_S
     while not is_reached(job := client.batches.retrieve(batch_id)):
         assert time.monotonic() < deadline, job
@@ -58,13 +58,13 @@ def until(client: openai.OpenAI, batch_id: str, is_reached: Callable[[Any], bool
 
 
 def num_sequences(server: str) -> int:
-    """How many sequences the engine has at this moment."""
+    """Return the number of sequences that the engine has now."""
     info = requests.get(f"{server}/server_info", headers=HEADERS, timeout=10).json()
     return sum(info["internal_states"][0]["sgl_batch"]["sequences"].values())
 
 
 def until_idle(server: str) -> None:
-    """Wait until the engine has no sequence: sooner than the longest of them could have ended."""
+    """Wait until the engine has no sequence, for less time than the longest of them would take."""
     deadline = time.monotonic() + 5
     while (number := num_sequences(server)) > 0:
         assert time.monotonic() < deadline, number
@@ -81,7 +81,7 @@ def content(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
 
 
 def curl(server: str, path: str, *argv: str, key: str = KEY) -> Any:
-    """The JSON that curl gets."""
+    """Return the JSON that curl gets."""
     command = ["curl", "-s", f"{server}{path}", "-H", f"Authorization: Bearer {key}", *argv]
     return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
 
@@ -124,7 +124,9 @@ def test_a_batch_line_gets_the_body_that_the_online_endpoint_returns(
         }
 
 
-def test_a_job_of_the_openai_client_ends_with_every_line_in_order_and_its_errors_apart(client: openai.OpenAI) -> None:
+def test_a_job_of_the_openai_client_has_its_output_in_order_and_its_errors_in_a_file_of_their_own(
+    client: openai.OpenAI,
+) -> None:
     lines = [chat_line(f"line {n}", f"Say {n}.", max_tokens=4 + n % 7, temperature=0) for n in range(60)]
     lines[17]["body"]["temperature"] = -3
     job = create(client, lines, metadata={"for": "a test"})
@@ -146,7 +148,7 @@ def test_a_job_of_the_openai_client_ends_with_every_line_in_order_and_its_errors
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_a_pause_ends_no_line_of_a_job_and_aborts_online_requests_where_it_says_so(
+def test_a_pause_ends_no_line_of_a_job_and_mode_abort_aborts_online_requests(
     mode: str, server: str, client: openai.OpenAI
 ) -> None:
     admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -158,21 +160,21 @@ def test_a_pause_ends_no_line_of_a_job_and_aborts_online_requests_where_it_says_
     job = create(client, [chat_line(f"line {n}", f"Say {n}.", **long) for n in range(4)])
     with concurrent.futures.ThreadPoolExecutor(1) as online:
         parameters = {"max_new_tokens": 3000, "ignore_eos": True}
-        asked = online.submit(control, "/generate", text="Say.", sampling_params=parameters)
+        request = online.submit(control, "/generate", text="Say.", sampling_params=parameters)
         until_sequences(server, 5)
         assert control("/pause_generation", mode=mode).ok
         before = counters(server)
         update = {"model_path": str(MODEL_PATH), "flush_cache": mode != "in_place"}
         assert control("/update_weights_from_disk", **update).json()["success"]
         assert (control("/flush_cache").status_code == 200) == (mode != "in_place")
-        assert counters(server) == before, "no step is taken"
+        assert counters(server) == before, "no step runs during the pause"
         assert client.batches.retrieve(job.id).request_counts.completed == 0
         if mode == "abort":
-            assert asked.result(10).json()["meta_info"]["finish_reason"]["type"] == "abort"
+            assert request.result(10).json()["meta_info"]["finish_reason"]["type"] == "abort"
         assert control("/continue_generation").ok
         job = until(client, job.id, lambda job: job.status == "completed")
         control("/abort_request", abort_all=True)
-        assert asked.result(10).json()["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+        assert request.result(10).json()["meta_info"]["finish_reason"]["type"] in ("abort", "length")
     lines = content(client, job.output_file_id)
     assert [line["custom_id"] for line in lines] == [f"line {n}" for n in range(4)]
     assert {line["response"]["body"]["usage"]["completion_tokens"] for line in lines} == {400}
@@ -181,7 +183,7 @@ def test_a_pause_ends_no_line_of_a_job_and_aborts_online_requests_where_it_says_
 
 
 def until_sequences(server: str, number: int) -> None:
-    """Wait until the engine has so many sequences."""
+    """Wait until the engine has `number` sequences."""
     deadline = time.monotonic() + 10
     while num_sequences(server) < number:
         assert time.monotonic() < deadline
@@ -189,12 +191,12 @@ def until_sequences(server: str, number: int) -> None:
 
 
 def counters(server: str) -> dict[str, int]:
-    """What the engine has counted."""
+    """Return the engine's counters."""
     info = requests.get(f"{server}/server_info", headers=HEADERS, timeout=10).json()
     return info["internal_states"][0]["sgl_batch"]["counters"]
 
 
-def test_a_cancelled_job_keeps_what_is_finished_and_leaves_the_engine_idle(server: str, client: openai.OpenAI) -> None:
+def test_a_cancelled_job_keeps_finished_lines_and_leaves_the_engine_idle(server: str, client: openai.OpenAI) -> None:
     long = {"max_tokens": 3000, "ignore_eos": True}
     lines = [chat_line("short", "Say.", max_tokens=2)] + [chat_line(f"long {n}", "Say.", **long) for n in range(8)]
     job = create(client, lines)
@@ -206,7 +208,7 @@ def test_a_cancelled_job_keeps_what_is_finished_and_leaves_the_engine_idle(serve
     until_idle(server)
 
 
-def test_a_client_that_goes_away_leaves_the_engine_idle(server: str, client: openai.OpenAI) -> None:
+def test_a_client_that_disconnects_leaves_the_engine_idle(server: str, client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL, prompt="Say", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
     )
@@ -219,7 +221,7 @@ def test_a_client_that_goes_away_leaves_the_engine_idle(server: str, client: ope
     until_idle(server)
 
 
-def test_an_invalid_job_fails_as_a_whole_and_says_which_lines(server: str, tmp_path: Path) -> None:
+def test_an_invalid_job_fails_as_a_whole_and_names_its_invalid_lines(server: str, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"custom_id": "a"}\n{\n')
     file = curl(server, "/v1/files", "-F", "purpose=batch", "-F", f"file=@{source}")
@@ -233,7 +235,7 @@ def test_an_invalid_job_fails_as_a_whole_and_says_which_lines(server: str, tmp_p
     assert "invalid_json_line" in {error["code"] for error in job["errors"]["data"]}
 
 
-def test_keys_are_needed_and_never_told(server: str) -> None:
+def test_keys_are_required_and_never_disclosed(server: str) -> None:
     assert requests.get(f"{server}/v1/models", timeout=10).status_code == 401
     assert requests.get(f"{server}/v1/files", timeout=10).json()["error"]["code"] == "invalid_api_key"
     for path in ("/server_info", "/get_server_info"):
@@ -251,14 +253,14 @@ def test_keys_are_needed_and_never_told(server: str) -> None:
     assert not [name for name in answer.headers if name.lower().startswith("access-control-")]
 
 
-def test_metrics_are_ours_and_the_engines(server: str) -> None:
+def test_metrics_include_those_of_the_service_and_of_sglang(server: str) -> None:
     text = requests.get(f"{server}/metrics", headers=HEADERS, timeout=10).text
     assert "sgl_batch:engine_ready 1.0" in text
     assert "sgl_batch:lines_completed_total" in text
     assert "\nsglang:" in text
 
 
-def test_the_page_shows_jobs_and_where_the_engines_time_went(server: str) -> None:
+def test_the_status_page_shows_jobs_and_the_engines_time_by_part(server: str) -> None:
     assert "<title>sgl_batch</title>" in requests.get(server, timeout=10).text
     found = requests.get(f"{server}/v1/sgl_batch/progress", headers=HEADERS, timeout=10).json()
     assert found["health"]["status"] == "ok"
@@ -268,7 +270,7 @@ def test_the_page_shows_jobs_and_where_the_engines_time_went(server: str) -> Non
     assert any(sample["tokens_per_expert_call"] for sample in found["engine"]["samples"])
 
 
-def test_lines_of_any_wrongness_get_their_errors_and_the_engine_lives(server: str, client: openai.OpenAI) -> None:
+def test_random_invalid_lines_get_their_errors_and_the_engine_goes_on(server: str, client: openai.OpenAI) -> None:
     dice = random.Random(5)
     job = until(client, create(client, [make_line(dice) for _ in range(300)]).id, has_ended)
     assert (job.status, len(job.errors.data)) == ("failed", 100)

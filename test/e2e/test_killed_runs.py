@@ -1,4 +1,4 @@
-"""A run that is killed at once leaves every finished line, and neither processes nor temporary files for good."""
+"""A run killed by SIGKILL keeps every finished line, and leaves no process and, once resumed, no temporary file."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ pytestmark = pytest.mark.engine
 
 WITHIN_S = 120
 SLOW_TOKENS = 500
-# The first line is slow; all others wait for it.
+# The first line is slow; the results of all others wait for it.
 LINES = [chat_line("slow", "Return the", max_tokens=SLOW_TOKENS, ignore_eos=True, temperature=0)]
 LINES += [chat_line(f"line {n}", f"Say {n}.", max_tokens=4 + n % 5, temperature=0.8) for n in range(90)]
 
 
-def answers(records: list[dict[str, Any]]) -> list[Any]:
-    """Without what is made of the run's id and of the time."""
-    return [(one["custom_id"], one["response"]["body"]["choices"], one["response"]["body"]["usage"]) for one in records]
+def answers(result_lines: list[dict[str, Any]]) -> list[Any]:
+    """Return id, choices and usage of each line, without fields that depend on the run's id or the time."""
+    return [
+        (one["custom_id"], one["response"]["body"]["choices"], one["response"]["body"]["usage"]) for one in result_lines
+    ]
 
 
-def finished_behind(output: Path) -> int:
-    """Whole lines that wait for the first one."""
+def num_waiting_lines(output: Path) -> int:
+    """Return the number of finished lines that wait for the first one."""
     return sum(path.read_bytes().count(b"\n") for path in output.parent.glob(f".{output.name}.kept-*"))
 
 
 def wait_for(process: subprocess.Popen[str], output: Path, num_lines: int) -> None:
     deadline = time.monotonic() + WITHIN_S
-    while finished_behind(output) < num_lines:
+    while num_waiting_lines(output) < num_lines:
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         assert time.monotonic() < deadline, "no line was finished in time"
         time.sleep(0.02)
@@ -46,12 +48,12 @@ def wait_for(process: subprocess.Popen[str], output: Path, num_lines: int) -> No
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A directory of temporary files with a name that leaves room for those of sockets."""
+    """A directory of temporary files. Its name is short, as paths of sockets must be."""
     with tempfile.TemporaryDirectory(prefix="kept-") as name:
         yield Path(name)
 
 
-def test_a_killed_run_keeps_what_waits_for_a_slow_line_and_leaves_nothing_behind(
+def test_a_killed_run_keeps_the_lines_that_wait_for_a_slow_one_and_leaves_no_process(
     repo_root: Path, tmp_path: Path, temporary: Path
 ) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -65,14 +67,14 @@ def test_a_killed_run_keeps_what_waits_for_a_slow_line_and_leaves_nothing_behind
     wait_for(process, output, 40)
     tree = psutil.Process(process.pid).children(recursive=True)
     assert len(tree) >= 2
-    [noted] = temporary.glob("sgl-batch-*/outside")
-    shared = Path(noted.read_text().strip())
+    [shared_path_file] = temporary.glob("sgl-batch-*/outside")
+    shared = Path(shared_path_file.read_text().strip())
     assert shared.exists()
     process.kill()
     process.communicate()
     _, alive = psutil.wait_procs(tree, timeout=10)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE], "the engine ends with its run"
-    kept = finished_behind(output)
+    kept = num_waiting_lines(output)
     assert 40 <= kept < len(LINES) - 1
     assert read_lines(output) == []
 
@@ -89,6 +91,6 @@ def test_a_killed_run_keeps_what_waits_for_a_slow_line_and_leaves_nothing_behind
     assert len(usage) == len(LINES)
     assert usage["slow"] == SLOW_TOKENS
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
-    caches = {"torchinductor_" + getpass.getuser()}  # torch's own, for later runs
+    caches = {"torchinductor_" + getpass.getuser()}  # torch keeps its cache for later runs
     assert {path.name for path in temporary.iterdir()} <= caches
     assert not shared.exists()

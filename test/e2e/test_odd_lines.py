@@ -1,6 +1,6 @@
-"""Lines and requests that cannot be answered as they ask: each has its own error, online and in a job.
+"""Lines and requests that cannot be answered as they ask get an error of their own, online and in a job.
 
-Those of a run are in test_run_command.py.
+test_run_command.py has those of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from .conftest import MODEL, Server, chat_line
-from .odd_lines import DEAD_END, ODD_CHATS, check_records, odd_input
+from .odd_lines import DEAD_END, ODD_CHATS, check_result_lines, odd_input
 
 pytestmark = pytest.mark.engine
 
@@ -52,13 +52,13 @@ def test_a_job_of_odd_lines_ends_with_an_error_for_each(server: str) -> None:
     file = client.files.create(file=("in.jsonl", odd_input()), purpose="batch")
     job = ended_job(client, file.id)
     assert job.status == "completed", job.errors
-    records = [
+    result_lines = [
         [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
         for file_id in (job.output_file_id, job.error_file_id)
         if file_id is not None
     ]
-    check_records(*records)
-    # What is wrong with too long a line is said with the flag that this server has.
+    check_result_lines(*result_lines)
+    # The error of too long a line names the flag that this server has.
     file = client.files.create(file=("in.jsonl", b'{"x": "' + b"x" * (201 << 10)), purpose="batch")
     job = ended_job(client, file.id)
     assert "204,800; shorten it or raise --max-line-bytes" in job.errors.data[0].message
@@ -90,7 +90,7 @@ def test_an_odd_generation_is_refused(server: str) -> None:
         assert '"error"' in streamed or '"status_code":400' in streamed, (fields, streamed)
 
 
-def test_what_is_for_embedding_models_is_refused_and_scores_are_computed(server: str) -> None:
+def test_requests_for_embedding_models_are_refused_and_scores_are_computed(server: str) -> None:
     for url, body in (
         ("/v1/embeddings", {"model": MODEL, "input": "Say"}),
         ("/v1/classify", {"model": MODEL, "input": "Say"}),
@@ -103,8 +103,8 @@ def test_what_is_for_embedding_models_is_refused_and_scores_are_computed(server:
         assert answer.json()["error"]["message"], url
     score = {"model": MODEL, "query": [5, 6, 7], "items": [[8]], "label_token_ids": [11, 12]}
     [scores] = requests.post(f"{server}/v1/score", json=score, timeout=WITHIN_S).json()["scores"]
-    asked = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-    asked["token_ids_logprob"] = [11, 12]
-    meta = requests.post(f"{server}/generate", json=asked, timeout=WITHIN_S).json()["meta_info"]
+    request = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    request["token_ids_logprob"] = [11, 12]
+    meta = requests.post(f"{server}/generate", json=request, timeout=WITHIN_S).json()["meta_info"]
     [logprobs] = meta["output_token_ids_logprobs"]
     assert scores == pytest.approx([math.exp(logprob) for logprob, _, _ in logprobs], rel=1e-5)

@@ -1,4 +1,4 @@
-"""The benchmark of ranks with real engines: routing skewed on purpose is skewed, counted, and changes no token."""
+"""The benchmark of ranks with real engines: skewed routing loads one rank more, is counted, and changes no token."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_skewed_routing_loads_one_rank_and_makes_the_other_wait(repo_root: Path,
     assert done.returncode == 0, done.stderr
     (workload,) = json.loads((tmp_path / "record.json").read_text())["workloads"]
     (found,) = workload["rounds"]
-    even, skewed, lone = (found[case["name"]] for case in workload["cases"])
-    assert skewed["outputs"] == lone["outputs"] != even["outputs"]
+    even, skewed, one_rank = (found[case["name"]] for case in workload["cases"])
+    assert skewed["outputs"] == one_rank["outputs"] != even["outputs"]
     routed = [sum(rank["tokens_per_expert"]) for rank in skewed["ranks"]]
-    assert routed[0] > 1.5 * routed[1], "the hot experts are rank 0's"
+    assert routed[0] > 1.5 * routed[1], "rank 0 has the hot experts"
     assert sum(routed) == sum(sum(rank["tokens_per_expert"]) for rank in even["ranks"])
-    per_expert = lone["ranks"][0]["tokens_per_expert"]
+    per_expert = one_rank["ranks"][0]["tokens_per_expert"]
     assert min(per_expert[:4]) > max(per_expert[4:])
     assert all(rank["part_s"]["stall"] > 0 for rank in skewed["ranks"])
     assert all(rank["counters"]["prefill_us"] > 0 for rank in even["ranks"])

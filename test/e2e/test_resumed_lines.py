@@ -1,4 +1,4 @@
-"""Lines that an engine has begun when it dies go on from their tokens, and end as if nothing had happened."""
+"""Lines that are running when an engine dies resume from their partial outputs, and their answers do not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 WITHIN_S = 120
 TOKENS = 400
-# SGLang tells of tokens when a sequence has so many more.
+# SGLang reports tokens of a sequence when it has this many new ones.
 PART = 50
 
 
@@ -30,7 +30,7 @@ LINES = [
     line("chance", temperature=1, seed=7),
     line("penalties", temperature=1, seed=9, top_p=0.9, frequency_penalty=0.4, min_tokens=TOKENS - 10),
 ]
-# These begin again: what is recorded of them is less than their answers.
+# These begin again: their partial outputs lack choices or log probabilities.
 WHOLE = [
     line("two choices", temperature=1, seed=11, n=2),
     line("probabilities", temperature=0, logprobs=True),
@@ -39,7 +39,7 @@ STORE = ("--max-total-tokens", "1024", "--kv-store-bytes", "64M", "--decode-kv",
 
 
 def begin(server: Server, lines: list[dict[str, Any]]) -> str:
-    """A job of `lines`."""
+    """Create a job of `lines` and return its id."""
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
     form = {"files": {"file": ("in.jsonl", data)}, "data": {"purpose": "batch"}}
     file = requests.post(f"{server.url}/v1/files", **form, timeout=30).json()
@@ -48,7 +48,7 @@ def begin(server: Server, lines: list[dict[str, Any]]) -> str:
 
 
 def answers(server: Server, job_id: str) -> dict[str, Any]:
-    """What is answered to each line in the end: its choices and its usage."""
+    """Wait for the end of the job and return the choices and the usage of each line."""
 
     def job() -> dict[str, Any]:
         found: dict[str, Any] = requests.get(f"{server.url}/v1/batches/{job_id}", timeout=30).json()
@@ -61,7 +61,7 @@ def answers(server: Server, job_id: str) -> dict[str, Any]:
 
 
 def metric(server: Server, name: str) -> float:
-    """A number of /metrics; 0 before it is there."""
+    """Return a number of /metrics; 0 before it exists."""
     for text in requests.get(f"{server.url}/metrics", timeout=30).text.splitlines():
         if text.startswith((f"sgl_batch:{name} ", f"sgl_batch:{name}_total ")):
             return float(text.split()[1])
@@ -71,12 +71,12 @@ def metric(server: Server, name: str) -> float:
 def until(is_reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WITHIN_S
     while not is_reached():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "the condition was not reached in time"
         time.sleep(0.02)
 
 
 def begun(server: Server, lines: list[dict[str, Any]]) -> str:
-    """A job of which each line has more tokens than a part: more than a request has that came later."""
+    """Create a job and wait until each line has more than PART tokens: a request that came later has so many."""
     job_id = begin(server, lines)
     until(lambda: metric(server, "num_lines_in_flight") == len(lines))
     body = {"model": MODEL, "prompt": "While they run", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
@@ -99,7 +99,7 @@ Undisturbed = Callable[[Server], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Undisturbed:
-    """Answers to `LINES` of a server while nothing dies; whether it has a store makes no difference to them."""
+    """Return a function that gives the answers to `LINES` while no process dies; they are the same with a store."""
     made: dict[str, Any] = {}
 
     def ask(server: Server) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def undisturbed() -> Undisturbed:
 
 
 def stopping(whole: str) -> tuple[dict[str, Any], str]:
-    """The line of "chance" with a stop string that comes late in its answer, and what it is answered then."""
+    """Return the line "chance" with a stop string that comes late in its answer, and its answer then."""
     cut = len(whole) * 4 // 5
     while whole.index(whole[cut : cut + 12]) < cut:
         cut += 1
@@ -139,7 +139,7 @@ def test_lines_keep_their_tokens_when_the_scheduler_is_killed(
     assert metric(server, "recorded_tokens") == 0
 
 
-def test_lines_keep_their_tokens_when_the_whole_engine_is_killed_and_kv_waits_in_a_store(
+def test_lines_keep_their_tokens_when_the_whole_engine_is_killed_with_kv_in_a_store(
     start_server: Callable[..., Server], undisturbed: Undisturbed
 ) -> None:
     server = start_server("--page-size", "16", "--boundary-tokens", "16", "--allow-unauthenticated-control", *STORE)

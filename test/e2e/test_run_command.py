@@ -1,4 +1,4 @@
-"""`sgl-batch run` as a user meets it: every line answered once, mistakes named, runs that can be repeated."""
+"""`sgl-batch run` answers every line once, names each mistake, and gives runs that can be repeated."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from .conftest import MODEL, RunFiles, chat_line, collect, read_lines, run_argv
-from .odd_lines import check_records, odd_input
-from .reachable import open_to_strangers
+from .odd_lines import check_result_lines, odd_input
+from .reachable import exposed_to_others
 
 pytestmark = pytest.mark.engine
 
@@ -49,11 +49,11 @@ BAD: list[tuple[str, str]] = [
 
 @pytest.fixture(scope="module")
 def mixed_input(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Good and bad lines by turns, then odd ones."""
+    """A file of good and bad lines by turns, then odd ones."""
     path = tmp_path_factory.mktemp("mixed") / "in.jsonl"
     lines = [json.dumps(line) for line in GOOD]
-    for place, (line, _) in enumerate(BAD):
-        lines.insert(1 + 2 * place, line)
+    for index, (line, _) in enumerate(BAD):
+        lines.insert(1 + 2 * index, line)
     path.write_bytes("\n".join(lines).encode() + b"\n" + odd_input())
     return path
 
@@ -63,7 +63,7 @@ def first_run(mixed_input: Path, run_command: Callable[..., RunFiles]) -> RunFil
     return run_command(mixed_input, mixed_input.with_name("first.jsonl"), "--seed", "7")
 
 
-def test_good_lines_are_answered_in_order_beside_bad_ones(first_run: RunFiles) -> None:
+def test_good_lines_among_bad_ones_are_answered_in_order(first_run: RunFiles) -> None:
     assert first_run.exit_code == 2, first_run.stderr
     assert [line["custom_id"] for line in first_run.output[: len(GOOD)]] == [line["custom_id"] for line in GOOD]
     for line in first_run.output:
@@ -77,7 +77,7 @@ def test_good_lines_are_answered_in_order_beside_bad_ones(first_run: RunFiles) -
     assert len(by_id["logprobs"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
     assert by_id["completion"]["object"] == "text_completion"
     texts = {name: body["choices"][0].get("message", {}).get("content") for name, body in by_id.items()}
-    assert texts["forged"] == texts["logprobs"], "a key that looks like one of our tags is a key and nothing more"
+    assert texts["forged"] == texts["logprobs"], "a cache salt that looks like an internal tag has no effect"
 
 
 def test_each_bad_line_has_its_own_clear_error(first_run: RunFiles) -> None:
@@ -88,22 +88,22 @@ def test_each_bad_line_has_its_own_clear_error(first_run: RunFiles) -> None:
         assert error["message"]
         if code:
             assert error["code"] == code
-    assert "4096" in errors[-1]["response"]["body"]["error"]["message"], "the limit stands in the message"
+    assert "4096" in errors[-1]["response"]["body"]["error"]["message"], "the message names the limit"
     messages = [line["response"]["body"]["error"]["message"] for line in errors]
     assert len(set(messages)) == len(messages)
 
 
 def test_every_odd_line_of_a_run_has_its_error(first_run: RunFiles) -> None:
-    check_records(first_run.output[len(GOOD) :], first_run.errors[len(BAD) :])
+    check_result_lines(first_run.output[len(GOOD) :], first_run.errors[len(BAD) :])
 
 
-def test_the_summary_says_where_the_time_went(first_run: RunFiles) -> None:
+def test_the_summary_shows_the_time_of_each_part(first_run: RunFiles) -> None:
     for words in ("experts", "attention", "router", "sampling", "tokens out", "imbalance"):
         assert words in first_run.stderr
     assert "Traceback" not in first_run.stderr
 
 
-def test_start_summary_and_manifest_say_which_forward_pass_computed_it(first_run: RunFiles) -> None:
+def test_start_summary_and_manifest_name_the_forward_pass(first_run: RunFiles) -> None:
     assert re.search(r"^\[[^]]*\] forward: coroutine$", first_run.stderr, re.MULTILINE), first_run.stderr
     assert re.search(r"^ +forward +coroutine$", first_run.stderr, re.MULTILINE)
     assert first_run.manifest["plan"]["forward"] == "coroutine"
@@ -111,7 +111,7 @@ def test_start_summary_and_manifest_say_which_forward_pass_computed_it(first_run
 
 @pytest.fixture(scope="module")
 def second_run(mixed_input: Path, run_command: Callable[..., RunFiles]) -> RunFiles:
-    """The first run repeated with other sub-batches; its processes say what they import."""
+    """The first run repeated with other sub-batches. Its processes log their imports."""
     sub_batches = ("--b-attn-decode", "3", "--b-attn-prefill", "5")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
@@ -140,7 +140,7 @@ def answer(line: dict[str, Any]) -> list[Any]:
 
 @pytest.fixture
 def long_run(repo_root: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A run that goes on for minutes unless something stops it; short lines finish early."""
+    """A run that takes minutes unless a test stops it; short lines finish early."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [chat_line(f"line-{i}", "Return the", max_tokens=4 + 400 * (i > 40), ignore_eos=True) for i in range(600)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -164,12 +164,12 @@ def wait_for_output(process: subprocess.Popen[str], output: Path) -> None:
         time.sleep(0.2)
 
 
-def test_ctrl_c_writes_what_is_finished_and_names_what_is_missing(
+def test_ctrl_c_writes_finished_lines_and_counts_the_missing_ones(
     long_run: tuple[subprocess.Popen[str], Path],
 ) -> None:
     process, output = long_run
     wait_for_output(process, output)
-    assert open_to_strangers(process.pid) == []
+    assert exposed_to_others(process.pid) == []
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     files = collect(process.returncode, stderr, output)
@@ -182,7 +182,7 @@ def test_ctrl_c_writes_what_is_finished_and_names_what_is_missing(
     assert "Traceback" not in stderr
 
 
-def test_a_killed_scheduler_ends_the_run_with_finished_lines_kept(
+def test_a_killed_scheduler_ends_the_run_and_finished_lines_are_kept(
     long_run: tuple[subprocess.Popen[str], Path],
 ) -> None:
     process, output = long_run
@@ -203,7 +203,7 @@ def test_a_killed_scheduler_ends_the_run_with_finished_lines_kept(
         (["--no-such-flag", "1"], "no-such-flag"),
     ],
 )
-def test_bad_flags_end_with_1_before_anything_starts(
+def test_bad_flags_exit_with_1_before_anything_starts(
     flags: list[str], message: str, mixed_input: Path, tmp_path: Path, run_command: Callable[..., RunFiles]
 ) -> None:
     files = run_command(mixed_input, tmp_path / "never.jsonl", *flags)

@@ -1,4 +1,4 @@
-"""A job ends with one line for each of its requests, whoever was killed in the middle of it."""
+"""A job ends with one result line for each request, whichever process was killed while it ran."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .conftest import STOPS_WITHIN_S, Server, chat_line
 pytestmark = pytest.mark.engine
 
 WITHIN_S = 120
-# They end one after another, over some seconds.
+# They end one after the other, over some seconds.
 LINES = [chat_line(f"line {n}", f"Say {n}.", max_tokens=14 * n + 1, ignore_eos=True, temperature=0) for n in range(24)]
 
 
 def create(server: Server) -> str:
-    """A job of `LINES`."""
+    """Create a job of `LINES` and return its id."""
     data = "".join(json.dumps(line) + "\n" for line in LINES).encode()
     form = {"files": {"file": ("in.jsonl", data)}, "data": {"purpose": "batch"}}
     file = requests.post(f"{server.url}/v1/files", **form, timeout=30).json()
@@ -42,20 +42,20 @@ def until(server: Server, job_id: str, is_reached: Callable[[dict[str, Any]], bo
 
 
 def engine_of(server: Server) -> psutil.Process:
-    """The process that has the engine."""
+    """Return the engine's process."""
     [engine] = psutil.Process(server.process.pid).children()
     return engine
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it runs; a zombie has ended and waits for its parent, which is none of the server's processes."""
+    """Return whether a process runs. A zombie has ended; its parent is not one of the server's processes."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def test_every_line_has_one_record_though_engine_and_server_are_killed_and_the_last_leaves_no_process(
+def test_every_line_has_one_result_after_engine_and_server_are_killed_and_a_stopped_server_leaves_no_process(
     start_server: Callable[..., Server],
 ) -> None:
     server = start_server()
@@ -89,5 +89,5 @@ def test_every_line_has_one_record_though_engine_and_server_are_killed_and_the_l
     assert Counter(line["id"] for line in output).most_common(1)[0][1] == 1
     tree = psutil.Process(server.process.pid).children(recursive=True)
     assert len(tree) >= 3, "the engine's process, its scheduler and its detokenizer"
-    assert server.stop() == 0, "idle by now, it stops within seconds"
-    assert not [one for one in tree if runs(one)], "when the server's process has ended, so has every other"
+    assert server.stop() == 0, "an idle server stops within seconds"
+    assert not [one for one in tree if runs(one)], "all processes end before the server's own"

@@ -1,6 +1,6 @@
-"""A server that is asked to stop takes no more requests and answers those it has.
+"""A server that gets SIGTERM takes no more requests and answers those it has.
 
-That an idle one stops within seconds is in test_server_deaths.py.
+test_server_deaths.py tests that an idle server stops within seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_TOKENS, NUM_CHOICES = 400, 2
 
 
 def stream(server: Server) -> Iterator[dict[str, object]]:
-    """Chunks of a completion with several choices."""
+    """Yield the chunks of a completion with several choices."""
     body = {"model": MODEL, "prompt": "Return the", "max_tokens": NUM_TOKENS, "n": NUM_CHOICES, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     answer = requests.post(f"{server.url}/v1/completions", json=body, stream=True, timeout=120)
@@ -29,7 +29,7 @@ def stream(server: Server) -> Iterator[dict[str, object]]:
             yield json.loads(line.removeprefix(b"data: "))
 
 
-def test_a_server_that_is_asked_to_stop_answers_what_it_has(start_server: Callable[[], Server]) -> None:
+def test_a_server_that_is_asked_to_stop_answers_its_requests(start_server: Callable[[], Server]) -> None:
     server = start_server()
     chunks = stream(server)
     first = next(chunks)

@@ -1,4 +1,4 @@
-"""What the server says on its command line, before it serves anything."""
+"""The server's help and its errors for bad flags, before it starts anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.api.server_help import short_help
 pytestmark = pytest.mark.engine
 
 
-def test_the_long_help_groups_our_flags_before_sglangs_and_has_all_of_the_short_one() -> None:
+def test_the_long_help_lists_our_flags_before_sglangs_and_includes_the_short_help() -> None:
     argv = [sys.executable, "-m", "sgl_batch.launch_server", "--help-all"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"})
     assert done.returncode == 0
@@ -36,7 +36,7 @@ def test_the_long_help_groups_our_flags_before_sglangs_and_has_all_of_the_short_
         (["--host", "0.0.0.0"], "--allow-unauthenticated"),
     ],
 )
-def test_bad_usage_ends_with_1_and_what_is_wrong(tmp_path: Path, flags: list[str], words: str) -> None:
+def test_bad_usage_exits_with_1_and_names_the_fault(tmp_path: Path, flags: list[str], words: str) -> None:
     argv = [sys.executable, "-m", "sgl_batch.launch_server", "--model-path", "m", "--port", "0"]
     argv += ["--jobs-dir", str(tmp_path / "jobs"), *flags]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""A command that cannot work ends with exit code 1 and one sentence; a server's engine is not started again for it."""
+"""A command that cannot start exits with 1 and one sentence; a server does not start its engine again."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .conftest import chat_line, run_argv
 
 pytestmark = pytest.mark.engine
 
-# The engine's process finds out about memory, when the model is loaded; all else is found before.
+# Too little memory is found in the engine's process, when it loads the model; all else is found before.
 TOO_LITTLE = ("--device-memory", "100M")
 NEEDS = "device_memory is 100.00 MiB, and "
 
 
-def ended(argv: list[str]) -> list[str]:
-    """What a command that ends with 1 says on standard error, without a traceback."""
+def error_lines(argv: list[str]) -> list[str]:
+    """Run a command that must exit with 1 and no traceback; return its lines of standard error."""
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -30,11 +30,11 @@ def ended(argv: list[str]) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_a_run_that_cannot_start_says_so_in_one_sentence(repo_root: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_ends_with_one_sentence(repo_root: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(chat_line("a", "x")) + "\n")
     argv = run_argv(repo_root, source, tmp_path / "out.jsonl", "--progress", "off", "--model", "no/such/model")
-    assert ended(argv)[-1].startswith("sgl-batch run: error: the model no/such/model does not exist")
+    assert error_lines(argv)[-1].startswith("sgl-batch run: error: the model no/such/model does not exist")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -47,14 +47,14 @@ def test_a_server_whose_engine_cannot_start_ends_at_once(
 ) -> None:
     own = repo_root / "test" / "models" / model
     argv = [sys.executable, "-m", "sgl_batch.launch_server", "--port", "0", "--jobs-dir", str(tmp_path / "jobs")]
-    lines = ended([*argv, "--model-path", str(own) if own.exists() else model, *flags])
-    told = [line for line in lines if words in line]
-    assert len(told) == 1
-    assert told[0].startswith("launch_server: error: ")
+    lines = error_lines([*argv, "--model-path", str(own) if own.exists() else model, *flags])
+    errors = [line for line in lines if words in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("launch_server: error: ")
     assert not any("started again" in line for line in lines)
 
 
-def test_an_engine_in_python_raises_that_sentence(repo_root: Path) -> None:
+def test_an_engine_in_python_raises_the_same_sentence(repo_root: Path) -> None:
     with pytest.raises(ConfigError, match="the model no/such/model does not exist"):
         Engine(model_path="no/such/model")
     model = str(repo_root / "test" / "models" / "tiny-qwen3-moe")

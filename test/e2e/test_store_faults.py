@@ -1,4 +1,4 @@
-"""A host KV store that fails while a job runs: finished lines are kept, the others say why, nothing is left over."""
+"""When a host KV store fails, finished lines are kept, the other lines get the reason, and no file is left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = ["--page-size", "8", "--boundary-tokens", "8", "--b-moe-decode", "16", "
 
 @pytest.fixture(scope="module")
 def fault_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Calls on the store's file that fail when they are told to."""
+    """Compile the library that makes calls on the store's file fail on request."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -39,13 +39,13 @@ def fault_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Job:
-    """A run that would go on for minutes, with its KV in a file in `disk`; short lines finish early."""
+    """A run that would take minutes, with its KV in a file in `disk`; short lines finish early."""
 
     process: subprocess.Popen[str]
     output: Path
 
     def end(self) -> RunFiles:
-        """What it leaves, when it has ended by itself."""
+        """Wait until it has ended by itself, and return its files."""
         _, stderr = self.process.communicate(timeout=ENDS_WITHIN_S)
         return collect(self.process.returncode, stderr, self.output)
 
@@ -80,7 +80,7 @@ def start(repo_root: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def fill(path: Path) -> None:
-    """Let a file take all that is free on its file system."""
+    """Write a file that takes all free bytes of its file system."""
     with suppress(OSError), path.open("wb", buffering=0) as file:
         while file.write(bytes(1 << 16)):
             pass
@@ -91,8 +91,8 @@ def answers(files: RunFiles) -> list[str]:
     return [line["response"]["body"]["choices"][0]["message"]["content"] for line in files.output]
 
 
-def check_that_the_rest_says(files: RunFiles, *words: str) -> None:
-    """Every line has an output or an error; the errors say these words."""
+def check_other_lines_fail(files: RunFiles, *words: str) -> None:
+    """Check that every line has an output or an error, and that each error has these words."""
     assert files.exit_code == 2, files.stderr
     assert len(files.output) >= 20
     assert len(files.output) + len(files.errors) == NUM_LINES
@@ -106,15 +106,15 @@ def check_that_the_rest_says(files: RunFiles, *words: str) -> None:
     assert f"{len(files.errors)}  kv_store_failed" in files.stderr
 
 
-def test_a_disk_that_is_full_fails_the_lines_that_are_left_with_the_remedy(
+def test_a_full_disk_fails_the_other_lines_with_an_error_that_names_the_remedy(
     start: Callable[..., Job], small_disk: Path
 ) -> None:
     job = start(small_disk, "6M")
     wait_for_output(job.process, job.output)
-    fill(small_disk / "of somebody else")
+    fill(small_disk / "other_users_file")
     files = job.end()
-    check_that_the_rest_says(files, "No space left on device", str(small_disk), "--kv-store-dir", "--kv-store-bytes")
-    assert [path.name for path in small_disk.iterdir()] == ["of somebody else"]
+    check_other_lines_fail(files, "No space left on device", str(small_disk), "--kv-store-dir", "--kv-store-bytes")
+    assert [path.name for path in small_disk.iterdir()] == ["other_users_file"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_disk_that_is_full_fails_the_lines_that_are_left_with_the_remedy(
     [(str(errno.EIO), ["Input/output error"]), ("cut", ["cut it short"])],
     ids=["failing-device", "file-cut-short"],
 )
-def test_a_store_that_fails_in_a_copy_thread_fails_the_lines_that_are_left(
+def test_a_store_that_fails_in_a_copy_thread_fails_the_other_lines(
     fault: str, words: list[str], start: Callable[..., Job], fault_library: Path, tmp_path: Path
 ) -> None:
     disk, now = tmp_path / "disk", tmp_path / "now"
@@ -130,7 +130,7 @@ def test_a_store_that_fails_in_a_copy_thread_fails_the_lines_that_are_left(
     job = start(disk, "64M", LD_PRELOAD=str(fault_library), STORE_FAULT=fault, STORE_FAULT_WHEN=str(now))
     wait_for_output(job.process, job.output)
     now.touch()
-    check_that_the_rest_says(job.end(), *words)
+    check_other_lines_fail(job.end(), *words)
     assert list(disk.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""How a real server treats its files, its memory and its clients: with the real `openai` client."""
+"""File modes, limits, profiles, logs and job fields of a real server, with the real `openai` client."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OTHERS = 0o077
 
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server under the usual umask, whose jobs lie in a directory that others may read."""
-    jobs = tmp_path_factory.mktemp("manners") / "jobs"
+    """A server under the usual umask, whose jobs are in a directory that others may read."""
+    jobs = tmp_path_factory.mktemp("files") / "jobs"
     before = os.umask(0o022)
     jobs.mkdir(mode=0o755)
     (jobs / "jobs.sqlite").touch(mode=0o644)
@@ -58,7 +58,7 @@ def until(is_reached: Callable[[], Any]) -> Any:
     return found
 
 
-def test_the_usual_loop_of_the_openai_client_reads_the_output_of_a_running_job(client: openai.OpenAI) -> None:
+def test_polling_with_the_openai_client_reads_the_output_of_a_running_job(client: openai.OpenAI) -> None:
     lines = [chat_line(f"line {n}", f"Say {n}.", max_tokens=40 * n + 1, ignore_eos=True) for n in range(8)]
     lines[1]["body"]["temperature"] = -3
     batch = create(client, lines)
@@ -74,13 +74,13 @@ def test_the_usual_loop_of_the_openai_client_reads_the_output_of_a_running_job(c
             seen.add(len(text.splitlines()))
         batch = client.batches.retrieve(batch.id)
     assert batch.status == "completed"
-    assert seen - {0, 7}, "the beginning could be read while the job ran"
+    assert seen - {0, 7}, "the first lines could be read while the job ran"
     ids = [json.loads(line)["custom_id"] for line in client.files.content(batch.output_file_id).text.splitlines()]
     assert ids == [f"line {n}" for n in range(8) if n != 1]
     assert json.loads(client.files.content(batch.error_file_id).text)["custom_id"] == "line 1"
 
 
-def test_a_job_is_shown_with_its_name_and_priority_and_a_wrong_field_says_where_it_belongs(
+def test_a_job_shows_its_name_and_priority_and_the_error_of_a_misplaced_field_names_the_right_one(
     server: Server, client: openai.OpenAI
 ) -> None:
     batch = create(client, [chat_line("a", "Say.", max_tokens=1)], metadata={"name": "nightly", "priority": "20"})
@@ -92,14 +92,14 @@ def test_a_job_is_shown_with_its_name_and_priority_and_a_wrong_field_says_where_
 
 
 @pytest.mark.parametrize("body", ["[]", "null", '{"messages": 3}', '{"messages": [], "response_format": 3}'])
-def test_a_body_on_which_the_validators_stumble_is_the_clients_fault(server: Server, body: str) -> None:
+def test_a_body_that_makes_a_validator_fail_is_a_client_error(server: Server, body: str) -> None:
     headers = {"Content-Type": "application/json"}
     answer = requests.post(f"{server.url}/v1/chat/completions", data=body, headers=headers, timeout=WITHIN_S)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_profile_has_limits_says_them_and_ends_by_itself(server: Server, tmp_path: Path) -> None:
+def test_a_profile_has_limits_names_them_and_ends_by_itself(server: Server, tmp_path: Path) -> None:
     def start(**body: Any) -> requests.Response:
         return requests.post(f"{server.url}/start_profile", json=body, timeout=WITHIN_S)
 
@@ -110,11 +110,11 @@ def test_a_profile_has_limits_says_them_and_ends_by_itself(server: Server, tmp_p
     begun = start(output_dir=str(tmp_path), with_stack=False)
     assert begun.status_code == 200
     assert "20 steps" in begun.text
-    assert start(output_dir=str(tmp_path)).status_code == 409, "one is under way"
+    assert start(output_dir=str(tmp_path)).status_code == 409, "a profile is running"
     generate(server, 40)
     until(lambda: list(tmp_path.glob("*.trace.json.gz")))
     stopped = requests.post(f"{server.url}/stop_profile", timeout=WITHIN_S)
-    assert stopped.status_code == 409, "it has ended by itself"
+    assert stopped.status_code == 409, "the profile has ended by itself"
     assert requests.get(f"{server.url}/health", timeout=10).json()["engine"]["restarts"] == 0
 
 
@@ -123,7 +123,7 @@ def test_requests_are_logged_to_private_files_of_bounded_size(server: Server) ->
         return requests.post(f"{server.url}/configure_logging", json=body, timeout=WITHIN_S)
 
     folder = server.jobs_dir / "request_logs"
-    assert not [log for log in folder.iterdir() if log.stat().st_size], "nothing is logged unless somebody asks for it"
+    assert not [log for log in folder.iterdir() if log.stat().st_size], "nothing is logged by default"
     assert configure(dump_requests_threshold=10**9).status_code == 400
     assert "at most 4 files of 64.00 MiB" in configure(log_requests=True, log_requests_level=2).text
     generate(server, 2)
@@ -133,7 +133,7 @@ def test_requests_are_logged_to_private_files_of_bounded_size(server: Server) ->
     assert "not logged" in configure(log_requests=False).text
 
 
-def test_files_of_jobs_are_their_owners_and_time_without_work_is_idle(server: Server) -> None:
+def test_files_of_jobs_are_private_and_time_without_work_is_idle(server: Server) -> None:
     found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in server.jobs_dir.rglob("*")}
     assert {"jobs.sqlite", "jobs.sqlite-wal", "jobs.sqlite-shm", "lock"} <= set(found)
     assert not {name: oct(mode) for name, mode in found.items() if mode & OTHERS}
