@@ -1,4 +1,4 @@
-"""Makes the cases, the reference and the rank processes importable for the tests of this directory."""
+"""Owns the import path of this directory's cases and references, and the rank processes that its tests share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rank_processes import ProcessShelf
+from rank_processes import ProcessCache
 
 
 @pytest.fixture(scope="session")
-def process_shelf() -> Iterator[ProcessShelf]:
-    """Rank processes, started once for each kind and number, and ended with the session."""
-    shelf = ProcessShelf()
-    yield shelf
-    shelf.close()
+def process_cache() -> Iterator[ProcessCache]:
+    """Rank processes, started once for each device and number of ranks, and ended with the session."""
+    cache = ProcessCache()
+    yield cache
+    cache.close()

@@ -1,4 +1,4 @@
-"""Owns the batches that every token dispatcher must exchange, each made anew from its seed in whatever process."""
+"""Owns the batches that every token dispatcher must exchange. Each process makes them from their seeds."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# One token, many, none; evenly or not. Each split gives the share of all tokens that each rank begins with.
+# How the tokens are distributed over the ranks at the start.
 SPLITS = ("even", "first only", "last only", "none on the last", "one on the first", "random")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """All ranks' tokens together; how many of them are whose follows from the split and the number of ranks."""
+    """The tokens of all ranks. The split and the number of ranks give the tokens of each rank."""
 
     name: str
     num_tokens: int = 64
     top_k: int = 4
-    num_experts: int = 24  # shared out evenly by 1, 2, 3 and 4 ranks, and not a power of two
+    num_experts: int = 24  # divisible by 1, 2, 3 and 4 ranks, and not a power of two
     hidden_size: int = 24
     dtype: torch.dtype = torch.float32
     routing: str = "random"
@@ -25,7 +25,7 @@ class Case:
     seed: int = 0
 
     def tokens_per_rank(self, world_size: int) -> list[int]:
-        """How many of the tokens each rank has."""
+        """Return the number of tokens of each rank."""
         count = self.num_tokens
         if self.split == "first only":
             return [count] + [0] * (world_size - 1)
@@ -42,15 +42,15 @@ class Case:
         return [count * (rank + 1) // world_size - count * rank // world_size for rank in range(world_size)]
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All tokens' x [N, M], expert ids [N, K] in int32 and weights [N, K]."""
+        """Return x [N, M], expert ids [N, K] in int32 and weights [N, K] of all tokens."""
         generator = _generator(self.seed)
         x_NM = torch.randn(self.num_tokens, self.hidden_size, generator=generator).to(self.dtype)
-        x_NM[::2, 0] = -0.0  # what is absent must leave even the sign of a zero alone
+        x_NM[::2, 0] = -0.0  # an expert that is not chosen must not change even the sign of a zero
         weights_NK = torch.rand(self.num_tokens, self.top_k, generator=generator)
         return x_NM, self._ids(generator).to(torch.int32), weights_NK
 
     def shard(self, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The part of the batch that this rank begins with."""
+        """Return the part of the batch that this rank begins with."""
         counts = self.tokens_per_rank(world_size)
         x_NM, ids_NK, weights_NK = (part.split(counts)[rank] for part in self.batch())
         return x_NM, ids_NK, weights_NK
@@ -61,16 +61,16 @@ class Case:
             return torch.arange(self.top_k).expand(self.num_tokens, -1)
         if self.routing == "highest, backwards":  # all on the last rank
             return (self.num_experts - 1 - torch.arange(self.top_k)).expand(self.num_tokens, -1)
-        if self.routing == "spread":  # to as many ranks as there are choices
+        if self.routing == "spread":  # to as many ranks as a token has choices
             step = self.num_experts // self.top_k
             return (torch.arange(self.top_k) * step).expand(self.num_tokens, -1)
-        if self.routing == "each another":  # neighbours in the batch go to different ranks
+        if self.routing == "each to another":  # neighbours in the batch go to different ranks
             first_N1 = torch.arange(self.num_tokens)[:, None] * 7
             return (first_N1 + torch.arange(self.top_k)) % self.num_experts
         if self.routing == "skewed":  # most rows to a few experts of the second quarter
             scores_NE[:, self.num_experts // 4 : self.num_experts // 2] += 0.8
         ids_NK = scores_NE.argsort(1, descending=True)[:, : self.top_k]
-        if self.routing == "padded":  # some choices are none, and every third token has none at all
+        if self.routing == "padded":  # some choices have no expert, and every third token has none
             ids_NK = ids_NK.masked_fill(torch.rand(ids_NK.shape, generator=generator) < 0.4, -1)
             ids_NK[::3] = -1
         return ids_NK
@@ -86,7 +86,7 @@ def _random_case(seed: int) -> Case:
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (1,), generator=generator))
 
-    routings = ("random", "skewed", "padded", "each another")
+    routings = ("random", "skewed", "padded", "each to another")
     return Case(
         name=f"random {seed}",
         num_tokens=draw(0, 200),
@@ -115,7 +115,7 @@ CASES = (
     Case(name="all of the first rank's to the last", routing="highest, backwards", split="first only"),
     Case(name="all of the last rank's to the first", routing="lowest", split="last only", top_k=1),
     Case(name="every token to every rank", routing="spread", num_experts=48, top_k=8),
-    Case(name="neighbours to different ranks", routing="each another", top_k=2),
+    Case(name="neighbours to different ranks", routing="each to another", top_k=2),
     Case(name="skewed", routing="skewed", split="random", num_tokens=200),
     Case(name="choices and tokens without experts", routing="padded", top_k=8),
     Case(name="padded in bfloat16", routing="padded", top_k=2, dtype=torch.bfloat16, split="random"),

@@ -1,4 +1,4 @@
-"""Owns what an exchange must give, by its definition, from all ranks' tokens in one process; shares no code with ours.
+"""Owns the result that an exchange must give, computed by its definition in one process; shares no code with ours.
 
 Shape suffixes: N tokens of all ranks, R rows of one rank, K experts per token, M hidden.
 """
@@ -10,15 +10,15 @@ from collections.abc import Callable
 import torch
 from dispatch_cases import Case
 
-# For one expert the rows that chose it, and what it gives for each row.
+# For one expert, the rows that chose it and its output for each row.
 ExpertTerm = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def tree_sum(term: ExpertTerm, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows have any of the experts [first, last), and these rows' sums [R, M] in float32, in tree order.
+    """Return which rows chose any of the experts [first, last), and their sums [R, M] in float32, in tree order.
 
-    A range is the sum of its first half and its second (the middle expert of an odd number belongs to the first); an
-    expert that a row did not choose counts as nothing.
+    The sum of a range is that of its first half plus that of its second; the middle expert of an odd number belongs to
+    the first half. An expert that a row did not choose is not added.
     """
     if last - first == 1:
         return term(first)
@@ -30,7 +30,7 @@ def tree_sum(term: ExpertTerm, first: int, last: int) -> tuple[torch.Tensor, tor
 
 
 def in_order_sum(term: ExpertTerm, first: int, last: int) -> torch.Tensor:
-    """The same sum one expert after the other: other bits."""
+    """Return the same sum, added one expert after the other, which gives other bits."""
     chosen_R, out_RM = term(first)
     out_RM = out_RM * chosen_R[:, None]
     for expert in range(first + 1, last):
@@ -40,7 +40,7 @@ def in_order_sum(term: ExpertTerm, first: int, last: int) -> torch.Tensor:
 
 
 def expert_term(x_RM: torch.Tensor, ids_RK: torch.Tensor, weights_RK: torch.Tensor, first_expert: int) -> ExpertTerm:
-    """An expert multiplies a row by its global number plus one; `ids_RK` are counted from `first_expert`."""
+    """Return a term in which an expert multiplies a row by its global id plus one; `ids_RK` start at `first_expert`."""
 
     def term(local_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         chosen_RK = ids_RK == local_id
@@ -53,13 +53,13 @@ def expert_term(x_RM: torch.Tensor, ids_RK: torch.Tensor, weights_RK: torch.Tens
 def expert_sum(
     x_RM: torch.Tensor, ids_RK: torch.Tensor, weights_RK: torch.Tensor, first_expert: int, num_experts: int
 ) -> torch.Tensor:
-    """The weighted sums [R, M] of these experts, in tree order; 0 for a row that chose none."""
+    """Return the weighted sums [R, M] of these experts, in tree order; 0 for a row that chose none."""
     chosen_R, out_RM = tree_sum(expert_term(x_RM, ids_RK, weights_RK, first_expert), 0, num_experts)
     return out_RM.masked_fill(~chosen_R[:, None], 0.0)
 
 
 def expected_output(case: Case, world_size: int) -> torch.Tensor:
-    """What all tokens [N, M] get: each rank's experts added up in tree order, then the ranks."""
+    """Return the outputs of all tokens [N, M]: each rank's experts are added in tree order, then the ranks."""
     num_local = case.num_experts // world_size
     term = expert_term(*case.batch(), 0)
 
@@ -71,7 +71,7 @@ def expected_output(case: Case, world_size: int) -> torch.Tensor:
 
 
 def expected_rows(case: Case, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, local ids and weights that this rank must receive: of the ranks in order, of each the tokens in order."""
+    """Return x, local ids and weights that this rank must receive, by sending rank and then by token."""
     x_NM, ids_NK, weights_NK = case.batch()
     num_local = case.num_experts // world_size
     first = rank * num_local
@@ -82,7 +82,7 @@ def expected_rows(case: Case, rank: int, world_size: int) -> tuple[torch.Tensor,
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both hold the same bytes: 0.0 and -0.0 differ."""
+    """Return whether both have the same type, shape and bytes: 0.0 and -0.0 differ."""
     return (
         one.dtype == other.dtype
         and one.shape == other.shape

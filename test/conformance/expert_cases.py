@@ -1,6 +1,6 @@
-"""Runs one expert runner on random and awkward batches, against float64; prints a report.
+"""Compares one expert runner with float64 on random and awkward batches and prints a report.
 
-A program, because an instruction set and Triton's interpreter are chosen once per process.
+It is a program because a process chooses an instruction set and Triton's interpreter once.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ SHAPES = (
     (600, 64, 34, 60, 4),
     (4096, 32, 16, 8, 2),
 )
-# Of these also experts with biases and a clamped activation.
+# Shapes that are also run with biases and a clamped activation.
 CLAMPED_SHAPES = ((1, 160, 96, 8, 8), (37, 128, 96, 8, 3), (68, 32, 130, 5, 1))
 RANKS = (2, 4)
-# More tokens would show nothing more of the order in which a token's experts are added up.
+# The order in which a token's experts are added does not depend on the number of tokens: few are enough.
 RANKED_TOKENS = 50
-# Triton's interpreter takes some milliseconds for each block of a kernel, of which each expert has its own.
+# Triton's interpreter takes some milliseconds for each block of a kernel, and each expert has blocks of its own.
 INTERPRETED = "TRITON_INTERPRET" in os.environ
 INTERPRETED_SIZE, INTERPRETED_EXPERTS = 160, 20
-ROUTINGS = ("random", "one expert takes all", "one expert has none", "some choices belong to nobody")
+ROUTINGS = ("random", "one expert takes all", "one expert has none", "some choices have no expert")
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Batch:
         return replace(self, x=self.x[tokens], weights=self.weights[tokens], ids=self.ids[tokens])
 
     def shard(self, rank: int, ranks: int) -> Batch:
-        """A rank's contiguous share of the experts."""
+        """Return the batch with a rank's contiguous share of the experts."""
         size = len(self.w13) // ranks
         local = self.ids - rank * size
         local = torch.where((local < 0) | (local >= size), -1, local)
         own = slice(rank * size, (rank + 1) * size)
-        beside = self.clamped
-        if beside is not None:
-            beside = replace(beside, w13_bias=beside.w13_bias[own], w2_bias=beside.w2_bias[own])
-        return replace(self, w13=self.w13[own].contiguous(), w2=self.w2[own].contiguous(), ids=local, clamped=beside)
+        clamped = self.clamped
+        if clamped is not None:
+            clamped = replace(clamped, w13_bias=clamped.w13_bias[own], w2_bias=clamped.w2_bias[own])
+        return replace(self, w13=self.w13[own].contiguous(), w2=self.w2[own].contiguous(), ids=local, clamped=clamped)
 
 
 def draw_routing(name: str, tokens: int, experts: int, choices: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def draw_routing(name: str, tokens: int, experts: int, choices: int) -> torch.Te
         ids[:, 0] = experts - 1
     elif name == "one expert has none":
         ids[ids == 0] = -1
-    elif name == "some choices belong to nobody" and tokens:
+    elif name == "some choices have no expert" and tokens:
         ids[torch.rand(ids.shape) < 0.5] = -1
         ids[0] = -1
     return ids.contiguous()
@@ -100,7 +100,7 @@ def draw(shape: tuple[int, ...], routing: str, dtype: torch.dtype, device: str, 
 
 
 def draw_clamped(experts: int, hidden: int, inter: int, device: str) -> ClampedExperts:
-    """With a limit that a good part of the numbers reach."""
+    """Return biases, and a limit that many of the numbers reach."""
     biases = torch.randn(experts, 2 * inter).to(device), torch.randn(experts, hidden).to(device)
     return ClampedExperts(w13_bias=biases[0], w2_bias=biases[1], alpha=1.702, limit=1.5)
 
@@ -116,7 +116,7 @@ def expert_in_float64(batch: Batch, expert: int, rows: torch.Tensor) -> torch.Te
 
 
 def in_float64(batch: Batch) -> torch.Tensor:
-    """The definition."""
+    """Return the output by definition."""
     out = torch.zeros(batch.x.shape, dtype=torch.float64, device=batch.x.device)
     for expert in range(len(batch.w13)):
         token, choice = torch.where(batch.ids == expert)
@@ -137,10 +137,10 @@ Input = tuple[torch.dtype, tuple[int, ...], str, bool]
 
 
 def inputs(name: str, dtypes: Iterable[torch.dtype], *, clamped: bool) -> Iterator[Input]:
-    """Every shape with every routing, or with one by turns.
+    """Return every shape with every routing, or with one routing by turns.
 
-    By turns for the native kernels, which meet every pair in test/unit/kernels, and for the shapes that Triton's
-    interpreter manages.
+    By turns for the native kernels, as test/unit/kernels runs every pair, and for Triton's interpreter, which also gets
+    small shapes only.
     """
     more = itertools.product(dtypes, CLAMPED_SHAPES if clamped else (), ROUTINGS[-1:], [True])
     if INTERPRETED:
@@ -198,7 +198,7 @@ def refuses(call: Callable[[], object]) -> bool:
 
 
 def sharded(case, batch, whole, run, numbers_of_ranks) -> Iterator[tuple[str, bool]]:
-    """Experts on 2 or 4 ranks, their sums added up as a tree: the same bits as on one."""
+    """Compare experts on 2 or 4 ranks, whose sums are added as a tree, with the bits of one rank."""
     for ranks in numbers_of_ranks:
         if len(batch.w13) % ranks:
             continue
@@ -210,7 +210,7 @@ def sharded(case, batch, whole, run, numbers_of_ranks) -> Iterator[tuple[str, bo
 
 def main(name: str, device: str) -> None:
     torch.manual_seed(0)
-    # Memory that nobody has written to holds NaN.
+    # Makes torch fill uninitialised memory with NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     checked, failures = 0, []
     for case, holds in cases(name, device):

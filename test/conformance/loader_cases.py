@@ -1,4 +1,4 @@
-"""Owns the files of experts, and the slots they are loaded into, that the suite of the loader runs over."""
+"""Owns the files of experts and the expert slots that the tests of the loader use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from sgl_batch.layers.int8_weights import to_int8
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Experts in files: `places` [E, 3, 2], and the plain matrices w13 [E, 2I, M] and w2 [E, M, I] that lie there."""
+    """Experts in files: `file_offsets` [E, 3, 2] of gate, up and down as (file, byte), and their matrices.
+
+    w13 is [E, 2I, M] and w2 [E, M, I], unpacked.
+    """
 
     files: list[str]
-    places: torch.Tensor
+    file_offsets: torch.Tensor
     w13: torch.Tensor
     w2: torch.Tensor
 
@@ -27,37 +30,37 @@ class Stored:
     def random(
         cls, folder: Path, *, experts: int, inter: int, hidden: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
     ) -> Stored:
-        """Two files of matrices in random order with odd gaps between them; each file ends with its last matrix."""
+        """Write two files of matrices in random order with odd gaps between them; each file ends with a matrix."""
         generator = torch.Generator().manual_seed(seed)
         w13 = torch.randn(experts, 2 * inter, hidden, generator=generator).to(dtype)
         w2 = torch.randn(experts, hidden, inter, generator=generator).to(dtype)
-        places = torch.empty(experts, 3, 2, dtype=torch.int64)
+        file_offsets = torch.empty(experts, 3, 2, dtype=torch.int64)
         files = [folder / f"experts-{number}.bin" for number in range(2)]
         contents = [bytearray(), bytearray()]
         for index in torch.randperm(3 * experts, generator=generator).tolist():
             expert, part = divmod(index, 3)
             file = int(torch.randint(2, (), generator=generator))
             contents[file] += bytes(int(torch.randint(0, 10_000, (), generator=generator)))
-            places[expert, part] = torch.tensor([file, len(contents[file])])
+            file_offsets[expert, part] = torch.tensor([file, len(contents[file])])
             matrix = w2[expert] if part == 2 else w13[expert].view(2, inter, hidden)[part]
             contents[file] += matrix.contiguous().view(torch.uint8).numpy().tobytes()
         for file, content in zip(files, contents, strict=True):
             file.write_bytes(content)
-        return cls([str(file) for file in files], places, w13, w2)
+        return cls([str(file) for file in files], file_offsets, w13, w2)
 
     @property
     def expert_bytes(self) -> int:
         return (self.w13[0].numel() + self.w2[0].numel()) * self.w13.dtype.itemsize
 
     def last_in_file(self, file: int) -> int:
-        """The expert whose matrix is the last in a file."""
-        offsets = torch.where(self.places[..., 0] == file, self.places[..., 1], -1)
+        """Return the expert whose matrix is the last in a file."""
+        offsets = torch.where(self.file_offsets[..., 0] == file, self.file_offsets[..., 1], -1)
         return int(offsets.flatten().argmax()) // 3
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What a slot holds of an expert: packed gate and up, packed down; of int8 their scales."""
+    """Expert slots: packed gate and up, packed down, and for int8 their scales."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -66,7 +69,7 @@ class Packed:
 
     @classmethod
     def of(cls, stored: Stored, dtype: torch.dtype) -> Packed:
-        """Each expert in the slot of its number, by the operators that pack resident weights."""
+        """Return slots with each expert in the slot of its id, packed by the operators for resident weights."""
         (w13, w13_scales), (w2, w2_scales) = (
             to_int8(plain) if dtype == torch.int8 else (plain.clone(), None) for plain in (stored.w13, stored.w2)
         )
@@ -77,7 +80,7 @@ class Packed:
 
     @classmethod
     def empty(cls, slots: int, stored: Stored, dtype: torch.dtype) -> Packed:
-        """Slots in which every byte is 7."""
+        """Return slots in which every byte is 7."""
         w13, w2 = (
             torch.full((slots, plain[0].numel() * dtype.itemsize), 7, dtype=torch.uint8)
             .view(dtype)
@@ -89,7 +92,7 @@ class Packed:
         return cls(w13, w2, torch.full(w13.shape[:2], 7.0), torch.full(w2.shape[:2], 7.0))
 
     def slot(self, number: int) -> list[torch.Tensor]:
-        """All of one slot, as bytes."""
+        """Return all tensors of one slot, as bytes."""
         tensors = (self.w13, self.w2, self.w13_scales, self.w2_scales)
         return [tensor[number].contiguous().view(torch.uint8) for tensor in tensors if tensor is not None]
 
@@ -99,7 +102,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """A loader of experts into slots, and what the slots must hold."""
+    """A loader of experts into slots, and the expected contents of slots."""
 
     stored: Stored
     slots: Packed
@@ -125,7 +128,7 @@ class Loading:
         return cls(stored, made, Packed.of(stored, dtype), loader)
 
     def ask(self, slots: Sequence[int], experts: Sequence[int], *, urgent: bool = True) -> None:
-        self.loader.submit(torch.tensor(slots), self.stored.places[torch.tensor(experts)].contiguous(), urgent)
+        self.loader.submit(torch.tensor(slots), self.stored.file_offsets[torch.tensor(experts)].contiguous(), urgent)
 
     def wait(self, *slots: int) -> None:
         self.loader.wait(torch.tensor(slots, dtype=torch.int64))

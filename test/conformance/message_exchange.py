@@ -1,4 +1,4 @@
-"""Owns the exchange of one layer's tokens by messages from rank to rank, where the ranks may have one role alone.
+"""Owns the exchange of one layer's tokens by messages from rank to rank; ranks may have attention, experts or both.
 
 Shape suffixes: T tokens, S rows sent, R rows, M hidden.
 """
@@ -19,7 +19,7 @@ LAYER = 5
 
 
 class MessageExchange:
-    """One rank's part. Expert ranks answer each message with its sums; attention ranks add them up by shard."""
+    """One rank's part. Expert ranks answer each message with sums; attention ranks add the sums by expert shard."""
 
     def __init__(self, topology: Topology, rank: int, messages: PointToPoint, case: Case) -> None:
         self._topology, self._rank, self._messages, self._case = topology, rank, messages, case
@@ -28,10 +28,10 @@ class MessageExchange:
         self._sums: dict[int, torch.Tensor] = {}
 
     def run(self) -> torch.Tensor | None:
-        """The outputs [T, M] of this rank's tokens; None where it has no attention."""
+        """Return the outputs [T, M] of this rank's tokens; None if it has no attention."""
         routes = None if self._part.attention_rank is None else self._send_tokens(self._part.attention_rank)
         num_to_answer = 0 if self._part.expert_shard is None else self._topology.num_attention_ranks
-        num_to_answer -= self._part.attention_rank is not None and num_to_answer > 0  # its own need no message
+        num_to_answer -= self._part.attention_rank is not None and num_to_answer > 0  # its own tokens need no message
         num_sums = 0 if routes is None else self._topology.num_expert_shards
         while num_to_answer or len(self._sums) < num_sums:
             source, got = self._messages.receive(SOON_S)

@@ -1,6 +1,6 @@
-"""Owns the implementations that this machine can run, and the processes in which their ranks live.
+"""Owns the dispatchers that this machine can run, and the processes of their ranks.
 
-Processes start once for each kind and number and are fed functions; a function runs on every rank at once.
+Processes start once for each device and number of ranks and then run functions, on all ranks at once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch.multiprocessing as mp
 
 START_TIMEOUT_S = 120
 ANSWER_TIMEOUT_S = 60
-# Shorter, so that a rank that waits in vain for the others answers with an error and its stack.
+# Shorter, so that a rank whose peers do not come answers with an error and its stack.
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """A dispatcher by name on some ranks; `members` are theirs among `num_processes`, all of them by default."""
+    """A dispatcher by name, on the ranks `members` of `num_processes` processes."""
 
     name: str
     num_processes: int
@@ -44,8 +44,8 @@ class Implementation:
         return "cuda" if self.name in ("nccl", "deepep") else "cpu"
 
     def __str__(self) -> str:
-        some = "" if self.world_size == self.num_processes else f"of{self.num_processes}"
-        return f"{self.name}-{self.world_size}{some}"
+        total = "" if self.world_size == self.num_processes else f"of{self.num_processes}"
+        return f"{self.name}-{self.world_size}{total}"
 
 
 def _whole(name: str, world_size: int) -> Implementation:
@@ -53,11 +53,11 @@ def _whole(name: str, world_size: int) -> Implementation:
 
 
 def implementations() -> list[Implementation]:
-    """What this machine can run. GPUs need one each for a rank, and deepep its package besides."""
+    """Return the dispatchers that this machine can run. nccl and deepep need a GPU a rank; deepep needs its package."""
     found = [_whole("local", 1)]
     for name in ("shared", "gloo"):
         found += [_whole(name, size) for size in (1, 2, 4)]
-        # Expert parallelism over some ranks of a larger world: group ranks are not the world's.
+        # Expert parallelism over some ranks of a larger world: ranks in the group differ from ranks in the world.
         found.append(Implementation(name=name, num_processes=4, members=(1, 2, 3)))
     found.append(_whole("staged", 2))
     found += [_whole("nccl", size) for size in (1, 2, 4) if size <= torch.cuda.device_count()]
@@ -67,7 +67,7 @@ def implementations() -> list[Implementation]:
 
 
 def _serve(rank: int, world_size: int, device: str, rendezvous: str, pipe: Connection) -> None:
-    """A rank's process: runs (function, members, arguments) until it gets None."""
+    """Run (function, members, arguments) from the pipe as one rank, until None comes."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     if device == "cuda":
@@ -88,13 +88,13 @@ def _serve(rank: int, world_size: int, device: str, rendezvous: str, pipe: Conne
                 groups[members] = dist.new_group(list(members), timeout=GROUP_TIMEOUT)
             result = function(groups[members], *arguments) if rank in members else None
             pipe.send((True, result))
-        except Exception:  # noqa: BLE001  (the parent raises it, whatever it is)
+        except Exception:  # noqa: BLE001  (the parent raises it)
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
 
 
 class RankProcesses:
-    """As many processes as ranks, in one process group."""
+    """One process for each rank, in one process group."""
 
     def __init__(self, world_size: int, device: str) -> None:
         context = mp.get_context("spawn")
@@ -112,7 +112,7 @@ class RankProcesses:
         self._started = False
 
     def call(self, members: Sequence[int], function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `function(group, *arguments)` returns on each member, in their order; raises if it failed on any."""
+        """Return the result of `function(group, *arguments)` on each member, in order; raises if it failed on any."""
         if not self._started:
             self._answers(START_TIMEOUT_S)
             self._started = True
@@ -134,7 +134,7 @@ class RankProcesses:
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """End the processes, by force those that do not follow."""
+        """End the processes; kill those that do not end within 10 s."""
         for pipe in self._pipes:
             try:
                 pipe.send(None)
@@ -149,28 +149,28 @@ class RankProcesses:
 
 
 class Ranks:
-    """The ranks of one implementation: in processes, or the only rank of `local` in this one."""
+    """The ranks of one implementation: in processes, or for `local` in this process."""
 
     def __init__(self, implementation: Implementation, processes: RankProcesses | None) -> None:
         self.implementation = implementation
         self._processes = processes
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `function(group, name, *arguments)` returns on each rank."""
+        """Return the result of `function(group, name, *arguments)` on each rank."""
         arguments = (self.implementation.name, *arguments)
         if self._processes is None:
             return [function(None, *arguments)]
         return self._processes.call(self.implementation.members, function, *arguments)
 
 
-class ProcessShelf:
-    """Keeps the processes of each kind and number for the implementations that share them."""
+class ProcessCache:
+    """Keeps the processes of each device and number of ranks for the implementations that share them."""
 
     def __init__(self) -> None:
         self._processes: dict[tuple[str, int], RankProcesses] = {}
 
     def ranks(self, implementation: Implementation) -> Ranks:
-        """The implementation's ranks; starts their processes if none are on the shelf."""
+        """Return the ranks of an implementation; starts their processes on first use."""
         if implementation.name == "local":
             return Ranks(implementation, None)
         key = (implementation.device, implementation.num_processes)

@@ -1,4 +1,4 @@
-"""Owns what a rank does for the dispatcher tests, inside its own process; the tests judge what it returns."""
+"""Owns the functions that each rank runs for the dispatcher tests, in its own process; tests check their results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sgl_batch.layers.moe.token_dispatcher import Received, TokenDispatcher, cre
 from sgl_batch.layers.moe.token_dispatcher.row_mailbox import RowMailbox, RowsHeader
 from sgl_batch.layers.moe.token_dispatcher.staged import StagedDispatcher
 
-# One dispatcher for all cases of the same sizes, so that its buffers hold the rows of cases before.
+# One dispatcher for all cases of the same sizes, so that its buffers hold rows of earlier cases.
 _dispatchers: dict[tuple[object, ...], TokenDispatcher] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """What one rank received and what its tokens got, on the CPU."""
+    """The rows that one rank received and the outputs of its tokens, on the CPU."""
 
     x_RM: torch.Tensor
     ids_RK: torch.Tensor
@@ -38,7 +38,7 @@ class Exchanged:
 def make_dispatcher(
     name: str, group: dist.ProcessGroup | None, *, num_experts: int, hidden_size: int
 ) -> TokenDispatcher:
-    """The dispatcher of a name; `staged` is that of ranks that share a GPU, here from host memory to host memory."""
+    """Return the dispatcher of a name. `staged` is for ranks that share a GPU; here it copies between host memory."""
     if name != "staged":
         return create_token_dispatcher(name, group, num_experts=num_experts, hidden_size=hidden_size)
     through = create_token_dispatcher("shared", group, num_experts=num_experts, hidden_size=hidden_size)
@@ -63,7 +63,7 @@ def _partial(dispatcher: TokenDispatcher, received: Received) -> torch.Tensor:
 
 
 def exchange(group: dist.ProcessGroup | None, name: str, case: Case) -> Exchanged:
-    """Dispatch this rank's tokens, multiply, combine."""
+    """Dispatch this rank's tokens, compute their experts and combine."""
     dispatcher = _dispatcher(group, name, case)
     received = dispatcher.dispatch(*_shard(dispatcher, name, case))
     got = [part.cpu().clone() for part in (received.x_RM, received.ids_RK, received.weights_RK)]
@@ -72,12 +72,12 @@ def exchange(group: dist.ProcessGroup | None, name: str, case: Case) -> Exchange
 
 
 def _num_collectives(group: dist.ProcessGroup | None) -> int:
-    """How many collectives the group has run."""
+    """Return the number of collectives that the group has run."""
     return 0 if group is None else group._get_sequence_number_for_group()
 
 
 def count_collectives(group: dist.ProcessGroup | None, name: str, case: Case) -> tuple[int, int]:
-    """How many collectives a dispatch and a combine of this case take."""
+    """Return the number of collectives of a dispatch and of a combine."""
     dispatcher = _dispatcher(group, name, case)
     shard = _shard(dispatcher, name, case)
     begun = _num_collectives(group)
@@ -95,11 +95,11 @@ def _refusal(call: Callable[[], object]) -> str:
     return "nothing was refused"
 
 
-def dispatch_spoilt(group: dist.ProcessGroup | None, name: str, case: Case, fault: str) -> tuple[str, int]:
-    """What dispatch says to arguments with this fault, and how many collectives it took to say it."""
+def dispatch_with_fault(group: dist.ProcessGroup | None, name: str, case: Case, fault: str) -> tuple[str, int]:
+    """Return the error of dispatch for arguments with this fault, and the number of collectives before it."""
     dispatcher = _dispatcher(group, name, case)
     x_TM, ids_TK, weights_TK = _shard(dispatcher, name, case)
-    spoilt = {
+    faulty = {
         "x too narrow": (x_TM[:, 1:], ids_TK, weights_TK),
         "x of integers": (x_TM.to(torch.int32), ids_TK, weights_TK),
         "x one token short": (x_TM[1:], ids_TK, weights_TK),
@@ -113,16 +113,16 @@ def dispatch_spoilt(group: dist.ProcessGroup | None, name: str, case: Case, faul
         "expert below -1": (x_TM, ids_TK - case.num_experts - 2, weights_TK),
     }[fault]
     begun = _num_collectives(group)
-    refusal = _refusal(lambda: dispatcher.dispatch(*spoilt))
+    refusal = _refusal(lambda: dispatcher.dispatch(*faulty))
     return refusal, _num_collectives(group) - begun
 
 
-def combine_spoilt(group: dist.ProcessGroup | None, name: str, case: Case, fault: str) -> tuple[str, int]:
-    """What combine says to arguments with this fault, and how many collectives it took; then ends the exchange."""
+def combine_with_fault(group: dist.ProcessGroup | None, name: str, case: Case, fault: str) -> tuple[str, int]:
+    """Return the error of combine for this fault and the collectives before it; then end the exchange."""
     dispatcher = _dispatcher(group, name, case)
     received = dispatcher.dispatch(*_shard(dispatcher, name, case))
     partial_RM = _partial(dispatcher, received)
-    spoilt = {
+    faulty = {
         "one row more": (torch.cat((partial_RM, partial_RM[:1].new_zeros(1, case.hidden_size))), received),
         "too narrow": (partial_RM[:, 1:], received),
         "in bfloat16": (partial_RM.to(torch.bfloat16), received),
@@ -130,14 +130,14 @@ def combine_spoilt(group: dist.ProcessGroup | None, name: str, case: Case, fault
         "another exchange's": (partial_RM, replace(received)),
     }[fault]
     begun = _num_collectives(group)
-    refusal = _refusal(lambda: dispatcher.combine(*spoilt))
+    refusal = _refusal(lambda: dispatcher.combine(*faulty))
     taken = _num_collectives(group) - begun
     dispatcher.combine(partial_RM, received)
     return refusal, taken
 
 
 def dispatch_twice(group: dist.ProcessGroup | None, name: str, case: Case) -> tuple[str, int]:
-    """What a second dispatch without a combine says, and how many collectives it took; then ends the exchange."""
+    """Return the error of a second dispatch without a combine and its collectives; then end the exchange."""
     dispatcher = _dispatcher(group, name, case)
     shard = _shard(dispatcher, name, case)
     received = dispatcher.dispatch(*shard)
@@ -148,8 +148,8 @@ def dispatch_twice(group: dist.ProcessGroup | None, name: str, case: Case) -> tu
     return refusal, taken
 
 
-def dispatch_at_odds(group: dist.ProcessGroup, name: str, case: Case, first_ranks: Case) -> str:
-    """What a new dispatcher or its dispatch says where the first rank exchanges tokens of another case."""
+def dispatch_mismatched(group: dist.ProcessGroup, name: str, case: Case, first_ranks: Case) -> str:
+    """Return the error of a new dispatcher or its dispatch when the first rank exchanges tokens of another case."""
     own = first_ranks if group.rank() == 0 else case
 
     def begin() -> None:
@@ -160,7 +160,7 @@ def dispatch_at_odds(group: dist.ProcessGroup, name: str, case: Case, first_rank
 
 
 def exchange_in_both_modes(group: dist.ProcessGroup | None, name: str, cases: tuple[Case, ...]) -> list[torch.Tensor]:
-    """The outputs of cases, the first in torch's inference mode and the others outside of it, with one dispatcher."""
+    """Return the outputs of cases by one dispatcher, of the first in torch's inference mode, of the others outside."""
     dispatcher = make_dispatcher(name, group, num_experts=cases[0].num_experts, hidden_size=cases[0].hidden_size)
     outputs = []
     for number, case in enumerate(cases):
@@ -173,13 +173,13 @@ def exchange_in_both_modes(group: dist.ProcessGroup | None, name: str, cases: tu
 def exchange_both_ways(
     group: dist.ProcessGroup, name: str, case: Case, directory: str
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What this rank's tokens get by messages and by collectives. All processes are ranks of `group`."""
-    ranks, rank, meeting = list(range(group.size())), group.rank(), Rendezvous(Path(directory))
+    """Return the outputs of this rank's tokens by messages and by collectives. All processes are ranks of `group`."""
+    ranks, rank, rendezvous = list(range(group.size())), group.rank(), Rendezvous(Path(directory))
     transport = GroupTransport(dist.new_group(ranks), ranks)
-    path = meeting.directory / f"rows-{rank}"
+    path = rendezvous.directory / f"rows-{rank}"
     with ZmqChannel[RowsHeader](rank=rank, messages=RowsHeader, run_id="rows", path=path) as channel:
-        meeting.publish("rows", rank, channel.endpoint)
-        channel.connect(meeting.await_all("rows", ranks, SOON_S))
+        rendezvous.publish("rows", rank, channel.endpoint)
+        channel.connect(rendezvous.await_all("rows", ranks, SOON_S))
         mailbox = RowMailbox(channel, transport, [peer for peer in ranks if peer != rank])
         by_messages = MessageExchange(Topology.uniform(len(ranks)), rank, mailbox, case).run()
         by_collectives = exchange(group, name, case).out_TM

@@ -1,4 +1,4 @@
-"""Wires between virtual ranks, threads of this process: headers and data arrive after delays that a seed decides."""
+"""Wires between virtual ranks, which are threads of this process. A seed decides when headers and data arrive."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Half:
             raise self.error
 
     def abandon(self) -> None:
-        raise AssertionError("nothing here is abandoned")
+        raise AssertionError("no transfer here is abandoned")
 
     def end(self) -> None:
         self.ended.set()
@@ -50,7 +50,7 @@ class Half:
 
 
 class Wires:
-    """What travels between all ranks. A thread lets one thing after the other arrive, of those that may, at random."""
+    """All messages between ranks. A thread delivers headers and data in a random order that the protocol allows."""
 
     def __init__(self, num_ranks: int, seed: int) -> None:
         self.changed = threading.Condition()
@@ -81,7 +81,7 @@ class Wires:
         self._thread.join()
 
     def on_all(self, work: Callable[[int, RowMailbox], T]) -> list[T]:
-        """What each rank's work returns, all at once."""
+        """Run the work of all ranks at once and return their results."""
         with ThreadPoolExecutor(len(self.mailboxes)) as pool:
             futures = [pool.submit(work, rank, mailbox) for rank, mailbox in enumerate(self.mailboxes)]
             return [future.result(3 * SOON_S) for future in futures]
@@ -119,7 +119,7 @@ class Wires:
                 if arrivals:
                     self._random.choice(arrivals)()
                     self.changed.notify_all()
-                    self.changed.wait(0)  # the ranks' turn
+                    self.changed.wait(0)  # lets the ranks run
                 else:
                     self.changed.wait()
 
@@ -131,7 +131,7 @@ class Wire:
         self.rank, self._wires = rank, wires
 
     def send(self, *arguments: Any) -> Any:
-        """A header to a peer, or tensors with a tag."""
+        """Send a header to a peer, or tensors with a tag."""
         if len(arguments) == 4:
             tensors, peer, tag, on_done = arguments
             return self._move("send", (self.rank, peer), tensors, tag, on_done)

@@ -1,4 +1,4 @@
-"""Owns the expert runners that the conformance suite knows: how each is made, what each promises, where each runs."""
+"""Owns the expert runners of the conformance suite: how each is made and what each guarantees."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, create_expert_runner
 from sgl_batch.layers.packed_weights import PackedWeights
 
-# A runner for one layer's weights, and for what it has beside them.
+# Makes a runner for one layer's weights and, if it has them, its biases and clamped activation.
 Prepare = Callable[[torch.Tensor, torch.Tensor, ClampedExperts | None], ExpertRunner]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a runner keeps beside the definition, up to a relative error by number type.
+    """The guarantees of a runner, besides a bound on its relative error for each number type.
 
-    `own_bits`: a token's result has the same bits whatever tokens are beside it. `tree_order`: its experts are added up
-    as a binary tree over their ids, so that those of 2 or 4 ranks add up to the bits of one. `rounds_once`: the output
-    is the float32 one, rounded. `clamped`: it also computes experts with biases and a clamped activation.
+    `own_bits`: the bits of a token's result do not depend on the other tokens. `tree_order`: a token's experts are
+    added as a binary tree over their ids, so that the sums of 2 or 4 ranks give the bits of one. `rounds_once`: the
+    output is the float32 one, rounded. `clamped`: it also computes experts with biases and a clamped activation.
     """
 
     error: dict[torch.dtype, float]
@@ -48,7 +48,7 @@ PROMISES = {
 
 
 def prepare_runner(name: str) -> Prepare:
-    """How runners of a name are made."""
+    """Return the function that makes runners of this name."""
     if name == "native":
         return _native
     if name == "deepgemm" and not torch.cuda.is_available():
@@ -69,7 +69,7 @@ def prepare_runner(name: str) -> Prepare:
 
 
 def _native(w13: torch.Tensor, w2: torch.Tensor, clamped: ClampedExperts | None) -> ExpertRunner:
-    """With copies of the weights, which are packed in place."""
+    """Make a native runner with copies of the weights, which it packs in place."""
     packed, own13, own2 = PackedWeights(native_kernels()), w13.clone(), w2.clone()
     assert packed.add_experts(own13, own2, clamped=clamped is not None), "the native kernels take these weights"
 
@@ -80,7 +80,7 @@ def _native(w13: torch.Tensor, w2: torch.Tensor, clamped: ClampedExperts | None)
 
 
 def _stand_in_for_deepgemm() -> ModuleType:
-    """Where there is no GPU: the grouped GEMM that DeepGEMM documents, so that what we hand it is tested."""
+    """Return the grouped GEMM that DeepGEMM documents, for machines without a GPU, to test the arguments it gets."""
 
     def m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout):
         assert {a.dtype, b.dtype, d.dtype} == {torch.bfloat16}, "operands are bfloat16"

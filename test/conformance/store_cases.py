@@ -1,4 +1,4 @@
-"""Owns the pools, stores and engines that the suites of the host KV store run over."""
+"""Owns the pools, stores and copy engines that the tests of the host KV store use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PlainPool:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A kind of store, and the number of workers of the engine."""
+    """A kind of store, and the number of workers of its copy engine."""
 
     kind: str
     num_workers: int
@@ -83,7 +83,7 @@ class Form:
             engine.close()
 
 
-# "shared": memory that several ranks of a machine share; "memory": that of one rank alone.
+# "memory": memory of one rank; "shared": memory that several ranks of a machine share; "file": a file.
 KINDS = ("memory", "shared", "file")
 FORMS = [Form(kind, workers) for kind in KINDS for workers in (1, 2)]
 
@@ -98,7 +98,7 @@ def store_and_engine(
     num_blocks: int = NUM_PAGES,
     **limits: int,
 ) -> Iterator[tuple[HostKVStore, NativeCopyEngine]]:
-    """Inside, a store for the pool's pages, and an engine between both."""
+    """Yield a store for the pool's pages and a copy engine between both."""
     geometry = StoreGeometry.of_pool(pool, checksums=checksums)
     num_ranks = 2 if form.kind == "shared" else 1
     with (
@@ -109,14 +109,14 @@ def store_and_engine(
 
 
 def prepared(store: HostKVStore, count: int) -> torch.Tensor:
-    """Return blocks in state WRITING, of which there are enough."""
+    """Return `count` blocks in state WRITING; the store must have them free."""
     blocks = store.prepare_store(count)
     assert blocks is not None
     return blocks
 
 
 def stored(store: HostKVStore, engine: NativeCopyEngine, pages: list[int]) -> torch.Tensor:
-    """Return READY blocks with these pages."""
+    """Store these pages and return their READY blocks."""
     blocks = prepared(store, len(pages))
     engine.store_pages(range(store.geometry.num_layers), pages, blocks).wait()
     store.complete_store(blocks)

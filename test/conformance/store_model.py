@@ -15,7 +15,7 @@ from sgl_batch.kv_offload.store_errors import StoreFault
 
 
 class ModelledStore:
-    """A store of one rank and its engine, and what each block must be: its state, references and value."""
+    """A store of one rank and its engine, and the expected state, references and value of each block."""
 
     def __init__(self, store: HostKVStore, engine: CopyEngine, pool: PlainPool, seed: int) -> None:
         self.store, self.engine, self.pool = store, engine, pool
@@ -100,14 +100,14 @@ class ModelledStore:
                 self.ready[block] = references - 1, value
 
     def misuse(self) -> None:
-        """Misuse of one block of a batch is refused for all of it; `check` sees that nothing has changed."""
+        """Misuse one block of a batch, which must be refused as a whole; `check` then sees that nothing has changed."""
         free = set(range(self.store.num_blocks)) - self.writing - self.ready.keys()
         alone = self.alone()
-        lone = alone + sorted(self.writing)
+        single_reference = alone + sorted(self.writing)
         shared = self.ready.keys() - set(alone)
         attempts = [
             (self.store.free, self.some(self.writing), self.some(free)),
-            (self.store.free, lone[:1], lone[:1]),
+            (self.store.free, single_reference[:1], single_reference[:1]),
             (self.store.share, self.some(self.ready), self.some(self.writing)),
             (self.store.complete_store, self.some(self.writing), self.some(self.ready)),
             (self.store.complete_store, sorted(self.writing)[:1], sorted(self.writing)[:1]),

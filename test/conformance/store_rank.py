@@ -1,7 +1,7 @@
 """A rank of a host KV store as a process of its own, for tests that kill it; each command forks a new one.
 
-Commands are lines of JSON on the input: what to do, as which rank, of which store. The child writes a line when it is
-at it, and goes on until it is killed; then its parent takes the next command.
+A command is a line of JSON on standard input: the task, the rank and the store's address. The child writes a line when
+its task is running, and runs until it is killed; then its parent takes the next command.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sgl_batch.kv_offload.host_kv_store import HostKVStore, StoreAddress
 from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngine
 from sgl_batch.kv_offload.store_geometry import StoreGeometry
 
-Tell = Callable[[list[int]], None]
+Report = Callable[[list[int]], None]
 
 
-def hold(store: HostKVStore, pool: PlainPool, report: Tell) -> None:
+def hold(store: HostKVStore, pool: PlainPool, report: Report) -> None:
     """Hold five READY blocks with pages 0 to 4, five WRITING ones, and a second reference to the first."""
     engine = NativeCopyEngine(store, pool)
     blocks = prepared(store, 5)
@@ -34,8 +34,8 @@ def hold(store: HostKVStore, pool: PlainPool, report: Tell) -> None:
     signal.pause()
 
 
-def change(store: HostKVStore, pool: PlainPool, report: Tell) -> None:
-    """Change the table nearly all the time: take and free half of the store again and again."""
+def change(store: HostKVStore, pool: PlainPool, report: Report) -> None:
+    """Change the table without a pause: take and free half of the store again and again."""
     blocks = prepared(store, store.num_blocks // 2)
     store.free(blocks)
     report([])
@@ -47,8 +47,8 @@ def change(store: HostKVStore, pool: PlainPool, report: Tell) -> None:
         store.free(blocks)
 
 
-def write(store: HostKVStore, pool: PlainPool, report: Tell) -> None:
-    """Copy all the time, with two workers and several tickets in the queue."""
+def write(store: HostKVStore, pool: PlainPool, report: Report) -> None:
+    """Copy without a pause, with two workers and several tickets in the queue."""
     engine = NativeCopyEngine(store, pool, num_workers=2, max_tickets=8)
     blocks = prepared(store, 20)
     engine.store_pages(range(pool.layer_num), range(20), blocks).wait()

@@ -1,4 +1,4 @@
-"""Stores pages in a file in the directory argv[1] and restores them; writes `equal`, or the copy's error."""
+"""Stores pages in a file of the directory argv[1] and restores them; prints `equal`, `different` or the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies run in the background, in order if they touch the same pages, in a bounded queue; each wait ends."""
+"""Copies run in the background in a bounded queue, in order if they touch the same pages; every wait ends."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def large(form: Form, tmp_path: Path) -> Iterator[Parts]:
 
 @contextlib.contextmanager
 def backlog(store: HostKVStore, engine: NativeCopyEngine) -> Iterator[list[NativeTicket]]:
-    """Inside, a queue of copies of all pages delays later ones; at the end the waiting ones are cancelled."""
+    """Submit copies of all pages, which delay later copies in the block; at its end cancel those that still wait."""
     block = prepared(store, 1)
-    # They share one block, so that they run one after the other.
+    # All use one block, so they run one after the other.
     tickets = [engine.store_pages(ONE_LAYER, [turn % 6], block) for turn in range(BACKLOG)]
     try:
         yield tickets
@@ -108,7 +108,7 @@ def test_a_cancelled_copy_writes_nothing_and_its_blocks_can_be_freed(large: Part
     with backlog(store, engine):
         load = engine.load_pages(ONE_LAYER, torch.cat((block, block)), [0, 5])
         assert load.cancel()
-        assert not load.cancel(), "nothing is left to cancel"
+        assert not load.cancel(), "a cancelled copy cannot be cancelled again"
     for _ in range(2):
         with pytest.raises(CopyCancelled):
             load.wait()
@@ -120,7 +120,7 @@ def test_a_cancelled_copy_writes_nothing_and_its_blocks_can_be_freed(large: Part
     done.wait()
 
 
-def test_a_block_of_a_copy_under_way_can_neither_be_freed_nor_completed(large: Parts) -> None:
+def test_a_block_of_a_running_copy_can_be_neither_freed_nor_completed(large: Parts) -> None:
     store, engine, _ = large
     block = prepared(store, 1)
     with backlog(store, engine):
@@ -223,7 +223,7 @@ def test_waits_and_copies_release_the_gil(large: Parts) -> None:
         while not tickets[-1].done and turns < 50:
             turns += 1
     waiter.join()
-    assert turns == 50, "the interpreter's lock was held until the copy had ended"
+    assert turns == 50, "the GIL was held until the copy had ended"
 
 
 def test_close_cancels_waiting_copies_and_waits_for_running_ones(large: Parts) -> None:

@@ -1,4 +1,4 @@
-"""Slots hold exactly what packing the plain matrices would give, in whatever order threads ask; kernels find them."""
+"""Expert slots hold the bits of packing the plain matrices, in any order of requests, and kernels compute with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("sgl_batch_kernel.expert_loader")
 from loader_cases import Loading, Packed, Stored
 from sgl_batch_kernel import experts as run_experts
 
-# Inputs and channels: whole panels, odd ones, less than a panel, more than one read (2 MiB), a panel of more than one.
+# Inputs and channels: whole panels, odd ones, less than a panel, more than one read (2 MiB), panels of several reads.
 SIZES = ((64, 32), (100, 50), (34, 2), (1030, 1100), (33_000, 34))
 FORMS = (
     (torch.bfloat16, torch.bfloat16),
@@ -37,18 +37,18 @@ def test_a_slot_holds_the_bits_of_packing_the_plain_matrices(
         loading.wait(0, 2)
         assert loading.holds(2, 0)
         assert loading.holds(0, 1)
-        assert loading.untouched(1), "a slot that was not asked for is nobody's"
+        assert loading.untouched(1), "a slot that was not asked for stays as it was"
         assert loading.untouched(3)
         size, experts, dropped, errors, *_ = loading.loader.totals()
         assert (size, experts, dropped, errors) == (2 * stored.expert_bytes, 2, 0, 0)
         loading.loader.close()
 
 
-def test_rows_of_zeros_and_of_the_smallest_numbers_become_the_int8_of_resident_weights(tmp_path: Path) -> None:
+def test_rows_of_zeros_and_of_tiny_numbers_get_the_int8_values_of_resident_weights(tmp_path: Path) -> None:
     rows = torch.zeros(4, 70)
     rows[1, 3], rows[2, 5], rows[3, 7] = 1e-45, -1e-43, 3e38
     stored = Stored.random(tmp_path, experts=6, inter=48, hidden=70, dtype=torch.float32)
-    file, offset = stored.places[2, 0].tolist()
+    file, offset = stored.file_offsets[2, 0].tolist()
     stored.w13[2, :4] = rows
     with open(stored.files[file], "r+b") as opened:
         opened.seek(offset)
@@ -59,18 +59,18 @@ def test_rows_of_zeros_and_of_the_smallest_numbers_become_the_int8_of_resident_w
     assert loading.holds(0, 2)
 
 
-def test_what_a_caller_does_wrong_is_refused_and_nothing_has_changed(tmp_path: Path) -> None:
+def test_invalid_calls_are_refused_and_change_nothing(tmp_path: Path) -> None:
     loading = Loading.start(Stored.random(tmp_path, experts=6, inter=48, hidden=70), slots=4)
     for slots, experts in (([-1], [0]), ([4], [0]), ([2, 1, 2], [0, 1, 2])):
         with pytest.raises(ValueError, match="slot"):
             loading.ask(slots, experts)
     for wrong in ([2, 0], [-1, 0], [0, -1]):
-        places = loading.stored.places[:2].clone()
-        places[1, 2] = torch.tensor(wrong)
+        file_offsets = loading.stored.file_offsets[:2].clone()
+        file_offsets[1, 2] = torch.tensor(wrong)
         with pytest.raises(ValueError, match=r"byte -?\d+ of file -?\d+ of 2"):
-            loading.loader.submit(torch.tensor([0, 1]), places, True)
+            loading.loader.submit(torch.tensor([0, 1]), file_offsets, True)
     with pytest.raises(ValueError, match="places are"):
-        loading.loader.submit(torch.tensor([0, 1]), loading.stored.places[:1], True)
+        loading.loader.submit(torch.tensor([0, 1]), loading.stored.file_offsets[:1], True)
     for slot in range(4):
         with pytest.raises(ValueError, match=f"slot {slot} is empty"):
             loading.wait(slot)
@@ -78,13 +78,13 @@ def test_what_a_caller_does_wrong_is_refused_and_nothing_has_changed(tmp_path: P
     for call in (loading.wait, loading.drop, loading.hurry):
         with pytest.raises(ValueError, match="slot 4 of 4"):
             call(4)
-    assert loading.drop(0, 1) == [False, False], "what is not asked for is not left out"
+    assert loading.drop(0, 1) == [False, False], "a slot that was not asked for cannot be dropped"
     loading.loader.close()
     with pytest.raises(ValueError, match="closed"):
         loading.ask([0], [0])
 
 
-def test_slots_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+def test_slots_of_the_wrong_type_or_size_are_refused(tmp_path: Path) -> None:
     stored = Stored.random(tmp_path, experts=6, inter=48, hidden=70)
     with pytest.raises(ValueError, match="0 threads"):
         Loading.start(stored, slots=2, threads=0)
@@ -95,8 +95,8 @@ def test_slots_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
         Loading.start(odd, slots=2, dtype=torch.int8)
 
 
-class Drives:
-    """Random calls from one thread on slots that are its own; after each wait the slot's bits are looked at."""
+class LoaderDriver:
+    """Random calls from one thread on slots of its own; after each wait the bits of the slot are checked."""
 
     def __init__(self, loading: Loading, slots: range, seed: str) -> None:
         self.loading, self.slots, self.rng = loading, slots, random.Random(seed)
@@ -140,26 +140,28 @@ class Drives:
         self.loading.hurry(*self.rng.sample(list(self.slots), 3))
 
 
-def test_random_calls_of_several_threads_fill_every_slot_with_what_was_asked_for(tmp_path: Path) -> None:
+def test_random_calls_of_several_threads_fill_every_slot_with_the_expert_asked_for(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     stored = Stored.random(tmp_path, experts=24, inter=90, hidden=130)
     loading = Loading.start(stored, slots=24, dtype=torch.int8, threads=4)
     until = time.monotonic() + 2.0
-    drives = [Drives(loading, range(8 * part, 8 * part + 8), f"{seed} {part}") for part in range(3)]
-    threads = [threading.Thread(target=drive.run, args=(until,)) for drive in drives]
+    drivers = [LoaderDriver(loading, range(8 * part, 8 * part + 8), f"{seed} {part}") for part in range(3)]
+    threads = [threading.Thread(target=driver.run, args=(until,)) for driver in drivers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert [drive.faults for drive in drives] == [[], [], []], f"seed {seed}"
+    assert [driver.faults for driver in drivers] == [[], [], []], f"seed {seed}"
     size, experts, dropped, errors, *_ = loading.loader.totals()
-    assert all(drive.checked > 20 for drive in drives), f"seed {seed}"
-    assert experts == sum(drive.checked for drive in drives), f"seed {seed}: each is loaded once, and {dropped} not"
+    assert all(driver.checked > 20 for driver in drivers), f"seed {seed}"
+    assert experts == sum(driver.checked for driver in drivers), (
+        f"seed {seed}: each is loaded once, and {dropped} were dropped"
+    )
     assert (size, errors) == (experts * stored.expert_bytes, 0), f"seed {seed}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
-def test_experts_in_slots_compute_the_bits_of_experts_in_their_order(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_experts_in_any_slots_compute_the_bits_of_resident_experts(dtype: torch.dtype, tmp_path: Path) -> None:
     number, slots = 9, 13
     stored = Stored.random(tmp_path, experts=number, inter=50, hidden=68, dtype=torch.float32)
     if dtype == torch.bfloat16:

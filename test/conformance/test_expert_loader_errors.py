@@ -1,4 +1,4 @@
-"""Short reads, errors, file systems that cannot do this or that, an early end: told, or overcome to the last bit."""
+"""The loader overcomes short reads and file systems without direct reads, reports other errors, and closes cleanly."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def small(folder: Path) -> Stored:
 def test_a_file_that_is_cut_short_is_named_and_its_other_experts_are_read(tmp_path: Path) -> None:
     stored = small(tmp_path)
     loading = Loading.start(stored, slots=6, threads=3)
-    lost = stored.last_in_file(1)
+    cut_expert = stored.last_in_file(1)
     content = Path(stored.files[1]).read_bytes()
     os.truncate(stored.files[1], len(content) - 1)
     loading.ask(range(6), range(6))
     with pytest.raises(
         RuntimeError, match=rf"experts-1\.bin has only {len(content) - 1} bytes: 1 from .* something has cut it short"
     ):
-        loading.wait(lost)
-    rest = [slot for slot in range(6) if slot != lost]
+        loading.wait(cut_expert)
+    rest = [slot for slot in range(6) if slot != cut_expert]
     loading.wait(*rest)
     assert all(loading.holds(slot, slot) for slot in rest)
     os.truncate(stored.files[1], 0)
@@ -51,15 +51,15 @@ def test_a_file_that_is_cut_short_is_named_and_its_other_experts_are_read(tmp_pa
         with suppress(RuntimeError):
             loading.wait(slot)
     Path(stored.files[1]).write_bytes(content)
-    loading.ask([lost], [lost])
-    loading.wait(lost)
-    assert loading.holds(lost, lost), "a slot that failed can be asked for again"
+    loading.ask([cut_expert], [cut_expert])
+    loading.wait(cut_expert)
+    assert loading.holds(cut_expert, cut_expert), "a slot that failed can be asked for again"
 
 
-def test_the_slots_of_a_model_say_which_file_could_not_be_read(tmp_path: Path) -> None:
+def test_the_error_of_a_models_expert_slots_names_the_file(tmp_path: Path) -> None:
     stored = small(tmp_path)
     locations = ExpertLocations(
-        files=stored.files, file_offsets=stored.places[None], dtype=torch.bfloat16, hidden=70, inter=48
+        files=stored.files, file_offsets=stored.file_offsets[None], dtype=torch.bfloat16, hidden=70, inter=48
     )
     packed = Packed.empty(6, stored, torch.bfloat16)
     slots = ExpertSlots(locations, SlotTensors(w13=packed.w13, w2=packed.w2), num_threads=2)
@@ -78,7 +78,7 @@ def own_threads() -> list[str]:
         try:
             names.append((task / "comm").read_text().strip())
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the thread has ended
     return [name for name in names if name.startswith("sgl-weights")]
 
 
@@ -89,32 +89,32 @@ def open_files(folder: Path) -> list[str]:
 
 def test_closing_while_experts_are_loaded_leaves_no_thread_and_no_file_open(tmp_path: Path) -> None:
     stored = Stored.random(tmp_path, experts=8, inter=400, hidden=500)
-    before = len(own_threads())  # of loaders that a failed test has left
+    before = len(own_threads())  # loaders of a failed test may have left some
     for _ in range(10):
         loading = Loading.start(stored, slots=8, threads=3)
         assert len(own_threads()) == before + 3
         assert len(open_files(tmp_path)) == 2
-        told: list[str] = []
+        outcome: list[str] = []
 
-        def wait_for_all(loading: Loading = loading, told: list[str] = told) -> None:
+        def wait_for_all(loading: Loading = loading, outcome: list[str] = outcome) -> None:
             try:
                 loading.wait(*range(8))
-                told.append("all there")
+                outcome.append("all loaded")
             except ValueError as error:
-                told.append(str(error))
+                outcome.append(str(error))
 
         loading.ask(range(8), range(8))
         waiter = threading.Thread(target=wait_for_all)
         waiter.start()
         loading.loader.close()
         waiter.join(60)
-        assert told == ["all there"] or "the loader is closed" in told[0]
+        assert outcome == ["all loaded"] or "the loader is closed" in outcome[0]
         loading.loader.close()
         del loading, wait_for_all
         assert (len(own_threads()), open_files(tmp_path)) == (before, [])
 
 
-# Opens and reads of the files of experts go as the test says that has this library before libc.
+# Preloaded before libc: a case decides through switches what opens and reads of the files of experts do.
 _SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -168,8 +168,8 @@ PREAD(pread) PREAD(pread64)
 
 
 @pytest.fixture(scope="module")
-def below_shim(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """What a case of loader_below_shim.py found, by its name; one process runs all of them."""
+def shim_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return a function that gives the result of a case of loader_with_shim.py; one process runs all cases."""
     folder = tmp_path_factory.mktemp("shim")
     source, library = folder / "shim.c", folder / "shim.so"
     source.write_text(_SHIM, encoding="utf-8")
@@ -177,44 +177,46 @@ def below_shim(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]
     if compiler is None:
         pytest.skip("no C compiler")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
-    command = [sys.executable, str(Path(__file__).with_name("loader_below_shim.py")), str(library), str(folder)]
-    surroundings = {**os.environ, "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}"}
-    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, str(Path(__file__).with_name("loader_with_shim.py")), str(library), str(folder)]
+    environment = {**os.environ, "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     return lambda name: found[name]
 
 
-def test_urgent_experts_come_first_hurried_ones_next_and_dropped_ones_never(below_shim: Callable[[str], Any]) -> None:
-    case = below_shim("order")
-    assert case["begun"] == [0], "one thread, which has begun the first that was asked for"
+def test_urgent_experts_are_read_first_hurried_ones_next_and_dropped_ones_never(
+    shim_case: Callable[[str], Any],
+) -> None:
+    case = shim_case("order")
+    assert case["begun"] == [0], "the only thread reads the expert asked for first"
     assert case["refused"] == "slot 1 waits for an expert already"
-    assert case["dropped"] == [False, True, False], "what is being read and what is not asked for stays"
-    assert case["read"] == [0, 6, 4, 1, 5], "3 was refused with the whole call, and 2 dropped"
+    assert case["dropped"] == [False, True, False], "an expert that is being read, or was not asked for, is not dropped"
+    assert case["read"] == [0, 6, 4, 1, 5], "the call with 3 was refused as a whole, and 2 was dropped"
     assert case["holds"]
 
 
-def test_reads_that_do_less_than_asked_are_continued(below_shim: Callable[[str], Any]) -> None:
-    assert below_shim("5000 bytes at once") == {"holds": True, "direct": below_shim("direct here")}
-    assert below_shim("1000 bytes at once") == {"holds": True, "direct": False}, "a direct read begins at a block"
-    assert below_shim("interrupted") == {"holds": True, "direct": below_shim("direct here")}
+def test_short_and_interrupted_reads_are_continued(shim_case: Callable[[str], Any]) -> None:
+    assert shim_case("5000 bytes at once") == {"holds": True, "direct": shim_case("direct here")}
+    assert shim_case("1000 bytes at once") == {"holds": True, "direct": False}, "a direct read must begin at a block"
+    assert shim_case("interrupted") == {"holds": True, "direct": shim_case("direct here")}
 
 
-def test_a_file_system_that_cannot_read_past_its_cache_is_read_through_it(below_shim: Callable[[str], Any]) -> None:
-    assert below_shim("no direct open") == {"holds": True, "direct": False}
-    assert below_shim("no direct read") == {"holds": True, "direct": False}
+def test_a_file_system_without_direct_reads_is_read_through_its_cache(shim_case: Callable[[str], Any]) -> None:
+    assert shim_case("no direct open") == {"holds": True, "direct": False}
+    assert shim_case("no direct read") == {"holds": True, "direct": False}
 
 
-def test_an_error_of_the_device_names_file_and_bytes_and_other_reads_go_on(below_shim: Callable[[str], Any]) -> None:
-    case = below_shim("error")
-    assert "reading " in case["told"]
-    assert f"experts-0.bin: {os.strerror(errno.EIO)}" in case["told"]
+def test_an_error_of_the_device_names_file_and_bytes_and_other_reads_go_on(shim_case: Callable[[str], Any]) -> None:
+    case = shim_case("error")
+    assert "reading " in case["messages"]
+    assert f"experts-0.bin: {os.strerror(errno.EIO)}" in case["messages"]
     assert case["errors"] >= 1
     assert case["holds_later"]
 
 
-def test_closing_waits_for_what_is_being_read_and_leaves_out_the_rest(below_shim: Callable[[str], Any]) -> None:
-    case = below_shim("close")
+def test_close_waits_for_the_expert_that_is_being_read_and_drops_the_others(shim_case: Callable[[str], Any]) -> None:
+    case = shim_case("close")
     assert case["ended_before_the_read"] is False
-    assert case["told"] == "slot 1: the loader is closed"
-    assert case["reads"] == 3, "the three matrices of the expert that was begun"
+    assert case["message"] == "slot 1: the loader is closed"
+    assert case["reads"] == 3, "only the three matrices of the expert that was being read"

@@ -1,6 +1,6 @@
-"""Every expert runner that this machine can run keeps the same promises, with the same suite.
+"""Every expert runner that this machine can run keeps its guarantees in the same suite.
 
-On a CPU: the native kernels under each instruction set, torch, our Triton kernels by Triton's interpreter, and the
+On a CPU: the native kernels under each instruction set, torch, our Triton kernels under Triton's interpreter, and the
 runner for DeepGEMM over a stand-in for its GEMM. On a GPU: Triton, torch, SGLang's, and DeepGEMM where it is installed.
 """
 
@@ -21,12 +21,12 @@ import torch
 from sgl_batch.kernel_loader import native_kernels
 
 CASES = Path(__file__).with_name("expert_cases.py")
-# The interpreter multiplies with numpy's BLAS, whose kernels for some processors give a row other bits in other places.
+# The interpreter multiplies with numpy's BLAS. Its kernels for some processors give a row other bits at other indices.
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def runners() -> Iterator[Any]:
-    """Runner, device and environment of each run."""
+    """Yield runner, device and environment of each run."""
     kernels = native_kernels()
     for isa in kernels.runnable_isas() if kernels else ():
         yield pytest.param("native", "cpu", {"SGL_BATCH_ISA": isa}, id=f"native-{isa}")
@@ -40,7 +40,7 @@ def runners() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "device", "environment"), list(runners()))
-def test_an_expert_runner_keeps_its_promises(name, device, environment):
+def test_an_expert_runner_keeps_its_guarantees(name, device, environment):
     done = subprocess.run(
         [sys.executable, str(CASES), name, device],
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **environment},

@@ -154,7 +154,7 @@ def test_a_checksum_finds_a_layer_left_from_an_earlier_use_of_the_block(form: Fo
             engine.load_pages(range(3), blocks, [1]).wait()
 
 
-# On the store's file, each call moves at most 1,000 bytes, and every third is interrupted.
+# Preloaded before libc: each call on the store's file moves at most 1,000 bytes, and every third is interrupted.
 _SHORT_CALLS = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -189,8 +189,8 @@ SHORT(preadv) SHORT(pwritev) SHORT(preadv64) SHORT(pwritev64)
 @pytest.fixture(scope="module")
 def short_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library preloaded before libc, whose reads and writes are short."""
-    place = tmp_path_factory.mktemp("short_calls")
-    source, library = place / "short_calls.c", place / "short_calls.so"
+    folder = tmp_path_factory.mktemp("short_calls")
+    source, library = folder / "short_calls.c", folder / "short_calls.so"
     source.write_text("#include <stdio.h>\n" + _SHORT_CALLS, encoding="utf-8")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -199,19 +199,19 @@ def short_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def _run_below(library: Path, tmp_path: Path, **environment: str) -> str:
+def _run_with(library: Path, tmp_path: Path, **environment: str) -> str:
     command = [sys.executable, str(Path(__file__).parent / "store_round_trip.py"), str(tmp_path)]
-    surroundings = {**os.environ, "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}", **environment}
-    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False, timeout=300)
+    full_environment = {**os.environ, "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}", **environment}
+    done = subprocess.run(command, env=full_environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_short_reads_and_writes_are_continued(short_calls: Path, tmp_path: Path) -> None:
-    assert _run_below(short_calls, tmp_path) == "equal\n"
+    assert _run_with(short_calls, tmp_path) == "equal\n"
 
 
 def test_a_device_error_is_raised_by_wait_with_its_errno(short_calls: Path, tmp_path: Path) -> None:
-    message = _run_below(short_calls, tmp_path, FAIL_AFTER="20")
+    message = _run_with(short_calls, tmp_path, FAIL_AFTER="20")
     assert message.startswith(f"errno {errno.EIO}: layers 0 to 1 of device page 0 to slot 0: writing ")
     assert "Input/output error" in message

@@ -1,4 +1,4 @@
-"""Ranks of a machine share a store: blocks go from rank to rank, and a killed rank never blocks the others."""
+"""Ranks of a machine share a store: blocks go from rank to rank, and a killed rank never stops the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GEOMETRY = StoreGeometry(num_layers=3, part_bytes=(1 << 16, 1 << 16), checksums=
 
 
 class RankProcess:
-    """A second rank as a process: `start` it on a task, `kill` it there."""
+    """A second rank as a process: `start` gives it a task, `kill` kills it while it runs."""
 
     def __init__(self) -> None:
         script = Path(__file__).parent / "store_rank.py"

@@ -1,4 +1,4 @@
-"""Rows sent from rank to rank come whole and in order, stop no rank, and give the bits of the collective exchange."""
+"""Rows sent from rank to rank arrive whole and in order, block no rank, and give the collective exchange's bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from dispatch_cases import Case
 from dispatch_reference import expected_output, same_bits
 from message_exchange import SOON_S, MessageExchange
-from rank_processes import ProcessShelf, implementations
+from rank_processes import ProcessCache, implementations
 from rank_work import exchange_both_ways
 from row_wires import Wires
 
@@ -21,8 +21,8 @@ from sgl_batch.layers.moe.token_dispatcher.row_mailbox import MOST_IN_FLIGHT, Ro
 
 HIDDEN, TOP_K = 4, 3
 CASE = Case(name="by messages", dtype=torch.bfloat16, routing="padded", top_k=8)
-# Two ranks with the sequences, two with the experts.
-APART = Topology(
+# Two ranks have attention, two have experts.
+SEPARATE_ROLES = Topology(
     (*(RankPart(attention_rank=rank) for rank in range(2)), *(RankPart(expert_shard=shard) for shard in range(2)))
 )
 
@@ -41,7 +41,7 @@ def assert_same(got: Rows, sent: Rows) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_of_each_pair_come_in_their_order_whatever_the_delays(seed: int) -> None:
+def test_rows_of_each_pair_of_ranks_arrive_in_order_whatever_the_delays(seed: int) -> None:
     num_ranks, count = 3, 30
 
     def work(rank: int, mailbox: RowMailbox) -> None:
@@ -65,12 +65,12 @@ def test_rows_of_each_pair_come_in_their_order_whatever_the_delays(seed: int) ->
         assert wires.most_in_flight <= MOST_IN_FLIGHT
 
 
-def test_ranks_that_all_send_more_than_may_be_in_flight_before_they_receive_do_not_stand_still() -> None:
+def test_ranks_that_send_more_than_may_be_in_flight_before_they_receive_do_not_deadlock() -> None:
     count = 5 * MOST_IN_FLIGHT
 
     def work(rank: int, mailbox: RowMailbox) -> None:
         handles = [mailbox.send(1 - rank, rows(number)) for number in range(count)]
-        handles[-1].wait(SOON_S)  # which takes in what the other one sends
+        handles[-1].wait(SOON_S)  # meanwhile it receives what the other rank sends
         assert all(handle.done for handle in handles[:-MOST_IN_FLIGHT])
         for number in range(count):
             assert_same(mailbox.receive(SOON_S)[1], rows(number))
@@ -80,14 +80,14 @@ def test_ranks_that_all_send_more_than_may_be_in_flight_before_they_receive_do_n
         assert wires.most_in_flight == MOST_IN_FLIGHT
 
 
-def test_rows_are_received_with_their_data_alone_and_not_before_those_that_were_sent_earlier() -> None:
+def test_rows_are_received_only_with_their_data_and_after_all_rows_sent_before() -> None:
     with Wires(2, seed=0) as wires:
         wires.held.add(((0, 1), 0))
         first, second = wires.mailboxes
         late, soon = first.send(1, rows(7)), first.send(1, rows(8, dtype=torch.float32))
         with pytest.raises(PeerTimeout, match="for rows"):
             second.receive(0.05)
-        soon.wait(SOON_S)  # the second one's data has arrived
+        soon.wait(SOON_S)  # the data of the second message has arrived
         assert not late.done
         with pytest.raises(PeerTimeout, match="for a send to end"):
             late.wait(0.02)
@@ -108,7 +108,9 @@ def test_a_broken_wire_is_an_error_on_both_ranks() -> None:
                 call()
 
 
-@pytest.mark.parametrize("topology", [Topology.uniform(2), Topology.uniform(4), APART], ids=["2", "4", "2 and 2"])
+@pytest.mark.parametrize(
+    "topology", [Topology.uniform(2), Topology.uniform(4), SEPARATE_ROLES], ids=["2", "4", "2 and 2"]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_experts_through_messages_give_the_bits_of_the_collective_exchange(topology: Topology, seed: int) -> None:
     with Wires(topology.num_ranks, seed) as wires:
@@ -118,10 +120,10 @@ def test_experts_through_messages_give_the_bits_of_the_collective_exchange(topol
 
 
 def test_two_processes_get_the_same_bits_by_messages_and_by_collectives(
-    process_shelf: ProcessShelf, tmp_path: Path
+    process_cache: ProcessCache, tmp_path: Path
 ) -> None:
     gloo = next(each for each in implementations() if str(each) == "gloo-2")
-    results = process_shelf.ranks(gloo).call(exchange_both_ways, CASE, str(tmp_path))
+    results = process_cache.ranks(gloo).call(exchange_both_ways, CASE, str(tmp_path))
     for by_messages, by_collectives in results:
         assert same_bits(by_messages, by_collectives)
     assert same_bits(torch.cat([by_messages for by_messages, _ in results]), expected_output(CASE, 2))

@@ -1,4 +1,4 @@
-"""Every token dispatcher that this machine can run brings the same rows, and the same bits back, on any ranks."""
+"""Every token dispatcher that this machine can run delivers the same rows and returns the same bits on any ranks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import pytest
 import torch
 from dispatch_cases import CASES, Case
 from dispatch_reference import expected_output, expected_rows, expert_term, in_order_sum, same_bits
-from rank_processes import Implementation, ProcessShelf, Ranks, implementations
+from rank_processes import Implementation, ProcessCache, Ranks, implementations
 from rank_work import (
     Exchanged,
-    combine_spoilt,
+    combine_with_fault,
     count_collectives,
-    dispatch_at_odds,
-    dispatch_spoilt,
+    dispatch_mismatched,
     dispatch_twice,
+    dispatch_with_fault,
     exchange,
     exchange_in_both_modes,
 )
 
 IMPLEMENTATIONS = implementations()
 IN_PROCESSES = [each for each in IMPLEMENTATIONS if each.name in ("gloo", "nccl")]
-# bfloat16 and rows of whole 16-byte units, which every implementation can carry.
+# bfloat16 and rows of whole 16-byte units, which every implementation supports.
 PLAIN = Case(name="plain", dtype=torch.bfloat16)
 
 
-def carries(implementation: Implementation, case: Case) -> bool:
-    """Whether the implementation has to exchange such rows."""
+def supports(implementation: Implementation, case: Case) -> bool:
+    """Return whether the implementation must exchange such rows."""
     if implementation.name == "deepep" and (case.dtype != torch.bfloat16 or case.hidden_size % 8):
         return False
     return case.num_experts % implementation.world_size == 0
@@ -38,32 +38,32 @@ EXCHANGES = [
     pytest.param(implementation, case, id=f"{implementation}-{case.name}")
     for implementation in IMPLEMENTATIONS
     for case in CASES
-    if carries(implementation, case)
+    if supports(implementation, case)
 ]
 
 
 @cache
 def same_on_powers_of_two(case: Case, world_size: int) -> torch.Tensor:
-    """What all tokens get. All powers of two are held to what ONE rank gives."""
+    """Return the outputs of all tokens. On a power of two of ranks they must have the bits of one rank."""
     return expected_output(case, 1 if world_size.bit_count() == 1 else world_size)
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, process_shelf: ProcessShelf) -> Ranks:
-    return process_shelf.ranks(request.param)
+def ranks(request: pytest.FixtureRequest, process_cache: ProcessCache) -> Ranks:
+    return process_cache.ranks(request.param)
 
 
-def exchanged(shelf: ProcessShelf, implementation: Implementation, case: Case) -> list[Exchanged]:
-    return shelf.ranks(implementation).call(exchange, case)
+def exchanged(processes: ProcessCache, implementation: Implementation, case: Case) -> list[Exchanged]:
+    return processes.ranks(implementation).call(exchange, case)
 
 
 @pytest.mark.parametrize(("implementation", "case"), EXCHANGES)
-def test_tokens_get_the_same_bits_as_from_one_rank_and_each_rank_its_rows_in_order(
-    implementation: Implementation, case: Case, process_shelf: ProcessShelf
+def test_outputs_have_the_bits_of_one_rank_and_each_rank_gets_its_rows_in_order(
+    implementation: Implementation, case: Case, process_cache: ProcessCache
 ) -> None:
-    results = exchanged(process_shelf, implementation, case)
+    results = exchanged(process_cache, implementation, case)
     world_size = implementation.world_size
-    if implementation.name != "local":  # which hands on all tokens
+    if implementation.name != "local":  # which passes on all tokens
         for rank, result in enumerate(results):
             x_RM, ids_RK, weights_RK = expected_rows(case, rank, world_size)
             assert same_bits(result.x_RM, x_RM), f"rank {rank} got other rows, or in another order"
@@ -78,17 +78,17 @@ def test_tokens_get_the_same_bits_as_from_one_rank_and_each_rank_its_rows_in_ord
         torch.testing.assert_close(out_NM, expected_NM, rtol=0.05, atol=0.05)
 
 
-def test_local_hands_all_tokens_to_the_only_rank(process_shelf: ProcessShelf) -> None:
+def test_local_passes_all_tokens_to_the_only_rank(process_cache: ProcessCache) -> None:
     local = IMPLEMENTATIONS[0]
-    (result,) = exchanged(process_shelf, local, PLAIN)
+    (result,) = exchanged(process_cache, local, PLAIN)
     for got, given in zip((result.x_RM, result.ids_RK, result.weights_RK), PLAIN.batch(), strict=True):
         assert same_bits(got, given)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_a_repeated_exchange_gives_the_same_bits(implementation: Implementation, process_shelf: ProcessShelf) -> None:
+def test_a_repeated_exchange_gives_the_same_bits(implementation: Implementation, process_cache: ProcessCache) -> None:
     large = replace(PLAIN, name="large", num_tokens=2000, top_k=8)
-    rounds = [exchanged(process_shelf, implementation, case) for case in (PLAIN, large, PLAIN, PLAIN)]
+    rounds = [exchanged(process_cache, implementation, case) for case in (PLAIN, large, PLAIN, PLAIN)]
     for first, *others in zip(rounds[0], rounds[2], rounds[3], strict=True):
         for other in others:
             assert same_bits(first.x_RM, other.x_RM)
@@ -127,10 +127,10 @@ def test_a_dispatch_takes_two_collectives_and_a_combine_one_or_none_in_shared_me
 @pytest.mark.parametrize("ranks", IMPLEMENTATIONS, ids=str, indirect=True)
 def test_wrong_tokens_are_refused_before_any_collective(ranks: Ranks, fault: str, message: str) -> None:
     counts = PLAIN.tokens_per_rank(ranks.implementation.world_size)
-    for (refusal, taken), count in zip(ranks.call(dispatch_spoilt, PLAIN, fault), counts, strict=True):
+    for (refusal, taken), count in zip(ranks.call(dispatch_with_fault, PLAIN, fault), counts, strict=True):
         assert message.format(T=count, short=count - 1) in refusal
         assert taken == 0
-    ranks.call(exchange, PLAIN)  # and the ranks are still in step
+    ranks.call(exchange, PLAIN)  # the ranks are still in step
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_wrong_tokens_are_refused_before_any_collective(ranks: Ranks, fault: str
 )
 @pytest.mark.parametrize("ranks", IMPLEMENTATIONS, ids=str, indirect=True)
 def test_wrong_partials_are_refused_before_any_collective(ranks: Ranks, fault: str, message: str) -> None:
-    for refusal, taken in ranks.call(combine_spoilt, PLAIN, fault):
+    for refusal, taken in ranks.call(combine_with_fault, PLAIN, fault):
         assert message in refusal
         assert taken == 0
 
@@ -168,8 +168,8 @@ def test_a_second_dispatch_before_the_combine_is_refused(ranks: Ranks) -> None:
     ids=["type of x", "choices of a token", "hidden size", "experts"],
 )
 @pytest.mark.parametrize("ranks", [each for each in IN_PROCESSES if each.world_size > 1], ids=str, indirect=True)
-def test_ranks_at_odds_about_the_rows_all_refuse_and_stay_in_step(ranks: Ranks, other: Case) -> None:
-    assert all("all ranks must give the same" in refusal for refusal in ranks.call(dispatch_at_odds, PLAIN, other))
+def test_ranks_with_mismatched_rows_all_refuse_and_stay_in_step(ranks: Ranks, other: Case) -> None:
+    assert all("all ranks must give the same" in refusal for refusal in ranks.call(dispatch_mismatched, PLAIN, other))
     ranks.call(exchange, PLAIN)
 
 
@@ -183,12 +183,12 @@ def test_a_dispatcher_serves_inside_and_outside_of_inference_mode(ranks: Ranks) 
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.num_experts % 4 == 0], ids=lambda case: case.name)
-def test_the_tree_over_a_power_of_two_of_ranks_is_the_upper_part_of_the_tree_over_experts(case: Case) -> None:
+def test_on_a_power_of_two_of_ranks_the_sum_has_the_bits_of_one_rank(case: Case) -> None:
     for world_size in (2, 4):
         assert same_bits(expected_output(case, world_size), expected_output(case, 1))
 
 
-def test_another_order_of_adding_gives_other_bits() -> None:
+def test_another_order_of_addition_gives_other_bits() -> None:
     case = Case(name="large", num_tokens=500, top_k=8)
     in_order_NM = in_order_sum(expert_term(*case.batch(), 0), 0, case.num_experts)
     torch.testing.assert_close(in_order_NM, expected_output(case, 1))

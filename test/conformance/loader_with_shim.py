@@ -1,4 +1,4 @@
-"""Loads experts with the library argv[1] before libc, into argv[2]; prints what each case found as one JSON object."""
+"""Loads experts of the folder argv[2] with the library argv[1] preloaded; prints the results of all cases as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def case(name: str) -> Callable[[Callable[[Any, Stored], Any]], Any]:
 
 
 class Shim:
-    """The switches of the library before libc."""
+    """The switches of the preloaded library."""
 
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
@@ -36,7 +36,7 @@ class Shim:
         return ctypes.c_int.in_dll(self._library, f"shim_{name}")
 
     def set(self, **switches: int) -> None:
-        """These on, all others off."""
+        """Set these switches, and all others to 0."""
         for name in SWITCHES:
             self._switch(name).value = switches.get(name, 0)
 
@@ -44,7 +44,7 @@ class Shim:
         self._switch("closed").value = 0
 
     def await_reader(self) -> None:
-        """Return when a read stands at the closed gate."""
+        """Wait until a read waits at the closed gate."""
         while not self._switch("waiting").value:
             time.sleep(0.001)
 
@@ -53,7 +53,7 @@ class Shim:
         return list(order)[: self._switch("calls").value]
 
 
-def everything(shim: Shim, stored: Stored, **switches: int) -> dict[str, bool]:
+def load_all(shim: Shim, stored: Stored, **switches: int) -> dict[str, bool]:
     shim.set(**switches)
     loading = Loading.start(stored, slots=6, threads=3)
     loading.ask(range(6), range(6))
@@ -70,7 +70,7 @@ for name, switches in {
     "no direct open": {"no_direct_open": 1},
     "no direct read": {"no_direct_read": 1},
 }.items():
-    case(name)(lambda shim, stored, switches=switches: everything(shim, stored, **switches))
+    case(name)(lambda shim, stored, switches=switches: load_all(shim, stored, **switches))
 
 
 @case("direct here")
@@ -84,8 +84,8 @@ def direct_here(shim: Shim, stored: Stored) -> bool:
 
 
 def experts_of(stored: Stored, offsets: list[int]) -> list[int]:
-    """Whose matrices the reads of buffered files began with, in their order."""
-    owner = {int(place[1]): expert for expert in range(len(stored.places)) for place in stored.places[expert]}
+    """Return the experts of these read offsets of buffered files, in the order of the first read of each."""
+    owner = {int(one[1]): expert for expert in range(len(stored.file_offsets)) for one in stored.file_offsets[expert]}
     return list(dict.fromkeys(owner[offset] for offset in offsets))
 
 
@@ -119,19 +119,19 @@ def error(shim: Shim, stored: Stored) -> dict[str, Any]:
     shim.set(fail_from=7)
     loading = Loading.start(stored, slots=8, threads=1)
     loading.ask(range(8), range(8))
-    told = ""
+    messages = ""
     for slot in range(8):
         try:
             loading.wait(slot)
         except RuntimeError as fault:
-            told += str(fault).splitlines()[0] + "\n"
+            messages += str(fault).splitlines()[0] + "\n"
     errors = loading.loader.totals()[3]
     shim.set()
     loading.ask(range(8), range(8))
     loading.wait(*range(8))
     holds_later = all(loading.holds(slot, slot) for slot in range(8))
     loading.loader.close()
-    return {"told": told, "errors": errors, "holds_later": holds_later}
+    return {"messages": messages, "errors": errors, "holds_later": holds_later}
 
 
 @case("close")
@@ -147,15 +147,15 @@ def close(shim: Shim, stored: Stored) -> dict[str, Any]:
         ended.set()
 
     threading.Thread(target=end).start()
-    told = ""
+    message = ""
     try:
         loading.wait(1)
     except ValueError as fault:
-        told = str(fault).splitlines()[0]
+        message = str(fault).splitlines()[0]
     early = ended.is_set()
     shim.open_gate()
     ended.wait(60)
-    return {"ended_before_the_read": early, "told": told, "reads": len(shim.read_offsets())}
+    return {"ended_before_the_read": early, "message": message, "reads": len(shim.read_offsets())}
 
 
 def main() -> None:
