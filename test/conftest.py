@@ -1,4 +1,4 @@
-"""Owns what every suite shares: where the repository is, and that no test reaches for the network."""
+"""Owns what all tests share: the repository's paths, their order, their time limit, and no use of the network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from _pytest.faulthandler import (
     get_timeout_config_value,
 )
 
-# Before any test module imports transformers or starts an engine: a model is a directory, never a download.
+# Set before a test module imports transformers or starts an engine: a model is a directory, never a download.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
@@ -35,12 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
-    """Set pytest's time limit again, which it lifts when a test fails: what follows the failure may hang as well."""
+    """Set pytest's time limit again, which it lifts when a test fails: later code may hang as well."""
     _limit_time(node.config)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The end of a process has the time limit of a test."""
+    """Give the end of the process the time limit of a test."""
     _limit_time(session.config)
 
 
@@ -52,23 +52,23 @@ def _limit_time(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
-    """The repository's root directory."""
+    """Return the repository's root directory."""
     return Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
 def data_dir(repo_root: Path) -> Path:
-    """The directory of small data files that ship with the tests."""
+    """Return the directory of small data files that ship with the tests."""
     return repo_root / "test" / "data"
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "sgl-batch-test", str(place)]
+    """Mount a file system of 8 MiB and yield its path."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "sgl-batch-test", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("no small file system can be mounted here; the same errors are tested without one, too")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+        pytest.skip("no small file system can be mounted here; other tests cover the same errors without one")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)

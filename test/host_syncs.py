@@ -1,8 +1,8 @@
-"""Owns counting, on a CPU, what would make the host wait for a GPU. Which of it is allowed is the test's affair.
+"""Owns counting, on a CPU, the operations that would make the host wait for a GPU. Tests decide which are allowed.
 
-Inside `HostSyncs` each tensor counts as one of the device or one of the host. Of the host are tensors that are made
-without a `device`, and what is computed of those alone; a copy that `.to(device)` or `.cpu()` would make on a GPU is
-made here as well, so that the two never share memory. All others are of the device, also those of before.
+Inside `HostSyncs` each tensor counts as a device tensor or a host tensor. Host tensors are those that are made without
+a `device`, and results computed only from these. All others are device tensors, also those made before. A copy that
+`.to(device)` or `.cpu()` would make on a GPU is made here as well, so that host and device tensors never share memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FACTORIES = _FROM_HOST | {
     getattr(torch, name)
     for name in "arange zeros ones empty full eye linspace rand randn randint randperm from_numpy frombuffer".split()
 }
-# Their results have as many rows as the values say, or are numbers on the host.
+# The number of rows of their results depends on values, or the results are numbers on the host.
 _SIZED_BY_VALUES = {
     "aten::nonzero",
     "aten::masked_select",
@@ -40,21 +40,21 @@ _SIZED_BY_VALUES = {
 }
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _READS = {"tolist", "numpy", "__array__"}
-# A kernel of Triton's reads what it likes; its interpreter does so by way of torch.
+# A Triton kernel may read values; Triton's interpreter reads them through torch, which does not count.
 _INTERPRETER = "triton/runtime/interpreter.py"
 _OURS = ("sgl_batch", "sglang", "loaded_models")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Sync:
-    """`kind`: the call that waits; `where`: file and function of the innermost code of an engine that makes it."""
+    """A call that waits. `kind`: its name; `where`: file and function of the engine's innermost code that makes it."""
 
     where: str
     kind: str
 
 
 class HostSyncs:
-    """Counts while it is entered; `take` gives what has been counted since the last time."""
+    """Counts syncs while it is entered; `take` returns the counts and resets them."""
 
     def __init__(self) -> None:
         self._host: dict[int, torch.UntypedStorage] = {}
@@ -71,11 +71,11 @@ class HostSyncs:
             mode.__exit__(*error)
 
     def take(self) -> Counter[Sync]:
-        """What has been counted since the last call."""
+        """Return the counts since the last call."""
         found, self._found = self._found, Counter()
         return found
 
-    def note(self, kind: str) -> None:
+    def count(self, kind: str) -> None:
         self._found[Sync(_where(), kind)] += 1
 
     def is_host(self, tensor: torch.Tensor) -> bool:
@@ -114,8 +114,8 @@ def _where() -> str:
     return "test"
 
 
-def _says_cpu() -> bool:
-    """Whether the call names the CPU in its text: the device is called `cpu` here as well."""
+def _names_cpu() -> bool:
+    """Return whether the source line of the call names "cpu": the device is called `cpu` here as well."""
     for frame in _frames():
         if frame.f_code.co_filename != __file__ and "/torch/" not in frame.f_code.co_filename:
             return '"cpu"' in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
@@ -123,7 +123,7 @@ def _says_cpu() -> bool:
 
 
 class _Calls(TorchFunctionMode):
-    """What Python calls: on a CPU some of it never reaches an operator."""
+    """Counts calls from Python: on a CPU some of them never reach an operator."""
 
     def __init__(self, syncs: HostSyncs) -> None:
         super().__init__()
@@ -139,13 +139,13 @@ class _Calls(TorchFunctionMode):
             return self._made(func, args, given)
         name = getattr(func, "__name__", "")
         if name in _READS and isinstance(args[0], torch.Tensor) and not self._syncs.is_host(args[0]):
-            self._syncs.note(f".{name}")
+            self._syncs.count(f".{name}")
         if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
             return self._moved(func, name, args, given)
         if name in ("__getitem__", "__setitem__") and not self._syncs.is_host(args[0]):
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(index, list) for index in indices):
-                self._syncs.note("indices of the host")
+                self._syncs.count("indices of the host")
         if func is torch.Tensor.pin_memory:
             return args[0]
         return func(*args, **given)
@@ -153,11 +153,11 @@ class _Calls(TorchFunctionMode):
     def _made(self, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> torch.Tensor:
         pinned = {key: value for key, value in given.items() if key != "pin_memory"}
         made: torch.Tensor = func(*args, **pinned)
-        on_device = given.get("device") is not None and not _says_cpu()
+        on_device = given.get("device") is not None and not _names_cpu()
         if func in _FROM_HOST and isinstance(args[0], torch.Tensor):
             on_device |= given.get("device") is None and not self._syncs.is_host(args[0])
         elif func in _FROM_HOST and on_device:
-            self._syncs.note(f"torch.{func.__name__}(device=)")
+            self._syncs.count(f"torch.{func.__name__}(device=)")
         self._syncs.mark(made, host=not on_device)
         return made
 
@@ -168,13 +168,13 @@ class _Calls(TorchFunctionMode):
         targets = [*args[1:], given.get("device")]
         if name == "to" and not any(isinstance(one, (str, torch.device, torch.Tensor)) for one in targets):
             return moved
-        to_host = name == "cpu" or (name == "to" and _says_cpu())
+        to_host = name == "cpu" or (name == "to" and _names_cpu())
         if name == "to" and isinstance(args[1], torch.Tensor):
             to_host = self._syncs.is_host(args[1])
         if to_host == was_host:
             return moved
         if not given.get("non_blocking", False):
-            self._syncs.note(f".{name}({'cpu' if to_host else 'device'})")
+            self._syncs.count(f".{name}({'cpu' if to_host else 'device'})")
         if moved.untyped_storage()._cdata == source.untyped_storage()._cdata:
             moved = moved.clone()
         self._syncs.mark(moved, host=to_host)
@@ -182,7 +182,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """What reaches torch's operators, from Python or not."""
+    """Counts calls of torch's operators, from Python or not."""
 
     def __init__(self, syncs: HostSyncs) -> None:
         super().__init__()
@@ -199,25 +199,25 @@ class _Operators(TorchDispatchMode):
         is_host = [self._syncs.is_host(tensor) for tensor in read]
         name = func._schema.name
         if not all(is_host):
-            self._count(name, args, given)
+            self._count_operator(name, args, given)
         for tensor in _tensors(result):
             if not any(tensor is one for one in read):
                 self._syncs.mark(tensor, host=bool(read) and all(is_host))
         return result
 
-    def _note_if(self, waits: bool, kind: str) -> None:
+    def _count_if(self, waits: bool, kind: str) -> None:
         if waits:
-            self._syncs.note(kind)
+            self._syncs.count(kind)
 
-    def _count(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> None:
-        """Count an operator that has a tensor of the device."""
+    def _count_operator(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> None:
+        """Count an operator that reads a device tensor, if it waits."""
         if name in _SIZED_BY_VALUES or (name == "aten::repeat_interleave" and given.get("output_size") is None):
-            self._syncs.note(name)
+            self._syncs.count(name)
         elif name in _INDEXING:
             for index in _tensors(args[1]):
                 if index.dtype in (torch.bool, torch.uint8):
-                    self._syncs.note(f"{name} by a mask")
+                    self._syncs.count(f"{name} by a mask")
                 elif self._syncs.is_host(index) and not self._syncs.is_host(args[0]):
-                    self._syncs.note(f"{name} by indices of the host")
+                    self._syncs.count(f"{name} by indices of the host")
         elif name == "aten::copy_" and not any(args[2:]) and not given.get("non_blocking", False):
-            self._note_if(self._syncs.is_host(args[0]) != self._syncs.is_host(args[1]), name)
+            self._count_if(self._syncs.is_host(args[0]) != self._syncs.is_host(args[1]), name)

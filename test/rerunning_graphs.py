@@ -1,4 +1,4 @@
-"""Owns graphs for machines without a GPU: the work itself, run anew on the same memory."""
+"""Owns a stand-in for CUDA graphs on machines without a GPU: a replay runs the work again on the same memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgl_batch.model_executor.cuda_graphs import Captured, CaptureError
 
 
 class RerunningGraphs:
-    """`num_bytes`: what each says that it takes; from capture number `refused_from` on none can be made."""
+    """Graphs that report `num_bytes` each. Capture number `refused_from`, from 0, and all later ones fail."""
 
     def __init__(self, num_bytes: int = 1000, refused_from: int | None = None) -> None:
         self.num_bytes, self.refused_from = num_bytes, refused_from

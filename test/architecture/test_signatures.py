@@ -62,7 +62,7 @@ def _annotations(node: ast.AST) -> list[ast.expr | None]:
     return []
 
 
-def _says_any(annotation: ast.expr | None) -> bool:
+def _has_any(annotation: ast.expr | None) -> bool:
     names = () if annotation is None else ast.walk(annotation)
     return any("Any" in (getattr(name, "id", ""), getattr(name, "attr", "")) for name in names)
 
@@ -73,9 +73,9 @@ def _declarations_with_any(node: ast.AST, inside: str = "", *, in_function: bool
         name = inside
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = f"{inside}.{child.name}".lstrip(".")
-            if any(map(_says_any, _annotations(child))):
+            if any(map(_has_any, _annotations(child))):
                 yield name
-        elif isinstance(child, ast.AnnAssign) and _says_any(child.annotation):
+        elif isinstance(child, ast.AnnAssign) and _has_any(child.annotation):
             is_attribute = isinstance(child.target, ast.Attribute)
             if is_attribute or not in_function:
                 yield f"{inside}.{ast.unparse(child.target)}".lstrip(".")

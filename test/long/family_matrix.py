@@ -31,7 +31,7 @@ from tiny_models.random_families import FAMILIES, RandomFamily  # noqa: E402
 _CASES: dict[str, dict[str, Any]] = {
     "sub-batches": {},
     "whole groups": {"b_attn_prefill": 160, "b_attn_decode": 8},
-    "lone rows": {"b_attn_prefill": 1, "b_attn_decode": 1},
+    "single rows": {"b_attn_prefill": 1, "b_attn_decode": 1},
     "accumulate": {"accumulate": True},
     "no accumulate": {"accumulate": False},
     "no sharing": {"share_prefixes": False},
@@ -53,14 +53,14 @@ _FORM = f"config as {TRANSFORMERS} writes it"
 
 
 def _cases(family: RandomFamily) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, form of the config and arguments of each engine."""
+    """Yield name, form of the config and arguments of each engine."""
     yield _FORM, TRANSFORMERS, {}
     for name, arguments in {**_CASES, **(_EXPERT_CASES if family.experts else {})}.items():
         yield name, HUB, arguments
 
 
 def _run(family: RandomFamily, form: str, arguments: dict[str, Any], directory: Path) -> str:
-    """What came of one engine, in words: `ok`, or what went wrong."""
+    """Run one engine and return `ok`, `refused: ...` or the fault."""
     requests = make_requests(PAGE)
     path = str(directory / f"{family.name}-{form}")
     if not Path(path).exists():
@@ -82,7 +82,7 @@ def _run(family: RandomFamily, form: str, arguments: dict[str, Any], directory: 
 
 
 def _one_family(name: str) -> None:
-    """Print a JSON line for each case of a family, as it ends."""
+    """Run all cases of a family and print a JSON line for each."""
     family = next(family for family in FAMILIES if family.name == name)
     with tempfile.TemporaryDirectory() as directory:
         for case, form, arguments in _cases(family):
@@ -104,9 +104,9 @@ def main(names: list[str]) -> int:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
         for case, _, _ in _cases(family):
-            words = found.get(case, f"no result: the process ended with {done.returncode}")
-            failed |= not words.startswith(("ok", "refused: "))
-            sys.stdout.write(f"{family.name:16} | {case:34} | {words}\n")
+            result = found.get(case, f"no result: the process ended with {done.returncode}")
+            failed |= not result.startswith(("ok", "refused: "))
+            sys.stdout.write(f"{family.name:16} | {case:34} | {result}\n")
         if len(found) < len(list(_cases(family))):
             sys.stdout.write(done.stderr[-2000:] + "\n")
         sys.stdout.write(f"{family.name:16} took {time.monotonic() - begun:.0f} s\n")

@@ -41,7 +41,7 @@ examples:
   test/long/flat_memory.py --many 20000 --keep /tmp/flat
       a shorter look; every sample is in /tmp/flat/many.csv, by time, lines written and process
   test/long/flat_memory.py --many 20000 -- --max-in-flight 256
-      what stands after -- goes to `sgl-batch run`
+      arguments after -- go to `sgl-batch run`
 """
 
 
@@ -67,7 +67,7 @@ class Measured:
 
 
 class RunFailedError(Exception):
-    """The command did not do what it promises; the message says in which run, and what."""
+    """A run of the command failed; the message names the run and the fault."""
 
 
 def say(text: str) -> None:
@@ -79,14 +79,14 @@ def say(text: str) -> None:
 def measure(name: str, num_lines: int, directory: Path, args: argparse.Namespace) -> Measured:
     """Run the command over `num_lines` lines and sample it. Raises RunFailedError."""
     source, output = directory / f"{name}.jsonl", directory / f"{name}.out.jsonl"
-    output.unlink(missing_ok=True)  # of an earlier run with --keep: it would pass for this run's
+    output.unlink(missing_ok=True)  # an earlier run with --keep may have left one, which would count as this run's
     write_requests(source, num_lines, ROOT / "test" / "data" / "gsm8k_sample.jsonl")
     say(f"-- {num_lines:,} lines")
     began = time.monotonic()
     process = subprocess.Popen(run_argv(source, output, args.flags), env={**os.environ, "HF_HUB_OFFLINE": "1"})
     try:
-        with (directory / f"{name}.csv").open("w", encoding="utf-8") as record:
-            samples, answering_s = sample_until_end(process, output, record, args)
+        with (directory / f"{name}.csv").open("w", encoding="utf-8") as sample_file:
+            samples, answering_s = sample_until_end(process, output, sample_file, args)
     finally:
         end(process)
     wall_s = time.monotonic() - began
@@ -100,23 +100,23 @@ def measure(name: str, num_lines: int, directory: Path, args: argparse.Namespace
 
 
 def run_argv(source: Path, output: Path, flags: list[str]) -> list[str]:
-    """The command line; `flags` come last, so that they win."""
+    """Return the command line; `flags` come last, so that they override the others."""
     command = [str(Path(sys.executable).with_name("sgl-batch")), "run", "-i", str(source), "-o", str(output)]
     model = ("--model", str(ROOT / "test" / "models" / "tiny-qwen3-moe"), "--served-model-name", "default")
     return [*command, "--overwrite", *model, "--max-total-tokens", str(POOL_TOKENS), *flags]
 
 
 def sample_until_end(
-    process: subprocess.Popen[bytes], output: Path, record: TextIO, args: argparse.Namespace
+    process: subprocess.Popen[bytes], output: Path, sample_file: TextIO, args: argparse.Namespace
 ) -> tuple[Samples, float]:
-    """Samples taken while lines are answered, and how many seconds that took; `record` gets those of the start too.
+    """Return the samples taken while lines are answered, and the seconds that this took.
 
-    Answering begins when the command makes the output file, with its engine started. What a start takes for a moment
-    (imports, loading) is the same for every input and would hide growth below it.
+    `sample_file` gets the samples of the start, too. Answering begins when the command makes the output file, with its
+    engine started. The peak of a start (imports, loading) is the same for every input and would hide growth below it.
     """
     samples, began = Samples(), time.monotonic()
     started_s: float | None = None
-    record.write("seconds,output_bytes,role,rss_mib,uss_mib\n")
+    sample_file.write("seconds,output_bytes,role,rss_mib,uss_mib\n")
     while process.poll() is None:
         now_s = time.monotonic() - began
         if now_s > args.timeout_s:
@@ -125,7 +125,9 @@ def sample_until_end(
         found = sample_tree(process.pid)
         num_bytes = output.stat().st_size if has_started else 0
         for role, memory in found.items():
-            record.write(f"{now_s:.1f},{num_bytes},{role},{mib(memory.rss_bytes):.1f},{mib(memory.uss_bytes):.1f}\n")
+            sample_file.write(
+                f"{now_s:.1f},{num_bytes},{role},{mib(memory.rss_bytes):.1f},{mib(memory.uss_bytes):.1f}\n"
+            )
         if has_started:
             started_s = now_s if started_s is None else started_s
             samples.taken.append(found)
@@ -135,7 +137,7 @@ def sample_until_end(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Stop the command if it still runs: politely, as it saves what is finished, then with all below it."""
+    """Stop the command if it still runs: by SIGTERM, so that it saves finished lines, then kill its whole tree."""
     if process.poll() is not None:
         return
     below = psutil.Process(process.pid).children(recursive=True)
@@ -150,12 +152,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def mib(num_bytes: int) -> float:
-    """Bytes as MiB."""
+    """Return bytes as MiB."""
     return num_bytes / MIB
 
 
 def report(few: Measured, many: Measured, bound: Bound) -> bool:
-    """Print the table; returns whether every process stayed within the bound."""
+    """Print the table; return whether every process stayed within the bound."""
     for run in (few, many):
         rate = run.num_lines / run.answering_s
         say(
@@ -173,7 +175,7 @@ def report(few: Measured, many: Measured, bound: Bound) -> bool:
 
 
 def report_role(role: str, few: Measured, many: Measured, bound: Bound) -> bool:
-    """Print one process's line; returns whether it stayed within the bound."""
+    """Print one process's line; return whether it stayed within the bound."""
     before, after = few.samples.peak(role), many.samples.peak(role)
     limit = bound.limit_mib(mib(before.rss_bytes))
     numbers = (mib(before.rss_bytes), mib(after.rss_bytes), limit, mib(before.uss_bytes), mib(after.uss_bytes))
@@ -185,7 +187,7 @@ def report_role(role: str, few: Measured, many: Measured, bound: Bound) -> bool:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line; `flags` is what stands after --."""
+    """Parse the command line; `flags` are the arguments after --."""
     own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -193,7 +195,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--few", type=int, default=1_000, metavar="N", help="lines of the first run (%(default)s)")
     parser.add_argument("--many", type=int, default=100_000, metavar="N", help="lines of the second run (%(default)s)")
     parser.add_argument("--bound-share", type=float, default=0.10, help="share a peak may grow by (%(default)s)")
-    parser.add_argument("--bound-mib", type=float, default=128.0, help="MiB it may grow by beside that (%(default)s)")
+    parser.add_argument("--bound-mib", type=float, default=128.0, help="MiB it may grow by in addition (%(default)s)")
     parser.add_argument("--sample-s", type=float, default=0.25, help="seconds between samples (%(default)s)")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="longest run, in seconds (%(default)s)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep inputs, outputs and samples there")
@@ -206,7 +208,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure both runs and compare; 0 if all held, else 1."""
+    """Measure both runs and compare them; return 0 if all conditions hold, else 1."""
     args = parse_arguments(sys.argv[1:])
     with contextlib.ExitStack() as kept:
         directory = args.keep or Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="flat-memory-")))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Owns the proof that a server's memory stays flat under 10,000 odd requests, with a real server.
 
-It serves test/models/tiny-qwen3-moe and sends requests that are odd in many ways (odd_requests.py), several at a time,
+It serves test/models/tiny-qwen3-moe and sends odd requests of many kinds (odd_requests.py), several at a time,
 while it samples the memory of each of the server's processes. It fails (exit code 1) unless
 
-- no request was failed by a fault of the server's own, and the engine was never started again,
+- no request failed by a fault of the server, and the engine was never started again,
 - no process's peak in the last quarter of the requests is above its peak in the second quarter by more than the bound,
 - the server answers a good request afterwards, and ends with exit code 0 and no process left.
 
@@ -35,7 +35,7 @@ from tree_memory import Memory, Samples, sample_tree
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 START_S, STOP_S = 300.0, 60.0
-# The root of the tree is the server; what has no title of SGLang's below it is the engine's process.
+# The root of the tree is the server; the process below it without a title of SGLang's is the engine's.
 NAMES = {"command": "server", "others": "engine"}
 
 
@@ -47,7 +47,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def server(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A server that answers: its URL and its process, which is killed in the end if it still runs."""
+    """Start a server; yield its URL and its process, which is killed in the end if it still runs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -70,7 +70,7 @@ def server(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 def health(url: str) -> dict[str, object]:
-    """What the server says of itself; {} while it does not answer."""
+    """Return the server's /health; {} while it does not answer."""
     try:
         found: dict[str, object] = requests.get(f"{url}/health", timeout=30).json()
     except requests.RequestException:
@@ -79,7 +79,7 @@ def health(url: str) -> dict[str, object]:
 
 
 def send_all(url: str, pid: int, args: argparse.Namespace) -> tuple[Counter[tuple[str, int]], list[Samples]]:
-    """Send the requests; returns their kinds and statuses, and the samples of each quarter of them."""
+    """Send the requests; return the counts by kind and status, and the samples of each quarter of them."""
     answers: Counter[tuple[str, int]] = Counter()
     quarters = [Samples() for _ in range(4)]
     with ThreadPoolExecutor(args.at_once) as threads:
@@ -96,7 +96,7 @@ def send_all(url: str, pid: int, args: argparse.Namespace) -> tuple[Counter[tupl
 
 
 def report(quarters: list[Samples], args: argparse.Namespace) -> bool:
-    """Print the table of peaks; returns whether every process stayed within the bound."""
+    """Print the table of peaks; return whether every process stayed within the bound."""
     say(f"peak resident MiB by quarter; the bound on the last is the second's +{args.bound_mib:.0f} MiB")
     roles = dict.fromkeys(role for quarter in quarters for role in quarter.roles())
     flat = True
@@ -113,7 +113,7 @@ def report(quarters: list[Samples], args: argparse.Namespace) -> bool:
 
 
 def faults_of(url: str, process: subprocess.Popen[bytes], answers: Counter[tuple[str, int]]) -> list[str]:
-    """What the server did that it must not have done; it is stopped then."""
+    """Return the faults of the server, which is stopped for that."""
     found = [
         f"{number} times {kind} got {status}" for (kind, status), number in answers.items() if not is_allowed(status)
     ]
@@ -126,14 +126,14 @@ def faults_of(url: str, process: subprocess.Popen[bytes], answers: Counter[tuple
     tree = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     if process.wait(STOP_S) != 0:
-        found.append(f"it ended with exit code {process.returncode}")
+        found.append(f"the server ended with exit code {process.returncode}")
     if left := [one.pid for one in tree if runs(one)]:
         found.append(f"processes {left} were left")
     return found
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it runs; a zombie has ended, and waits for a parent that is none of the server's processes."""
+    """Return whether a process runs. A zombie has ended; its parent is not one of the server's processes."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -141,7 +141,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def main() -> int:
-    """Send the requests and judge; 0 if all held, else 1."""
+    """Send the requests; return 0 if all conditions hold, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000, metavar="N", help="how many (%(default)s)")
     parser.add_argument("--at-once", type=int, default=8, metavar="N", help="of them at a time (%(default)s)")

@@ -1,4 +1,4 @@
-"""Owns the odd requests of a long run against a server: of which kinds they are, and which answers are allowed.
+"""Owns the odd requests of a long run against a server: their kinds, and the answers that are allowed.
 
 It starts nothing and measures nothing.
 """
@@ -17,7 +17,7 @@ import requests
 MODEL = "tiny"
 TIMEOUT_S = 120
 Kind = Callable[[str, random.Random], int]
-"""Does one odd request to a base URL; returns the status, or 0 where the client went away before there was one."""
+"""Sends one odd request to a base URL; returns the status, or 0 if the client disconnected before there was one."""
 
 _BODIES: tuple[bytes, ...] = (
     b"",
@@ -38,14 +38,14 @@ _PATHS = ("/v1/none", "/v1/files/file-none", "/v1/batches/batch_none", "/%00", "
 
 
 def hostile_body(url: str, dice: random.Random) -> int:
-    """A body that is no request, to an endpoint of ours or of the engine."""
+    """Send an invalid body to an endpoint of the service or of the engine."""
     path = dice.choice(("/v1/completions", "/v1/chat/completions", "/v1/batches", "/generate", "/v1/files"))
     headers = {"Content-Type": "application/json"}
     return requests.post(url + path, data=dice.choice(_BODIES), headers=headers, timeout=TIMEOUT_S).status_code
 
 
 def huge_list(url: str, dice: random.Random) -> int:
-    """A list of tokens, prompts or messages that is far too long."""
+    """Send a list of tokens, prompts or stop strings that is far too long."""
     length = dice.randint(10_000, 100_000)
     body: dict[str, Any] = dice.choice(
         (
@@ -61,13 +61,13 @@ def huge_list(url: str, dice: random.Random) -> int:
 
 
 def unknown_path(url: str, dice: random.Random) -> int:
-    """A path that nothing has, each time another one."""
+    """Ask for a path that does not exist, another one each time."""
     path = f"{dice.choice(_PATHS)}{dice.random()}"
     return requests.request(dice.choice(("GET", "POST", "PUT", "DELETE")), url + path, timeout=TIMEOUT_S).status_code
 
 
 def half_open_body(url: str, dice: random.Random) -> int:
-    """A body that ends before its end: the client goes away."""
+    """Send a part of a body and disconnect."""
     host = urlsplit(url)
     path = dice.choice(("/v1/files", "/v1/completions", "/v1/batches", "/generate"))
     kind = "multipart/form-data; boundary=b" if path == "/v1/files" else "application/json"
@@ -78,7 +78,7 @@ def half_open_body(url: str, dice: random.Random) -> int:
 
 
 def aborted_stream(url: str, dice: random.Random) -> int:
-    """A stream that the client leaves after its first chunks."""
+    """Read the first chunks of a stream and disconnect."""
     body = {"model": MODEL, "prompt": f"Say {dice.random()}", "max_tokens": 2000, "stream": True, "ignore_eos": True}
     with requests.post(f"{url}/v1/completions", json=body, stream=True, timeout=TIMEOUT_S) as answer:
         for number, _ in enumerate(answer.iter_lines()):
@@ -88,7 +88,7 @@ def aborted_stream(url: str, dice: random.Random) -> int:
 
 
 def refused_lines(url: str, dice: random.Random) -> int:
-    """A job whose lines are refused, each by itself or all together."""
+    """Create a job whose lines are refused, each by itself or all together."""
     whole = dice.random() < 0.5
     body: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 1 if whole else -1}
     lines = [
@@ -100,7 +100,7 @@ def refused_lines(url: str, dice: random.Random) -> int:
 
 
 def small_job(url: str, dice: random.Random) -> int:
-    """One of very many jobs, with one line; some are cancelled at once."""
+    """Create a job with one line; some are cancelled at once."""
     body = {"model": MODEL, "prompt": f"Say {dice.random()}", "max_tokens": 1}
     return _job(url, [{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}], dice)
 
@@ -116,7 +116,7 @@ def _job(url: str, lines: list[dict[str, Any]], dice: random.Random) -> int:
     return made.status_code
 
 
-# How often of a hundred each comes. Statuses that an odd request may have: never a fault of the server's own.
+# Kinds, and how often of a hundred requests each comes.
 KINDS: tuple[tuple[Kind, int], ...] = (
     *((hostile_body, 30), (huge_list, 5), (unknown_path, 25), (half_open_body, 15)),
     *((aborted_stream, 10), (refused_lines, 5), (small_job, 10)),
@@ -124,12 +124,12 @@ KINDS: tuple[tuple[Kind, int], ...] = (
 
 
 def is_allowed(status: int) -> bool:
-    """Whether a request was answered or refused, and not failed by a fault of the server's."""
+    """Return whether a status means an answer or a refusal, and no fault of the server."""
     return status < 500
 
 
 def one_request(url: str, number: int) -> tuple[str, int]:
-    """The odd request of this number: its kind's name and its status; the same number is always the same request."""
+    """Send the odd request of this number; return its kind and status. A number always gives the same request."""
     dice = random.Random(number)
     kind = dice.choices([kind for kind, _ in KINDS], [weight for _, weight in KINDS])[0]
     return kind.__name__, kind(url, dice)

@@ -22,7 +22,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`old` in a module of core is replaced by `new`. `tests`: those of the rule that this breaks."""
+    """A replacement of `old` by `new` in a module of core. `tests`: the tests of the rule that it breaks."""
 
     what: str
     module: str

@@ -1,4 +1,4 @@
-"""Owns the input of a long run, small request lines made from the GSM8K sample, and what its output must be.
+"""Owns the input of a long run, small request lines made from the GSM8K sample, and the check of its output.
 
 It knows no engine and starts nothing.
 """
@@ -15,7 +15,7 @@ _SENTENCE_END = re.compile(r"(?<=[.?!])\s+")
 
 
 def sample_sentences(sample: Path) -> list[str]:
-    """The sentences of at most MAX_PROMPT_CHARACTERS of the sample's questions, each once, in the sample's order."""
+    """Return the sample's sentences of at most MAX_PROMPT_CHARACTERS, each once, in the sample's order."""
     lines = sample.read_text(encoding="utf-8").splitlines()
     questions = [json.loads(line)["body"]["messages"][0]["content"] for line in lines]
     sentences = (sentence for question in questions for sentence in _SENTENCE_END.split(question.strip()))
@@ -23,22 +23,22 @@ def sample_sentences(sample: Path) -> list[str]:
 
 
 def custom_id(index: int) -> str:
-    """The name of the line at `index`, from 0."""
+    """Return the name of the line at `index`, from 0."""
     return f"line-{index + 1:07d}"
 
 
 def num_choices(index: int) -> int:
-    """Every tenth line asks for two choices of its prompt."""
+    """Return 2 for every tenth line, else 1."""
     return 2 if index % 10 == 5 else 1
 
 
 def max_tokens(index: int) -> int:
-    """2, 3 and 4 by turns."""
+    """Return 2, 3 and 4 by turns."""
     return 2 + index % 3
 
 
 def request_line(index: int, sentences: list[str]) -> dict[str, Any]:
-    """The request at `index`: no two have the same prompt, and both endpoints and both kinds of sampling occur."""
+    """Return the request at `index`. No two have the same prompt; both endpoints and both kinds of sampling occur."""
     prompt = f"{index + 1}. {sentences[index % len(sentences)]}"
     completes = index % 4 == 3
     body: dict[str, Any] = {"model": "default", "max_tokens": max_tokens(index)}
@@ -59,7 +59,7 @@ def write_requests(path: Path, num_lines: int, sample: Path) -> None:
 
 
 def answers_fault(output: Path, num_lines: int) -> str | None:
-    """What is wrong with an output file that must answer each line once, in the input's order; None if nothing."""
+    """Return the fault of an output file that must answer each line once, in the input's order; None if it has none."""
     num_read = 0
     with output.open(encoding="utf-8") as file:
         for index, line in enumerate(file):

@@ -1,4 +1,4 @@
-"""Owns how much memory each process of a tree holds, sampled by role; decides nothing about how much is too much."""
+"""Owns samples of the memory of each process of a tree, by role. It sets no limit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import psutil
 
 COMMAND = "command"
 OTHERS = "others"
-# The beginnings of SGLang's titles that are left of them, cut to 15 characters, while a process ends.
+# SGLang's process titles, cut to the 15 characters that remain while a process ends.
 _TITLED = {"sglang::schedul": "scheduler", "sglang::detoken": "detokenizer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Resident bytes (rss), and those of them that no other process shares (uss): more, once the others have ended."""
+    """Resident bytes (rss), and those that no other process shares (uss), which grow when other processes end."""
 
     rss_bytes: int
     uss_bytes: int
@@ -25,19 +25,19 @@ class Memory:
 
 
 def role_of(title: str, *, is_root: bool) -> str:
-    """The part that a process plays, from the title that SGLang gives it."""
+    """Return the role of a process, from the title that SGLang gives it."""
     if is_root:
         return COMMAND
     return next((role for start, role in _TITLED.items() if title.startswith(start)), OTHERS)
 
 
 def sample_tree(pid: int) -> dict[str, Memory]:
-    """What the process and all below it hold now, by role; {} when it has ended."""
+    """Return the memory of a process and all below it, by role; {} if it has ended."""
     found: dict[str, Memory] = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         for process in [root, *root.children(recursive=True)]:
-            # One that ends between the listing and the reading holds nothing; a zombie has no memory to read.
+            # A process may end between the listing and the reading; a zombie has no memory to read.
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 full = process.memory_full_info()
                 role = role_of(process.name(), is_root=process.pid == pid)
@@ -53,15 +53,15 @@ class Samples:
     taken: list[dict[str, Memory]] = field(default_factory=list)
 
     def roles(self) -> list[str]:
-        """The roles that occur, in the order in which they first do."""
+        """Return the roles that occur, in the order of their first sample."""
         return list(dict.fromkeys(role for sample in self.taken for role in sample))
 
     def peak(self, role: str) -> Memory:
-        """The most that a role held in any sample."""
+        """Return the most that a role held in any sample."""
         return _peak(self.taken, role)
 
     def late_growth_bytes(self, role: str) -> int:
-        """How far a role's resident peak in the second half of the samples lies above that in the first half."""
+        """Return by how much a role's resident peak in the second half of the samples is above that in the first."""
         middle = len(self.taken) // 2
         return _peak(self.taken[middle:], role).rss_bytes - _peak(self.taken[:middle], role).rss_bytes
 
