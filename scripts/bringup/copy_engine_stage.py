@@ -62,7 +62,7 @@ def _bring_back(engine: Any, store: Any, parts: Any, stored: Any, blocks: Any, v
 
 def _engines_of_a_cpu(store: Any) -> Any:
     """Run the unit tests' checks, whose copies are made as late as a wait allows."""
-    sys.path.append(str(ROOT / "test" / "unit" / "mem_cache"))
+    sys.path.append(str(ROOT / "test" / "unit" / "kv_offload"))
     from late_streams import LateEngines
 
     return LateEngines(store, late=True)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """Run each case by one kernel, and by a call for each page."""
-    sys.path.append(str(ROOT / "test" / "unit" / "mem_cache"))
+    sys.path.append(str(ROOT / "test" / "unit" / "kv_offload"))
     import test_page_copies
 
     from sgl_batch.kv_offload.page_copies import FusedPageCopy, PerPageCopy
