@@ -1,4 +1,4 @@
-"""A replacement for the engine's process, without an engine: it does what the bodies of lines say.
+"""A replacement for the engine's process, without an engine: the bodies of lines control what it does.
 
 A body may say {"exit": code}, {"hang": true}, {"pause": true}, {"die": "words"} or {"child": bytes}, for a child that
 holds so much memory. Any other body is returned as the answer. As a program:

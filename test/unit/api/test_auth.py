@@ -43,11 +43,11 @@ def test_control_needs_the_admin_key(path):
     assert status(rules(admin="admin"), path, ADMIN) == 200
 
 
-def test_the_admin_key_opens_what_users_may_too():
+def test_the_admin_key_also_opens_the_endpoints_of_users():
     assert status(rules(api_key="user", admin="admin"), "/v1/files", ADMIN) == 200
 
 
-def test_with_an_admin_key_alone_users_need_none():
+def test_with_only_an_admin_key_users_need_none():
     assert status(rules(admin="admin"), "/v1/files") == 200
 
 

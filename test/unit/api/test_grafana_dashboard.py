@@ -50,5 +50,5 @@ def test_every_metric_of_the_dashboard_is_counted(repo_root: Path, counted: set[
     }
     assert len(asked) > 15
     assert asked <= counted, asked - counted
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
-    assert len(set(places)) == len(places)
+    positions = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(set(positions)) == len(positions)

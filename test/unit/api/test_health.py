@@ -31,8 +31,8 @@ def service(storage: StorageState | None = None, fault: str | None = None) -> Se
 def test_an_engine_that_answers_is_healthy():
     status, body = health_of(engine("ready"), service())
     assert (status, body["status"]) == (200, "ok")
-    told = {"state": "ready", "message": None, "since": 1700000000, "restarts": 2, "forward": "coroutine"}
-    assert body["engine"] == told
+    expected = {"state": "ready", "message": None, "since": 1700000000, "restarts": 2, "forward": "coroutine"}
+    assert body["engine"] == expected
 
 
 @pytest.mark.parametrize("phase", ["starting", "restarting", "stalled", "failed", "stopped"])

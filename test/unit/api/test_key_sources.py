@@ -70,7 +70,7 @@ def test_a_file_without_one_key_is_refused_and_not_shown(tmp_path: Path, content
 
 
 @pytest.mark.parametrize("key", ["", " ", "k ", "é"])
-def test_a_key_that_no_header_carries_is_refused_wherever_it_stands(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_no_header_can_carry_is_refused_from_every_source(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--api-key "):
         parse_front_options(["--api-key", key])
     monkeypatch.setenv("SGL_BATCH_API_KEY", key)

@@ -29,8 +29,8 @@ def read(data: bytes, cuts: tuple[int, ...] = (), content_type: str = TYPE) -> t
     written = bytearray()
 
     async def chunks() -> AsyncIterator[bytes]:
-        places = [0, *sorted(cuts), len(data)]
-        for start, end in pairwise(places):
+        offsets = [0, *sorted(cuts), len(data)]
+        for start, end in pairwise(offsets):
             yield data[start:end]
 
     async def write(piece: bytes) -> None:

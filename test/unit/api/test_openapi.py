@@ -99,18 +99,18 @@ class Checked:
         self.num_asked += 1
         async with self._session.request(method, URL(self._url + path, encoded=True), **given) as answer:
             data, status = await answer.read(), answer.status
-        told = (method, path[:100], str(given)[:300], status, data[:300])
+        exchange = (method, path[:100], str(given)[:300], status, data[:300])
         listed = self._paths[template][method]["responses"]
         # An empty or a longer path is another operation's, or none.
-        assert str(status) in listed or (path.split("?")[0] != template and status in (404, 405)), told
-        assert status < 500 or template == "/health", told
+        assert str(status) in listed or (path.split("?")[0] != template and status in (404, 405)), exchange
+        assert status < 500 or template == "/health", exchange
         if status >= 400 and template != "/health":
             error = json.loads(data.decode())
-            assert set(error) == {"error"}, told
-            assert set(error["error"]) == {"message", "type", "param", "code"}, told
-            assert error["error"]["message"], told
+            assert set(error) == {"error"}, exchange
+            assert set(error["error"]) == {"message", "type", "param", "code"}, exchange
+            assert error["error"]["message"], exchange
         elif str(status) in listed:
-            assert answer.content_type in listed[str(status)]["content"], told
+            assert answer.content_type in listed[str(status)]["content"], exchange
 
 
 def test_every_operation_takes_hostile_values_of_everything(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_every_operation_takes_hostile_values_of_everything(tmp_path: Path) -> N
             await checked.ask("post", "/v1/batches", "/v1/batches", data=body)
         assert checked.num_asked > 700
         for path in ("/v1/batches?limit=100", "/v1/files", "/v1/sgl_batch/progress"):
-            assert (await client.ask("GET", path))[0] == 200, "what was taken can be shown"
+            assert (await client.ask("GET", path))[0] == 200, "a created object can be retrieved"
         assert (await client.create(file["id"]))[0] == 200
 
     run(tmp_path, scenario)

@@ -134,7 +134,7 @@ def test_a_body_without_a_length_goes_through() -> None:
     run(scenario)
 
 
-def test_events_come_as_they_are_sent() -> None:
+def test_events_are_passed_on_as_they_are_sent() -> None:
     async def scenario() -> None:
         async with passing() as (upstream, url, client), client.get(f"{url}/events") as answer:
             assert await answer.content.readuntil(b"\n\n") == b"data: 1\n\n"
@@ -160,7 +160,7 @@ def test_a_client_that_goes_away_is_given_up_at_the_engine(method: str, path: st
     run(scenario)
 
 
-def test_a_stream_that_breaks_off_says_so() -> None:
+def test_a_broken_stream_ends_with_an_error_event() -> None:
     async def scenario() -> None:
         async with passing() as (upstream, url, client), client.get(f"{url}/events?break=1") as answer:
             upstream.can_resume.set()

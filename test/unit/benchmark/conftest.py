@@ -1,4 +1,4 @@
-"""Puts the benchmark's modules where its own command finds them, and the stand-ins of this directory beside them."""
+"""Puts the benchmark's modules and the stand-ins of this directory on the import path."""
 
 from __future__ import annotations
 

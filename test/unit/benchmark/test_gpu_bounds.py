@@ -55,7 +55,7 @@ def test_a_data_sheet_is_found_by_the_name_that_nvidia_smi_gives(name, source, m
     assert (sheet.source, sheet.memory_bytes_per_s, sheet.flop_per_s) == (source, memory, flop)
 
 
-def test_an_unknown_gpu_has_no_data_sheet_and_the_report_says_so():
+def test_an_unknown_gpu_has_no_data_sheet_and_the_report_notes_it():
     assert sheet_of("NVIDIA L40, 46068 MiB") is None
     raw = {"memory_bytes_per_s": {"median": 2e9}, "flop_per_s": {"median": 3e12}}
     machine = Machine(measured=measured_rates(raw), raw=raw)
@@ -95,7 +95,7 @@ def test_even_routing_meets_nearly_all_experts_with_many_rows():
     assert expected_distinct(QWEN, 64) == pytest.approx(125.9, abs=0.1)
 
 
-def test_a_bound_adds_the_passes_and_names_what_takes_longest():
+def test_a_bound_adds_the_passes_and_names_the_slowest_resource():
     reading = Pass(rows=1, weight_bytes=50, kv_bytes=50, flop=1, times=4)
     computing = Pass(rows=1, weight_bytes=1, kv_bytes=0, flop=3000, times=1)
     bound = bound_of(Work(prefill=computing, decode=reading), RATES)
@@ -133,7 +133,7 @@ def test_without_accumulation_a_step_reads_the_experts_of_each_call():
     assert bound.work.decode.weight_bytes == pytest.approx(whole.weight_bytes)
 
 
-def test_what_is_not_measured_is_estimated_and_said_to_be():
+def test_unmeasured_numbers_are_estimated_and_marked_as_estimates():
     made = regime()
     bound = case_bound(made, Found(visits=[Visit(case=OURS, round=1, wall_s=2.0)]), Machine(), made.cases[0])
     assert bound is not None
@@ -202,7 +202,7 @@ def test_goals_are_met_in_the_median_or_in_every_round():
     assert judge(times, spread(9.0), reached, is_tiny=True, fault="").met is None
 
 
-def test_the_goals_are_those_that_are_asked_for():
+def test_the_goals_have_the_required_limits():
     limits = {name: [(goal.kind, goal.limit) for goal in goals] for name, goals in GOALS.items()}
     assert limits == {
         "kv": [(Kind.TIMES, 1.3)],
@@ -243,7 +243,7 @@ def test_the_rates_of_a_cpu_are_measured_for_real():
     assert measured_rates(raw).copy_in_bytes_per_s is None
 
 
-def test_a_group_of_prompts_is_what_a_case_says_or_the_default():
+def test_the_size_of_a_prompt_group_is_the_cases_or_the_default():
     def group(**arguments: int) -> int:
         return Case(name="x", role=Role.PEER, engine="stock", arguments=arguments).group_tokens
 

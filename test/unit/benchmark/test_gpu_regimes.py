@@ -47,7 +47,7 @@ def test_a_shape_is_a_directory_with_a_config_that_transformers_reads(tmp_path):
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
 
 
-def test_the_pool_of_kv_is_twelve_gib_and_a_tenth_of_what_is_needed():
+def test_the_kv_pool_is_twelve_gib_and_a_tenth_of_the_kv_needed():
     kv = FULL["kv"]
     assert kv.pool_tokens * qwen3_30b(kv.layers).kv_token_bytes == 12 * GIB
     assert kv.need_tokens == 10 * kv.pool_tokens
@@ -83,7 +83,7 @@ def test_every_argument_is_one_that_its_engine_has(name, on_gpu):
 
 
 @pytest.mark.parametrize("name", REGIMES)
-def test_ours_comes_first_and_there_are_peers_to_sweep(name):
+def test_ours_is_first_and_there_are_peers_to_sweep(name):
     cases = regime(name).cases
     assert cases[0].role is Role.OURS
     assert len({case.name for case in cases}) == len(cases)
@@ -133,7 +133,7 @@ def test_streamed_experts_and_kv_fit_the_budget_that_stock_has_as_a_fraction():
 
 
 @pytest.mark.parametrize("name", ["accumulation", "accumulation-graphs"])
-def test_accumulation_differs_from_its_peers_in_the_group_alone(name):
+def test_accumulation_differs_from_its_peers_only_in_the_group(name):
     plan, shut, equal = regime(name).cases
     assert {**shut.arguments, "accumulate": True} == {**plan.arguments, "accumulate": True}
     differing = {key for key in plan.arguments if plan.arguments[key] != equal.arguments[key]}
@@ -167,7 +167,7 @@ def test_cases_are_named_with_commas_each_once():
     assert names_of(parse([]).cases) == list(REGIMES)
 
 
-def test_what_stock_has_on_a_gpu_alone_is_said_to_be_lacking_on_a_cpu():
+def test_gpu_features_of_stock_sglang_are_listed_as_lacking_on_a_cpu():
     lacking = {case.name for name in REGIMES for case in regime(name, on_gpu=False).cases if case.lacking is not None}
     assert {"stock, hierarchical cache", "stock, layer groups offloaded"} <= lacking
     assert all(case.arguments["device"] == "cpu" for case in regime("kv", on_gpu=False).cases)
@@ -181,7 +181,7 @@ def test_flags_choose_sizes_and_peers_and_layers_take_the_kv_along():
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--device", "cpu"], "--scale is full, which is for a GPU"),
         (["--device", "cpu", "--scale", "tiny", "--rounds", "0"], "--rounds is 0"),
@@ -194,15 +194,15 @@ def test_flags_choose_sizes_and_peers_and_layers_take_the_kv_along():
         (["--device", "cpu", "--scale", "tiny", "--stock-arg", "x"], "--stock-arg is 'x'"),
     ],
 )
-def test_a_bad_argument_ends_the_command_with_one_line(argv, said, capsys, tmp_path):
+def test_a_bad_argument_ends_the_command_with_one_line(argv, message, capsys, tmp_path):
     assert main([*argv, "--out", str(tmp_path / "out")]) == 1
-    message = capsys.readouterr().err
-    assert said in message
-    assert message.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_minutes_do_not_suffice_for_is_reported_as_not_run(monkeypatch, capsys, tmp_path):
+def test_visits_beyond_the_time_limit_are_reported_as_not_run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(gpu, "measure_machine", lambda *_, **__: Machine(fault="not measured in this test"))
     argv = ["--cases", "weights,resident", "--device", "cpu", "--scale", "tiny", "--minutes", "0.01"]
     assert main([*argv, "--out", str(tmp_path)]) == 2
@@ -228,14 +228,14 @@ def test_arguments_are_json_where_they_parse_as_such():
     assert read_arguments("--stock-arg", ["a=1", "b=x y", "c=true"]) == {"a": 1, "b": "x y", "c": True}
 
 
-def test_the_memory_of_the_first_gpu_is_read_from_what_nvidia_smi_says():
+def test_the_memory_of_the_first_gpu_is_read_from_nvidia_smi():
     line = gpu_text("NVIDIA H200, 143771 MiB, 580.95.05")
     assert line == "NVIDIA H200, 143771 MiB, driver 580.95.05"
     assert gpu_bytes([line]) == H200
     assert gpu_bytes([]) == 0
 
 
-def test_a_users_argument_goes_over_those_of_a_regime():
+def test_a_users_argument_overrides_those_of_a_regime():
     extra = {OURS: {"b_moe_decode": 7}, STOCK: {}}
     given = RunSetup(on_gpu=True, tiny=False, backend="fa3", gpu_bytes=H200, extra=extra)
     cases = build("kv", given, parse([])).cases

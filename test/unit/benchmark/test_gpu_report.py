@@ -41,7 +41,7 @@ def rows_of(text: str) -> dict[str, str]:
     return {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| s")}
 
 
-def test_the_head_says_where_it_was_made_and_what_became_of_every_goal():
+def test_the_head_names_the_machine_and_the_result_of_every_goal():
     failed = regime(name="tight"), found([10.0], [])
     open_end = regime(name="accumulation", goals=())
     done = [(regime(), found([10.0, 10.0], [14.0, 13.0])), failed, (open_end, found([1.0], [2.0])), (open_end, Found())]
@@ -64,7 +64,7 @@ def test_the_head_says_where_it_was_made_and_what_became_of_every_goal():
     ]
 
 
-def test_a_missed_goal_says_which_resource_bounds_ours_and_how_near_it_came():
+def test_a_missed_goal_names_the_resource_that_bounds_ours_and_the_share_reached():
     done = found([10.0], [11.0], distinct={OURS: Distinct(mean=4.0, least=2, rows=2)})
     text = markdown(regime(), done, ABOUT)
     line = next(line for line in text.splitlines() if line.startswith("- Goal"))
@@ -72,7 +72,7 @@ def test_a_missed_goal_says_which_resource_bounds_ours_and_how_near_it_came():
     assert line.endswith("of the bound by device memory.")
 
 
-def test_each_case_has_its_figures_and_what_it_had_to_do():
+def test_each_case_has_its_figures_and_its_work():
     made = regime(case(OURS, Role.OURS), case(SLOW), case(FAST), case("stock, cache", lacking="not available on a CPU"))
     done = found([10.0, 12.0], [14.0, 15.0], distinct={OURS: Distinct(mean=4.0, least=2, rows=2)})
     text = markdown(made, done, ABOUT)
@@ -98,7 +98,7 @@ def test_without_a_peer_there_is_no_ratio():
     assert "- Distinct experts were not counted: no case has run." in text
 
 
-def test_where_our_time_goes_is_said_of_the_round_of_median_time():
+def test_our_time_by_part_is_that_of_the_median_round():
     visits = [
         Visit(case=OURS, round=number, wall_s=number, part_s={"copies": number, "weights": 0}) for number in (3, 1, 2)
     ]
@@ -106,7 +106,7 @@ def test_where_our_time_goes_is_said_of_the_round_of_median_time():
     assert f"Seconds of {OURS} by part, as the host sees them: copies 2.0." in text
 
 
-def test_a_tiny_run_says_that_its_figures_mean_nothing_and_judges_no_goal():
+def test_a_tiny_run_marks_its_figures_as_meaningless_and_judges_no_goal():
     text = summary(dataclasses.replace(ABOUT, is_tiny=True), [(regime(), found([10.0], [20.0]))], [])
     assert "Its figures say nothing of a GPU" in text
     assert "not judged: a tiny scale" in text

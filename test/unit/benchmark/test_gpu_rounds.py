@@ -1,4 +1,4 @@
-"""What engines of the GPU comparison are asked: seeded samples, and the experts of tokens computed again."""
+"""Requests of the GPU comparison: seeded samples, and the experts of tokens that are computed again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class EngineStandIn:
         for tokens in asked["input_ids"]:
             start = asked.get("routed_experts_start_len", 0)
             ids = [[[position, layer] for layer in range(3)] for position in range(start, len(tokens))]
-            told = pybase64.b64encode(np.array(ids, dtype=np.int32).tobytes()).decode()
-            answers.append({"output_ids": [1], "meta_info": {"routed_experts": told}})
+            encoded = pybase64.b64encode(np.array(ids, dtype=np.int32).tobytes()).decode()
+            answers.append({"output_ids": [1], "meta_info": {"routed_experts": encoded}})
         return answers
 
     def shutdown(self) -> None:

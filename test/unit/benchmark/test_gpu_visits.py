@@ -1,4 +1,4 @@
-"""The order of a GPU comparison: a sweep first, then by turns; who fails is reported, and time that is left decides."""
+"""The order of a GPU comparison: a sweep first, then turns while time is left; an engine that fails is reported."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def order(found: Found) -> list[tuple[int, str]]:
 def test_the_first_round_has_all_and_later_ones_ours_and_the_fastest_peer_by_turns(monkeypatch, tmp_path):
     found, lengths = run(monkeypatch, tmp_path, Children({OURS: 2.0, SLOW: 9.0, FAST: 4.0}), regime())
     assert order(found) == [(1, OURS), (1, SLOW), (1, FAST), (2, FAST), (2, OURS), (3, OURS), (3, FAST)]
-    assert lengths == [1, 2, 3, 4, 5, 6, 7, 7], "what is found is written as it comes, and the routing at last"
+    assert lengths == [1, 2, 3, 4, 5, 6, 7, 7], "each result is written at once, and the routing last"
     assert [one.name for one in compared(regime(), found) if one is not None] == [OURS, FAST]
 
 
-def test_who_fails_is_reported_with_the_last_line_of_its_log_and_the_run_goes_on(monkeypatch, tmp_path):
+def test_a_failed_engine_is_reported_with_the_last_line_of_its_log_and_the_run_goes_on(monkeypatch, tmp_path):
     found, _ = run(monkeypatch, tmp_path, Children({OURS: 2.0, SLOW: 9.0, FAST: None}), regime(), rounds=2)
     assert order(found) == [(1, OURS), (1, SLOW), (1, FAST), (2, SLOW), (2, OURS)]
     fault = found.fault_of(FAST)
@@ -113,13 +113,13 @@ def test_the_next_of_ours_is_compared_where_the_first_fails(monkeypatch, tmp_pat
     assert (ours, best) == (made.cases[1], made.cases[2])
 
 
-def test_a_slower_first_of_ours_is_compared_all_the_same(monkeypatch, tmp_path):
+def test_the_first_of_ours_is_compared_even_if_it_is_slower(monkeypatch, tmp_path):
     made = regime(case(STORE, Role.OURS), case(OURS, Role.OURS), case(FAST))
     found, _ = run(monkeypatch, tmp_path, Children({STORE: 3.0, OURS: 1.0, FAST: 4.0}), made, rounds=1)
     assert compared(made, found)[0] is made.cases[0]
 
 
-def test_a_visit_that_the_time_does_not_suffice_for_is_left_out_and_said_to_be(monkeypatch, tmp_path):
+def test_a_visit_beyond_the_time_limit_is_left_out_and_reported(monkeypatch, tmp_path):
     children = Children({OURS: 2.0, SLOW: 9.0, FAST: 4.0})
     found, _ = run(monkeypatch, tmp_path, children, regime(), until_s=100.0)
     assert [number for number, _ in order(found) if number == 1] == [1, 1, 1]
@@ -129,7 +129,7 @@ def test_a_visit_that_the_time_does_not_suffice_for_is_left_out_and_said_to_be(m
     assert found.routing_fault == "10 s were left (--minutes)"
 
 
-def test_what_a_machine_lacks_is_reported_and_not_run(monkeypatch, tmp_path):
+def test_engines_that_a_machine_lacks_are_reported_and_not_run(monkeypatch, tmp_path):
     made = regime(case(OURS, Role.OURS), case(FAST, lacking="not available on a CPU"))
     children = Children({OURS: 2.0})
     found, _ = run(monkeypatch, tmp_path, children, made, rounds=1)
@@ -137,7 +137,7 @@ def test_what_a_machine_lacks_is_reported_and_not_run(monkeypatch, tmp_path):
     assert found.fault_of(FAST) == "not available on a CPU"
 
 
-def test_others_of_ours_and_references_come_once_behind_the_rounds(monkeypatch, tmp_path):
+def test_other_cases_of_ours_and_references_run_once_after_the_rounds(monkeypatch, tmp_path):
     made = regime(case(STORE, Role.OURS), case(OURS, Role.OURS), case(FAST), case("stock, whole", Role.REFERENCE))
     children = Children({STORE: 3.0, OURS: 1.0, FAST: 4.0, "stock, whole": 1.0})
     found, _ = run(monkeypatch, tmp_path, children, made, rounds=2)
@@ -147,7 +147,7 @@ def test_others_of_ours_and_references_come_once_behind_the_rounds(monkeypatch, 
     assert found.distinct[STORE].mean == 6.5
 
 
-def test_every_visit_samples_and_the_experts_of_all_their_tokens_are_asked_for(monkeypatch, tmp_path):
+def test_every_visit_samples_and_asks_for_the_experts_of_all_tokens(monkeypatch, tmp_path):
     children = Children({OURS: 2.0, SLOW: 9.0, FAST: None})
     found, _ = run(monkeypatch, tmp_path, children, regime(), rounds=1)
     assert {spec["temperature"] for spec in children.specs} == {1.0}
@@ -159,7 +159,7 @@ def test_every_visit_samples_and_the_experts_of_all_their_tokens_are_asked_for(m
     assert found.distinct == {name: Distinct(mean=6.5, least=5, rows=2) for name in (OURS, SLOW)}
 
 
-def test_a_routing_that_fails_is_said(monkeypatch, tmp_path):
+def test_a_failed_routing_visit_is_reported(monkeypatch, tmp_path):
     children = Children({OURS: 2.0, SLOW: 9.0, FAST: 3.0}, routing_reason="RuntimeError: no pinned memory")
     found, _ = run(monkeypatch, tmp_path, children, regime(), rounds=1)
     assert found.distinct == {}
@@ -176,7 +176,7 @@ def test_ours_counts_for_itself_and_stocks_log_is_read(monkeypatch, tmp_path):
     assert (ours.distinct_tokens, stock.distinct_tokens) == (0.5, 0.5)
 
 
-def test_what_stock_prefilled_beyond_prompts_and_warm_up_was_computed_twice():
+def test_tokens_that_stock_prefilled_beyond_prompts_and_warm_up_count_as_recomputed():
     log = "Prefill batch, #new-token: 10\nPrefill batch, #new-token: 9\nRetract requests. #retracted_reqs: 1\n"
     done = {"wall_s": 1.0, "start_s": 1.0, "versions": {}, "warm_up_prompt_tokens": 5, "distinct_tokens": 1.0}
     figures = figures_of({**done, "details_before": {}, "details_after": {}}, WORKLOAD, log)
@@ -189,7 +189,7 @@ def test_outputs_of_another_length_are_a_failure(monkeypatch, tmp_path):
     assert all("output tokens" in (visit.fault or "") for visit in found.visits)
 
 
-def test_a_profile_is_a_visit_more_that_begins_in_the_middle_and_counts_for_no_round(monkeypatch, tmp_path):
+def test_a_profile_is_an_extra_visit_that_begins_in_the_middle_and_counts_for_no_round(monkeypatch, tmp_path):
     children = Children({OURS: 2.0, SLOW: 9.0, FAST: 4.0})
     found, _ = run(monkeypatch, tmp_path, children, regime(), rounds=1, profile_steps=6)
     assert len(found.visits) == 3
@@ -198,7 +198,7 @@ def test_a_profile_is_a_visit_more_that_begins_in_the_middle_and_counts_for_no_r
     assert found.profile_fault == "SGLang's profiler wrote no trace"
 
 
-@pytest.mark.parametrize(("text", "said"), [("a\nb\n\n", "last line of x.log: b"), ("", "x.log is empty")])
-def test_the_last_line_of_a_log_is_the_last_that_says_anything(tmp_path, text, said):
+@pytest.mark.parametrize(("text", "message"), [("a\nb\n\n", "last line of x.log: b"), ("", "x.log is empty")])
+def test_the_last_line_of_a_log_is_the_last_that_is_not_empty(tmp_path, text, message):
     (tmp_path / "x.log").write_text(text, encoding="utf-8")
-    assert last_line(tmp_path / "x.log") == said
+    assert last_line(tmp_path / "x.log") == message

@@ -1,4 +1,4 @@
-"""The kernels' benchmark: torch's ways compute what ours do, rates are paired by round, and the command reports."""
+"""The kernels' benchmark: torch's products equal ours, rates are paired by round, and the command reports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_shares_are_of_the_fastest_ceiling_of_the_same_round():
     assert (other.slower_than_ours.low, other.slower_than_ours.high) == (2.0, 4.0)
 
 
-def test_a_checkpoint_without_experts_or_with_latents_is_refused_by_what_it_lacks_or_has(tmp_path):
+def test_a_checkpoint_without_experts_or_with_latents_is_refused_with_the_reason(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ConfigError, match="moe_intermediate_size"):
         shapes_of(tmp_path)

@@ -1,4 +1,4 @@
-"""A model larger than memory: what an engine is given of the limit, and what the tables say of its rounds."""
+"""A model larger than memory: the bytes of the limit that each engine gets, and the tables of its rounds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(engine: str, groups: list[Group], fault: str | None = None) -> Run:
     return Run(engine=engine, round=0, groups=groups, peak_bytes=3 * GIB, start_s=10.0, fault=fault)
 
 
-def test_a_larger_group_leaves_less_of_the_limit_to_the_weights_of_who_must_be_told():
+def test_a_larger_group_leaves_fewer_bytes_of_the_limit_to_accelerates_weights():
     few, many = (_memory(workload(), "accelerate", size)["weight_memory"] for size in (16, 2048))
     assert 0 < many < few < 4 * GIB
 
@@ -59,7 +59,7 @@ def test_an_unknown_engine_is_named():
         check(workload(), ["vllm"])
 
 
-def test_the_bound_is_the_time_of_reading_what_was_needed():
+def test_the_bound_is_the_time_to_read_the_bytes_needed():
     done = group("sgl_batch", 16, 20.0, needed_bytes=15 * 10**9)
     assert bound_share(done) == pytest.approx(0.75)
     assert tokens_per_s(done, 8) == pytest.approx(6.4)
@@ -78,7 +78,7 @@ def test_ours_is_compared_with_the_best_of_the_others():
     assert len(bound_table(workload(), runs).splitlines()) == 4
 
 
-def test_the_disk_is_read_to_the_amount_that_was_asked_for(tmp_path):
+def test_the_disk_is_read_up_to_the_requested_number_of_bytes(tmp_path):
     file = tmp_path / "weights"
     file.write_bytes(bytes(9 << 20))
     assert disk_rate([file], threads=2, most_bytes=6 << 20) > 0

@@ -1,4 +1,4 @@
-"""Measuring memory pressure: bad arguments end the command with one line, and what was computed twice is counted."""
+"""Measuring memory pressure: bad arguments end the command with one line, and recomputed tokens are counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_batch.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--model", "nowhere"], "--model nowhere is not a checkpoint directory"),
         (["--model", "MODEL", "--rounds", "0"], "--rounds is 0"),
@@ -24,13 +24,13 @@ from sgl_batch.errors import ConfigError
         (["--model", "MODEL", "--output-len", "5000"], "more than the model's context of 4096"),
     ],
 )
-def test_a_bad_argument_ends_the_command_with_one_line(argv, said, repo_root, capsys, tmp_path):
+def test_a_bad_argument_ends_the_command_with_one_line(argv, message, repo_root, capsys, tmp_path):
     model = str(repo_root / "test" / "models" / "tiny-qwen3-moe")
     words = [model if word == "MODEL" else word for word in argv]
     assert main(["pressure", *words, "--out", str(tmp_path / "out")]) == 1
-    message = capsys.readouterr().err
-    assert said in message
-    assert message.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -58,7 +58,7 @@ LOG = """\
 """
 
 
-def test_what_stock_prefilled_beyond_the_prompts_was_computed_twice_but_for_the_last_token_of_each():
+def test_tokens_that_stock_prefilled_beyond_the_prompts_count_as_recomputed_except_one_a_sequence():
     assert read_retractions(LOG, prompt_tokens=232) == Retractions(sequences=1, tokens=120)
 
 
@@ -75,7 +75,7 @@ def run(seconds: float, *, again: int = 0, token: int = 1, **counters: int) -> R
     )
 
 
-def test_the_report_has_a_row_for_each_case_and_says_when_tokens_differ(pressure):
+def test_the_report_has_a_row_for_each_case_and_notes_tokens_that_differ(pressure):
     done = {
         STREAMED: run(8.0, decode_rows=100, decode_steps=10),
         STORE: run(10.0, again=3, decode_rows=70, decode_steps=10),

@@ -16,7 +16,7 @@ from sgl_batch.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ([], "--model is missing"),
         (["--model", "nowhere"], "--model nowhere is not a checkpoint directory"),
@@ -32,17 +32,17 @@ from sgl_batch.errors import ConfigError
         (["--make-model", "new-model", "--make-model-layers", "0"], "--make-model-layers is 0"),
     ],
 )
-def test_a_bad_argument_ends_the_command_with_one_line(argv, said, repo_root, capsys, tmp_path, monkeypatch):
+def test_a_bad_argument_ends_the_command_with_one_line(argv, message, repo_root, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = str(repo_root / "test" / "models" / "tiny-qwen3-moe")
     code = main([model if word == "MODEL" else word for word in argv])
-    message = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert code == 1
-    assert said in message
-    assert message.count("\n") == 1
+    assert message in error
+    assert error.count("\n") == 1
 
 
-def test_engines_keep_the_order_given_and_come_once():
+def test_engines_keep_the_order_given_without_duplicates():
     assert parse_engines("vllm, sgl_batch") == ["vllm", "sgl_batch"]
     with pytest.raises(ConfigError, match="hf twice"):
         parse_engines("hf,stock,hf")
@@ -54,7 +54,7 @@ def test_arguments_of_sgl_batch_also_go_to_its_comparison_without_accumulation()
     assert found["stock"] == {"attention_backend": "triton"}
 
 
-def test_a_child_that_fails_says_its_last_error_and_leaves_no_result(tmp_path):
+def test_a_failed_child_reports_its_last_error_and_leaves_no_result(tmp_path):
     spec, result, log = tmp_path / "spec.json", tmp_path / "result.json", tmp_path / "child.log"
     spec.write_text(json.dumps({"engine": "no such engine"}))
     end = run_child(sys.executable, spec, result, log, limit_s=60.0, threads=1)
@@ -62,14 +62,14 @@ def test_a_child_that_fails_says_its_last_error_and_leaves_no_result(tmp_path):
     assert not result.exists()
 
 
-def test_a_child_past_its_limit_is_ended_and_said_to_be(tmp_path):
+def test_a_child_past_its_time_limit_is_ended_and_reported(tmp_path):
     spec = tmp_path / "spec.json"
     spec.write_text("{}")
     end = run_child(sys.executable, spec, tmp_path / "result.json", tmp_path / "log", limit_s=0.0, threads=1)
     assert end.reason == "timed out after 0 s"
 
 
-def test_a_child_ended_by_a_signal_without_a_message_says_which(tmp_path):
+def test_a_child_ended_by_a_signal_without_a_message_reports_the_signal(tmp_path):
     log = tmp_path / "child.log"
     log.write_text("loading\n")
     assert last_error(log, -9) == "ended with signal 9 and no result; see child.log"

@@ -18,7 +18,7 @@ def questions(tmp_path):
     return path
 
 
-def test_every_question_stands_behind_the_same_worked_examples(questions):
+def test_every_question_follows_the_same_worked_examples(questions):
     first, second = prefix_sharing.prompts(questions, questions, shots=2, num_prompts=2)
     worked = "Question: How much is 0 + 1?\nAnswer: #### 1\n\nQuestion: How much is 1 + 1?\nAnswer: #### 2\n\n"
     assert first == worked + "Question: How much is 0 + 1?\nAnswer:"

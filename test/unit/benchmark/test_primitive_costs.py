@@ -1,4 +1,4 @@
-"""The costs of primitives: each is measured on what the engine runs, and told beside the step that it interrupts."""
+"""The costs of primitives: each is measured on the engine's own code and reported with the step that it interrupts."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_decisions_are_measured_for_one_rank_and_for_several():
     assert all(len(one.samples_s) == 2 for one in found)
 
 
-def test_sequences_of_a_batch_have_the_context_that_is_asked_for():
+def test_sequences_of_a_batch_have_the_requested_context():
     made = decisions.sequences_of(3, 100, status=Status.RUNNING, first=5)
     assert [one.sequence_id for one in made] == ["s5", "s6", "s7"]
     assert all(100 <= one.kv_tokens + 1 <= 107 for one in made)
 
 
 @pytest.mark.engine
-def test_the_whole_command_measures_an_engine_too(capsys, tmp_path):
+def test_the_command_also_measures_an_engine(capsys, tmp_path):
     record = tmp_path / "record.json"
     sizes = ["--batch", "4", "--b-attn", "2", "--contexts", "64", "--layers", "2", "--steps", "2", "--rounds", "1"]
     assert main([*sizes, "--no-migration", "--device", "cpu", "--json", str(record)]) == 0
@@ -92,11 +92,11 @@ def test_migration_is_measured_between_two_processes_and_by_page():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(2.5, "2.50 s"), (0.0123, "12.3 ms"), (0.00123, "1.23 ms"), (4e-7, "0.40 us")]
 )
-def test_a_duration_is_told_in_the_unit_that_suits_it(seconds, text):
+def test_a_duration_is_printed_in_a_readable_unit(seconds, text):
     assert duration(Spread(median=seconds, low=seconds, high=seconds, count=1)) == text
 
 
-def test_a_share_counts_how_often_an_operation_comes_and_takes_the_step_of_its_context():
+def test_a_share_counts_the_calls_of_an_operation_over_the_step_of_its_context():
     known = [steps(64, 0.1), steps(256, 0.4)]
     assert share(cost(0.001, per_step=12.0), known) == "12 %"
     assert share(cost(0.2, context=256), known) == "50 % of one"
@@ -104,7 +104,7 @@ def test_a_share_counts_how_often_an_operation_comes_and_takes_the_step_of_its_c
     assert share(cost(0.2), []) == ""
 
 
-def test_the_report_has_the_papers_order_of_magnitude_beside_each_cost():
+def test_the_report_shows_the_papers_order_of_magnitude_with_each_cost():
     text = markdown(tiny(2), [cost(0.002, context=64), cost(1e-6, category="suspend")], [steps(64, 0.1)], rounds=3)
     rows = [line for line in text.splitlines() if line.startswith(("| migrate", "| suspend"))]
     assert "2.00 ms" in rows[0]

@@ -1,4 +1,4 @@
-"""What ranks' counters come to: waits apart from own cost, the share of boundaries, load, the bound, and the report."""
+"""Figures from ranks' counters: stalls apart from own work, the share of boundaries, load, the bound, the report."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def run(*ranks, seconds=10.0, alone=4.0, outputs="same"):
     )
 
 
-def test_a_counted_stall_is_what_is_told():
+def test_a_counted_stall_is_reported_as_counted():
     ranks = [rank(experts=6.0, exchange=2.0, stall=2.0), rank(experts=9.0, exchange=1.0, stall=0.0)]
     assert stalls_are_counted(ranks)
     assert stall_shares(ranks) == [0.2, 0.0]
 
 
-def test_without_a_count_a_rank_waited_what_its_exchanges_took_more_than_the_quickest_rank_s():
+def test_without_a_count_the_stall_of_a_rank_is_its_exchange_time_above_the_quickest_ranks():
     ranks = [rank(experts=5.0, exchange=4.0, agreement=1.0), rank(experts=8.0, exchange=1.0, agreement=1.0)]
     assert not stalls_are_counted(ranks)
     assert stall_shares(ranks) == pytest.approx([0.3, 0.0])
@@ -60,7 +60,7 @@ def test_boundaries_are_a_share_of_the_time_outside_prefill_and_waits_for_reques
     assert boundary_share(ranks) == pytest.approx(0.5 / 15)
 
 
-def test_load_is_told_by_expert_and_by_rank():
+def test_load_is_reported_by_expert_and_by_rank():
     ranks = [rank(tokens=[30, 10]), rank(tokens=[10, 10])]
     assert imbalance(ranks) == 2.0
     assert routed_shares(ranks) == pytest.approx([2 / 3, 1 / 3])
@@ -77,8 +77,8 @@ def test_moves_are_counted_where_sequences_arrive():
     ids=["all work shared out", "the longest sequence, where it is quickest"],
 )
 def test_the_bound_is_the_longer_of_shared_work_and_the_longest_sequence(alone, bound):
-    several, lone = run(alone=alone[0]), run(seconds=12.0, alone=alone[1])
-    assert bound_s(lone, [several, lone], 2) == bound
+    several, one_rank = run(alone=alone[0]), run(seconds=12.0, alone=alone[1])
+    assert bound_s(one_rank, [several, one_rank], 2) == bound
 
 
 @pytest.fixture
@@ -113,19 +113,19 @@ def test_the_report_has_medians_with_their_range_and_ratios_to_the_bound(compari
     assert "migration, one rank: the same tokens in all rounds." in markdown(comparison)
 
 
-def test_an_estimate_is_said_to_be_one(comparison):
+def test_an_estimated_stall_is_marked_as_a_lower_bound(comparison):
     uncounted = {"experts": 7.0, "exchange": 3.0}
     for done in comparison.rounds:
         done["migration"] = run(rank([1], **uncounted), rank([3], experts=9.0, exchange=1.0))
     assert "at least 20 %, 0 %" in markdown(comparison)
 
 
-def test_tokens_that_differ_between_cases_are_shouted(comparison):
+def test_tokens_that_differ_between_cases_are_marked_in_capitals(comparison):
     comparison.rounds[1]["migration"] = run(rank([1], experts=1.0), rank([3], experts=1.0), outputs="other")
     assert "migration, one rank: 2 DIFFERENT sets of tokens in all rounds." in markdown(comparison)
 
 
-def test_a_round_that_was_cut_short_is_left_out_and_no_round_is_no_report(comparison):
+def test_an_incomplete_round_is_left_out_and_without_rounds_the_report_is_empty(comparison):
     del comparison.rounds[2]["one rank"]
     assert "2 rounds." in markdown(comparison)
     comparison.rounds.clear()
@@ -136,6 +136,6 @@ def test_the_round_of_median_time_is_one_that_was_run():
     assert [middle([run(seconds=s) for s in seconds]).seconds for seconds in ((3, 1, 2), (4, 1))] == [2, 1]
 
 
-def test_bars_show_what_was_active_when():
+def test_bars_show_the_active_sequences_over_time():
     line = bars([(5.0, 8.0), (10.0, 0.0), (20.0, 1.0)], seconds=20.0, most=8.0)
     assert line == "█" * 15 + " " * 15 + "▂" * 30

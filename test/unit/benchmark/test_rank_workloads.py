@@ -1,4 +1,4 @@
-"""Workloads for ranks: the made-up tail has the shape that is said, a trace keeps its own, and both their budget."""
+"""Workloads for ranks: the synthetic tail has its documented shape, a trace keeps its own, and both keep the budget."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_in_an_uneven_workload_ranks_that_take_turns_get_sequences_by_length(num
     assert [length for of_rank in by_rank for length in of_rank] == sorted(lengths, reverse=True)
 
 
-def test_scaled_lengths_keep_their_shape_and_are_never_nothing():
+def test_scaled_lengths_keep_their_shape_and_are_at_least_one():
     assert scaled([100, 200, 700], 10) == [1, 2, 7]
     assert scaled([1, 1, 1000], 30) == [1, 1, 30]
 
@@ -81,7 +81,7 @@ def test_a_trace_is_drawn_from_and_scaled_to_the_budget(trace):
         ("", "no column ContextTokens and no column GeneratedTokens"),
     ],
 )
-def test_a_file_that_is_no_trace_is_said_to_be_none(tmp_path, text, fault):
+def test_a_file_that_is_no_trace_is_refused_with_the_fault(tmp_path, text, fault):
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=fault):

@@ -10,7 +10,7 @@ from sgl_batch.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--model", "nowhere"], "--model nowhere is not a checkpoint directory"),
         (["--model", "MODEL", "--ranks", "1"], "--ranks is 1"),
@@ -20,34 +20,34 @@ from sgl_batch.errors import ConfigError
         (["--model", "MODEL", "--output-tokens", "200000"], "more than the model's context of 4096"),
     ],
 )
-def test_a_bad_argument_ends_the_command_with_one_line(argv, said, repo_root, capsys, tmp_path, monkeypatch):
+def test_a_bad_argument_ends_the_command_with_one_line(argv, message, repo_root, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = str(repo_root / "test" / "models" / "tiny-qwen3-moe")
     assert main([model if word == "MODEL" else word for word in argv]) == 1
-    message = capsys.readouterr().err
-    assert said in message
-    assert message.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def _cpu(number: int) -> Cpu:
     return Cpu(socket=0, node=0, core=number, number=number)
 
 
-def test_every_workload_has_one_lone_rank_on_its_share_of_the_cores(repo_root, tmp_path, monkeypatch):
+def test_every_workload_has_one_case_of_one_rank_on_its_share_of_the_cores(repo_root, tmp_path, monkeypatch):
     monkeypatch.setattr("several_ranks.measuring.read_cpus", lambda _: [_cpu(number) for number in range(4)])
     model = repo_root / "test" / "models" / "tiny-qwen3-moe"
     found = build(parse(["--model", str(model)]), tmp_path)
     assert [comparison.name for comparison in found] == ["tail", "uneven", "skewed"]
     for comparison in found:
-        lone = next(case for case in comparison.cases if case.num_ranks == 1)
-        assert lone.cores == [0, 1]
-        assert {case.cores for case in comparison.cases if case is not lone} == {None}
-    even, skewed, lone = found[2].cases
+        one_rank = next(case for case in comparison.cases if case.num_ranks == 1)
+        assert one_rank.cores == [0, 1]
+        assert {case.cores for case in comparison.cases if case is not one_rank} == {None}
+    even, skewed, one_rank = found[2].cases
     assert even.model == model.resolve()
-    assert skewed.model == lone.model == tmp_path
+    assert skewed.model == one_rank.model == tmp_path
 
 
-def test_workloads_come_in_the_order_asked_for_and_once(repo_root, tmp_path):
+def test_workloads_keep_the_order_given_without_duplicates(repo_root, tmp_path):
     model = str(repo_root / "test" / "models" / "tiny-qwen3-moe")
     argv = ["--model", model, "--workload", "skewed", "--workload", "tail", "--workload", "skewed"]
     assert [comparison.name for comparison in build(parse(argv), tmp_path)] == ["skewed", "tail"]

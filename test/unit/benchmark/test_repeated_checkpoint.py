@@ -28,7 +28,7 @@ def read(model):
     return found
 
 
-def test_its_tensors_are_those_of_the_model_and_take_what_the_shape_says(model):
+def test_its_tensors_are_those_of_the_model_and_have_the_shapes_bytes(model):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tensors = read(model)
@@ -41,7 +41,7 @@ def test_its_tensors_are_those_of_the_model_and_take_what_the_shape_says(model):
     assert not torch.equal(tensors["model.embed_tokens.weight"], tensors["lm_head.weight"])
 
 
-def test_streamed_experts_are_found_in_it(model):
+def test_streamed_experts_are_found_in_a_repeated_checkpoint(model):
     files = sorted(str(file) for file in model.glob("*.safetensors"))
     names = [f"model.layers.{layer}.mlp.experts" for layer in range(3)]
     locations = find_experts(files, names, range(8))

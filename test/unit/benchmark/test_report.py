@@ -1,4 +1,4 @@
-"""What a comparison looks like: the tables, the record, and that no engine is dropped."""
+"""The report of a comparison: its tables, its record, and that no engine is dropped."""
 
 from __future__ import annotations
 
@@ -100,18 +100,18 @@ def test_an_engine_that_is_not_installed_is_listed(record):
     assert row_of(markdown(record), "vllm")[-1] == "not installed (no module vllm)"
 
 
-def test_an_engine_that_was_interrupted_says_how_far_it_came(record):
+def test_an_interrupted_engine_reports_its_finished_rounds(record):
     record.runs.append(EngineRun(name="hf"))
     assert row_of(markdown(record), "hf")[-1] == "interrupted after 0 of 2 rounds"
 
 
-def test_a_ratio_above_one_says_that_the_row_is_faster(record):
+def test_a_ratio_above_one_means_that_the_row_is_faster(record):
     section = markdown(record).split("Times as fast as")[1]
     assert row_of(section, "sgl_batch")[1:] == ["", "5.00"]
     assert row_of(section, "stock")[1:] == ["0.20", ""]
 
 
-def test_parts_and_rows_count_the_timed_region_alone(record):
+def test_parts_and_rows_count_only_the_timed_region(record):
     found = phase_counts(record.runs[0].rounds[0])
     assert found["part_s"] == {"attention": 0.5, "experts": 1.25}
     assert found["mean_rows_per_expert_gemm"] == 5.0
@@ -127,7 +127,7 @@ def test_the_record_is_json_with_raw_times_command_and_machine(record):
     assert found["machine"] == MACHINE
 
 
-def test_the_machine_line_says_which_vector_units_are_missing():
+def test_the_machine_line_names_missing_vector_units():
     assert describe(MACHINE) == "Some CPU, 2 cores; avx2 avx512f; no AMX; 24 GiB of memory"
     model, flags = parse_cpuinfo("model name\t: A CPU\nflags\t\t: fpu avx2 amx_tile amx_bf16\n\nmodel name\t: B\n")
     assert (model, flags) == ("A CPU", ["avx2", "amx_tile", "amx_bf16"])

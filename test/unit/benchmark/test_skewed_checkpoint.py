@@ -65,15 +65,15 @@ def test_an_index_names_the_file_of_the_new_routers(tmp_path, variant):
 
 
 @pytest.mark.parametrize(
-    ("name", "tensors", "said"),
+    ("name", "tensors", "message"),
     [
         ("model.safetensors", {"lm_head.weight": torch.ones(2)}, "holds no router"),
         ("weights.safetensors", {"a.mlp.gate.weight": torch.ones(4, 2)}, r"weights\.safetensors, which would be read"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_varied_is_refused(tmp_path, variant, name, tensors, said):
+def test_a_checkpoint_that_cannot_be_varied_is_refused(tmp_path, variant, name, tensors, message):
     model = tmp_path / "model"
     model.mkdir()
     save_file(tensors, model / name)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         make_skewed(model, variant, num_hot=2)

@@ -1,4 +1,4 @@
-"""The start-up benchmark reads off a program's own output how far it has come."""
+"""The start-up benchmark reads the progress of a program from its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sys.stderr.write("first token\\n")
         ("not ready yet\n", None),
     ],
 )
-def test_a_line_tells_a_mark_or_nothing(line, mark):
+def test_a_line_is_a_mark_or_none(line, mark):
     assert mark_of(line) == mark
 
 
@@ -37,7 +37,7 @@ def test_a_program_is_timed_at_each_mark_and_at_its_end():
 
 
 @pytest.mark.parametrize("program", ["raise SystemExit('no model')", "print('ready')"])
-def test_a_program_that_fails_or_leaves_a_mark_out_is_told_with_its_output(program):
+def test_a_program_that_fails_or_lacks_a_mark_is_reported_with_its_output(program):
     with pytest.raises(RuntimeError, match=r"ended with \d+ after .*\n(no model|ready)"):
         measure([sys.executable, "-c", program])
 

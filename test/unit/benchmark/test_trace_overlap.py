@@ -1,4 +1,4 @@
-"""What a trace says of copies and kernels: times count once, and only copies of the host's memory are meant."""
+"""Overlap of copies and kernels in a trace: times count once, and only copies of host memory are counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACE = [
 ]
 
 
-def test_times_at_once_count_once_and_the_share_of_copies_under_kernels_is_told():
+def test_overlapping_times_count_once_and_the_share_of_copies_under_kernels_is_reported():
     found = overlap_of(TRACE)
     assert found is not None
     assert (found.stretch_s, found.computed_s, found.copied_s) == pytest.approx((4e-3, 2.5e-3, 1.6e-3))
@@ -33,7 +33,7 @@ def test_times_at_once_count_once_and_the_share_of_copies_under_kernels_is_told(
     assert found.text().endswith("for 1.6 ms, 31% of it meanwhile")
 
 
-def test_a_trace_of_a_cpu_says_nothing():
+def test_a_trace_of_a_cpu_has_no_overlap():
     assert overlap_of([event("cpu_op", 0, 10)]) is None
 
 
@@ -51,6 +51,6 @@ def test_a_trace_is_read_as_the_profiler_writes_it(tmp_path, packed):
     assert read_trace(path) == TRACE
 
 
-def test_unions_and_what_they_have_in_common():
+def test_unions_and_intersections_of_intervals():
     assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert common([(0, 4), (5, 6)], [(1, 2), (3, 5.5)]) == [(1, 2), (3, 4), (5, 5.5)]

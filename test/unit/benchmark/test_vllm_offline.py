@@ -1,4 +1,4 @@
-"""vLLM gets on a CPU what the other engines get, where the environment does not say otherwise; vLLM is not needed."""
+"""On a CPU vLLM gets the cores and threads of the other engines unless the environment sets them; it is not needed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_intels_openmp_is_preloaded_where_it_is_installed(machine: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"])
-def test_what_the_environment_says_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_environment_are_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "7")
     set_up_cpu()
     assert os.environ[name] == "7"

@@ -1,4 +1,4 @@
-"""What engines are asked: seeded random prompts, the prompts of a JSONL file, and what cannot be asked."""
+"""Workloads: seeded random prompts, the prompts of a JSONL file, and workloads that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of stages is in order and whole, the command refuses what cannot be, and a trace is counted as it is."""
+"""The list of stages is complete and in order, impossible options are refused, and a trace is counted."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ def test_every_family_with_an_adapter_has_an_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--only", "stock,grahps"], "names 'grahps', which is no stage"),
         (["--minutes", "0"], "--minutes is 0.0; it must be more than 0"),
         (["--commands"], "--commands goes with --list"),
     ],
 )
-def test_options_that_cannot_be_met_are_refused(options: list[str], said: str, tmp_path: Path, capsys) -> None:
+def test_options_that_cannot_be_met_are_refused(options: list[str], message: str, tmp_path: Path, capsys) -> None:
     assert main(["--dry-run", "--out", str(tmp_path / "out"), *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_says_of_every_stage_for_a_device_that_it_was_not_run(tmp_path: Path) -> None:
+def test_a_dry_run_reports_every_device_stage_as_not_run(tmp_path: Path) -> None:
     """By the command itself; of the stages that need no device, the one named has no time."""
     command = [sys.executable, str(HERE.parent / "gpu_bringup"), "--dry-run", "--minutes", "0.001"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)

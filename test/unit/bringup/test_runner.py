@@ -56,7 +56,7 @@ def has_ended(number: int) -> bool:
     return not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_failed_stage_is_told_by_its_error_and_those_that_need_it_are_not_run(call, tmp_path: Path) -> None:
+def test_a_failed_stage_reports_its_error_and_stages_that_need_it_are_not_run(call, tmp_path: Path) -> None:
     result = json.dumps({"tokens": "9 of 9", "remark": "quick"})
     good = f"open({str(result_of(tmp_path, 'good'))!r}, 'w').write({result!r})"
     bad = "print('before'); raise ValueError('no such kernel')"

@@ -1,4 +1,4 @@
-"""Tokens agree with a reference where they are equal, and where they differ from a near tie on; nothing else does."""
+"""Tokens agree with a reference if they are equal or differ only after a near tie."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_what_follows_a_near_tie_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "message"),
     [
         ([[1, 2, 7, 4], [3, 3]], "has token 7 at 2 instead of 5, whose logit is 1.30 lower"),
         ([[1, 2, 8, 4], [3, 3]], "which is not among the 5 best"),
         ([[1, 2, 5, 4], [3]], "sequence 1 has 1 tokens instead of 2"),
     ],
 )
-def test_any_other_difference_is_told(tokens: list[list[int]], said: str) -> None:
+def test_any_other_difference_is_reported(tokens: list[list[int]], message: str) -> None:
     found = compare(tokens, REFERENCE)
     assert not found.holds
-    assert said in found.why_not
+    assert message in found.why_not
 
 
 def test_tokens_of_which_most_follow_near_ties_tell_nothing() -> None:

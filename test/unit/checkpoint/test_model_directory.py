@@ -150,9 +150,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "words"), SPOILED)
-def test_a_spoiled_directory_is_refused_with_what_to_do(
-    model: Path, spoil: Callable[[Path], object], words: str
-) -> None:
+def test_a_spoiled_directory_is_refused_with_a_remedy(model: Path, spoil: Callable[[Path], object], words: str) -> None:
     check(model)
     spoil(model)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -256,7 +254,7 @@ def test_a_single_file_is_a_model_only_if_it_is_gguf(tmp_path: Path) -> None:
         check(tmp_path / "model.txt")
 
 
-def test_experts_are_counted_if_the_config_says_so(model: Path, tmp_path: Path) -> None:
+def test_experts_are_counted_by_the_config(model: Path, tmp_path: Path) -> None:
     assert num_experts(str(model)) == 16
     (model / "config.json").write_text('{"text_config": {"n_routed_experts": 8}}')
     assert num_experts(str(model)) == 8

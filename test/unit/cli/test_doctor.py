@@ -120,7 +120,7 @@ def test_a_check_that_raises_hangs_or_crashes_is_a_failed_row_and_the_others_go_
     assert len(pids) == 2, "a crash does not end what comes after it"
 
 
-def test_only_what_is_required_and_missing_or_failed_prevents_a_run():
+def test_only_required_checks_that_fail_prevent_a_run():
     def row(state, required):
         return Row(check="x", state=state, found="", required=required)
 
@@ -130,7 +130,7 @@ def test_only_what_is_required_and_missing_or_failed_prevents_a_run():
     assert not can_run([row(State.FAILED, True)])
 
 
-def test_the_command_prints_a_table_writes_json_and_exits_with_what_it_found(tmp_path, capsys):
+def test_the_command_prints_a_table_writes_json_and_exits_with_the_verdict(tmp_path, capsys):
     bad = Row(check="torch", state=State.MISSING, found="not installed", remedy="install it", required=True)
     path = tmp_path / "doctor.json"
     assert doctor_command(["--json", str(path)], lambda _: [bad]) == 1
@@ -150,11 +150,11 @@ def test_the_command_prints_a_table_writes_json_and_exits_with_what_it_found(tmp
 
 def test_packages_for_a_gpu_are_required_only_on_a_gpu(tmp_path):
     kernels = package("sgl_kernel")
-    beside_cpu = package_checks.package_row(kernels, machine(tmp_path, torch=Cpu))
-    assert (beside_cpu.state, beside_cpu.required) == (State.MISSING, False)
-    beside_gpu = package_checks.package_row(kernels, machine(tmp_path, torch=Gpu))
-    assert beside_gpu.prevents_run
-    assert beside_gpu.remedy
+    on_cpu = package_checks.package_row(kernels, machine(tmp_path, torch=Cpu))
+    assert (on_cpu.state, on_cpu.required) == (State.MISSING, False)
+    on_gpu = package_checks.package_row(kernels, machine(tmp_path, torch=Gpu))
+    assert on_gpu.prevents_run
+    assert on_gpu.remedy
     optional = package_checks.package_row(package("deep_ep"), machine(tmp_path, torch=Gpu))
     assert (optional.state, optional.prevents_run) == (State.MISSING, False)
 

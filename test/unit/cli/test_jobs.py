@@ -134,7 +134,7 @@ def test_submit_reads_standard_input_and_downloads_the_output(
     assert "exists already" in capsys.readouterr().err
 
 
-def test_a_cancelled_job_is_continued_and_comes_out_whole(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cancelled_job_can_be_continued_to_its_end(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     job = submitted(capsys, write("a", "b", "hold"))
     while True:
         assert jobs_command(["get", job, "--json"]) == 0
@@ -186,7 +186,7 @@ def test_a_job_that_fails_validation_says_why_and_exits_3(server: Running, capsy
     assert "(invalid_json_line)" in err
 
 
-def test_refusals_say_what_which_server_and_what_to_do(
+def test_refusals_name_the_fault_the_server_and_a_remedy(
     server: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert jobs_command(["list", "--api-key", "wrong"]) == 1
@@ -221,7 +221,7 @@ def test_bad_usage_exits_1_before_any_request(argv: list[str], message: str, cap
     assert message in capsys.readouterr().err
 
 
-def test_a_table_goes_in_and_comes_out(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_reads_a_table_and_writes_one(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     pq.write_table(pa.table({"q": ["a", "refuse", None, "d"], "key": [5, 6, 7, 8]}), "in.parquet")
     flags = ("in.parquet", "--prompt-column", "q", "--id-column", "key", "--model", "tiny")
     assert jobs_command(["submit", *flags, "--wait", "-o", "out.parquet"]) == 2
@@ -239,7 +239,7 @@ def test_a_table_goes_in_and_comes_out(server: Running, capsys: pytest.CaptureFi
     assert "asking for the model" in capsys.readouterr().err
 
 
-def test_a_cancelled_job_is_a_table_of_what_it_has_with_the_continued_ones_rows(
+def test_the_table_of_a_continued_job_has_the_rows_of_the_cancelled_one(
     server: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = submitted(capsys, write("a", "hold", "c"))

@@ -82,24 +82,24 @@ def test_the_page_of_the_documents_is_the_table_of_the_engine(capsys):
 
 def test_the_list_has_each_family_and_format_for_people_and_programs(capsys):
     assert models_command(["--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == json.loads(json.dumps(as_json()))
-    assert [row["name"] for row in told["families"]] == [row.name for row in FAMILIES]
-    assert {row["cpu"]["status"] for row in told["number_formats"]} == {"works", "refused"}
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads(json.dumps(as_json()))
+    assert [row["name"] for row in report["families"]] == [row.name for row in FAMILIES]
+    assert {row["cpu"]["status"] for row in report["number_formats"]} == {"works", "refused"}
     assert models_command([]) == 0
     text = capsys.readouterr().out
     assert all(row.name in text for row in (*FAMILIES, *FORMATS))
 
 
 def test_a_model_that_runs_is_shown_with_its_memory_by_use(capsys):
-    code, told = to_message(capsys, "--model", str(TINY), "--device-memory", "1G", "--kv-store-bytes", "64M")
-    assert (code, told["runs"], told["forward"], told["number_format"]) == (0, True, "coroutine", "bfloat16")
-    assert told["parameters"] == {"total": 3_351_936, "experts": 2_359_296, "active": 1_582_464}
-    assert told["expert_bytes"] == 2 * 2_359_296
-    assert told["kv_token_bytes"] == 2 * 2 * 32 * 4 * 2
-    assert sum(told["uses"].values()) + told["kv_bytes"] + 64 * told["kv_token_bytes"] == 1 << 30
-    assert told["sequences_on_device"] == told["kv_bytes"] // (4096 * told["kv_token_bytes"])
-    assert told["sequences_in_store"] == 16
+    code, report = to_message(capsys, "--model", str(TINY), "--device-memory", "1G", "--kv-store-bytes", "64M")
+    assert (code, report["runs"], report["forward"], report["number_format"]) == (0, True, "coroutine", "bfloat16")
+    assert report["parameters"] == {"total": 3_351_936, "experts": 2_359_296, "active": 1_582_464}
+    assert report["expert_bytes"] == 2 * 2_359_296
+    assert report["kv_token_bytes"] == 2 * 2 * 32 * 4 * 2
+    assert sum(report["uses"].values()) + report["kv_bytes"] + 64 * report["kv_token_bytes"] == 1 << 30
+    assert report["sequences_on_device"] == report["kv_bytes"] // (4096 * report["kv_token_bytes"])
+    assert report["sequences_in_store"] == 16
     assert check_command(["--model", str(TINY), "--device-memory", "1G"]) == 0
     assert "It would run." in capsys.readouterr().out
 
@@ -119,19 +119,19 @@ def test_routed_experts_are_known_by_name_or_as_a_stack(name, shape, is_expert, 
 
 
 def test_rounded_weights_take_half(capsys):
-    _, told = to_message(capsys, "--model", str(TINY), "--cpu-weight-dtype", "int8", "--device", "cpu")
-    assert told["expert_bytes"] == 2_359_296 + 4 * 4 * 16 * (96 + 96 + 128)
+    _, report = to_message(capsys, "--model", str(TINY), "--cpu-weight-dtype", "int8", "--device", "cpu")
+    assert report["expert_bytes"] == 2_359_296 + 4 * 4 * 16 * (96 + 96 + 128)
 
 
 def test_a_model_larger_than_the_device_is_reported_to_need_streamed_weights(capsys, large):
-    code, told = to_message(capsys, "--model", str(large), "--device", "gpu", "--device-memory", "16G")
-    assert (code, told["runs"], told["expert_bytes"]) == (1, False, EXPERT_BYTES)
-    assert "device_memory is 16.00 GiB, and" in told["why"]
-    assert told["flags"] == ["--weights", "streamed"]
+    code, report = to_message(capsys, "--model", str(large), "--device", "gpu", "--device-memory", "16G")
+    assert (code, report["runs"], report["expert_bytes"]) == (1, False, EXPERT_BYTES)
+    assert "device_memory is 16.00 GiB, and" in report["why"]
+    assert report["flags"] == ["--weights", "streamed"]
     code, streamed = to_message(
-        capsys, "--model", str(large), "--device", "gpu", "--device-memory", "16G", *told["flags"]
+        capsys, "--model", str(large), "--device", "gpu", "--device-memory", "16G", *report["flags"]
     )
-    assert (code, streamed["uses"]) == (0, told["with_flags"]["uses"])
+    assert (code, streamed["uses"]) == (0, report["with_flags"]["uses"])
     assert streamed["uses"]["weights"] < EXPERT_BYTES // 2
     assert check_command(["--model", str(large), "--device", "gpu", "--device-memory", "16G"]) == 1
     assert "It would with --weights streamed: of 4,096 tokens" in capsys.readouterr().out
@@ -140,16 +140,16 @@ def test_a_model_larger_than_the_device_is_reported_to_need_streamed_weights(cap
 def test_sequences_longer_than_the_device_holds_do_not_run(capsys, large):
     argv = ["--model", str(large), "--device", "gpu", "--device-memory", "28G", "--b-moe-decode", "4"]
     assert to_message(capsys, *argv)[0] == 0
-    code, told = to_message(capsys, *argv, "--max-model-len", "1000000")
+    code, report = to_message(capsys, *argv, "--max-model-len", "1000000")
     assert code == 1
-    assert "a sequence of 1,000,000 tokens takes" in told["why"]
+    assert "a sequence of 1,000,000 tokens takes" in report["why"]
 
 
 def test_the_memory_of_an_unknown_gpu_has_to_be_given(capsys):
-    code, told = to_message(capsys, "--model", str(TINY), "--device", "gpu")
+    code, report = to_message(capsys, "--model", str(TINY), "--device", "gpu")
     assert code == 1
-    assert "give --device-memory, as in 80G" in told["why"]
-    assert told["weight_bytes"] > 0
+    assert "give --device-memory, as in 80G" in report["why"]
+    assert report["weight_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_the_memory_of_an_unknown_gpu_has_to_be_given(capsys):
 )
 def test_what_would_be_refused_at_the_start_is_refused_with_the_same_words(capsys, tmp_path, fields, argv, words):
     model = with_config(Path(shutil.copytree(TINY, tmp_path / "model")), **fields)
-    code, told = to_message(capsys, "--model", model, *argv)
-    assert (code, told["runs"], told["forward"]) == (1, False, "refused")
+    code, report = to_message(capsys, "--model", model, *argv)
+    assert (code, report["runs"], report["forward"]) == (1, False, "refused")
     with pytest.raises(AssertionError, match=words):
-        raise AssertionError(told["why"])
+        raise AssertionError(report["why"])
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,10 @@ def test_what_would_be_refused_at_the_start_is_refused_with_the_same_words(capsy
     ],
 )
 def test_a_mistake_is_reported_without_a_traceback(capsys, argv, words):
-    code, told = to_message(capsys, *argv)
-    assert (code, told["runs"]) == (1, False)
+    code, report = to_message(capsys, *argv)
+    assert (code, report["runs"]) == (1, False)
     with pytest.raises(AssertionError, match=words):
-        raise AssertionError(told["why"])
+        raise AssertionError(report["why"])
 
 
 def test_help_is_two_pages(capsys, monkeypatch):

@@ -177,7 +177,7 @@ def test_a_unit_with_followers_counts_the_shared_prompt_once(count, prompt, new)
 
 
 @pytest.mark.parametrize(("count", "found"), [(1, 0), (1, 2), (2, 0), (5, 1)])
-def test_what_a_unit_needs_is_what_it_reserves(count, found):
+def test_a_unit_reserves_what_it_needs(count, found):
     ledger = PageLedger(100, 8)
     group = choices(count, prompt=20, new=30)
     unit = Admission(leader=group[0], followers=tuple(group[1:]))

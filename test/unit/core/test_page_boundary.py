@@ -182,8 +182,8 @@ def test_every_schedule_finishes_every_sequence_in_fair_order(drawn, plan, token
     pages, request_slots = tokens // plan.page_size, plan.ready_target + spare_request_slots
     schedule = VirtualSchedule(todo, plan, pages=pages, request_slots=request_slots, urgent_every=urgent_every)
     log = schedule.run(most_decisions=5000)
-    everybody = range(sum(request.choices for request in todo))
-    assert sorted(log.finished + log.refused) == list(everybody)
+    all_sequences = range(sum(request.choices for request in todo))
+    assert sorted(log.finished + log.refused) == list(all_sequences)
     assert log.most_running <= plan.decode.b_moe
     assert log.refilled == sorted(log.refilled), "no sequence is overtaken on the way into the decode group"
 

@@ -56,7 +56,7 @@ def test_updates_bring_a_copy_up_to_date():
     partial.put(0, [1, 2])
     assert publish()
     partial.put(2, [3])
-    assert partial.take_update() == (2, PartialOutput(b"\3\0\0\0").pack()), "only what is new"
+    assert partial.take_update() == (2, PartialOutput(b"\3\0\0\0").pack()), "only new tokens"
     copy.put(2, [3])
     assert not publish()
     partial.cut(1)

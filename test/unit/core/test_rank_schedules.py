@@ -26,8 +26,8 @@ def run(scenario: Scenario, migration: Migration) -> Log:
     )
     try:
         log = ranks.run()
-        everybody = sum(request.choices for request in scenario.requests)
-        assert len(log.ended_at) + len(log.refused) == everybody, "no sequence starves"
+        num_sequences = sum(request.choices for request in scenario.requests)
+        assert len(log.ended_at) + len(log.refused) == num_sequences, "no sequence starves"
     except AssertionError as error:
         error.add_note(f"seed {scenario.seed}, step {ranks.log.steps}")
         raise

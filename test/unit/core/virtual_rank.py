@@ -209,7 +209,7 @@ class VirtualRank:
     def _take(self, unit: Admission) -> None:
         leader = unit.leader
         match = self.tree.match_and_insert(leader.sequence_id, prompt_of(leader))
-        assert match.shared * self.plan.page_size == leader.shared_tokens, "the estimate is what is shared"
+        assert match.shared * self.plan.page_size == leader.shared_tokens, "the estimate is the number of shared pages"
         reserve(unit, self.ledger, held=len(match.pages), new=len(match.own))
         for follower in unit.followers:
             self.tree.match_as(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))

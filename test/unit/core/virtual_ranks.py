@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class Log:
-    """What happened. `active`: how many sequences each rank ran after a boundary without queued sequences."""
+    """The events of a schedule. `active`: the sequences that each rank ran after a boundary without queued ones."""
 
     steps: int = 0
     boundaries: int = 0

@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class Log:
-    """What happened, in order; lists hold arrivals of sequences."""
+    """The events of a schedule, in order; lists hold arrival numbers of sequences."""
 
     decisions: int = 0
     prefilled: list[int] = field(default_factory=list)
@@ -192,7 +192,7 @@ class VirtualSchedule:
     def _take(self, unit: Admission) -> None:
         leader = unit.leader
         match = self._tree.match_and_insert(leader.sequence_id, prompt_of(leader))
-        assert match.shared * self.plan.page_size == leader.shared_tokens, "the estimate is what is shared"
+        assert match.shared * self.plan.page_size == leader.shared_tokens, "the estimate is the number of shared pages"
         reserve(unit, self.ledger, held=len(match.pages), new=len(match.own))
         for follower in unit.followers:
             self._tree.match_as(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))

@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class Fate:
-    """What will become of a sequence; decisions do not see it. It moves to other ranks with the sequence."""
+    """The future of a sequence, which decisions do not see. It moves to other ranks with the sequence."""
 
     left: int
     rooted: bool

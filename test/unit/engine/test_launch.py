@@ -98,19 +98,19 @@ def test_the_error_says_that_the_engine_did_not_start_why_and_where(spec, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("told", "becomes", "words"),
+    ("reported", "raises", "message"),
     [
         (ConfigError("device_memory is too small"), ConfigError, r"^device_memory is too small$"),
         (EngineError("no memory is left"), EngineError, r"^the engine did not start: no memory is left$"),
     ],
 )
-def test_the_error_that_a_child_reported_is_raised_and_the_directory_is_removed(spec, told, becomes, words):
+def test_the_error_that_a_child_reported_is_raised_and_the_directory_is_removed(spec, reported, raises, message):
     def start_engine() -> None:
         with start_errors(spec):
-            FailureReporter(rendezvous=Rendezvous(spec.directory), name="the scheduler").report(told)
+            FailureReporter(rendezvous=Rendezvous(spec.directory), name="the scheduler").report(reported)
             raise ProcessEndedError("the scheduler failed (exit code 1)")
 
-    with pytest.raises(becomes, match=words) as raised:
+    with pytest.raises(raises, match=message) as raised:
         start_engine()
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__

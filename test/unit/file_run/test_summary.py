@@ -21,20 +21,20 @@ def result(**changes):
     return RunResult(**(values | changes))
 
 
-def test_it_says_lines_time_and_speed():
+def test_the_summary_shows_lines_time_and_speed():
     text = format_summary(result())
     assert "Done: 100 of 100 lines ok, 0 failed, in 0:50 (50.0 s)" in text
     assert "10,000         200.0 per second" in text
     assert "2,500          50.0 per second" in text
 
 
-def test_it_says_which_forward_pass_computed():
-    told = format_summary(result(stats=EngineStats(forward="sglang (no adapter for Phi3ForCausalLM)")))
-    assert "  forward     sglang (no adapter for Phi3ForCausalLM)\n" in told
+def test_the_summary_names_the_forward_pass():
+    summary = format_summary(result(stats=EngineStats(forward="sglang (no adapter for Phi3ForCausalLM)")))
+    assert "  forward     sglang (no adapter for Phi3ForCausalLM)\n" in summary
     assert "forward" not in format_summary(result(stats=EngineStats()))
 
 
-def test_it_says_where_the_time_went_the_longest_first():
+def test_the_summary_shows_the_time_by_part_longest_first():
     stats = EngineStats(part_s={"attention": 10.0, "experts": 30.0})
     lines = format_summary(result(stats=stats)).splitlines()
     start = lines.index("Where the time went:")
@@ -42,7 +42,7 @@ def test_it_says_where_the_time_went_the_longest_first():
     assert lines[start + 2].split() == ["attention", "10.00", "s", "25.0%"]
 
 
-def test_it_says_tokens_per_expert_call_and_imbalance():
+def test_the_summary_shows_tokens_per_expert_call_and_imbalance():
     stats = EngineStats(
         counters={"expert_calls": 4, "expert_rows": 1000, "expert_gemms": 8},
         tokens_per_expert=[100, 300, 50, 150],
@@ -54,7 +54,7 @@ def test_it_says_tokens_per_expert_call_and_imbalance():
     assert "most loaded expert 1 (300 tokens), least loaded expert 2 (50 tokens), imbalance 2.00" in text
 
 
-def test_it_says_how_much_of_the_prompts_was_computed_for_others():
+def test_the_summary_shows_the_share_of_prompt_tokens_shared():
     stats = EngineStats(counters={"prompt_tokens": 31_744, "prompt_tokens_shared": 19_456})
     assert (
         "Prefix sharing: 38.0% of 51,200 prompt tokens computed once for several prompts"
@@ -63,7 +63,7 @@ def test_it_says_how_much_of_the_prompts_was_computed_for_others():
     assert "Prefix sharing" not in format_summary(result(stats=EngineStats(counters={"prompt_tokens": 7})))
 
 
-def test_it_says_what_the_host_store_was_used_for():
+def test_the_summary_shows_the_use_of_the_host_store():
     counters = {"suspensions": 1200, "streamed_steps": 95, "decode_groups": 295, "decode_rows": 5900}
     assert (
         "Host KV store: 1,200 suspensions; decode streamed in 95 of 295 steps, 20.0 sequences a step"
@@ -72,7 +72,7 @@ def test_it_says_what_the_host_store_was_used_for():
     assert "Host KV store" not in format_summary(result(stats=EngineStats(counters={"decode_groups": 295})))
 
 
-def test_it_says_how_often_graphs_of_decode_steps_served():
+def test_the_summary_shows_the_decode_steps_that_ran_as_graphs():
     counters = {"graphs_captured": 12, "graph_replays": 24_000, "graph_bytes": 3 << 29, "eager_steps": 768}
     assert (
         "CUDA graphs of decode steps: 12 captured in 1.50 GiB, 24,000 replays; 768 steps ran kernel by kernel"
@@ -115,7 +115,7 @@ def rank_stats(share_of_stall: float, experts: list[int], **counters: int) -> En
     return EngineStats(counters=counters, part_s=part_s, tokens_per_expert=experts)
 
 
-def test_it_says_what_each_rank_did():
+def test_the_summary_shows_the_work_of_each_rank():
     ranks = [
         rank_stats(0.25, [700, 50], sequences_finished=1200, output_tokens=9000, sequences_departed=3),
         rank_stats(0.5, [200, 50], sequences_finished=1300, output_tokens=8000, sequences_arrived=3),
@@ -131,7 +131,7 @@ def test_it_says_what_each_rank_did():
     assert len({len(line) for line in lines[start + 1 : start + 4]}) == 1, "the columns are aligned"
 
 
-def test_it_says_the_peak_of_memory_beside_the_budget():
+def test_the_summary_shows_peak_memory_and_budget():
     gib = 1 << 30
     stats = EngineStats(peak_memory_bytes=2 * gib + gib // 10, memory_budget_bytes=3 * gib)
     assert "  peak memory       2.10 GiB of 3.00 GiB allowed\n" in format_summary(result(stats=stats))

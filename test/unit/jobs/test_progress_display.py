@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""The display of a run's progress."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gone(io.StringIO):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_a_plain_line_says_all():
+def test_a_plain_line_shows_progress_rate_and_eta():
     stream = io.StringIO()
     PlainDisplay(stream).update(MIDDLE)
     assert stream.getvalue() == (

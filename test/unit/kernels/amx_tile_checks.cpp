@@ -233,7 +233,7 @@ void check_configuration() {
   others.rows[0] = 3;
   others.row_bytes[0] = 8;
   configure_tiles(others);
-  expect(multiply(given, 0, 9) == expected, "a task does not trust what somebody else has configured");
+  expect(multiply(given, 0, 9) == expected, "a task does not rely on the configuration that other code left");
   kAmxBf16Tile.release();
 }
 

@@ -1,4 +1,4 @@
-"""Attention of the native kernels against float64, over scattered pages in a pool that holds rubbish elsewhere."""
+"""Attention of the native kernels against float64, over scattered pages in a pool that holds random bytes elsewhere."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def attention_cases() -> Iterator[Check]:
     for dtype, (shape, cut) in itertools.product(DTYPES, [*itertools.product(SHAPES, CUTS), LONG]):
         yield from attention_case(dtype, shape, *cut)
     for dtype, (window, has_sinks) in itertools.product(DTYPES, FORMS):
-        beside = {"window": window, "sinks": torch.linspace(-2, 4, 16) if has_sinks else None}
-        yield from attention_case(dtype, SHAPES[0], *CUTS[2], **beside)
-        yield from attention_case(dtype, SHAPES[0], *CUTS[3], **beside)
+        options = {"window": window, "sinks": torch.linspace(-2, 4, 16) if has_sinks else None}
+        yield from attention_case(dtype, SHAPES[0], *CUTS[2], **options)
+        yield from attention_case(dtype, SHAPES[0], *CUTS[3], **options)
 
 
 def attention_case(
-    dtype: torch.dtype, shape: tuple[int, int, int, int], lengths: list[int], news: list[int], **beside: Any
+    dtype: torch.dtype, shape: tuple[int, int, int, int], lengths: list[int], news: list[int], **options: Any
 ) -> Iterator[Check]:
     page, dim, q_heads, kv_heads = shape
-    name = f"attention {dtype} page {page} dim {dim} heads {q_heads}/{kv_heads} {lengths} {news} {beside}"
+    name = f"attention {dtype} page {page} dim {dim} heads {q_heads}/{kv_heads} {lengths} {news} {options}"
     q, k, v = draw(dtype, dim, (q_heads, kv_heads), lengths, news)
-    given = in_pages(k, v, page) | beside
+    given = in_pages(k, v, page) | options
     out = attend(q, news, lengths, given)
-    expected = attention_in_float64(q, k, v, news, dim**-0.5, **beside)
+    expected = attention_in_float64(q, k, v, news, dim**-0.5, **options)
     yield name, relative_error(out, expected) < TOLERANCE[dtype]
     yield name + ": threads", same_on_any_threads(lambda: attend(q, news, lengths, given))
     yield name + ": row by row", torch.equal(row_by_row(q, news, lengths, given), out)
     if page in (16, 64):
-        others = [attend(q, news, lengths, in_pages(k, v, other) | beside) for other in (8, 32, 64, 256)]
+        others = [attend(q, news, lengths, in_pages(k, v, other) | options) for other in (8, 32, 64, 256)]
         yield name + ": page sizes", all(torch.equal(other, out) for other in others)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels' cases share: how far a result may lie from float64, and what may not change its bits."""
+"""Owns the checks that kernels' cases share: the error against float64, and bits that do not depend on threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def same_on_any_threads(compute: Callable[[], torch.Tensor]) -> bool:
-    """Whether one thread, three and this machine's number give the same bits, and again when repeated."""
+    """Return whether one thread, three and this machine's number give the same bits, also when repeated."""
     number = torch.get_num_threads()
     results = []
     for threads in (1, 3, number, number):

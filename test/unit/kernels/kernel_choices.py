@@ -29,7 +29,7 @@ GROUPS = ((1, 1), (2, 1), (4, 2), (8, 8), (8, 4), (16, 3))
 SCORINGS = ("softmax", "sigmoid")
 NAN, INFINITY = float("nan"), float("inf")
 TOLERANCE = 5e-6  # of a weight: differences of logits as large as 25 are rounded to f32 before they are exponents
-MARGIN = 1e-6  # ranks that lie closer to each other may change places when scores are rounded to f32
+MARGIN = 1e-6  # ranks that lie closer to each other may be ordered differently when scores are rounded to f32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def tied_cases() -> Iterator[Check]:
 
 
 def strange_cases() -> Iterator[Check]:
-    """Rows of infinities and NaN in all places: as by the formula, and never an id that is none."""
+    """Check rows of infinities and NaN at all indices: the formula's choices, and only valid ids."""
     rows = [
         [-INFINITY, 1.0, -INFINITY, 2.0, 0.0, -INFINITY],
         [-INFINITY] * 6,

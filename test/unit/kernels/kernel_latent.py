@@ -1,4 +1,4 @@
-"""The kernels of latent attention against float64, over awkward shapes. What a kernel does not write reads as NaN."""
+"""The kernels of latent attention against float64, over awkward shapes. Unwritten memory holds NaN."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sequences(dtype: torch.dtype, row: int, heads: int, lengths: list[int], news
     return {"rows": [torch.randn(length, row).to(dtype) for length in lengths], "queries": queries, "news": news}
 
 
-def placed(rows: list[torch.Tensor], page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def in_pages(rows: list[torch.Tensor], page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The rows in scattered pages of a pool that is NaN everywhere else; the pages, and where each sequence's begin."""
     counts = [-(-len(own) // page) for own in rows]
     order = torch.randperm(sum(counts) + 3)[: sum(counts)]
@@ -52,7 +52,7 @@ def placed(rows: list[torch.Tensor], page: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def attend(given: dict[str, object], page: int, value: int, *, scaling: float) -> torch.Tensor:
-    pool, tables, table_starts = placed(given["rows"], page)
+    pool, tables, table_starts = in_pages(given["rows"], page)
     return kernels.latent_attention(
         given["queries"],
         pool,
@@ -100,14 +100,14 @@ def _attention_cases() -> Iterator[Check]:
 
 
 def _extreme_cases() -> Iterator[Check]:
-    """Scores far apart: one token takes all, wherever it stands, and nothing overflows."""
-    for dtype, place in itertools.product(DTYPES, (0, 63, 64, 129)):
+    """Check scores far apart: one token takes all the weight, at any index, and nothing overflows."""
+    for dtype, row in itertools.product(DTYPES, (0, 63, 64, 129)):
         rows = torch.randn(130, 80).to(dtype)
         queries = torch.randn(1, 3 * 80).to(dtype)
-        rows[place] = 100 * queries[0, :80]
+        rows[row] = 100 * queries[0, :80]
         out = attend({"rows": [rows], "queries": queries, "news": [1]}, 16, 64, scaling=1.0)
-        taken = relative_error(out[:, :64], rows[place, None, :64].double()) < TOLERANCE[dtype]
-        yield f"one token takes all {dtype} {place}", taken and bool(torch.isfinite(out).all())
+        taken = relative_error(out[:, :64], rows[row, None, :64].double()) < TOLERANCE[dtype]
+        yield f"one token takes all {dtype} {row}", taken and bool(torch.isfinite(out).all())
 
 
 def _linear_cases() -> Iterator[Check]:
@@ -122,7 +122,7 @@ def _linear_cases() -> Iterator[Check]:
         kernels.linear_by_head(x, weight, wide[..., :n])
         out = wide[..., :n]
         yield name, relative_error(out, expected) < TOLERANCE[dtype]
-        yield name + ": nothing beside it", bool(wide[..., n:].isnan().all())
+        yield name + ": no other element is written", bool(wide[..., n:].isnan().all())
         one_by_one = torch.empty(rows, heads, n, dtype=dtype)
         for row in range(rows):
             kernels.linear_by_head(x[row : row + 1], weight, one_by_one[row : row + 1])

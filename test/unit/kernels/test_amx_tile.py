@@ -1,5 +1,5 @@
-"""The AMX tile keeps its rules: on a processor without AMX its instructions are emulated, one by one, as the manual has
-them. How fast it is, and whether a processor agrees with the manual, only one with AMX can tell.
+"""The AMX tile keeps its rules. On a processor without AMX its instructions are emulated one by one, as the manual
+specifies them. Its speed, and whether a processor follows the manual, can be tested only on one with AMX.
 """
 
 from __future__ import annotations

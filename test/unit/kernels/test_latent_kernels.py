@@ -26,7 +26,7 @@ def test_arguments_that_fit_are_taken():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"q_TD": torch.zeros(2, 20)}, r"q is \[2, 20\] with strides \[20, 1\] for rows of 8"),
         ({"value_dim": 9}, "values are 9 of a row's 8 numbers"),
@@ -37,6 +37,6 @@ def test_arguments_that_fit_are_taken():
     ],
     ids=["heads", "values", "page", "table", "tokens", "number type"],
 )
-def test_arguments_that_do_not_fit_are_refused_with_their_sizes(changes, said):
-    with pytest.raises(RuntimeError, match=said):
+def test_arguments_that_do_not_fit_are_refused_with_their_sizes(changes, message):
+    with pytest.raises(RuntimeError, match=message):
         sgl_batch_kernel.latent_attention(**given(**changes))

@@ -1,4 +1,4 @@
-"""Keys and values lie in pages just where attention looks for them, and nothing else of a page is touched."""
+"""Keys and values are written to pages where attention reads them, and no other byte of a page changes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def pools_of(heads: int, page_size: int, head_dim: int, dtype: torch.dtype, fill
 
 
 def expected(
-    pools: list[torch.Tensor], slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int
+    pools: list[torch.Tensor], kv_indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int
 ) -> list[torch.Tensor]:
-    """The pools after every single number has been put where its place in the packed order says."""
+    """Return the pools after each number is written to its offset in the packed order."""
     k_pages, v_pages = (pool.clone() for pool in pools)
     width, step, value_width = k_pages.shape[4], k_pages.shape[5], v_pages.shape[4]
-    for row, slot in enumerate(slots.tolist()):
-        page, offset = divmod(slot, page_size)
+    for row, kv_index in enumerate(kv_indices.tolist()):
+        page, offset = divmod(kv_index, page_size)
         for d in range(keys.shape[2]):
             k_pages[page, :, offset // width, d // step, offset % width, d % step] = keys[row, :, d]
             v_pages[page, :, d // value_width, offset // step, d % value_width, offset % step] = values[row, :, d]
@@ -34,23 +34,23 @@ def expected(
 @pytest.mark.parametrize(("heads", "page_size", "head_dim"), [(2, 64, 64), (3, 6, 20), (1, 32, 96)])
 def test_rows_are_written_to_their_kv_indices_only(heads, page_size, head_dim, dtype):
     generator = torch.Generator().manual_seed(page_size)
-    slots = torch.randperm(NUM_PAGES * page_size, generator=generator)[: NUM_PAGES * page_size // 3]
+    kv_indices = torch.randperm(NUM_PAGES * page_size, generator=generator)[: NUM_PAGES * page_size // 3]
     # Keys and values as views of one product, as attention layers give them.
-    qkv = torch.randn(len(slots), 3 * heads * head_dim, generator=generator).to(dtype)
+    qkv = torch.randn(len(kv_indices), 3 * heads * head_dim, generator=generator).to(dtype)
     _, keys, values = (part.view(-1, heads, head_dim) for part in qkv.chunk(3, dim=1))
     pools = pools_of(heads, page_size, head_dim, dtype, fill=7.0)
-    wanted = expected(pools, slots, keys, values, page_size)
-    sgl_batch_kernel.write_pages(*pools, slots, keys, values)
+    wanted = expected(pools, kv_indices, keys, values, page_size)
+    sgl_batch_kernel.write_pages(*pools, kv_indices, keys, values)
     for pool, right in zip(pools, wanted, strict=True):
         assert torch.equal(pool, right)
 
 
-@pytest.mark.parametrize("slot", [-1, NUM_PAGES * 64])
-def test_a_kv_index_outside_of_the_pages_is_refused(slot):
+@pytest.mark.parametrize("kv_index", [-1, NUM_PAGES * 64])
+def test_a_kv_index_outside_of_the_pages_is_refused(kv_index):
     pools = pools_of(2, 64, 64, torch.bfloat16, fill=7.0)
     rows = torch.zeros(1, 2, 64, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match=rf"slot {slot} of {NUM_PAGES * 64}"):
-        sgl_batch_kernel.write_pages(*pools, torch.tensor([slot]), rows, rows)
+    with pytest.raises(RuntimeError, match=rf"slot {kv_index} of {NUM_PAGES * 64}"):
+        sgl_batch_kernel.write_pages(*pools, torch.tensor([kv_index]), rows, rows)
     assert all((pool == 7.0).all() for pool in pools)
 
 

@@ -19,7 +19,7 @@ def test_arguments_that_fit_are_taken():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"logits_TE": torch.zeros(8, 2).T}, r"logits are \[2, 8\] with strides \[1, 2\]"),
         ({"logits_TE": torch.zeros(2, 8, dtype=torch.float16)}, "logits is Half; use bfloat16 or float32"),
@@ -33,6 +33,6 @@ def test_arguments_that_fit_are_taken():
     ],
     ids=["strides", "number type", "no experts", "groups", "kept", "too many", "none", "bias", "two best"],
 )
-def test_arguments_that_do_not_fit_are_refused(changes, said):
-    with pytest.raises(RuntimeError, match=said):
+def test_arguments_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(RuntimeError, match=message):
         sgl_batch_kernel.topk(**given(**changes))

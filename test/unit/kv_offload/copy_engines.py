@@ -19,5 +19,5 @@ ENGINES: dict[str, Callable[[HostKVStore], CopyEngines]] = {
 
 
 def keeps_checksums(kind: str) -> bool:
-    """Whether the store has checksums. A GPU's streams support none."""
+    """Return whether the store has checksums. A GPU's streams support none."""
     return kind == "three threads"

@@ -94,7 +94,7 @@ def stored(store: HostKVStore, engine: CudaCopyEngine, pages: list[int]) -> torc
     return blocks
 
 
-def test_pages_come_back_bit_for_bit_and_others_stay(parts: Parts) -> None:
+def test_pages_are_restored_bit_for_bit_and_others_stay(parts: Parts) -> None:
     store, engine, _, layers = parts
     before = [part.clone() for layer in layers for part in layer]
     blocks = stored(store, engine, [3, 1, 4])

@@ -73,8 +73,8 @@ class Group:
                 for row, pages in zip(range(*one.span), one.part.pages, strict=True):
                     found = keys[pages].flatten(0, 1)[: self.tokens[row], 0]
                     assert found.tolist() == [1000 * row + 10 * at + layer for at in range(self.tokens[row])]
-                    page, place = divmod(self.tokens[row], PAGE)
-                    keys[pages[page], place] = 1000 * row + 10 * self.tokens[row] + layer
+                    page, offset = divmod(self.tokens[row], PAGE)
+                    keys[pages[page], offset] = 1000 * row + 10 * self.tokens[row] + layer
                 staging.after_attention(layer, index, one.span[1])
                 assert pool.first_page == 0, "between sub-batches the pool's layers point to its own pages"
         staging.end()

@@ -209,7 +209,7 @@ class Row(SimpleNamespace):
 
 
 def sampled(probs: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    """What the sampler draws, called as SGLang's forward calls it."""
+    """Return the tokens that the sampler draws, called as SGLang's forward calls it."""
     info = SimpleNamespace(
         sampling_seed=torch.tensor([row.seed for row in rows]),
         top_ks=torch.tensor([row.top_k for row in rows], dtype=torch.int32),
@@ -282,8 +282,8 @@ def test_a_batch_without_seeds_is_a_scheduler_error():
 
 
 def test_a_row_that_names_tokens_for_log_probabilities_has_neighbours_that_name_none(monkeypatch):
-    sampler, said = CounterSampler.__new__(CounterSampler), []
-    monkeypatch.setattr(CounterSampler.__base__, "forward", lambda _, *given: said.append(given[4]))
+    sampler, asked = CounterSampler.__new__(CounterSampler), []
+    monkeypatch.setattr(CounterSampler.__base__, "forward", lambda _, *given: asked.append(given[4]))
     for named in ([[7, 9], None], [None, None]):
         sampler.forward(None, None, True, [0, 0], named, torch.zeros(2))
-    assert said == [[[7, 9], []], [None, None]], "SGLang asks each row of a batch where one is named, else none"
+    assert asked == [[[7, 9], []], [None, None]], "SGLang asks each row of a batch where one is named, else none"

@@ -37,7 +37,7 @@ def causal(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THV: torch.Tensor) -> tor
 
 
 def module_of(*, q_rank: int | None, dtype: torch.dtype) -> SimpleNamespace:
-    """What `run` uses of SGLang's module, over plain products; `kv_b` brings latents out."""
+    """The part of SGLang's module that `run` uses, over plain products; `kv_b` projects latents to keys and values."""
     torch.manual_seed(0)
     kv_b = Linear(HEADS * (NOPE + VALUE), RANK, dtype)
     by_head = kv_b.weight.view(HEADS, NOPE + VALUE, RANK)

@@ -101,7 +101,7 @@ def rounding():
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """What a weight stands for after rounding each output's weights to 255 values."""
+    """Return the values of a weight after rounding each output's weights to 255 values."""
     scale = weight.float().abs().amax(-1, keepdim=True) / 127
     return ((weight.float() / scale).round() * scale).to(weight.dtype)
 

@@ -1,4 +1,4 @@
-"""Owns the rules for the odd requests of a long run: all kinds come, each time the same, and faults are told apart."""
+"""Owns the rules for the odd requests of a long run: all kinds occur, numbers repeat, and faults are recognised."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from odd_requests import KINDS, is_allowed, one_request
 
 
-def test_all_kinds_come_as_often_as_they_should_and_a_number_is_always_the_same_request(
+def test_kinds_occur_by_their_weights_and_a_number_always_gives_the_same_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stand_in(name: str) -> Callable[[str, random.Random], int]:

@@ -114,7 +114,7 @@ def test_a_missing_repeated_swapped_or_extra_line_is_a_fault(order: list[int], m
         ),
     ],
 )
-def test_an_answer_that_is_not_what_was_asked_for_is_a_fault(
+def test_an_answer_that_does_not_fit_its_request_is_a_fault(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = write_answers(tmp_path / "out.jsonl", [answer(0, **change)])

@@ -46,7 +46,7 @@ def test_late_growth_is_how_far_the_second_half_goes_beyond_the_first() -> None:
     assert samples.late_growth_bytes("b") == 0
 
 
-def test_a_tree_is_its_root_and_the_sum_of_what_is_below() -> None:
+def test_a_tree_is_its_root_and_the_sums_of_its_children_by_role() -> None:
     program = "import sys; held = b'x' * (64 << 20); print('ready', flush=True); sys.stdin.read()"
     argv = [sys.executable, "-c", program]
     children = [subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]

@@ -66,16 +66,16 @@ def test_a_rank_that_lost_another_waits_for_the_report_of_a_process_that_knows_m
 
 
 def test_the_newest_tracebacks_are_kept_and_none_is_named_where_none_can_be_written(tmp_path: Path) -> None:
-    said = [keep_traceback(f"fault {number}", tmp_path) for number in range(20)]
+    messages = [keep_traceback(f"fault {number}", tmp_path) for number in range(20)]
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert len(kept) == 16
-    assert keep_traceback("fault 19", tmp_path) == said[-1], "the same fault has the same file"
-    assert Path(said[-1].rpartition(" ")[2]).read_text() == "fault 19"
+    assert keep_traceback("fault 19", tmp_path) == messages[-1], "the same fault has the same file"
+    assert Path(messages[-1].rpartition(" ")[2]).read_text() == "fault 19"
     (tmp_path / "elsewhere").touch()
-    Path(said[-1].rpartition(" ")[2]).unlink()
-    Path(said[-1].rpartition(" ")[2]).symlink_to(tmp_path / "elsewhere")
+    Path(messages[-1].rpartition(" ")[2]).unlink()
+    Path(messages[-1].rpartition(" ")[2]).symlink_to(tmp_path / "elsewhere")
     assert keep_traceback("fault 19", tmp_path) == "", "a link may be another user's"
     assert (tmp_path / "elsewhere").read_text() == ""
-    assert said[-1] == f"; its traceback is in {tmp_path / Path(said[-1]).name}"
-    assert Path(said[-1]).name in kept
+    assert messages[-1] == f"; its traceback is in {tmp_path / Path(messages[-1]).name}"
+    assert Path(messages[-1]).name in kept
     assert keep_traceback("fault", tmp_path / "none") == ""

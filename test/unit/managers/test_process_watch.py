@@ -64,7 +64,7 @@ def test_await_ready_returns_the_info_of_each_process(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "detokenizer", "said"),
+    ("scheduler", "detokenizer", "message"),
     [
         (lives, dies, r"^the detokenizer died: SIGKILL \(its process was killed\), .* the machine has .*GiB: lower"),
         (dies, lives, r"^the scheduler died: SIGKILL"),
@@ -76,12 +76,12 @@ def test_await_ready_returns_the_info_of_each_process(start: Start) -> None:
     ],
 )
 def test_await_ready_raises_when_any_process_ends(
-    scheduler: Callable[[Connection], object], detokenizer: Callable[[Connection], object], said: str, start: Start
+    scheduler: Callable[[Connection], object], detokenizer: Callable[[Connection], object], message: str, start: Start
 ) -> None:
     watch, (process, reader) = ProcessWatch(), start(scheduler)
     watch.add("the scheduler", [process])
     watch.add("the detokenizer", [start(detokenizer)[0]])
-    with pytest.raises(ProcessEndedError, match=said):
+    with pytest.raises(ProcessEndedError, match=message):
         watch.await_ready([reader], [process])
 
 

@@ -51,7 +51,7 @@ def compacted() -> None:
 
 
 def some_get(make: Callable[[], torch.Tensor]) -> bool:
-    """Whether huge pages are given to one of a few tensors when they are written.
+    """Return whether one of a few tensors gets huge pages when they are written.
 
     How many the kernel gives depends on what memory is in one piece; one shows that it was asked.
     """

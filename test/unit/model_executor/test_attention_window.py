@@ -1,4 +1,4 @@
-"""A window that SGLang's model leaves out is refused where a sequence may become longer than it."""
+"""A window that SGLang's model ignores is refused if a sequence may become longer than it."""
 
 from __future__ import annotations
 

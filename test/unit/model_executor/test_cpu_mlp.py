@@ -15,7 +15,7 @@ HIDDEN, INTER = 32, 48
 
 
 class Linear(torch.nn.Module):
-    """What is read of SGLang's linear layers."""
+    """The attributes that are read of SGLang's linear layers."""
 
     def __init__(self, outputs: int, inputs: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()

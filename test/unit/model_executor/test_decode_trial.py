@@ -1,4 +1,4 @@
-"""Decode steps that are made up: the same in every mode, on slots of their own, and nothing of them stays."""
+"""Synthetic decode steps are the same in every mode, use request slots of their own, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE, VOCABULARY = 16, 50
 
 
 class Runner:
-    """Answers each token with the one after it; its table of slots has 9 rows, and its pool `pages` pages."""
+    """Answers each token with the one after it; its table of KV indices has 9 rows, and its pool `pages` pages."""
 
     device = "cpu"
     spec_algorithm = None
@@ -35,8 +35,8 @@ class Runner:
         if self.mode == self.fails_in:
             raise RuntimeError("no kernel")
         table = self.req_to_token_pool.req_to_token
-        slots = table[batch.req_pool_indices, batch.positions]
-        assert torch.equal(slots.to(torch.int64), batch.out_cache_loc)
+        kv_indices = table[batch.req_pool_indices, batch.positions]
+        assert torch.equal(kv_indices.to(torch.int64), batch.out_cache_loc)
         assert batch.seq_lens.tolist() == [one + 1 for one in batch.positions.tolist()] == batch.seq_lens_cpu.tolist()
         self.passes.append((self.mode, batch))
         logits = torch.nn.functional.one_hot((batch.input_ids + 1) % VOCABULARY, VOCABULARY).float() * 2
@@ -75,8 +75,8 @@ def test_each_sequence_has_pages_of_its_own_in_the_pool():
     trial(runner).run_steps(DEFAULT, never)
     pages: dict[int, set[int]] = {}
     for _, batch in runner.passes:
-        for row, slot in zip(batch.req_pool_indices.tolist(), batch.out_cache_loc.tolist(), strict=True):
-            pages.setdefault(row, set()).add(slot // PAGE)
+        for row, kv_index in zip(batch.req_pool_indices.tolist(), batch.out_cache_loc.tolist(), strict=True):
+            pages.setdefault(row, set()).add(kv_index // PAGE)
     taken = [page for of_row in pages.values() for page in of_row]
     assert len(taken) == len(set(taken)) == 16
     assert min(taken) == 1

@@ -1,4 +1,4 @@
-"""What a model takes of its device is read off the model, or off its configuration."""
+"""The device memory of a model follows from the model, or from its configuration."""
 
 from __future__ import annotations
 

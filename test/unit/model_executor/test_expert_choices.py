@@ -1,4 +1,4 @@
-"""Choices of experts are kept by sequence and position, for those who ask, whatever groups they were made in."""
+"""Choices of experts are kept by sequence and position, for requests that ask for them, whatever groups made them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Request(SimpleNamespace):
         return output
 
 
-def request(place: int, prompt: int, *, output: int = 1, asks: bool = True, start: int = 0) -> Request:
+def request(request_slot: int, prompt: int, *, output: int = 1, asks: bool = True, start: int = 0) -> Request:
     return Request(
-        req_pool_idx=place,
+        req_pool_idx=request_slot,
         origin_input_ids=[5] * prompt,
         output_ids=[6] * output,
         return_routed_experts=asks,

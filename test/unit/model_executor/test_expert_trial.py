@@ -1,4 +1,4 @@
-"""Calls of experts on rows that are made up: the same for all runners, timed and compared."""
+"""Calls of experts on synthetic rows are the same for all runners, timed and compared."""
 
 from __future__ import annotations
 

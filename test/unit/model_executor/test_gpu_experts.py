@@ -1,4 +1,4 @@
-"""On a GPU the runner that is asked for, or was measured, gets a layer's calls, and SGLang's own the rest."""
+"""On a GPU the chosen or measured runner computes a layer's calls, and SGLang's own computes the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group's rows where they stay: what a pass brings, and padding that harms no sequence."""
+"""A group's rows in fixed memory: the inputs of each pass, and padding that changes no sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would make the host wait for a GPU is counted on a CPU, and what would not is not."""
+"""Operations that would make the host wait for a GPU are counted on a CPU, and no others are."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Runs:
             self.check(group(num_rows, step))
 
     def counted(self, batch) -> tuple[int, ...]:
-        """What a pass adds to the counters of graphs: captures, replays, eager steps."""
+        """Return what a pass adds to the counters of graphs: captures, replays, eager steps."""
         before = dict(self.counters.counts)
         self.check(batch)
         return tuple(self.counters.counts[name] - before.get(name, 0) for name in NAMES)
@@ -120,7 +120,7 @@ CAPTURE, REPLAY, EAGER = (1, 0, 0), (0, 1, 0), (0, 0, 1)
 
 
 def group(num_rows: int, step: int = 0):
-    """A decode group, whose tokens, positions and slots differ from step to step."""
+    """A decode group whose tokens, positions and KV indices differ from step to step."""
     batch = decode_batch([5 + i + 7 * step for i in range(num_rows)])
     batch.input_ids = (batch.input_ids + 13 * step) % 97
     batch.out_cache_loc = batch.out_cache_loc + 100 * step

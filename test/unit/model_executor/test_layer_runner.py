@@ -1,4 +1,4 @@
-"""Attention by sub-batch, experts by group, and the same result as the whole model in one go."""
+"""Attention runs by sub-batch, experts by group, and results are those of the whole model in one pass."""
 
 from __future__ import annotations
 

@@ -19,25 +19,25 @@ OWN = "own pages"
 
 
 class Pool:
-    """Says where its layers are led."""
+    """A pool that knows to which pages its layers are redirected."""
 
-    led_to = OWN
+    kv_location = OWN
 
 
 class ToyStaging:
-    """Memory from `first_kv_index` on. `asked` notes what the pass asks for, after the rules of a staging."""
+    """Memory from `first_kv_index` on. `asked` lists the calls of the pass, by the rules of a staging."""
 
     def __init__(self, name: str, pool: Pool, first_kv_index: int, spans=None) -> None:
         self.name, self._pool, self.first_kv_index, self.spans = name, pool, first_kv_index, spans
         self.asked: list[tuple[str, int, int]] = []
 
     def redirect_pool(self) -> None:
-        assert self._pool.led_to == OWN
-        self._pool.led_to = self.name
+        assert self._pool.kv_location == OWN
+        self._pool.kv_location = self.name
 
     def restore_pool(self) -> None:
-        assert self._pool.led_to == self.name
-        self._pool.led_to = OWN
+        assert self._pool.kv_location == self.name
+        self._pool.kv_location = OWN
 
     def before_attention(self, layer: int, index: int) -> None:
         self.asked.append(("wanted", layer, index))
@@ -48,8 +48,8 @@ class ToyStaging:
         self.restore_pool()
 
 
-class PlacedBackend(ToyBackend):
-    """Notes where the pool's layers were led when a batch was planned."""
+class RecordingBackend(ToyBackend):
+    """Records the pages of the pool's layers when a batch is planned."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
@@ -57,21 +57,21 @@ class PlacedBackend(ToyBackend):
 
     def init_forward_metadata(self, batch) -> None:
         super().init_forward_metadata(batch)
-        self.planned_at.append((batch.forward_mode.name, self.pool.led_to))
+        self.planned_at.append((batch.forward_mode.name, self.pool.kv_location))
 
 
-class PlacedFamily(ToyFamily):
-    """Notes where the pool's layers are led when attention of a batch runs, and the batch's slots there."""
+class RecordingFamily(ToyFamily):
+    """Records the pages of the pool's layers when attention of a batch runs, and the batch's KV indices."""
 
-    def __init__(self, backend: PlacedBackend) -> None:
+    def __init__(self, backend: RecordingBackend) -> None:
         super().__init__(backend)
         self.attended_at: list[tuple[str, str]] = []
-        self.slots: dict[str, list[int]] = {"DECODE": [], "EXTEND": []}
+        self.kv_indices: dict[str, list[int]] = {"DECODE": [], "EXTEND": []}
 
     def attention_half(self, layer, positions, hidden, residual, batch):
-        self.attended_at.append((batch.forward_mode.name, self.backend.pool.led_to))
+        self.attended_at.append((batch.forward_mode.name, self.backend.pool.kv_location))
         if layer.index == 0:
-            self.slots[batch.forward_mode.name] += batch.out_cache_loc.tolist()
+            self.kv_indices[batch.forward_mode.name] += batch.out_cache_loc.tolist()
         return super().attention_half(layer, positions, hidden, residual, batch)
 
     def final_norm(self, model, hidden, residual):
@@ -94,8 +94,8 @@ class Mixed:
             mix_prefill=mix,
         )
         self.pool, self.model, self.counters = Pool(), ToyModel(LAYERS), Counters()
-        backend = PlacedBackend(self.pool)
-        self.backend, self.family = backend, PlacedFamily(backend)
+        backend = RecordingBackend(self.pool)
+        self.backend, self.family = backend, RecordingFamily(backend)
         self.runner = LayerRunner(
             model=self.model,
             family=self.family,
@@ -149,11 +149,11 @@ def test_each_part_has_its_own_staging_or_the_pools_own_pages(sink, source, b_at
     if source:
         mixed.runner.decode_source = ToyStaging("source", mixed.pool, 200, spans=[(0, 2), (2, 7)])
     mixed.check()
-    assert mixed.pool.led_to == OWN
-    places = {("DECODE", "source" if source else OWN), ("EXTEND", "sink" if sink else OWN)}
-    assert set(mixed.backend.planned_at) == places
-    assert set(mixed.family.attended_at) == places
-    assert mixed.family.slots == {
+    assert mixed.pool.kv_location == OWN
+    kv_locations = {("DECODE", "source" if source else OWN), ("EXTEND", "sink" if sink else OWN)}
+    assert set(mixed.backend.planned_at) == kv_locations
+    assert set(mixed.family.attended_at) == kv_locations
+    assert mixed.family.kv_indices == {
         "DECODE": [1000 + row - 200 * source for row in range(7)],
         "EXTEND": [1000 + row - 100 * sink for row in range(10)],
     }

@@ -1,4 +1,4 @@
-"""Which forward pass computes a decode group: over stand-ins for what is looked at of a runner on a GPU."""
+"""Which forward pass computes a decode group, over stand-ins for a runner on a GPU."""
 
 from __future__ import annotations
 

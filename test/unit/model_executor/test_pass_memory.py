@@ -48,7 +48,7 @@ def test_a_page_is_claimed_by_the_first_pass_that_writes_to_it() -> None:
     assert pages.claim(slots(PAGES + 5)) == 0, "pages of prefill's own, not of the pool"
 
 
-def test_pages_smaller_than_a_huge_page_come_with_their_neighbours() -> None:
+def test_pages_smaller_than_a_huge_page_are_claimed_with_their_neighbours() -> None:
     pages = UntouchedPages(parts(HUGE // 4), LAYERS, PAGE, all_at_once=False)
     assert pages.claim(slots(1)) == 4 * 2 * LAYERS * HUGE // 4
     assert pages.claim(slots(0, 2, 3)) == 0

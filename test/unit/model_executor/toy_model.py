@@ -1,4 +1,4 @@
-"""Owns a model small enough to see through: layers that treat every row for itself, and notes of every call.
+"""Owns a model small enough to understand: layers that compute each row by itself, and a list of all calls.
 
 Its family and its attention backend stand where SGLang's would; forward batches are SGLang's own.
 """
@@ -62,7 +62,7 @@ class ToyBackend:
 
 @dataclass(slots=True, kw_only=True)
 class ToyLayer:
-    """One layer's place and weight."""
+    """One layer's index and weight."""
 
     index: int
     scale: torch.Tensor
@@ -134,7 +134,7 @@ class ToyFamily(Family):
 
 
 def by_hand(model: ToyModel, batch: ForwardBatch) -> torch.Tensor:
-    """What the whole model gives for the batch, written out without halves, buffers or sub-batches."""
+    """Return the whole model's output for the batch, computed without halves, buffers or sub-batches."""
     hidden, residual = model.embedding[batch.input_ids], torch.zeros(len(batch.input_ids), HIDDEN)
     for layer in model.layers:
         residual = residual + hidden

@@ -14,7 +14,7 @@ QUICK = settings(max_examples=60, deadline=None)
 
 @QUICK
 @given(st.text(), st.integers(0, 10**6), st.integers(1, 10**6))
-def test_a_tag_comes_back_as_it_was_sent(group, index, count):
+def test_a_tag_is_read_as_it_was_written(group, index, count):
     tag = ChoiceTag(group=group, index=index, count=count)
     assert decode(tag.encode()) == tag
 

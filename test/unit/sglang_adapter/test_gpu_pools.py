@@ -1,4 +1,4 @@
-"""The pools of a GPU, on a CPU: pages are parts of SGLang's rows by slot, and layers go where they are led."""
+"""The pools of a GPU, on a CPU: pages are views of SGLang's rows by KV index, and redirected layers use other pages."""
 
 from __future__ import annotations
 

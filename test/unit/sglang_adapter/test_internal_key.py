@@ -13,7 +13,7 @@ RIGHT = (b"authorization", b"Bearer k")
 
 
 def ask(kind: str, *headers: tuple[bytes, bytes], method: str = "GET") -> list[Any]:
-    """What an app behind the key sends."""
+    """Return the messages that an app behind the key sends."""
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -1,4 +1,4 @@
-"""The output projection computes by our product where its weight is its own; otherwise it stays SGLang's."""
+"""The output projection uses our product if it has a weight of its own; otherwise it stays SGLang's."""
 
 from __future__ import annotations
 

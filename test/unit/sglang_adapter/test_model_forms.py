@@ -29,7 +29,7 @@ class Glm4MoeForCausalLM(nn.Module):
 
 
 def built(config: Any, model: Any, monkeypatch: pytest.MonkeyPatch, architecture: str = "") -> Any:
-    """What SGLang's loader builds inside; `model` is what it builds outside."""
+    """Return the model of SGLang's loader inside `models_as_configured`; outside it would be `model`."""
     monkeypatch.setattr(loader, "_initialize_model", lambda *_: model)
     config.architectures = [architecture or type(model).__name__]
     own = loader._initialize_model
@@ -51,7 +51,7 @@ def test_a_config_of_transformers_gets_the_options_of_the_models_own_config(monk
     )
     minimax = MiniMaxM2Config(rotary_dim=32, use_routing_bias=False)
     built(minimax, None, monkeypatch, "MiniMaxM2ForCausalLM")
-    assert (minimax.rotary_dim, minimax.use_routing_bias) == (32, False), "what the config says stays"
+    assert (minimax.rotary_dim, minimax.use_routing_bias) == (32, False), "values of the config are kept"
     deepseek = DeepseekV3Config()
     built(deepseek, None, monkeypatch, "DeepseekV3ForCausalLM")
     assert (deepseek.topk_method, deepseek.scoring_func, deepseek.n_group) == ("noaux_tc", "sigmoid", 8)

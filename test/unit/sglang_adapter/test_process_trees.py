@@ -1,4 +1,4 @@
-"""An engine's processes end with all that they have started, whatever of them has ended, or ends, by itself."""
+"""An engine's processes end with all that they have started, even if some of them have ended by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of sub-batches share the memory of their partial sums. What attention makes of plans is in test/integration."""
+"""Metadata of sub-batches shares the memory of partial sums. test/integration tests attention with it."""
 
 from __future__ import annotations
 

@@ -207,24 +207,24 @@ def _has(classes: tuple[type, ...]) -> set[str]:
 
 
 def _takes(real: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
-    """What is wrong with calling `real` as `ours` is called."""
+    """Return the fault of calling `real` with the arguments of `ours`."""
     given, every = inspect.signature(ours).parameters, list(inspect.signature(real).parameters.values())
-    # What is given by its place alone may have any name.
-    by_place = [name for name, parameter in given.items() if parameter.kind is parameter.POSITIONAL_ONLY]
-    wanted = {parameter.name: parameter for parameter in every[len(by_place) :]}
+    # A positional-only argument may have any name.
+    positional = [name for name, parameter in given.items() if parameter.kind is parameter.POSITIONAL_ONLY]
+    wanted = {parameter.name: parameter for parameter in every[len(positional) :]}
     kinds = {parameter.kind for parameter in wanted.values()}
-    # What ours hands on as it came (*rest, **named) is not asked for.
-    handed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    by_name = [n for n, parameter in given.items() if n not in ("self", *by_place) and parameter.kind not in handed_on]
+    # Parameters that ours passes on (*rest, **named) are not compared.
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    by_name = [n for n, parameter in given.items() if n not in ("self", *positional) and parameter.kind not in variadic]
     faults = [
         f"no parameter {name}" for name in by_name if name not in wanted and inspect.Parameter.VAR_KEYWORD not in kinds
     ]
-    required = [p.name for p in wanted.values() if p.default is p.empty and p.kind not in handed_on]
+    required = [p.name for p in wanted.values() if p.default is p.empty and p.kind not in variadic]
     return faults + [f"also wants {name}" for name in required if name not in given]
 
 
 def lacking(protocol: type, classes: tuple[type, ...]) -> list[str]:
-    """What a type of ours names and a class does not have."""
+    """Return the names of a type of ours that a class does not have."""
     there, faults = _has(classes), []
     for name, ours in _named(protocol).items():
         if name not in there:

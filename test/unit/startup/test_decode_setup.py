@@ -125,7 +125,7 @@ def test_the_mode_of_an_earlier_start_is_taken_over_where_this_engine_can_comput
     assert (choice.mode, mode, measured) == (EAGER, EAGER, [])
     assert (choice.why, choice.numbers) == ("eager: faster (settled at an earlier start)", {EAGER: (0.01,)})
     choice, _ = settled(decode_forward="default", start_choices=earlier(EAGER))
-    assert choice.mode == DEFAULT, "what is asked for stands"
+    assert choice.mode == DEFAULT, "the requested mode is kept"
     choice, _ = settled(decode_forward="measure", start_choices=earlier(SGLANG), mix_prefill=64)
     assert choice.mode == DEFAULT, "SGLang's own forward mixes no prompts in"
     with pytest.raises(ConfigError, match=r"start_choices .* \(KeyError: 'numbers'\): leave it out"):

@@ -21,7 +21,7 @@ TRITON = {"attention_backend": "triton"}
 
 
 @pytest.mark.parametrize(
-    ("facts", "given", "arguments", "said"),
+    ("facts", "given", "arguments", "sentences"),
     [
         (WHOLE, {}, {}, []),
         (
@@ -52,11 +52,11 @@ TRITON = {"attention_backend": "triton"}
         (replace(WHOLE, xgrammar=False), {"grammar_backend": "llguidance"}, {}, []),
     ],
 )
-def test_open_arguments_are_chosen_by_what_the_machine_has(facts, given, arguments, said):
+def test_open_arguments_are_chosen_by_the_machines_facts(facts, given, arguments, sentences):
     choice = chosen_arguments(given, ForwardConfig(), facts, SPLIT)
     assert choice.arguments == {**SIZES, **arguments}
-    assert len(choice.sentences) == len(said)
-    for sentence, words in zip(choice.sentences, said, strict=True):
+    assert len(choice.sentences) == len(sentences)
+    for sentence, words in zip(choice.sentences, sentences, strict=True):
         assert re.search(words, sentence)
 
 

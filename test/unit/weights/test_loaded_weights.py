@@ -94,19 +94,19 @@ def test_a_checkpoint_that_fits_loads_unchanged(threads: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("absent", "said"),
+    ("absent", "names"),
     [
         ("layers.1.norm", "layers.1.norm"),
         ("layers.0.experts.1", r"layers.0.experts \(experts 1\)"),
         ("layers.1.up", r"layers.1.gate_up \(4 of 8 rows\)"),
     ],
 )
-def test_parameters_missing_in_a_checkpoint_are_named(absent: str, said: str, dtype: torch.dtype) -> None:
+def test_parameters_missing_in_a_checkpoint_are_named(absent: str, names: str, dtype: torch.dtype) -> None:
     weights = {name: one.nan_to_num(1.0) if dtype.itemsize > 1 else one for name, one in checkpoint(dtype).items()}
     if dtype.itemsize == 1:  # any NaN is a mark, and no weight is NaN
         weights |= {f"layers.{layer}.norm": torch.ones(4).to(dtype) for layer in range(NUM_LAYERS)}
     del weights[absent]
-    with pytest.raises(ConfigError, match=f"it has nothing for 1 parameters of the model: {said}. Its answers"):
+    with pytest.raises(ConfigError, match=f"it has nothing for 1 parameters of the model: {names}. Its answers"):
         load(weights)
 
 
@@ -151,7 +151,7 @@ class Packed(nn.Module):
 
 @pytest.mark.parametrize("dtype", PACKED, ids=str)
 @pytest.mark.parametrize(
-    ("loaded", "said"),
+    ("loaded", "names"),
     [
         ((slice(0), slice(None), slice(None)), "qweight"),
         ((slice(1, 4), slice(None), slice(None)), r"qweight \(experts 0\)"),
@@ -160,9 +160,11 @@ class Packed(nn.Module):
         ((slice(None), slice(None), slice(3, None)), "qweight"),
     ],
 )
-def test_packed_weights_that_are_not_loaded_are_named(dtype: torch.dtype, loaded: tuple[slice, ...], said: str) -> None:
+def test_packed_weights_that_are_not_loaded_are_named(
+    dtype: torch.dtype, loaded: tuple[slice, ...], names: str
+) -> None:
     numbers = torch.zeros(4, 40, 6, dtype=dtype)
-    with pytest.raises(ConfigError, match=f"nothing for 1 parameters of the model: {said}. Its answers"):
+    with pytest.raises(ConfigError, match=f"nothing for 1 parameters of the model: {names}. Its answers"):
         Packed(torch.empty(4, 40, 6, dtype=dtype), loaded).load(numbers)
     Packed(torch.empty(4, 40, 6, dtype=dtype), (slice(None),)).load(numbers)
 

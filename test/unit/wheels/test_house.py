@@ -37,32 +37,32 @@ def resolved(pip: Pip) -> list[ResolvedWheel]:
 def test_an_interrupted_or_damaged_house_fetches_only_what_is_missing(
     tmp_path: Path, pip: Pip, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wheels, place = resolved(pip), tmp_path / "house"
-    House(place).fetch(pip, wheels, TARGET, None, print)
-    (place / "numpy-2.4.0-py3-none-any.whl").write_bytes(b"half")
-    (place / "partial").mkdir()
-    (place / "partial" / "numpy-2.4.0-py3-none-any.whl").write_bytes(b"half")
+    wheels, house_dir = resolved(pip), tmp_path / "house"
+    House(house_dir).fetch(pip, wheels, TARGET, None, print)
+    (house_dir / "numpy-2.4.0-py3-none-any.whl").write_bytes(b"half")
+    (house_dir / "partial").mkdir()
+    (house_dir / "partial" / "numpy-2.4.0-py3-none-any.whl").write_bytes(b"half")
     capsys.readouterr()
-    House(place).fetch(pip, wheels, TARGET, None, print)
+    House(house_dir).fetch(pip, wheels, TARGET, None, print)
     assert capsys.readouterr().out == "1 of 2 wheels are there already\n[1/1] numpy\n"
-    assert (place / "numpy-2.4.0-py3-none-any.whl").stat().st_size > 100
+    assert (house_dir / "numpy-2.4.0-py3-none-any.whl").stat().st_size > 100
 
 
 def test_a_trimmed_wheel_stands_for_the_whole_one(tmp_path: Path, pip: Pip, capsys: pytest.CaptureFixture[str]) -> None:
-    wheels, place = resolved(pip), tmp_path / "house"
+    wheels, house_dir = resolved(pip), tmp_path / "house"
     for _ in range(2):
-        house = House(place)
+        house = House(house_dir)
         house.fetch(pip, wheels, TARGET, HOPPER, print)
         assert house.trim(wheels, HOPPER) == "sglang_kernel-0.4.5+sm90-py3-none-any.whl"
     assert capsys.readouterr().out.splitlines()[-1] == "2 of 2 wheels are there already"
     assert house.record["whole_bytes"] == (tmp_path / "index" / "sglang_kernel-0.4.5-py3-none-any.whl").stat().st_size
-    assert sorted(path.name for path in place.glob("*.whl")) == [
+    assert sorted(path.name for path in house_dir.glob("*.whl")) == [
         "numpy-2.4.0-py3-none-any.whl",
         "sglang_kernel-0.4.5+sm90-py3-none-any.whl",
     ]
 
 
-def test_a_download_that_is_not_what_was_resolved_is_refused(tmp_path: Path, pip: Pip) -> None:
+def test_a_download_that_differs_from_the_resolved_wheel_is_refused(tmp_path: Path, pip: Pip) -> None:
     wheels = resolved(pip)
     build_wheel(tmp_path / "index", "numpy", "2.4.0", {"changed.py": b""})
     with pytest.raises(WheelhouseError, match=r"(?s)a download failed.*Run the same command again"):
@@ -84,6 +84,6 @@ def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
         House(tmp_path)
 
 
-def test_trimming_what_is_not_brought_is_refused(tmp_path: Path) -> None:
+def test_trimming_a_package_that_is_not_brought_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WheelhouseError, match="the target has it already"):
         House(tmp_path / "house").trim([], HOPPER)

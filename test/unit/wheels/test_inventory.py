@@ -1,4 +1,4 @@
-"""Tests that what pip prints of a machine is read, and that nothing of it is passed over."""
+"""Tests that all that pip prints of a machine is read, and no line is skipped."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_an_empty_list_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         read_inventory(tmp_path / "none.txt")
 
 
-def test_torch_and_what_it_loads_are_not_replaced() -> None:
+def test_torch_and_its_libraries_are_not_replaced() -> None:
     assert not any(map(may_be_replaced, ("torch", "triton", "nvidia-cublas")))
     assert may_be_replaced("numpy")

@@ -1,4 +1,4 @@
-"""Tests of a wheelhouse in folders of limited size: what wheels lose there, and which folder has which."""
+"""Tests of a wheelhouse in folders of limited size: the files that wheels lose, and the folder of each wheel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FILES = {
         ("other", set()),
     ],
 )
-def test_a_wheel_loses_what_is_never_loaded_and_keeps_its_name_and_a_true_record(
+def test_a_wheel_loses_files_that_are_never_loaded_and_keeps_its_name_and_a_true_record(
     name: str, lost: set[str], tmp_path: Path
 ) -> None:
     whole = build_wheel(tmp_path, name, "1.2", FILES[name])

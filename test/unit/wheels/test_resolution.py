@@ -18,23 +18,23 @@ TARGET = Target(python="3.12", glibc=(2, 39))
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place where pip finds wheels; it has an engine that wants torch, and torch with its CUDA libraries."""
-    place = tmp_path / "index"
+    """The only folder in which pip finds wheels: an engine that needs torch, and torch with its CUDA libraries."""
+    folder = tmp_path / "index"
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(place))
-    build_wheel(place, "engine", "1.0", {}, ("torch==2.11.0", "numpy>=2", 'only-there; python_version == "3.12"'))
-    build_wheel(place, "torch", "2.11.0", {}, ("nvidia-cublas", "filelock"))
-    build_wheel(place, "only-there", "1.0", {}, ('never; sys_platform == "win32"',))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    build_wheel(folder, "engine", "1.0", {}, ("torch==2.11.0", "numpy>=2", 'only-there; python_version == "3.12"'))
+    build_wheel(folder, "torch", "2.11.0", {}, ("nvidia-cublas", "filelock"))
+    build_wheel(folder, "only-there", "1.0", {}, ('never; sys_platform == "win32"',))
     for name, version in [("nvidia-cublas", "13.1"), ("filelock", "3.0"), ("numpy", "2.3.5"), ("numpy", "2.4.0")]:
-        build_wheel(place, name, version, {})
-    return place
+        build_wheel(folder, name, version, {})
+    return folder
 
 
 def resolve(tmp_path: Path, present: dict[str, str], *requirements: str) -> Resolution:
-    """What the target needs beside what is present."""
+    """Return the packages that the target needs and does not have."""
     return Resolver(Pip(tmp_path), TARGET, present).resolve(requirements or ["engine"])
 
 
@@ -44,13 +44,13 @@ def needed(resolution: Resolution) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("index")
-def test_the_target_gets_what_its_own_markers_ask_for(tmp_path: Path) -> None:
+def test_the_target_gets_the_packages_of_its_own_markers(tmp_path: Path) -> None:
     everything = {"engine": "1.0", "torch": "2.11.0", "nvidia-cublas": "13.1", "filelock": "3.0", "numpy": "2.4.0"}
     assert needed(resolve(tmp_path, {})) == {**everything, "only-there": "1.0"}
 
 
 @pytest.mark.usefixtures("index")
-def test_what_the_target_has_is_left_out_with_what_only_it_requires(tmp_path: Path) -> None:
+def test_packages_of_the_target_are_left_out_with_those_that_only_they_require(tmp_path: Path) -> None:
     resolution = resolve(tmp_path, {"torch": "2.11.0+cu130", "numpy": "2.3.5"})
     assert needed(resolution) == {"engine": "1.0", "only-there": "1.0"}
     assert resolution.kept == {"torch": "2.11.0+cu130", "numpy": "2.3.5"}

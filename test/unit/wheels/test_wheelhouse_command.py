@@ -1,4 +1,4 @@
-"""Tests of the command's arguments, and of what it writes for who installs."""
+"""Tests of the command's arguments, and of the instructions that it writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TARGET = Target(python="3.12", glibc=(2, 39))
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--cuda", "--without", "flash_ops"], "--without needs --compute-capability"),
         (["--cpu", "--compute-capability", "9.0"], "goes with --cuda"),
@@ -29,10 +29,10 @@ TARGET = Target(python="3.12", glibc=(2, 39))
     ],
 )
 def test_options_that_cannot_be_met_are_refused_before_anything_is_written(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "house"), *options]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "house").exists()
 
 
@@ -54,7 +54,7 @@ def test_versions_name_each_wheel_exactly(tmp_path: Path) -> None:
     assert write_versions(tmp_path, names).read_text() == "sglang-kernel==0.4.5+sm90\nsome-name==1.0\n"
 
 
-def test_instructions_say_what_the_target_needs_and_what_was_taken_away(tmp_path: Path) -> None:
+def test_instructions_name_what_the_target_needs_and_what_was_trimmed(tmp_path: Path) -> None:
     trim = Trim(capability=(9, 0), without=("flash_ops",))
     path = write_instructions(tmp_path, target=TARGET, cuda=True, present=True, source="kernels.tar.gz", trim=trim)
     text = path.read_text()

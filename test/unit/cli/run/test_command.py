@@ -214,7 +214,7 @@ def test_another_job_seed_gives_other_answers(job):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_writes_what_is_finished_and_exits_130(job, signal_number):
+def test_a_signal_writes_finished_lines_and_exits_130(job, signal_number):
     job.write("a", "b", "hold", "d", "e")
     process = job.start("--max-in-flight", "5")
     assert process.stdout.readline() == "holding\n"

@@ -36,7 +36,7 @@ class Job:
     def run(self, *more: str, output: str = "out.jsonl") -> int:
         return run_command(self.argv("--progress", "off", *more, output=output), prepare_in_memory)
 
-    def records(self, name: str) -> list[Any]:
+    def result_lines(self, name: str) -> list[Any]:
         """Without what is made of the run's id."""
         path = self.directory / name
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -63,14 +63,14 @@ PROMPTS = ["a", "refuse", "c", "", "e", "f", "refuse", "h"]  # lines 1, 3 and 6 
 
 def same_as_unstopped(job: Job) -> bool:
     assert job.run(output="whole.jsonl") == 2
-    return all(job.records(f"out{end}") == job.records(f"whole{end}") for end in (".jsonl", ".errors.jsonl"))
+    return all(job.result_lines(f"out{end}") == job.result_lines(f"whole{end}") for end in (".jsonl", ".errors.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("good", "bad"),
     [([], []), ([0], []), ([0, 1], [0]), ([1, 4], [1, 2]), ([4], [0, 1, 2]), ([0, 1, 2, 3, 4], [0, 2])],
 )
-def test_whatever_is_missing_is_run_and_comes_out_in_order(job: Job, good: list[int], bad: list[int]) -> None:
+def test_missing_lines_are_run_and_written_in_order(job: Job, good: list[int], bad: list[int]) -> None:
     job.write(*PROMPTS)
     assert job.run() == 2
     first = (job.directory / "out.jsonl").read_bytes()
@@ -128,7 +128,7 @@ def test_a_run_with_another_input_model_or_seed_is_not_resumed(job: Job, capsys:
 def test_resuming_a_run_that_never_began_begins_it(job: Job) -> None:
     job.write("a", "b")
     assert job.run("--resume") == 0
-    assert len(job.records("out.jsonl")) == 2
+    assert len(job.result_lines("out.jsonl")) == 2
 
 
 def test_files_of_others_are_not_touched(job: Job, capsys: Any) -> None:
@@ -172,14 +172,14 @@ def killed_behind_a_slow_line(job: Job, *prompts: str) -> Path:
     argv = [sys.executable, str(PROGRAM), "run", *job.argv("--progress", "off")]
     done = subprocess.run(argv, capture_output=True, check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    assert job.records("out.jsonl") == []
+    assert job.result_lines("out.jsonl") == []
     [kept] = job.directory.glob(".out.jsonl.kept-*")
     return kept
 
 
 def same_as_undisturbed(job: Job) -> bool:
     job.run("--release", output="whole.jsonl")
-    return all(job.records(f"out{end}") == job.records(f"whole{end}") for end in (".jsonl", ".errors.jsonl"))
+    return all(job.result_lines(f"out{end}") == job.result_lines(f"whole{end}") for end in (".jsonl", ".errors.jsonl"))
 
 
 def test_lines_behind_a_slow_one_outlive_a_kill(job: Job) -> None:
@@ -212,9 +212,9 @@ def test_a_kept_line_of_another_run_is_refused(job: Job, spoiled: bytes, capsys:
     kept = killed_behind_a_slow_line(job, "x", "kill")
     kept.write_bytes(spoiled)
     assert job.run("--resume", "--release") == 1
-    told = capsys.readouterr().err
-    assert f"{kept} was not written by the run" in told
-    assert "--overwrite" in told
+    error = capsys.readouterr().err
+    assert f"{kept} was not written by the run" in error
+    assert "--overwrite" in error
     assert kept.read_bytes() == spoiled
     assert job.run("--overwrite", "--release") == 0
     assert not kept.exists()

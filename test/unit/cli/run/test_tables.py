@@ -85,7 +85,7 @@ def test_a_stopped_run_leaves_lines_and_can_be_resumed(job: Job, capsys: pytest.
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
-def test_resume_runs_what_is_missing_or_failed_and_keeps_the_rest(job: Job, is_ended: bool) -> None:
+def test_resume_runs_missing_and_failed_lines_and_keeps_the_others(job: Job, is_ended: bool) -> None:
     assert job.run() == 2
     before = job.output.read_bytes()
     if not is_ended:  # as a kill just before its end leaves it

@@ -76,7 +76,7 @@ class Client:
         return await self._service.create_batch(request(known.read_text()), idempotency_key=name)
 
     async def _save(self, batch: BatchObject) -> None:
-        """Its files beside its counts, for who looks at them afterwards."""
+        """Write the job's output, errors and seed to files, for checks afterwards."""
         for kind, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
             (self._directory / f"{batch.id}.{kind}").write_bytes(await content(self._service, file_id))
         (self._directory / f"{batch.id}.seed").write_text(str(batch.x_sgl_batch["seed"]))

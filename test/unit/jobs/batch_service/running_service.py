@@ -1,4 +1,4 @@
-"""Runs a batch service with scripted engines, and has the steps that its tests share."""
+"""Runs a batch service with scripted engines. Owns the steps that its tests share."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class ScriptedEngine:
         self.resumed: dict[str, list[int]] = {}
         self.prompts: list[str] = []
         self.in_flight: list[str] = []
-        self.beside: list[frozenset[str]] = []
+        self.in_flight_at: list[frozenset[str]] = []
         self.death = asyncio.Event()
         self._code: str | None = None
         self._script = script
@@ -45,7 +45,7 @@ class ScriptedEngine:
             partial_output.put(len(partial_output), range(len(partial_output), len(partial_output) + self.generates))
         self.prompts.append(prompt)
         self.in_flight.append(prompt)
-        self.beside.append(frozenset(self.in_flight))
+        self.in_flight_at.append(frozenset(self.in_flight))
         try:
             return await self._unless_dead(body)
         finally:

@@ -45,7 +45,7 @@ def test_a_line_that_kills_engines_gets_an_error_and_its_neighbours_complete(tmp
             assert error["response"]["body"]["error"]["code"] == "engine_crashed"
             assert service.snapshot().counters["engine_deaths"] == len(source.engines) - 1
         met = [engine for engine in source.engines if "poison" in engine.prompts]
-        assert met[-1].beside[met[-1].prompts.index("poison")] == {"poison"}
+        assert met[-1].in_flight_at[met[-1].prompts.index("poison")] == {"poison"}
         # Each death halves the suspects until they are few. Then lines run alone, and two engines die of this one.
         expected, suspected = 1, number
         while suspected > 16:

@@ -85,7 +85,7 @@ def test_priorities_are_shares_and_equal_jobs_share_equally() -> None:
     assert found == pytest.approx({1: 1 / 25, 2: 3 / 25, 3: 1 / 25, 4: 20 / 25}, abs=0.01)
 
 
-def test_a_job_with_a_window_of_a_minute_has_what_it_needs_and_leaves_the_rest_to_priorities() -> None:
+def test_a_job_with_a_window_of_a_minute_takes_what_it_needs_and_leaves_the_rest_to_priorities() -> None:
     service = Simulation()
     service.add(1, 100_000, priority=20)
     service.add(2, 100_000, priority=5)
@@ -150,7 +150,7 @@ def test_windows_never_take_the_whole_service() -> None:
     assert service.longest_wait_s[1] < 60
 
 
-def test_no_job_starves_beside_many_of_the_highest_priority() -> None:
+def test_no_job_starves_among_many_of_the_highest_priority() -> None:
     service = Simulation(rate=10.0)
     for order in range(30):
         service.add(order, 100_000, priority=100)

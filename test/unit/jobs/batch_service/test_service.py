@@ -166,7 +166,7 @@ def test_a_cancelled_job_keeps_its_finished_lines_and_says_so_for_the_others(tmp
     asyncio.run(scenario())
 
 
-def test_a_job_says_its_priority_and_its_name_or_that_of_its_input(tmp_path):
+def test_a_job_shows_its_priority_and_its_name_or_that_of_its_input(tmp_path):
     async def scenario():
         async with service_in(tmp_path) as service:
             plain = await create(service, lines(1))
@@ -405,7 +405,7 @@ def test_one_directory_has_one_server(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_running_job_says_how_far_and_how_fast_it_is(tmp_path):
+def test_a_running_job_shows_its_progress_and_rate(tmp_path):
     async def scenario():
         clock = Clock()
         given = [*lines(30), line("h", "hold")]
@@ -431,7 +431,7 @@ def test_a_running_job_says_how_far_and_how_fast_it_is(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_window_is_met_beside_jobs_of_high_priority_and_takes_no_more_of_the_engine_than_it_needs(tmp_path):
+def test_a_window_is_met_among_jobs_of_high_priority_and_takes_no_more_of_the_engine_than_it_needs(tmp_path):
     async def scenario():
         clock, order, one_at_a_time = Clock(), [], asyncio.Lock()
         all_here, has_measured = asyncio.Event(), asyncio.Event()
@@ -462,9 +462,9 @@ def test_a_window_is_met_beside_jobs_of_high_priority_and_takes_no_more_of_the_e
             all_here.set()
             done = await until(service, short.id)
             assert (done.status, done.request_counts["completed"]) == ("completed", 250)
-        beside = [name for now, name in order[300:] if now < done.completed_at]
-        assert beside.count("a") + beside.count("b") > 0.25 * len(beside), "the others go on"
-        for part in (before[20:], beside):  # 4, but for moments in which lines are being read
+        meanwhile = [name for now, name in order[300:] if now < done.completed_at]
+        assert meanwhile.count("a") + meanwhile.count("b") > 0.25 * len(meanwhile), "the others go on"
+        for part in (before[20:], meanwhile):  # 4, but for moments in which lines are being read
             assert 2.5 < part.count("a") / part.count("b") < 6
 
     asyncio.run(scenario())

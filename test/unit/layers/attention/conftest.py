@@ -9,7 +9,7 @@ from sgl_batch.kernel_loader import native_kernels
 
 @pytest.fixture(params=["native", "torch"], autouse=True)
 def operators(request, monkeypatch):
-    """Who computes attention: the native kernels, or torch operators as where those are not installed."""
+    """The implementation of attention: the native kernels, or torch operators as if those were not installed."""
     if request.param == "torch":
         monkeypatch.setattr("sgl_batch.mem_cache.device_page_pool.native_kernels", lambda: None)
         monkeypatch.setattr("sgl_batch.layers.attention.cpu_paged.native_kernels", lambda: None)

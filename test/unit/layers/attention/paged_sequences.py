@@ -86,8 +86,8 @@ class PagedSequences:
         order = torch.randperm(sum(counts) + spare_pages, generator=torch.Generator().manual_seed(page_seed)) + 1
         table = torch.zeros(len(counts), max(counts) * page_size, dtype=torch.int32)
         for row, pages in enumerate(order[: sum(counts)].split(counts)):
-            slots = (pages[:, None] * page_size + torch.arange(page_size)).reshape(-1)
-            table[row, : self.lengths[row]] = slots[: self.lengths[row]].to(torch.int32)
+            kv_indices = (pages[:, None] * page_size + torch.arange(page_size)).reshape(-1)
+            table[row, : self.lengths[row]] = kv_indices[: self.lengths[row]].to(torch.int32)
         return table
 
     def share(self, leader: int, follower: int, tokens: int) -> None:
@@ -98,8 +98,8 @@ class PagedSequences:
     def write(self, upto: list[int]) -> None:
         """Put the first `upto` keys and values of each sequence into the pool."""
         for row, tokens in enumerate(upto):
-            slots = self.req_to_token[row, :tokens].to(torch.int64)
-            self.pool.set_kv_buffer(self.layer, slots, self.k[row][:tokens], self.v[row][:tokens])
+            kv_indices = self.req_to_token[row, :tokens].to(torch.int64)
+            self.pool.set_kv_buffer(self.layer, kv_indices, self.k[row][:tokens], self.v[row][:tokens])
 
     def rows(self, spans: dict[int, tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens [start, end) of some sequences, end to end, as SGLang's layer hands them over: queries flat."""
@@ -112,14 +112,14 @@ class PagedSequences:
     def batch(self, mode: ForwardMode, spans: dict[int, tuple[int, int]]) -> ForwardBatch:
         """The forward batch that computes tokens [start, end) of each sequence, by row."""
         ends = torch.tensor([end for _, end in spans.values()])
-        slots = torch.cat([self.req_to_token[row, start:end] for row, (start, end) in spans.items()])
+        kv_indices = torch.cat([self.req_to_token[row, start:end] for row, (start, end) in spans.items()])
         batch = ForwardBatch(
             forward_mode=mode,
             batch_size=len(spans),
-            input_ids=torch.zeros(len(slots), dtype=torch.int64),
+            input_ids=torch.zeros(len(kv_indices), dtype=torch.int64),
             req_pool_indices=torch.tensor(list(spans)),
             seq_lens=ends,
-            out_cache_loc=slots.to(torch.int64),
+            out_cache_loc=kv_indices.to(torch.int64),
             seq_lens_sum=int(ends.sum()),
         )
         batch.extend_prefix_lens_cpu = [start for start, _ in spans.values()]
@@ -133,8 +133,8 @@ class PagedSequences:
         batch = self.batch(mode, spans)
         self.backend.init_forward_metadata(batch)
         forward = self.backend.forward_decode if mode.is_decode() else self.backend.forward_extend
-        beside = {} if self.sinks is None else {"sinks": self.sinks}
-        return forward(*self.rows(spans), self.layer, batch, save_kv_cache, **beside)
+        options = {} if self.sinks is None else {"sinks": self.sinks}
+        return forward(*self.rows(spans), self.layer, batch, save_kv_cache, **options)
 
     def expected(self, spans: dict[int, tuple[int, int]]) -> torch.Tensor:
         """The same by dense causal attention in float64."""

@@ -42,7 +42,7 @@ def test_a_tokens_choices_are_in_order_of_experts_and_absent_ones_come_last():
 
 
 def shared_depth(a: int, b: int, experts: int) -> int:
-    """How many halvings of [0, experts) leave a and b together; the middle one of an odd number goes to the first."""
+    """Return how many halvings of [0, experts) keep a and b together; the middle of an odd number goes to the first."""
     low, high, depth = 0, experts, 0
     while high - low > 1:
         middle = low + (high - low + 1) // 2

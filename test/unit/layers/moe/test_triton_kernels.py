@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs, also where there is none; what they compute is the conformance suite's."""
+"""The Triton kernels compile for GPUs, also where there is none; the conformance suite tests their results."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_the_buffer_is_as_large_as_the_larger_of_dispatch_and_combine_needs(lone
 
 
 @pytest.mark.usefixtures("documented")
-def test_rows_go_out_and_sums_come_back(lone_group: dist.ProcessGroup) -> None:
+def test_rows_are_sent_and_sums_are_returned(lone_group: dist.ProcessGroup) -> None:
     dispatcher = DeepEPDispatcher(lone_group, **SIZES)
     assert not dispatcher.exact_order
     x_TM = torch.arange(48).view(3, 16).to(torch.bfloat16)
