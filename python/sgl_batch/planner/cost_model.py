@@ -1,0 +1,255 @@
+"""Fits a profile: seconds of the parts of a layer and of a step by rows and context, in forms with few parameters.
+
+A module's seconds are a roofline divided by an efficiency (BatchGen 5.4). The roofline has two parameters, the most
+bytes and the most operations a second that the module reached anywhere; its two times are added, so that it has no
+corner, and an efficiency above 1 says that they overlap. The efficiency depends on the rows and is read off between the
+sizes that were measured, on logarithmic axes. Attention has a second term, proportional to the KV that
+is read, with a slope that depends on the rows in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.planner.model_layers import ModelLayers
+from sgl_batch.planner.samples import PassSample, Profile
+
+_TINY_S = 1e-9
+Count = Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Knots:
+    """A positive function on logarithmic axes: straight between knots in ascending order, constant outside of them."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, rows: float) -> float:
+        """Return the function's value."""
+        xs = [point[0] for point in self.points]
+        behind = bisect_left(xs, rows)
+        if behind == 0 or behind == len(xs):
+            return self.points[min(behind, len(xs) - 1)][1]
+        (x0, y0), (x1, y1) = self.points[behind - 1], self.points[behind]
+        share = math.log(rows / x0) / math.log(x1 / x0)
+        return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Seconds of a module by rows.
+
+    Attributes:
+        bytes_of: Bytes that the module reads for so many rows.
+        work_of: Its operations for so many rows.
+        bandwidth: Bytes a second at most.
+        peak: Operations a second at most.
+        efficiency: The share of the roofline that is reached, by rows.
+    """
+
+    bytes_of: Count
+    work_of: Count
+    bandwidth: float
+    peak: float
+    efficiency: Knots
+
+    def at(self, rows: float) -> float:
+        """Return the seconds of the module for so many rows; none for no rows.
+
+        Beyond the largest size that was measured it goes on in a straight line.
+        """
+        if rows <= 0:
+            return 0.0
+        largest = self.efficiency.points[-1][0]
+        if rows <= largest or len(self.efficiency.points) == 1:
+            return self._measured(rows)
+        before, last_s = self.efficiency.points[-2][0], self._measured(largest)
+        each = (last_s - self._measured(before)) / (largest - before)
+        return last_s + min(max(each, 0.0), last_s / largest) * (rows - largest)
+
+    def _measured(self, rows: float) -> float:
+        return self._ideal(rows) / self.efficiency.at(rows)
+
+    def _ideal(self, rows: float) -> float:
+        return self.bytes_of(rows) / self.bandwidth + self.work_of(rows) / self.peak
+
+
+def fit_roofline(samples: Iterable[tuple[float, float]], bytes_of: Count, work_of: Count) -> Roofline:
+    """Fit (rows, seconds), of which several may have the same rows."""
+    seconds: defaultdict[float, list[float]] = defaultdict(list)
+    for rows, taken in samples:
+        seconds[rows].append(max(taken, _TINY_S))
+    means = {rows: _middle(taken) for rows, taken in sorted(seconds.items())}
+    assert means, "a module has samples"
+    bandwidth = max(bytes_of(rows) / taken for rows, taken in means.items()) or 1.0
+    peak = max(work_of(rows) / taken for rows, taken in means.items()) or 1.0
+    ideal = {rows: bytes_of(rows) / bandwidth + work_of(rows) / peak for rows in means}
+    efficiency = Knots(tuple((rows, max(ideal[rows], _TINY_S) / taken) for rows, taken in means.items()))
+    return Roofline(bytes_of=bytes_of, work_of=work_of, bandwidth=bandwidth, peak=peak, efficiency=efficiency)
+
+
+def _middle(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCost:
+    """Seconds of a layer's attention for a sub-batch: of its rows, and of the tokens of KV that these look at."""
+
+    of_rows: Roofline
+    slope: Knots
+
+    def at(self, rows: float, looked_at: float) -> float:
+        """Return the seconds. `looked_at`: tokens of KV, summed over the rows."""
+        return self.of_rows.at(rows) + self.slope.at(rows) * looked_at if rows > 0 else 0.0
+
+
+def fit_attention(samples: Iterable[tuple[float, float, float]], bytes_of: Count, work_of: Count) -> AttentionCost:
+    """Fit (rows, tokens looked at, seconds): two or more of the latter with the same rows give the slope there."""
+    by_rows: defaultdict[float, list[tuple[float, float]]] = defaultdict(list)
+    for rows, looked_at, seconds in samples:
+        by_rows[rows].append((looked_at, seconds))
+    slopes = {rows: found for rows, points in by_rows.items() if (found := _slope(points)) is not None}
+    if not slopes:
+        slopes = {next(iter(by_rows)): _TINY_S**2}
+    slope = Knots(tuple(sorted(slopes.items())))
+    left = []
+    for rows, points in by_rows.items():
+        # At least a tenth is of the rows: a slope that noise made steep must not leave less than nothing.
+        left += [(rows, max(seconds - slope.at(rows) * looked, seconds / 10)) for looked, seconds in points]
+    return AttentionCost(of_rows=fit_roofline(left, bytes_of, work_of), slope=slope)
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float | None:
+    """Return the slope through the points of least and most tokens; None where noise hides it, or there is none."""
+    (x0, y0), (x1, y1) = min(points), max(points)
+    return (y1 - y0) / (x1 - x0) if x1 > x0 and y1 > y0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds of a step beside its layers: of a decode step by rows, of a prompt's intake, and of a prefill group."""
+
+    decode: Roofline
+    sequence_s: float
+    group_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds of what a forward pass consists of.
+
+    Attributes:
+        decode_attention, prefill_attention: Of one layer.
+        router, experts: Of one layer, by the layer's kind. A dense layer's MLP is its experts.
+        pass_s: What attention takes once a pass, whatever the layers.
+        step: What surrounds the layers.
+        rates: Bytes a second of copies, as measured.
+    """
+
+    decode_attention: AttentionCost
+    prefill_attention: AttentionCost
+    router: Mapping[str, Roofline]
+    experts: Mapping[str, Roofline]
+    pass_s: float
+    step: StepCost
+    rates: Mapping[str, float]
+
+
+def looked_at(sample: PassSample) -> float:
+    """Return the tokens of KV that the rows of a pass look at, summed over the rows."""
+    if sample.decode:
+        return float(sample.sequences * (sample.tokens + 1))
+    return sample.sequences * sample.tokens * (sample.tokens + 1) / 2
+
+
+def fit(profile: Profile, model: ModelLayers) -> CostModel:
+    """Fit a profile of a model. Raises ConfigError for one without samples of a phase."""
+    for decode in (True, False):
+        if not any(sample.decode is decode for sample in profile.passes):
+            phase = "decode" if decode else "prefill"
+            raise ConfigError(f"the profile has no {phase} group; make another with sgl-batch plan --profile")
+    passes = [_Layer(sample, pass_s) for pass_s in [fixed_pass_s(profile.passes)] for sample in profile.passes]
+    kinds = {sample.kind for sample in profile.passes}
+    return CostModel(
+        decode_attention=_attention([one for one in passes if one.sample.decode], model),
+        prefill_attention=_attention([one for one in passes if not one.sample.decode], model),
+        router={kind: _of_rows(passes, kind, lambda one: one.router_s) for kind in kinds},
+        experts={
+            kind: fit_roofline(
+                [(one.sample.rows, one.experts_s) for one in passes if one.sample.kind == kind],
+                model.expert_bytes(kind),
+                model.expert_work(kind),
+            )
+            for kind in kinds
+        },
+        pass_s=fixed_pass_s(profile.passes),
+        step=_step(profile),
+        rates=profile.rates,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A sample's seconds by layer."""
+
+    sample: PassSample
+    pass_s: float
+
+    @property
+    def attention_s(self) -> float:
+        return max(self.sample.attention_s - self.pass_s, self.sample.attention_s / 10) / self.sample.layers
+
+    @property
+    def router_s(self) -> float:
+        return self.sample.router_s / self.sample.layers
+
+    @property
+    def experts_s(self) -> float:
+        return self.sample.experts_s / self.sample.layers
+
+
+def fixed_pass_s(passes: Iterable[PassSample]) -> float:
+    """Return what attention takes once a pass: what one layer takes more than its share of several."""
+    by_size: defaultdict[object, dict[int, float]] = defaultdict(dict)
+    for sample in passes:
+        by_size[sample.decode, sample.sequences, sample.tokens, sample.kind][sample.layers] = sample.attention_s
+    found = []
+    for seconds in by_size.values():
+        least, most = min(seconds), max(seconds)
+        if least < most:
+            each = (seconds[most] - seconds[least]) / (most - least)
+            found.append(seconds[least] - least * each)
+    return max(_middle(found), 0.0) if found else 0.0
+
+
+def _attention(passes: Sequence[_Layer], model: ModelLayers) -> AttentionCost:
+    points = [(float(one.sample.rows), looked_at(one.sample), one.attention_s) for one in passes]
+    return fit_attention(points, lambda _: model.attention_bytes, lambda rows: model.attention_bytes * rows)
+
+
+def _of_rows(passes: Sequence[_Layer], kind: str, seconds: Callable[[_Layer], float]) -> Roofline:
+    """Fit a module of which nothing is counted: a fixed time and a time by row."""
+    points = [(float(one.sample.rows), seconds(one)) for one in passes if one.sample.kind == kind]
+    return fit_roofline(points, lambda _: 1.0, lambda rows: rows)
+
+
+def _step(profile: Profile) -> StepCost:
+    decode = [(float(one.rows), one.seconds) for one in profile.steps if one.decode]
+    # Without an engine's steps: what a pass takes beside its layers, which leaves out scheduling and sampling.
+    passes = [(float(one.sequences), one.rest_s) for one in profile.passes if one.decode]
+    intake = sorted((one.rows, one.seconds) for one in profile.steps if not one.decode)
+    sequence_s = group_s = 0.0
+    if len(intake) > 1:
+        (few, few_s), (many, many_s) = intake[0], intake[-1]
+        sequence_s = max(many_s - few_s, 0.0) / (many - few)
+        group_s = max(few_s - few * sequence_s, 0.0)
+    return StepCost(
+        decode=fit_roofline(decode or passes, lambda _: 1.0, lambda rows: rows), sequence_s=sequence_s, group_s=group_s
+    )

@@ -1,0 +1,163 @@
+"""Builds the graph of a layer's forward pass: attention by sub-batch, experts, and the copies that these wait for.
+
+    weights of a layer ------------------------------> experts
+    KV of a sub-batch restored --> attention --> hidden states written --> experts --> attention of the next layer
+                                       |
+                                       +--> KV of the sub-batch taken to the store
+
+Nodes of one stream run in order. A copy into a buffer waits until what read the buffer last has ended: KV has two
+buffers, weights `weight_slots`. The graph is unrolled over layers until each one takes as long as the one before.
+
+A GPU copies beside its kernels. On a CPU the threads that copy take cores from the ones that compute: a layer takes no
+less than all of its work divided by the cores (`busy_s`), however well the copies overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_batch.planner.critical_path import Node, busy_s, critical_path
+
+ATTENTION, WRITE, EXPERTS, EXCHANGE = "attention", "hidden-state write", "experts", "exchange"
+RESTORE, OFFLOAD, FETCH = "KV restore", "KV offload", "weight fetch"
+COPIES = (RESTORE, OFFLOAD, FETCH)
+_KV_SLOTS = 2
+_UNROLLED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Seconds of a piece of work, and the bytes that it moves."""
+
+    seconds: float = 0.0
+    num_bytes: float = 0.0
+
+
+NOTHING = Work()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubBatch:
+    """The work of a sub-batch in one layer. `write`: of its hidden states into the accumulation buffer.
+
+    `experts` is its own call where it yields behind the experts; else the group has one.
+    """
+
+    attention: Work
+    write: Work = NOTHING
+    restore: Work = NOTHING
+    offload: Work = NOTHING
+    experts: Work = NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """The work of a group in one layer.
+
+    Attributes:
+        sub_batches: In the order in which attention takes them.
+        experts: The group's one call, router included.
+        exchange: With other ranks, around the call.
+        fetch: Of the weights of the layer's experts.
+        weight_slots: How many layers' experts the buffers hold.
+        copy_cores: The share of the cores that a copy takes; 0 on a GPU.
+    """
+
+    sub_batches: Sequence[SubBatch]
+    experts: Work = NOTHING
+    exchange: Work = NOTHING
+    fetch: Work = NOTHING
+    weight_slots: int = 2
+    copy_cores: float = 0.0
+
+    @property
+    def copies(self) -> bool:
+        """Return whether anything runs beside the computation."""
+        moved = [self.fetch, self.exchange, *(one for sub in self.sub_batches for one in (sub.restore, sub.offload))]
+        return any(one is not NOTHING for one in moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTime:
+    """What a layer takes in the steady state, and the kind of work that most of its critical path is."""
+
+    seconds: float
+    waits_s: float
+    bottleneck: str
+
+
+class _Builder:
+    def __init__(self, work: LayerWork) -> None:
+        self.work, self.nodes = work, list[Node]()
+        self._last: dict[str, int] = {}
+
+    def add(self, kind: str, stream: str, work: Work, *after: int | None) -> int | None:
+        """Add a node, behind the last one of its stream; nothing for work that is none. Returns its index."""
+        if work is NOTHING:
+            return None
+        before = [index for index in (*after, self._last.get(stream)) if index is not None]
+        cores = self.work.copy_cores if kind in COPIES else 1.0
+        self.nodes.append(
+            Node(kind=kind, seconds=work.seconds, after=tuple(set(before)), cores=cores, num_bytes=work.num_bytes)
+        )
+        self._last[stream] = len(self.nodes) - 1
+        return self._last[stream]
+
+
+def build(work: LayerWork, num_layers: int) -> list[Node]:
+    """Return the graph of `num_layers` layers of the same work, one behind the other."""
+    graph = _Builder(work)
+    attended: list[int | None] = []
+    taken: list[int | None] = []
+    experts_done: list[int | None] = []
+    for layer in range(num_layers):
+        read_before = experts_done[layer - work.weight_slots] if layer >= work.weight_slots else None
+        fetched = graph.add(FETCH, "weights", work.fetch, read_before)
+        group_done = experts_done[-1] if experts_done else None
+        written: list[int | None] = []
+        last: int | None = group_done
+        for sub in work.sub_batches:
+            free = attended[-_KV_SLOTS] if len(attended) >= _KV_SLOTS else None
+            restored = graph.add(RESTORE, "to the device", sub.restore, free)
+            # KV goes to the store from the buffer that the second last sub-batch has filled.
+            emptied = taken[-_KV_SLOTS] if len(taken) >= _KV_SLOTS else None
+            attention = graph.add(ATTENTION, "compute", sub.attention, restored, group_done, emptied)
+            attended.append(attention)
+            taken.append(graph.add(OFFLOAD, "to the store", sub.offload, attention))
+            written.append(graph.add(WRITE, "compute", sub.write, attention))
+            last = graph.add(EXPERTS, "compute", sub.experts, fetched, attention)
+        sent = graph.add(EXCHANGE, "exchange", work.exchange, *written)
+        computed = graph.add(EXPERTS, "compute", work.experts, fetched, sent, *written, attended[-1])
+        experts_done.append(computed if computed is not None else last)
+    return graph.nodes
+
+
+def layer_time(work: LayerWork) -> LayerTime:
+    """Return what each further layer takes, once the pass is past its first ones."""
+    return _steady_state(work) if work.copies else _sum(work)
+
+
+def _sum(work: LayerWork) -> LayerTime:
+    """Return the time of a layer without copies: one stream, a chain."""
+    attention_s = sum(sub.attention.seconds + sub.write.seconds for sub in work.sub_batches)
+    experts_s = work.experts.seconds + sum(sub.experts.seconds for sub in work.sub_batches)
+    seconds = attention_s + experts_s
+    return LayerTime(seconds=seconds, waits_s=0.0, bottleneck=ATTENTION if attention_s >= experts_s else EXPERTS)
+
+
+def _steady_state(work: LayerWork) -> LayerTime:
+    few, more = (build(work, count) for count in (_UNROLLED, 2 * _UNROLLED))
+    path = critical_path(more)
+    chained = (path.seconds - critical_path(few).seconds) / _UNROLLED
+    busy = (busy_s(more) - busy_s(few)) / _UNROLLED
+    computing = sum(node.seconds for node in more if node.kind not in COPIES) / (2 * _UNROLLED)
+    seconds = max(chained, busy)
+    by_kind: dict[str, float] = {}
+    for index in path.nodes:
+        by_kind[more[index].kind] = by_kind.get(more[index].kind, 0.0) + more[index].seconds
+    return LayerTime(
+        seconds=seconds,
+        waits_s=max(seconds - computing, 0.0),
+        bottleneck=max(by_kind, key=by_kind.__getitem__, default=ATTENTION),
+    )

@@ -1,0 +1,98 @@
+"""Owns the numbers of a model that costs depend on: its layers by kind, and the bytes and operations of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_batch.core.model_numbers import NUM_EXPERTS, head_dims, kv_token_bytes, number, shape_of
+from sgl_batch.errors import ConfigError
+
+DENSE, MOE = "dense", "moe"
+_NEEDED = (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLayers:
+    """A model as the planner sees it.
+
+    Attributes:
+        layers: How many layers it has of each kind.
+        attention_bytes: Bytes of the weights of a layer's attention.
+        dense_bytes: Bytes of the MLP of a dense layer.
+        expert_bytes_each: Bytes of one routed expert.
+        experts, top_k: Routed experts of a layer, and how many a token goes to.
+        kv_layer_bytes: KV of a token in one layer.
+        hidden_bytes: A row's hidden state.
+    """
+
+    layers: Mapping[str, int]
+    attention_bytes: float
+    dense_bytes: float
+    expert_bytes_each: float
+    experts: int
+    top_k: int
+    kv_layer_bytes: float
+    hidden_bytes: float
+
+    @property
+    def num_layers(self) -> int:
+        """Return all layers."""
+        return sum(self.layers.values())
+
+    def experts_reached(self, rows: float) -> float:
+        """Return how many experts get rows, if each row chooses evenly and by itself."""
+        return self.experts * (1 - (1 - self.top_k / self.experts) ** rows) if self.experts else 0.0
+
+    def expert_bytes(self, kind: str) -> Callable[[float], float]:
+        """Return the bytes that the experts of a layer, or its MLP, read for so many rows."""
+        if kind == DENSE:
+            return lambda _: max(self.dense_bytes, 1.0)
+        return lambda rows: max(self.experts_reached(rows) * self.expert_bytes_each, 1.0)
+
+    def expert_work(self, kind: str) -> Callable[[float], float]:
+        """Return what the operations of the experts of a layer, or of its MLP, are proportional to."""
+        if kind == DENSE:
+            return lambda rows: max(self.dense_bytes * rows, 1.0)
+        return lambda rows: max(self.top_k * self.expert_bytes_each * rows, 1.0)
+
+
+def layer_kinds(text: Mapping[str, Any]) -> list[str]:
+    """Return the kind of each layer, by the text part of a model's config. Raises ConfigError where a field is missing.
+
+    Qwen's models have experts in each layer whose number, from 1 on, is a multiple of decoder_sparse_step; DeepSeek's
+    behind the first dense ones.
+    """
+    for names in _NEEDED:
+        if number(text.get, *names) < 1:
+            raise ConfigError(f"the model's config.json has no {names[0]}, by which its layers are counted")
+    count = number(text.get, "num_hidden_layers", "n_layer")
+    if not number(text.get, *NUM_EXPERTS):
+        return [DENSE] * count
+    dense_first, only = number(text.get, "first_k_dense_replace"), text.get("mlp_only_layers") or ()
+    step = max(number(text.get, "decoder_sparse_step", default=1), 1)
+    return [DENSE if layer < dense_first or layer in only or (layer + 1) % step else MOE for layer in range(count)]
+
+
+def model_layers(text: Mapping[str, Any], *, item_bytes: int, weight_bytes: int) -> ModelLayers:
+    """Return the numbers of a model. `item_bytes`: of a number of KV and rows; `weight_bytes`: of a layer's weights."""
+    kinds, hidden = layer_kinds(text), number(text.get, "hidden_size", "n_embd")
+    shape = shape_of(
+        text.get,
+        hidden=hidden,
+        vocabulary=number(text.get, "vocab_size"),
+        layers=len(kinds),
+        head_dim=max(head_dims(text.get)),
+        item_bytes=item_bytes,
+    )
+    return ModelLayers(
+        layers={kind: kinds.count(kind) for kind in (DENSE, MOE) if kind in kinds},
+        attention_bytes=shape.hidden * shape.attention_width * weight_bytes,
+        dense_bytes=3 * hidden * number(text.get, "intermediate_size", "n_inner") * weight_bytes,
+        expert_bytes_each=3 * hidden * shape.expert_width * weight_bytes,
+        experts=shape.experts,
+        top_k=shape.top_k or shape.experts,
+        kv_layer_bytes=kv_token_bytes(text.get, item_bytes) / len(kinds),
+        hidden_bytes=hidden * item_bytes,
+    )

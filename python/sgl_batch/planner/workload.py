@@ -1,0 +1,75 @@
+"""Reads a workload: how long the prompts and the outputs of a batch are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sgl_batch.errors import ConfigError
+
+DEFAULT = "128:128x256"
+_SPEC = re.compile(r"(\d+):(\d+)x(\d+)")
+_MOST_COUNT = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request's prompt and output, in tokens."""
+
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A batch in its order. `requests` stand for `count` requests, in equal shares."""
+
+    requests: Sequence[Request]
+    count: int
+
+    @property
+    def longest(self) -> int:
+        """Return the most tokens that a sequence has."""
+        return max(request.prompt + request.output for request in self.requests)
+
+
+def parse_workload(text: str) -> Workload:
+    """Read PROMPT:OUTPUTxCOUNT, or several of them behind commas. Raises ConfigError."""
+    requests: list[Request] = []
+    for part in text.split(","):
+        found = _SPEC.fullmatch(part.strip())
+        prompt, output, count = (int(number) for number in found.groups()) if found else (0, 0, 0)
+        if not (prompt and output and count) or count + len(requests) > _MOST_COUNT:
+            raise ConfigError(
+                f"--workload is {text!r}; it takes PROMPT:OUTPUTxCOUNT, as in 128:32x256 (256 requests of 128 prompt "
+                "and 32 output tokens), each at least 1, or several behind commas"
+            )
+        requests += [Request(prompt, output)] * count
+    return Workload(requests=requests, count=len(requests))
+
+
+def parse_lengths(lines: Iterable[str], name: str) -> Workload:
+    """Read a line "PROMPT OUTPUT" for each request; # begins a comment. Raises ConfigError with the line's number."""
+    requests = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].replace(",", " ").split()
+        if not words:
+            continue
+        if len(words) != 2 or not all(word.isascii() and word.isdigit() and int(word) for word in words):
+            raise ConfigError(
+                f"line {number} of {name} is {line.strip()!r}; each line takes the tokens of a prompt and of its "
+                "output, as in: 128 32"
+            )
+        requests.append(Request(int(words[0]), int(words[1])))
+    if not requests:
+        raise ConfigError(f"{name} has no lengths; each line takes the tokens of a prompt and of its output")
+    return Workload(requests=requests, count=len(requests))
+
+
+def thinned(workload: Workload, most: int) -> Workload:
+    """Return a workload of at most `most` requests: evenly spaced ones, in order."""
+    requests = workload.requests
+    if len(requests) <= most:
+        return workload
+    return Workload(requests=[requests[index * len(requests) // most] for index in range(most)], count=workload.count)

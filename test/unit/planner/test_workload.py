@@ -1,0 +1,45 @@
+"""Workloads as users write them, and what is said of those that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.planner.workload import Request, parse_lengths, parse_workload, thinned
+
+
+def test_a_workload_names_prompt_output_and_count():
+    assert parse_workload("128:32x2, 8:1x1").requests == [Request(128, 32)] * 2 + [Request(8, 1)]
+    assert parse_workload("128:32x256").longest == 160
+
+
+@pytest.mark.parametrize(
+    "text", ["", "128", "128:32", "0:32x4", "128:32x0", "a:bxc", "128:32x256:", "1:1x999999999999"]
+)
+def test_a_workload_of_another_form_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match="as in 128:32x256"):
+        parse_workload(text)
+
+
+def test_lengths_may_have_comments_commas_and_empty_lines():
+    found = parse_lengths(["# prompt output", "128 32", "", "64, 8  # short"], "lengths.txt")
+    assert found.requests == [Request(128, 32), Request(64, 8)]
+
+
+@pytest.mark.parametrize("line", ["128", "128 x", "128 -1", "0 4", "1 2 3", "12.5 3"])
+def test_a_hole_in_a_file_of_lengths_is_named_by_its_line(line):
+    with pytest.raises(ConfigError, match=r"line 2 of lengths\.txt is"):
+        parse_lengths(["128 32", line], "lengths.txt")
+
+
+def test_a_file_without_lengths_is_refused():
+    with pytest.raises(ConfigError, match="has no lengths"):
+        parse_lengths(["# nothing"], "lengths.txt")
+
+
+def test_a_thinned_workload_keeps_the_order_and_the_count():
+    whole = parse_workload("1:1x10,2:2x10")
+    found = thinned(whole, 4)
+    assert [one.prompt for one in found.requests] == [1, 1, 2, 2]
+    assert found.count == 20
+    assert thinned(whole, 100) is whole
