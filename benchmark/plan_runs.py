@@ -1,0 +1,126 @@
+#!/usr/bin/env python
+"""Measures predicted against measured completion times: `sgl-batch run` over made-up batches, with given plans.
+
+Each batch is a file of completions with prompts of token ids and outputs of exact lengths. The time is that of the
+run's manifest: from the first line to the last answer, without the start of the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from comparison.terminal import exit_code, say
+
+from sgl_batch.checkpoint.model_directory import model_config
+from sgl_batch.core.model_refusals import number_type, text_part
+from sgl_batch.errors import ConfigError
+from sgl_batch.planner.candidate import Candidate, flags_of
+from sgl_batch.planner.cost_model import fit
+from sgl_batch.planner.model_layers import model_layers
+from sgl_batch.planner.schedule import Prediction, Room
+from sgl_batch.planner.search import Allowed, MemoryMap, predict_candidate
+from sgl_batch.planner.workload import Request, Workload, parse_workload
+from sgl_batch.profiler.profile import profile_path, read_profile
+
+_ROOM = MemoryMap(phases={}, room=Room(device=1 << 30))
+# A plan for each of them: tokens of prefill sub-batches and groups, sequences of decode sub-batches and groups.
+PLANS = ((2048, 8192, 256, 256), (512, 2048, 64, 64), (2048, 8192, 16, 16))
+WORKLOADS = ("128:32x64", "32:96x64", "512:16x24", "tail:48")
+
+
+def workload_of(text: str) -> Workload:
+    """A workload as `sgl-batch plan` takes it, or tail:COUNT, whose outputs have a long tail."""
+    if not text.startswith("tail:"):
+        return parse_workload(text)
+    draw = random.Random(3)
+    requests = [
+        Request(draw.randint(32, 256), min(8 + int(draw.paretovariate(1.2) * 8), 384))
+        for _ in range(int(text.removeprefix("tail:")))
+    ]
+    return Workload(requests=requests, count=len(requests))
+
+
+def predict_plan(args: argparse.Namespace, candidate: Candidate, workload: Workload) -> Prediction:
+    """The planner's prediction with the profile that is kept."""
+    whole = model_config(str(args.model))
+    if whole is None:
+        raise ConfigError(f"{args.model} has no config.json")
+    dtype = number_type(whole, "auto")
+    path = args.profile_file or profile_path(args.model, dtype=dtype, weight_dtype="auto")
+    profile = read_profile(path)
+    if profile is None:
+        raise ConfigError(f"there is no profile {path}; make one with sgl-batch plan --profile")
+    item_bytes = 4 if dtype == "float32" else 2
+    model = model_layers(text_part(whole), item_bytes=item_bytes, weight_bytes=item_bytes)
+    allowed = Allowed(cores=int(profile.machine["cores"]))
+    found = predict_candidate(candidate, workload, fit(profile, model), model, allowed, _ROOM)
+    if found is None:
+        raise ConfigError("a sequence of the workload can never fit")
+    return found
+
+
+def run(args: argparse.Namespace, candidate: Candidate, workload: Workload) -> dict[str, Any]:
+    """Run the batch; return the manifest's numbers: seconds, seconds by part, and the lines that failed."""
+    draw = random.Random(1)
+    with tempfile.TemporaryDirectory() as directory:
+        source, output = Path(directory, "in.jsonl"), Path(directory, "out.jsonl")
+        with source.open("w", encoding="utf-8") as lines:
+            for number, request in enumerate(workload.requests):
+                prompt = [draw.randrange(10, 2000) for _ in range(request.prompt)]
+                body = {"model": "m", "prompt": prompt, "max_tokens": request.output, "temperature": 0}
+                line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+                lines.write(json.dumps({**line, "body": {**body, "ignore_eos": True}}) + "\n")
+        command = [sys.executable, "-m", "sgl_batch.cli", "run", "-i", str(source), "-o", str(output), "--model"]
+        command += [str(args.model), "--served-model-name", "m", *flags_of(candidate.settings), *args.run_flag]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        manifest = output.with_name("out.manifest.json")
+        if done.returncode or not manifest.exists():
+            raise ConfigError(f"sgl-batch run ended with {done.returncode}: {done.stderr[-400:]}")
+        found: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))
+        return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run all workloads with all plans, and print a table in Markdown as it comes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="the model's directory")
+    parser.add_argument("--profile-file", type=Path, help="(the one in the user's cache)")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help=f"({','.join(WORKLOADS)})")
+    parser.add_argument("--plans", type=int, default=len(PLANS), help="how many of the plans (all)")
+    parser.add_argument("--run-flag", action="append", default=[], help="a flag of `sgl-batch run`; repeatable")
+    parser.add_argument("--predict-only", action="store_true", help="run nothing")
+    args = parser.parse_args(argv)
+    print("| workload | plan (sub-batch/group of prefill, of decode) | predicted | measured | error | load |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    for text in args.workloads.split(","):
+        workload = workload_of(text)
+        for limits in PLANS[: args.plans]:
+            names = ("b_attn_prefill", "b_moe_prefill", "b_attn_decode", "b_moe_decode")
+            candidate = replace(Candidate(**dict.fromkeys(names, 1)), **dict(zip(names, limits, strict=True)))
+            prediction = predict_plan(args, candidate, workload)
+            said = {name: round(seconds, 2) for name, seconds in prediction.parts.items()}
+            say(f"{text} {limits}: predicted {prediction.seconds:.2f} s {said}")
+            if args.predict_only:
+                continue
+            manifest = run(args, candidate, workload)
+            load, wall_s = os.getloadavg()[0], float(manifest["wall_s"])
+            say(f"measured {wall_s:.2f} s {(manifest['engine'] or {}).get('part_s')}")
+            plan = f"{limits[0]}/{limits[1]}, {limits[2]}/{limits[3]}"
+            error = prediction.seconds / wall_s - 1
+            print(f"| {text} | {plan} | {prediction.seconds:.1f} s | {wall_s:.1f} s | {error:+.0%} | {load:.1f} |")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("plan_runs.py", lambda: main(sys.argv[1:])))
