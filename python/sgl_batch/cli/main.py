@@ -19,6 +19,7 @@ commands:
   doctor  check this machine: devices, packages, kernels, rates, limits; print what is missing and how to fix it
   models  list the supported models and number formats
   check   check whether a model would run here, how, and in how much memory: sgl-batch check --model DIR
+  plan    choose the flags of a run for a model, this machine and a batch: sgl-batch plan --model DIR --profile
   trace   print the states that a sequence went through: sgl-batch trace trace.jsonl ID
 
 `sgl-batch COMMAND --help` explains a command. `sgl-batch --version` prints the version.
@@ -52,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_batch.cli.models.check_command import check_command
 
         return check_command(rest)
+    if command == "plan":
+        from sgl_batch.cli.plan.command import plan_command
+
+        return plan_command(rest)
     if command == "trace":
         from sgl_batch.cli.trace import trace_command
 
