@@ -67,6 +67,19 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grow:
+    """Let each of these admitted sequences reserve so many pages of the account of admission from now on.
+
+    stalled: sequences that wait from now on until their reservations can grow.
+    borrower: the sequence that goes on to its end without that; None if none begins to borrow.
+    """
+
+    pages: PagesOf
+    stalled: tuple[SequenceState, ...] = ()
+    borrower: SequenceState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
     """Begin to copy the KV of waiting sequences to the device, where each holds the given number of pages.
 
@@ -196,6 +209,7 @@ Action = (
     | Suspend
     | Evict
     | Extend
+    | Grow
     | Restore
     | Refill
     | StreamDecode

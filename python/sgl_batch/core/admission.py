@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.admission_policy import AdmissionPolicy
+from sgl_batch.core.page_ledger import PageLedger, pages_for
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.residency import pages_to_run
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 
@@ -93,45 +96,78 @@ def group_by_prompt(queued: Sequence[SequenceState], *, most_members: int) -> It
             yield Admission(leader=sequence)
 
 
-def unit_pages(unit: Admission, ledger: PageLedger) -> int:
-    """Return the pages that a unit needs: the leader's without those that it shares, and each follower's own."""
-    return sum(member_pages(unit, ledger))
+def first_pages(sequence: SequenceState, ledger: PageLedger, plan: Plan | None) -> int:
+    """Return the pages that a sequence reserves when it is admitted, shared ones among them.
+
+    All that it can need, or, by a policy that grows, those for its expected output and at least those with which it
+    runs to the next boundary. `plan`: the plan in force, which only such a policy needs.
+    """
+    whole = ledger.whole_pages(sequence)
+    if not ledger.policy.grows:
+        return whole
+    assert plan is not None, f"{ledger.policy.name} reserves by the plan's interval"
+    expected = pages_for(sequence.prompt_tokens + sequence.expected_tokens, ledger.page_size)
+    return min(whole, max(expected, pages_to_run(sequence, ledger, plan)))
 
 
-def member_pages(unit: Admission, ledger: PageLedger) -> list[int]:
-    """Return the pages that each member of a unit needs for itself, the leader first."""
-    leader = ledger.whole_pages(unit.leader) - unit.leader.shared_tokens // ledger.page_size
-    return [leader, *(ledger.own_pages(follower) for follower in unit.followers)]
+def unit_pages(unit: Admission, ledger: PageLedger, plan: Plan | None = None) -> int:
+    """Return the pages that a unit reserves: the leader's without those that it shares, and each follower's own."""
+    return sum(member_pages(unit, ledger, plan))
+
+
+def member_pages(unit: Admission, ledger: PageLedger, plan: Plan | None = None) -> list[int]:
+    """Return the pages that each member of a unit reserves for itself, the leader first."""
+    leader = first_pages(unit.leader, ledger, plan) - unit.leader.shared_tokens // ledger.page_size
+    shared = ledger.pages_shared_by_choices(unit.leader)
+    return [leader, *(first_pages(follower, ledger, plan) - shared for follower in unit.followers)]
+
+
+def _largest_gap(unit: Admission, ledger: PageLedger, plan: Plan | None) -> int:
+    return max(ledger.whole_pages(member) - first_pages(member, ledger, plan) for member in unit.members)
 
 
 def select_prefill_group(
-    units: Iterable[Admission], ledger: PageLedger, *, b_moe: int, free_request_slots: int, taken: int = 0
+    units: Iterable[Admission],
+    ledger: PageLedger,
+    *,
+    b_moe: int,
+    free_request_slots: int,
+    taken: int = 0,
+    plan: Plan | None = None,
 ) -> list[Admission]:
     """Take units from the head of the queue while the tokens to compute fit `b_moe` and pages and slots suffice.
 
     A unit that does not fit now blocks the units behind it, so that no sequence starves. A prompt longer than `b_moe`
     forms a group of its own. A unit that is too large even for an empty device is taken without its followers, which
-    then queue as units of their own and come next.
+    then queue as units of their own and come next. Nothing is taken while an admitted sequence waits for pages of the
+    account: it comes first.
 
     Args:
-        units: candidates in the order of the queue; read one past the last that is taken.
+        units: candidates in the order of the queue; read one past the last that is taken. The call notes in their
+            members how much output the admission policy expects.
         ledger: the account of admission. It is not changed; the caller calls `reserve` for each unit it prefills.
         b_moe: the most tokens that the group computes.
         free_request_slots: how many more sequences the device can hold.
         taken: tokens that the group has to compute already.
+        plan: the plan in force, for a policy that grows.
 
     Returns:
         The chosen units, a prefix of `units`.
     """
     chosen: list[Admission] = []
     needs: list[int] = []
-    tokens, slots = taken, free_request_slots
+    tokens, slots, gap = taken, free_request_slots, 0
+    if ledger.has_waiting:
+        return []
     for whole in units:
-        cut = unit_pages(whole, ledger) > ledger.limit(max(member_pages(whole, ledger)))
+        _note_expected(whole, ledger.policy)
+        pages = member_pages(whole, ledger, plan)
+        cut = sum(pages) > ledger.limit(max(pages), _largest_gap(whole, ledger, plan))
         unit = Admission(leader=whole.leader) if cut else whole
         full = tokens and tokens + unit.leader.prefill_rows > b_moe
-        needs += member_pages(unit, ledger)
-        if full or not ledger.fits(*needs) or len(unit.members) > slots:
+        needs += member_pages(unit, ledger, plan)
+        gap = max(gap, _largest_gap(unit, ledger, plan))
+        if full or not ledger.fits(*needs, gap=gap) or len(unit.members) > slots:
             break
         chosen.append(unit)
         tokens += unit.leader.prefill_rows
@@ -141,7 +177,15 @@ def select_prefill_group(
     return chosen
 
 
-def reserve(unit: Admission, ledger: PageLedger, *, held: int, new: int) -> None:
+def _note_expected(unit: Admission, policy: AdmissionPolicy) -> None:
+    """Note in a unit's members how much output is expected, which a record of the decision shows."""
+    if policy.grows:
+        expected = policy.expected_tokens(unit.leader)
+        for member in unit.members:
+            member.expected_tokens = expected
+
+
+def reserve(unit: Admission, ledger: PageLedger, *, held: int, new: int, plan: Plan | None = None) -> None:
     """Write the pages of a unit that is about to be prefilled into the ledger.
 
     Args:
@@ -150,8 +194,10 @@ def reserve(unit: Admission, ledger: PageLedger, *, held: int, new: int) -> None
         held: shareable pages of the leader's prompt, which count as prompt pages and belong to no single sequence.
             Followers hold those of them that they can share as well.
         new: how many of `held` no earlier prompt has reserved.
+        plan: the plan in force, for a policy that grows.
     """
     ledger.add_prompt_pages(new)
-    ledger.reserve(unit.leader.sequence_id, ledger.whole_pages(unit.leader) - held)
-    for follower in unit.followers:
-        ledger.reserve(follower.sequence_id, ledger.own_pages(follower))
+    shared = [held, *(ledger.pages_shared_by_choices(follower) for follower in unit.followers)]
+    for member, not_its_own in zip(unit.members, shared, strict=True):
+        first, whole = first_pages(member, ledger, plan), ledger.whole_pages(member)
+        ledger.reserve(member.sequence_id, first - not_its_own, whole=whole - not_its_own)

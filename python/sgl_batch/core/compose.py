@@ -102,7 +102,9 @@ class MixPrefill:
         heads = list(_heads(state, room))
         kv.estimate_shared(unit.leader for unit in heads)
         units = heads if capacity is None else list(assign_tier(heads, capacity, kv.admission, plan))
-        chosen = select_prefill_group(units, kv.admission, b_moe=_NO_LIMIT, free_request_slots=state.free_request_slots)
+        chosen = select_prefill_group(
+            units, kv.admission, b_moe=_NO_LIMIT, free_request_slots=state.free_request_slots, plan=plan
+        )
         taken = []
         for unit in chosen:
             rows = unit.leader.prefill_rows

@@ -14,11 +14,13 @@ sequences wait.
       +-- boundary not due? ---------------------------- yes --> Step: decode rows, and prompt chunks (compose)
       |
       |   boundary:
+      +-- reservations grow (--admission)? ------------- yes --> Grow > Suspend those whose cannot be extended
       +-- too few run or are ready, and prompts fit? --- yes --> Prefill (admission, order policy)
       |
       +-- KV policy: Sync > Suspend > Evict > Extend > Refill, Restore > Join > BeginInterval, or Idle
 
-What happens at a boundary, in order, and why:
+What happens at a boundary, in order, and why (if reservations grow, those of running sequences are extended before all
+that: they come before prompts):
 
 1. Prefill comes first: the decode group can be no larger than what is ready. The running sequences keep their KV and
    go on afterwards. Prefill repeats until enough sequences are ready (`ready_target`).
@@ -51,6 +53,7 @@ from dataclasses import replace
 from sgl_batch.core.actions import Abort, Actions, Join, Prefill, PrefillChoices, Step
 from sgl_batch.core.admission import Admission, group_by_prompt, refusal
 from sgl_batch.core.compose import StepView, step_policy
+from sgl_batch.core.growth import extend_running
 from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State, boundary_due, prefill_units, prefill_wanted
@@ -79,6 +82,8 @@ def decide(state: State, kv: KVState, plan: Plan, policy: KVPolicy) -> Actions:
         return (PrefillChoices(most=plan.prefill.b_moe),)
     if not boundary_due(state, plan):
         return (compose(state, kv, plan, policy),)
+    if growth := extend_running(kv, plan):
+        return growth
     if prefill_wanted(state, plan):
         estimate_shared(state, kv)
         units = prefill_units(state, plan, kv.admission, policy.capacity(state, kv, plan))

@@ -124,6 +124,7 @@ class Observed:
                 "largest": admission.largest,
                 "free_pages": admission.free_pages,
                 "is_device": admission is kv.device,
+                **_plain_growth(admission),
             },
             "runners": rows_of(self._runners),
             "choices": self._choices.rows(),
@@ -134,6 +135,20 @@ class Observed:
             "streams": kv.streams,
             "interval": asdict(kv.interval),
         }
+
+
+def _plain_growth(ledger: PageLedger) -> Plain:
+    """What an account has beyond its sums where reservations grow; nothing else has it."""
+    if not ledger.policy.grows:
+        return {}
+    return {
+        "prompt_pages": ledger.prompt_pages,
+        "reserved": ledger.reservations(),
+        "needs": ledger.needs(),
+        "stalled": dict(ledger.stalled),
+        "borrower": ledger.borrower,
+        "away": sorted(ledger.away),
+    }
 
 
 def _from_counts_alone(actions: Actions) -> bool:

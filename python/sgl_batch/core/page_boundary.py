@@ -129,4 +129,5 @@ def prefill_units(
         b_moe=plan.prefill.b_moe,
         free_request_slots=state.free_request_slots,
         taken=0 if rest is None else rest.tokens,
+        plan=plan,
     )

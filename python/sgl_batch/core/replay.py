@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_batch.core import decide
+from sgl_batch.core.admission_policy import AsNoted
 from sgl_batch.core.decision_record import COUNTS, VERSION, plain_actions, plain_group
 from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.exclusive import TierCapacity
@@ -152,17 +153,18 @@ def _kv(plain: Record, page_size: int) -> KVState:
         return KVState(
             device=nothing, admission=nothing, runners=tuple, estimate_shared=lambda _: None, arrived=plain["arrived"]
         )
-    device = PageLedger(plain["device"]["total_pages"], page_size)
-    for name, pages in plain["device"]["reserved"].items():
-        device.reserve(name, pages)
-    device.add_prompt_pages(plain["device"]["prompt_pages"])
+    admission = plain["admission"]
+    if admission["is_device"] and "needs" in admission:
+        device: PageLedger = _growing_account(admission, page_size)
+    else:
+        device = _device_account(plain["device"], page_size)
     prompts = ResidentPrompts[int]()
     for name, pages in plain["resident_prompts"].items():
         prompts.enter(name, pages)
     runners = [_sequence(row) for row in plain["runners"]]
     return KVState(
         device=device,
-        admission=device if plain["admission"]["is_device"] else _account(plain["admission"], page_size),
+        admission=device if admission["is_device"] else _account(admission, page_size),
         runners=lambda: runners,
         estimate_shared=lambda _: None,  # the recorded sequences hold the estimate
         prompts=prompts,
@@ -175,7 +177,27 @@ def _kv(plain: Record, page_size: int) -> KVState:
     )
 
 
+def _device_account(plain: Record, page_size: int) -> PageLedger:
+    device = PageLedger(plain["total_pages"], page_size)
+    for name, pages in plain["reserved"].items():
+        device.reserve(name, pages)
+    device.add_prompt_pages(plain["prompt_pages"])
+    return device
+
+
+def _growing_account(plain: Record, page_size: int) -> PageLedger:
+    ledger = PageLedger(plain["total_pages"], page_size, policy=AsNoted())
+    for name, pages in plain["reserved"].items():
+        ledger.reserve(name, pages, whole=plain["needs"][name])
+    ledger.add_prompt_pages(plain["prompt_pages"])
+    ledger.stalled, ledger.borrower = dict(plain["stalled"]), plain["borrower"]
+    ledger.away = set(plain["away"])
+    return ledger
+
+
 def _account(plain: Record, page_size: int) -> PageLedger:
+    if "needs" in plain:
+        return _growing_account(plain, page_size)
     numbers = {name: plain[name] for name in ("total_pages", "free_pages", "overflow_pages", "largest")}
     empty = State(queued=(), ready=(), running=0, steps=0, request_slots=0, free_request_slots=0, filling=False)
     return RankState(state=empty, **numbers).ledger(page_size)

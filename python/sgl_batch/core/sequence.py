@@ -34,6 +34,7 @@ class SequenceState:
     lost_tokens: positions that had KV when it was retracted. Its next prefill computes them again, including those
         after the prompt.
     in_one_pass: whether its prompt cannot be computed chunk by chunk.
+    expected_tokens: for how many output tokens it is to reserve pages, as its admission policy has noted last.
     ranks: the ranks that it belongs to; today one.
     """
 
@@ -50,6 +51,7 @@ class SequenceState:
     shared_tokens: int = 0
     lost_tokens: int = 0
     in_one_pass: bool = False
+    expected_tokens: int = 0
     ranks: frozenset[int] = frozenset((0,))
 
     @property

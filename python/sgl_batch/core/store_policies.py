@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
 from sgl_batch.core.actions import (
@@ -26,20 +27,36 @@ from sgl_batch.core.actions import (
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.exclusive import TierCapacity, stays_on_device
+from sgl_batch.core.growth import GrowthTrial, extend_waiting
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import Movable
 from sgl_batch.core.residency import Residency, decide_residency, pages_to_run
+from sgl_batch.core.sequence import SequenceState
 
 _IDLE: Actions = (Sync(wait=True), Idle())
 
 
-def _residency(state: State, kv: KVState, plan: Plan) -> Residency:
+def _may_run(state: State, kv: KVState, plan: Plan) -> tuple[Sequence[SequenceState], GrowthTrial | None]:
+    """Return the waiting sequences that may run by their reservations, and the trial that has extended these."""
+    if not kv.admission.policy.grows:
+        return state.ready, None
+    room = max(0, plan.decode.b_moe - state.running - state.returning)
+    trial, found = extend_waiting(state.ready, kv.admission, plan, most=room)
+    return found, trial
+
+
+def _growth(trial: GrowthTrial | None, coming: Iterable[SequenceState]) -> tuple[Action, ...]:
+    """Return the action that extends the reservations of sequences that come back, if that takes one."""
+    return () if trial is None else trial.grow(coming)
+
+
+def _residency(state: State, waiting: Sequence[SequenceState], kv: KVState, plan: Plan) -> Residency:
     return decide_residency(
         kv.runners(),
-        state.ready,
+        waiting,
         kv.device,
         plan,
         prompts=kv.prompts,
@@ -82,12 +99,14 @@ class Inclusive:
         return Prefill(units=units)
 
     def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
-        turn = _residency(state, kv, plan)
+        waiting, trial = _may_run(state, kv, plan)
+        turn = _residency(state, waiting, kv, plan)
         returning = state.returning + len(turn.restore)
         runs = state.running > len(turn.suspend)
         if not (runs or returning):
             return _IDLE
-        return _coming(_leaving(turn), turn.restore, waits=returning > 0 and not (runs or others_run))
+        growth = _growth(trial, (sequence for sequence, _ in turn.restore))
+        return _coming([*growth, *_leaving(turn)], turn.restore, waits=returning > 0 and not (runs or others_run))
 
     def movable(
         self, ready: list[Movable], running: list[Movable], kv: KVState, plan: Plan
@@ -122,7 +141,7 @@ class Exclusive:
 
     def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
         """See KVPolicy. If leaving sequences need store blocks of sequences on their way back, wait for these first."""
-        turn = _residency(state, kv, plan)
+        turn = _residency(state, state.ready, kv, plan)
         leave = sum(pages_for(s.kv_tokens, plan.page_size) for s in (*turn.suspend, *turn.evict))
         if state.returning and leave > kv.store_free:
             return (Join(wait=True),)
@@ -181,11 +200,12 @@ class Streamed:
             return self._resident.at_boundary(state, kv, plan, others_run=others_run)
         if kv.choices:
             return self._bring_choices(kv, plan)
-        joining = tuple(islice(state.ready, max(0, plan.decode.b_moe - state.running)))
+        waiting, trial = _may_run(state, kv, plan)
+        joining = tuple(islice(waiting, max(0, plan.decode.b_moe - state.running)))
         if not (joining or state.running):
             return _IDLE
         refill = (Refill(sequences=joining),) if joining else ()
-        return (Sync(), *refill, BeginInterval())
+        return (*_growth(trial, joining), Sync(), *refill, BeginInterval())
 
     def _wanted(self, state: State, kv: KVState) -> bool:
         """Return whether the coming interval is streamed, by measurements of earlier ones."""

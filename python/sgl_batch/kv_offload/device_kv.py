@@ -1,4 +1,4 @@
-"""Owns the form without a store: from its admission on, a sequence holds all device pages that it can need."""
+"""Owns the form without a store: a sequence has the device pages that it has reserved, until it ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sgl_batch.core.admission import Admission, reserve
+from sgl_batch.core.admission_policy import RESERVE, AdmissionPolicy
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
@@ -19,10 +20,10 @@ from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
-def device_ledger(scheduler: SGLangScheduler) -> PageLedger:
-    """Return an empty ledger of the pages of the scheduler's pool."""
+def device_ledger(scheduler: SGLangScheduler, admission: AdmissionPolicy = RESERVE) -> PageLedger:
+    """Return an empty ledger of the pages of the scheduler's pool. `admission`: if sequences are admitted by it."""
     size = scheduler.page_size
-    return PageLedger(scheduler.token_to_kv_pool_allocator.size // size, size)
+    return PageLedger(scheduler.token_to_kv_pool_allocator.size // size, size, policy=admission)
 
 
 class DeviceKV:
@@ -30,9 +31,9 @@ class DeviceKV:
 
     returning: Sequence[Request] = ()
 
-    def __init__(self, scheduler: SGLangScheduler, counters: Counters) -> None:
+    def __init__(self, scheduler: SGLangScheduler, counters: Counters, admission: AdmissionPolicy = RESERVE) -> None:
         self._scheduler = scheduler
-        self.device = self.admission = device_ledger(scheduler)
+        self.device = self.admission = device_ledger(scheduler, admission)
         self.sharing = PromptSharing(scheduler, counters, self._free_pages)
 
     def _free_pages(self, pages: list[int]) -> None:
@@ -46,7 +47,7 @@ class DeviceKV:
 
     def match_and_insert(self, unit: Admission, leader: Request, plan: Plan) -> None:
         match = self.sharing.match_and_insert(unit, leader, plan)
-        reserve(unit, self.admission, held=len(match.pages), new=len(match.own))
+        reserve(unit, self.admission, held=len(match.pages), new=len(match.own), plan=plan)
 
     def prefill(
         self, requests: list[Request], pages: Sequence[int] | None, make_batch: Callable[[], ScheduleBatch]

@@ -46,7 +46,7 @@ class ExclusiveKV:
         )
 
     def match_and_insert(self, unit: Admission, leader: Request, plan: Plan) -> None:
-        reserve(unit, self.admission, held=0, new=0)
+        reserve(unit, self.admission, held=0, new=0, plan=plan)
 
     def prefill(
         self, requests: list[Request], pages: Sequence[int] | None, make_batch: Callable[[], ScheduleBatch]

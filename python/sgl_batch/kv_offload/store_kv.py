@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from sgl_batch.core.admission import Admission, reserve
+from sgl_batch.core.admission_policy import RESERVE, AdmissionPolicy
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
@@ -34,10 +35,16 @@ def _blocks_go_with_sequences(pages: list[int]) -> None:
 class StoreKV:
     """A `KVForm` over an inclusive store: suspending a sequence copies only its open page."""
 
-    def __init__(self, scheduler: SGLangScheduler, counters: Counters, tiers: KVTiers) -> None:
+    def __init__(
+        self,
+        scheduler: SGLangScheduler,
+        counters: Counters,
+        tiers: KVTiers,
+        admission: AdmissionPolicy = RESERVE,
+    ) -> None:
         self._scheduler, self._counters, self.tiers = scheduler, counters, tiers
         self.device = device_ledger(scheduler)
-        self.admission = PageLedger(tiers.share, scheduler.page_size)
+        self.admission = PageLedger(tiers.share, scheduler.page_size, policy=admission)
         self.sharing = PromptSharing(scheduler, counters, _blocks_go_with_sequences)
         self._prompts = ResidentPrompts[PrefixPage]()
         self._returning: list[Returning] = []
@@ -65,7 +72,7 @@ class StoreKV:
 
     def match_and_insert(self, unit: Admission, leader: Request, plan: Plan) -> None:
         match = self.sharing.match_and_insert(unit, leader, plan)
-        reserve(unit, self.admission, held=len(match.pages), new=len(match.own))
+        reserve(unit, self.admission, held=len(match.pages), new=len(match.own), plan=plan)
 
     def prefill(
         self, requests: list[Request], pages: Sequence[int] | None, make_batch: Callable[[], ScheduleBatch]

@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sgl_batch.core import actions, decide
+from sgl_batch.core import actions, decide, growth
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.coroutine import Event
 from sgl_batch.core.decision_record import Observed
@@ -233,9 +233,12 @@ class BoundaryExecutor:
             case actions.Extend(pages=pages):
                 for sequence, number in pages:
                     self.ledger.resize(sequence.sequence_id, number)
+            case actions.Grow():
+                growth.carry_out(action, self.admission_ledger)
+                self._counters.add("reservations_exceeded", int(action.borrower is not None))
             case actions.Restore(pages=pages):
                 for sequence, number in pages:
-                    self.ledger.reserve(sequence.sequence_id, number)
+                    self.ledger.reserve(sequence.sequence_id, number, whole=self.ledger.whole_pages(sequence))
                     self.kv.restore(self.table.take_ready(sequence.sequence_id))
             case actions.Refill(sequences=sequences):
                 running = self.refill(sequences, running)
