@@ -47,6 +47,7 @@ DECODE_FORWARDS = ("auto", "measure", "default", "coroutine", "eager", "sglang")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")
 DECODE_KV_MODES = ("auto", "resident", "streamed")
 EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
+ADMISSIONS = ("reserve", "two-page", "forecast")
 ORDERS = ("fifo", "longest-first")
 OVERLAPS = ("auto", "on", "off")
 
@@ -163,6 +164,15 @@ class ScheduleConfig:
         "output tokens that they can have, so that the last sequences to end are short (a sequence goes first, "
         "whatever its length, after 8,192 later arrivals)",
         choices=ORDERS,
+    )
+    admission: str = _flag(
+        "reserve",
+        "for how many tokens a sequence reserves pages of KV when it is admitted; reserve: for its max_tokens (without "
+        "max_tokens, the whole context); two-page: for its prompt and the first interval, at least two pages; "
+        "forecast: for the mean length of the outputs that have finished; with the last two, sequences are extended as "
+        "they grow, more of them run where answers are shorter than max_tokens, and where pages lack the most decoded "
+        "wait with their KV kept (one rank only)",
+        choices=ADMISSIONS,
     )
     share_prefixes: bool = _flag(
         True,

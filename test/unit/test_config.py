@@ -54,6 +54,7 @@ OTHER = {
     "mix_prefill": 64,
     "overlap": "on",
     "order": "longest-first",
+    "admission": "forecast",
     "trace_file": "trace.jsonl",
     "migration": "never",
     "token_dispatcher": "gloo",
@@ -128,6 +129,7 @@ def test_every_option_reaches_its_owner():
             refill_watermark=0.5,
             ready_ahead=2.0,
             order="longest-first",
+            admission="forecast",
             share_prefixes=False,
             overlap="on",
         ),
@@ -160,7 +162,7 @@ def test_help_shows_every_flag_under_its_owner_with_its_default():
 
 
 def test_an_unknown_option_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match=r"unknown option 'b_atn_decode'; known: accumulate, b_attn_decode, .*"):
+    with pytest.raises(ConfigError, match=r"unknown option 'b_atn_decode'; known: accumulate, admission, .*"):
         from_mapping({"b_atn_decode": 3})
 
 

@@ -24,7 +24,7 @@ _BUILT_WITH: dict[str, tuple[str, ...] | None] = {
         "cpu_weight_dtype",
         "on_yield",
     ),
-    "schedule": ("order",),
+    "schedule": ("order", "admission"),
     "memory": None,
     "ranks": None,
     "trace": None,

@@ -16,6 +16,7 @@ import torch
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.checkpoint.model_directory import num_experts, quantization
 from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
+from sgl_batch.core.admission_policy import RESERVE
 from sgl_batch.core.topology import Topology, check_runnable
 from sgl_batch.engine.process_spec import ProcessSpec
 from sgl_batch.errors import ConfigError, EngineError
@@ -120,9 +121,10 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
         raise ConfigError(f"nnodes is {merged['nnodes']}; the ranks of an engine share one machine: leave nnodes out")
     if config.memory.kv_store_bytes and not on_cpu(kwargs) and merged.get("attention_backend") is None:
         merged["attention_backend"] = TRITON_ATTENTION
-    _check_store(config.memory, merged.get("attention_backend"), on_cpu=on_cpu(kwargs))
+    overflows = config.schedule.admission != RESERVE.name
+    _check_store(config.memory, merged.get("attention_backend"), on_cpu=on_cpu(kwargs), overflows=overflows)
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
-    merged.update(_rank_arguments(merged))
+    merged.update(_rank_arguments(merged, config.schedule.admission))
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
     merged.update(family_arguments(merged, config, on_cpu=on_cpu(kwargs)))
     if config.memory.weights == "streamed" or (merged.get("dp_size") or 1) > 1:
@@ -176,10 +178,10 @@ def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
         raise ConfigError(f"{asked}, and expert_runner {forward.expert_runner!r} takes no such weights: choose native")
 
 
-def _check_store(memory: MemoryConfig, attention: str | None, *, on_cpu: bool) -> None:
+def _check_store(memory: MemoryConfig, attention: str | None, *, on_cpu: bool, overflows: bool = False) -> None:
     """Refuse what the host KV store does not work with. Raises ConfigError."""
     if memory.kv_store_bytes == 0:
-        if memory.kv_store_dir is not None:
+        if memory.kv_store_dir is not None and not overflows:
             raise ConfigError("kv_store_dir is given without a size: give kv_store_bytes too")
         if memory.decode_kv == "streamed":
             raise ConfigError("decode_kv is 'streamed', and there is no store to stream from: give kv_store_bytes too")
@@ -243,7 +245,7 @@ def _check_choices(config: BatchConfig, merged: Mapping[str, object], *, on_cpu:
         )
 
 
-def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
+def _rank_arguments(merged: dict[str, Any], admission: str) -> dict[str, Any]:
     """Return SGLang's arguments for several ranks.
 
     Each rank is a scheduler of its own, with attention and KV for its own sequences. To SGLang they are data-parallel
@@ -253,6 +255,11 @@ def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
     ranks = max(sizes.values())
     if ranks == 1:
         return {}
+    if admission != RESERVE.name:
+        raise ConfigError(
+            f"admission is {admission!r}, and with {ranks} ranks a sequence reserves all pages that it can need: leave "
+            "admission out, or run one rank"
+        )
     if set(sizes.values()) != {ranks} or not merged.get("enable_dp_attention"):
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(

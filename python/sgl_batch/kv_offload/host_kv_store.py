@@ -216,6 +216,14 @@ class HostKVStore:
         with faults():
             self.handle.complete(as_indices(blocks))
 
+    def claim(self, num_blocks: int) -> None:
+        """Claim room on the disk for the first blocks, which are taken before all others. Raises OSError without room.
+
+        Not needed for a store in memory, nor where room is claimed as blocks are written.
+        """
+        if self._files.data is not None:
+            os.posix_fallocate(self._files.data, 0, num_blocks * self.geometry.block_bytes)
+
     def share(self, blocks: Indices) -> None:
         """Add one reference of this rank to each block, whichever rank wrote it.
 

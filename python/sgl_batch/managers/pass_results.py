@@ -5,7 +5,7 @@ SGLang processes the results of a pass itself, between `before_prefill` and `pro
 
 from __future__ import annotations
 
-from sgl_batch.core.coroutine import Transition
+from sgl_batch.core.coroutine import Event, Transition
 from sgl_batch.kv_offload.kv_form import KVForm
 from sgl_batch.managers.interval_clock import IntervalClock
 from sgl_batch.managers.prefill_batches import PrefillBatches
@@ -75,5 +75,8 @@ class PassResults:
                     changes.append(self._table.prefilled(request.rid))
             elif request.rid in self._table:
                 self._unbatched.queued.order.finished(self._table[request.rid], len(request.output_ids))
+                sequence = self._table[request.rid]
                 changes.append(self._table.finish(request))
+                if changes[-1].event is Event.FINISH:
+                    self._kv.admission.policy.finished(sequence, sequence.generated_tokens)
         return changes

@@ -12,6 +12,7 @@ from functools import partial
 
 from sgl_batch import config
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.admission_policy import make_admission
 from sgl_batch.core.order import make_order
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.core.start_choices import OFF, StartChoices, line_of
@@ -113,7 +114,14 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             decode_kv=settle_decode_kv(context, self._tiers, decode, deterministic=deterministic),
         )
         logger.info("settled at the start: %s", line_of(choices.as_dict()))
-        kv, policy = kv_form(self, context.counters, self._tiers, choices.decode_kv.mode)
+        kv, policy = kv_form(
+            self,
+            context.counters,
+            self._tiers,
+            choices.decode_kv.mode,
+            make_admission(context.config.schedule.admission),
+            context.config.memory,
+        )
         order = make_order(context.config.schedule.order)
         executor = BoundaryExecutor(
             self, context.in_force, context.counters, self._trace, kv, policy, order, rank=context.rank
