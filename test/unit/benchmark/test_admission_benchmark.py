@@ -18,20 +18,22 @@ def test_lengths_have_the_mean_and_a_long_tail():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "length", "stop"),
+    ("tokens", "wanted", "length", "stop"),
     [
-        ([5, 6, 7], 3, 7),
-        ([5, 6, 5, 6], 2, 6),  # the last token that is new
-        ([5, 6, 2, 7], 2, 6),  # before the end of sequence
-        ([2, 6], 1, None),
+        ([5, 6, 7], 2, 2, 6),
+        ([5, 6, 5, 6, 7, 8], 3, 5, 7),  # the first token from there on that is new
+        ([5, 6, 5, 6], 3, 2, 6),  # the last one that was new
+        ([5, 6, 2, 7], 4, 3, None),  # the end of sequence
+        ([5, 6, 2, 7], 2, 2, 6),
+        ([2, 6], 1, 1, None),
     ],
 )
-def test_an_output_is_stopped_by_the_last_token_that_is_new_in_it(tokens, length, stop):
-    assert admission.stopped(tokens, [2]) == (length, stop)
+def test_an_output_is_stopped_by_a_token_that_is_new_in_it(tokens, wanted, length, stop):
+    assert admission.stopped(tokens, wanted, [2]) == (length, stop)
 
 
 def line(prompt: int) -> admission.Line:
-    return admission.Line(prompt=[5] * prompt, seed=3, length=7, stop=9)
+    return admission.Line(prompt=[5] * prompt, seed=3, length=7, stop=9, bias={})
 
 
 def test_a_tenth_is_of_what_all_lines_reserve():
