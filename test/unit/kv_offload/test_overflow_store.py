@@ -46,6 +46,7 @@ def test_nothing_is_made_before_a_sequence_has_to_give_way(tmp_path, pool):
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_sequence_that_has_given_way_comes_back_as_it_was(in_memory, tmp_path, pool, caplog):
+    caplog.set_level(logging.WARNING, logger=overflow_store.__name__)
     overflow = overflow_in(tmp_path, pool, in_memory=in_memory)
     assert overflow.has_room(3)
     before = [pool.page_parts(layer)[0][[7, 3, 9]].clone() for layer in range(LAYERS)]
@@ -64,6 +65,7 @@ def test_a_sequence_that_has_given_way_comes_back_as_it_was(in_memory, tmp_path,
 
 
 def test_the_file_grows_by_chunks_and_ends_with_the_disk(tmp_path, pool, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, logger=overflow_store.__name__)
     claimed = []
 
     def claim(descriptor: int, start: int, num_bytes: int) -> None:
@@ -89,6 +91,7 @@ def test_the_file_grows_by_chunks_and_ends_with_the_disk(tmp_path, pool, monkeyp
 
 
 def test_on_a_full_disk_there_is_no_overflow(small_disk, pool, caplog):
+    caplog.set_level(logging.WARNING, logger=overflow_store.__name__)
     (small_disk / "ballast").write_bytes(b"x" * ((8 << 20) - 2 * BLOCK))
     overflow = overflow_in(small_disk, pool)
     assert not overflow.has_room(5)
