@@ -13,15 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from comparison.kept_profile import kept_profile
 from comparison.terminal import exit_code
 
-from sgl_batch.checkpoint.model_directory import model_config
-from sgl_batch.core.model_refusals import number_type, text_part
-from sgl_batch.errors import ConfigError
 from sgl_batch.planner.cost_model import CostModel, fit, looked_at
-from sgl_batch.planner.model_layers import ModelLayers, model_layers
+from sgl_batch.planner.model_layers import ModelLayers
 from sgl_batch.planner.samples import PassSample, Profile
-from sgl_batch.profiler.profile import profile_path, read_profile
 
 PARTS = ("layers", "attention", "router", "experts")
 # Below this share of the pass, an error in a part does not matter.
@@ -88,16 +85,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", type=Path, required=True, help="the model's directory")
     parser.add_argument("--profile-file", type=Path, help="(the one in the user's cache)")
     args = parser.parse_args(argv)
-    whole = model_config(str(args.model))
-    if whole is None:
-        raise ConfigError(f"{args.model} has no config.json")
-    dtype = number_type(whole, "auto")
-    path = args.profile_file or profile_path(args.model, dtype=dtype, weight_dtype="auto")
-    profile = read_profile(path)
-    if profile is None:
-        raise ConfigError(f"there is no profile {path}; make one with sgl-batch plan --profile")
-    item_bytes = 4 if dtype == "float32" else 2
-    model = model_layers(text_part(whole), item_bytes=item_bytes, weight_bytes=item_bytes)
+    profile, model = kept_profile(args.model, args.profile_file)
     print(f"{profile.made}, {profile.took_s} s, load {profile.load}; {profile.machine['processor']}")
     print(table(errors(profile, model)))
     return 0

@@ -14,23 +14,19 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from comparison.kept_profile import kept_profile
 from comparison.terminal import exit_code, say
 
-from sgl_batch.checkpoint.model_directory import model_config
-from sgl_batch.core.model_refusals import number_type, text_part
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import Candidate, flags_of
 from sgl_batch.planner.cost_model import fit
-from sgl_batch.planner.model_layers import model_layers
 from sgl_batch.planner.schedule import Prediction, Room
 from sgl_batch.planner.search import Allowed, MemoryMap, predict_candidate
 from sgl_batch.planner.workload import Request, Workload, parse_workload
-from sgl_batch.profiler.profile import profile_path, read_profile
 
 _ROOM = MemoryMap(phases={}, room=Room(device=1 << 30))
 # A plan for each of them: tokens of prefill sub-batches and groups, sequences of decode sub-batches and groups.
@@ -50,23 +46,18 @@ def workload_of(text: str) -> Workload:
     return Workload(requests=requests, count=len(requests))
 
 
-def predict_plan(args: argparse.Namespace, candidate: Candidate, workload: Workload) -> Prediction:
-    """The planner's prediction with the profile that is kept."""
-    whole = model_config(str(args.model))
-    if whole is None:
-        raise ConfigError(f"{args.model} has no config.json")
-    dtype = number_type(whole, "auto")
-    path = args.profile_file or profile_path(args.model, dtype=dtype, weight_dtype="auto")
-    profile = read_profile(path)
-    if profile is None:
-        raise ConfigError(f"there is no profile {path}; make one with sgl-batch plan --profile")
-    item_bytes = 4 if dtype == "float32" else 2
-    model = model_layers(text_part(whole), item_bytes=item_bytes, weight_bytes=item_bytes)
-    allowed = Allowed(cores=int(profile.machine["cores"]))
-    found = predict_candidate(candidate, workload, fit(profile, model), model, allowed, _ROOM)
-    if found is None:
-        raise ConfigError("a sequence of the workload can never fit")
-    return found
+def predictor(model: Path, file: Path | None) -> Callable[[Candidate, Workload], Prediction]:
+    """Return the planner's prediction with the profile that is kept, fitted once."""
+    profile, layers = kept_profile(model, file)
+    costs, allowed = fit(profile, layers), Allowed(cores=int(profile.machine["cores"]))
+
+    def predict(candidate: Candidate, workload: Workload) -> Prediction:
+        found = predict_candidate(candidate, workload, costs, layers, allowed, _ROOM)
+        if found is None:
+            raise ConfigError("a sequence of the workload can never fit")
+        return found
+
+    return predict
 
 
 def run(args: argparse.Namespace, candidate: Candidate, workload: Workload) -> dict[str, Any]:
@@ -100,14 +91,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run-flag", action="append", default=[], help="a flag of `sgl-batch run`; repeatable")
     parser.add_argument("--predict-only", action="store_true", help="run nothing")
     args = parser.parse_args(argv)
+    predict = predictor(args.model, args.profile_file)
     print("| workload | plan (sub-batch/group of prefill, of decode) | predicted | measured | error | load |")
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     for text in args.workloads.split(","):
         workload = workload_of(text)
         for limits in PLANS[: args.plans]:
             names = ("b_attn_prefill", "b_moe_prefill", "b_attn_decode", "b_moe_decode")
-            candidate = replace(Candidate(**dict.fromkeys(names, 1)), **dict(zip(names, limits, strict=True)))
-            prediction = predict_plan(args, candidate, workload)
+            candidate = Candidate(**dict(zip(names, limits, strict=True)))
+            prediction = predict(candidate, workload)
             said = {name: round(seconds, 2) for name, seconds in prediction.parts.items()}
             say(f"{text} {limits}: predicted {prediction.seconds:.2f} s {said}")
             if args.predict_only:

@@ -139,6 +139,20 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traces]:
     made.check()
 
 
+@pytest.fixture
+def started(traces: Traces) -> Iterator[Callable[..., Any]]:
+    """Return a function that starts engines which end with the test."""
+    engines: list[Any] = []
+
+    def start(**kwargs: Any) -> Any:
+        engines.append(Engine(**traces.new(), **kwargs))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.shutdown()
+
+
 @pytest.fixture(scope="session")
 def batch_engine(engine_cache: EngineCache, model_path: Callable[[str], str]) -> Callable[..., Any]:
     """Return a function that starts our engine with small pages and groups, so that sequences span several of each.

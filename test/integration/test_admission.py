@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sgl_batch import Engine
-
-from .conftest import FAMILIES, Traces
+from .conftest import FAMILIES
 from .shared_prompts import PAGE, Requests, answers, check_mixed, prompts_that_begin_alike
 
 pytestmark = pytest.mark.engine
@@ -31,17 +29,9 @@ def requests() -> Requests:
 
 
 @pytest.fixture
-def started(traces: Traces) -> Iterator[Callable[..., Any]]:
-    """Starts engines that end with the test."""
-    engines: list[Any] = []
-
-    def start(**kwargs: Any) -> Any:
-        engines.append(Engine(**traces.new(), **kwargs))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.shutdown()
+def small(model_path: Callable[[str], str]) -> dict[str, Any]:
+    """Return the arguments of an engine whose device holds few of the sequences."""
+    return {"model_path": model_path(FAMILIES[0]), "dtype": "float32", "max_total_tokens": PAGE * POOL_PAGES, **SMALL}
 
 
 def check(engine: Any, requests: Requests, expected: list[list[int]], *, pages: int) -> dict[str, int]:
@@ -58,12 +48,11 @@ def check(engine: Any, requests: Requests, expected: list[list[int]], *, pages: 
 def test_tokens_are_the_same_under_all_policies_without_a_store(
     requests: Requests,
     tmp_path: Path,
-    model_path: Callable[[str], str],
+    small: dict[str, Any],
     batch_engine: Callable[..., Any],
     started: Callable[..., Any],
 ) -> None:
     expected = answers(batch_engine(FAMILIES[0], **SMALL), requests)
-    small = {"model_path": model_path(FAMILIES[0]), "dtype": "float32", "max_total_tokens": PAGE * POOL_PAGES, **SMALL}
     two_page = started(admission="two-page", kv_store_dir=str(tmp_path), **small)
     counters = check(two_page, requests, expected, pages=POOL_PAGES)
     assert counters["sequences_overflowed"] > 0
@@ -83,7 +72,7 @@ def test_tokens_are_the_same_under_all_policies_without_a_store(
 def test_choices_and_aborts_leave_no_page_behind(
     requests: Requests,
     tmp_path: Path,
-    model_path: Callable[[str], str],
+    small: dict[str, Any],
     batch_engine: Callable[..., Any],
     started: Callable[..., Any],
 ) -> None:
@@ -94,12 +83,9 @@ def test_choices_and_aborts_leave_no_page_behind(
         for answer in batch_engine(FAMILIES[0], **SMALL).generate(input_ids=prompts, sampling_params=sampling)
     ]
     engine = started(
-        model_path=model_path(FAMILIES[0]),
-        dtype="float32",
-        max_total_tokens=PAGE * POOL_PAGES,
         admission="two-page",
         kv_store_dir=str(tmp_path),
-        **SMALL,
+        **small,
     )
     answered = engine.generate(input_ids=prompts, sampling_params=sampling)
     assert [answer["output_ids"] for answer in answered] == expected
@@ -127,19 +113,16 @@ def test_choices_and_aborts_leave_no_page_behind(
 
 def test_in_an_exclusive_store_sequences_that_have_outgrown_the_device_wait(
     requests: Requests,
-    model_path: Callable[[str], str],
+    small: dict[str, Any],
     batch_engine: Callable[..., Any],
     started: Callable[..., Any],
 ) -> None:
     expected = answers(batch_engine(FAMILIES[0], **SMALL), requests)
     engine = started(
-        model_path=model_path(FAMILIES[0]),
-        dtype="float32",
-        max_total_tokens=PAGE * POOL_PAGES,
         kv_store_mode="exclusive",
         kv_store_bytes=POOL_PAGES * 16384,
         admission="forecast",
-        **SMALL,
+        **small,
     )
     counters = check(engine, requests, expected, pages=POOL_PAGES)
     store = engine.batch_stats()["store"]
@@ -152,20 +135,17 @@ def test_in_an_exclusive_store_sequences_that_have_outgrown_the_device_wait(
 def test_tokens_are_the_same_in_a_store_that_cannot_hold_all_needs(
     decode_kv: str,
     requests: Requests,
-    model_path: Callable[[str], str],
+    small: dict[str, Any],
     batch_engine: Callable[..., Any],
     started: Callable[..., Any],
 ) -> None:
     expected = answers(batch_engine(FAMILIES[0], **SMALL), requests)
     engine = started(
-        model_path=model_path(FAMILIES[0]),
-        dtype="float32",
-        max_total_tokens=PAGE * POOL_PAGES,
         kv_store_mode="inclusive",
         kv_store_bytes=40 * 16384,
         decode_kv=decode_kv,
         admission="two-page",
-        **SMALL,
+        **small,
     )
     counters = check(engine, requests, expected, pages=POOL_PAGES)
     store = engine.batch_stats()["store"]

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from sgl_batch import Engine
 
-from .conftest import FAMILIES, Traces
+from .conftest import FAMILIES
 from .shared_prompts import PAGE, Requests, answers, check_mixed, counted, prompts_that_begin_alike
 
 pytestmark = pytest.mark.engine
@@ -64,20 +64,6 @@ def store_in(directory: Path | None) -> dict[str, Any]:
     """Return the flags of a store in memory, or in a file of a directory."""
     file = {} if directory is None else {"kv_store_dir": str(directory)}
     return {"kv_store_bytes": 64 << 20, "kv_store_checksums": True, "kv_copy_threads": 2, **file}
-
-
-@pytest.fixture
-def started(traces: Traces) -> Iterator[Callable[..., Any]]:
-    """Return a function that starts engines which end with the test."""
-    engines: list[Any] = []
-
-    def start(**kwargs: Any) -> Any:
-        engines.append(Engine(**traces.new(), **kwargs))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.shutdown()
 
 
 @pytest.mark.parametrize(("family", "in_file"), [(FAMILIES[0], False), (FAMILIES[2], True)])
