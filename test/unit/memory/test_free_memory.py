@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,7 +80,18 @@ def test_memory_that_this_process_takes_is_not_free() -> None:
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         before = free_bytes()
         memory[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
-        assert free_bytes() < before - size // 4, "even if other processes give memory back meanwhile"
+        if within(5, lambda: free_bytes() < before - size // 4):
+            return
+        taken = free_bytes()
+    # Some kernels count only every few seconds, so that the first value may have been one from before.
+    assert within(30, lambda: free_bytes() > taken + size // 4)
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return held
 
 
 def test_memory_that_is_given_back_is_free_and_zero() -> None:

@@ -88,7 +88,9 @@ def test_only_parameters_created_inside_get_huge_pages():
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.empty(5 * HUGE))
+            # Fresh memory, since the C library may hand out some for which huge pages were asked before.
+            memory = mmap.mmap(-1, 5 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.weight = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.float32))
             self.register_parameter("bias", None)
 
     def inside() -> torch.Tensor:
