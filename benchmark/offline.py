@@ -7,12 +7,16 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from comparison import machine
 from comparison.child import this_python
+from comparison.cpu_bound import Rates, bound_text, least_work
+from comparison.cpu_bound import as_json as bound_json
+from comparison.figures import Spread, spread
 from comparison.report import Record, as_json, markdown
 from comparison.rounds import ENGINE_MODULES, EngineRun, Settings, run_rounds
 from comparison.terminal import exit_code, say
@@ -94,6 +98,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="answer as many other prompts first: what is timed is then an engine that goes on, with memory for its KV "
         "already given by the kernel",
+    )
+    how.add_argument(
+        "--bound",
+        action="store_true",
+        help="measure, before each round, a large product and memory that is written for the first time, and say what "
+        "share of these rates each engine reached",
     )
     how.add_argument("--threads", type=int, help="OMP_NUM_THREADS of every engine (each engine's own choice)")
     how.add_argument("--hf-batch", type=int, default=32, help="prompts in a static batch of hf (32)")
@@ -213,10 +223,12 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     source = machine.source(ROOT)
     say(f"{workload.description}; logs in {settings.out}")
     interrupted = False
+    work = least_work(args.model, workload) if args.bound else None
+    rates = Rates(settings.out, args.threads)
     # Report on SIGTERM as after Ctrl-C: the engine's process is in its own session and would stay behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run_rounds(engines, workload, settings, say, runs)
+        run_rounds(engines, workload, settings, say, runs, rates.measure if work else lambda: None)
     except KeyboardInterrupt:
         interrupted = True
         say("interrupted; reporting the rounds that are finished")
@@ -229,13 +241,22 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
         command=["python", "benchmark/offline.py", *argv],
         started=started,
     )
-    (settings.out / "record.json").write_text(json.dumps(as_json(record), indent=2) + "\n", encoding="utf-8")
-    text = markdown(record)
+    found, text = as_json(record), markdown(record)
+    if work is not None and rates.measured:
+        found["bound"] = bound_json(work, rates.measured)
+        text += "\n" + bound_text(work, rates.measured, _walls(runs)) + "\n"
+    (settings.out / "record.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     (settings.out / "report.md").write_text(text, encoding="utf-8")
     print(text, end="")
     if interrupted:
         return 130
     return 2 if any(run.fault and run.fault.startswith("failed") for run in runs) else 0
+
+
+def _walls(runs: Sequence[EngineRun]) -> dict[str, Spread]:
+    """Return the seconds of each engine that has finished a round."""
+    found = {run.name: spread(done.wall_s for done in run.rounds) for run in runs}
+    return {name: wall for name, wall in found.items() if wall is not None}
 
 
 def make_model(args: argparse.Namespace) -> int:

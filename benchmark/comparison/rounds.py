@@ -75,7 +75,12 @@ class EngineRun:
 
 
 def run_rounds(
-    engines: list[str], workload: Workload, settings: Settings, say: Callable[[str], None], runs: list[EngineRun]
+    engines: list[str],
+    workload: Workload,
+    settings: Settings,
+    say: Callable[[str], None],
+    runs: list[EngineRun],
+    before_round: Callable[[], None],
 ) -> None:
     """Run every engine `settings.rounds` times, alternating, and add each result to `runs`."""
     for name in engines:
@@ -86,6 +91,7 @@ def run_rounds(
             say(f"{name}: {runs[-1].fault} in {python}")
     took: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(1, settings.rounds + 1):
+        before_round()
         for index, run in enumerate(runs):
             if run.fault is not None:
                 continue

@@ -1,0 +1,46 @@
+"""The bound of a workload on a CPU: products of the checkpoint's matrices, and KV in memory that is new."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from comparison.child import run_child
+from comparison.cpu_bound import bound_text, least_work
+from comparison.figures import spread
+from comparison.workload import Workload, model_config
+
+WORKLOAD = Workload(prompts=[[1] * 10, [2] * 30], output_lens=[5, 1], description="two prompts")
+COMPUTED = 40 + 6 - 2  # the last token of an output is not computed
+
+
+def test_the_least_work_counts_each_matrix_for_the_tokens_that_pass_through_it(repo_root):
+    model = repo_root / "test" / "models" / "tiny-qwen3-moe"
+    config, work = model_config(model), least_work(model, WORKLOAD)
+    hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    attention = 2 * hidden * head * (heads + config["num_key_value_heads"])
+    experts = 3 * hidden * config["moe_intermediate_size"] * config["num_experts_per_tok"]
+    layer = attention + experts + hidden * config["num_experts"]
+    expected = 2 * (COMPUTED * config["num_hidden_layers"] * layer + 6 * hidden * config["vocab_size"])
+    assert work.flop == pytest.approx(expected)
+    assert work.kv_bytes == 2 * 2 * COMPUTED * config["num_hidden_layers"] * config["num_key_value_heads"] * head
+
+
+def test_the_report_says_what_share_of_the_bound_each_engine_reached(repo_root):
+    work = least_work(repo_root / "test" / "models" / "tiny-qwen3-moe", WORKLOAD)
+    rates = [{"flop_per_s": work.flop / 4, "new_bytes_per_s": work.kv_bytes}] * 2
+    wall = spread([10.0])
+    assert wall is not None
+    text = bound_text(work, rates, {"ours": wall})
+    assert "take 4.0 s" in text
+    assert "take 1.0 s more" in text
+    assert "ours 40%, with the memory 50%" in text
+
+
+def test_the_rates_are_measured_in_a_process_of_their_own(tmp_path):
+    spec, result, log = tmp_path / "spec.json", tmp_path / "result.json", tmp_path / "log"
+    spec.write_text(json.dumps({"new_bytes": 4 << 20, "width": 64, "times": 1, "threads": 2}))
+    end = run_child(sys.executable, spec, result, log, limit_s=120, threads=1, runner="cpu_rates.py")
+    assert end.reason is None
+    assert all(rate > 0 for rate in json.loads(result.read_text()).values())
