@@ -1,129 +1,58 @@
 """Fits a profile: seconds of the parts of a layer and of a step by rows and context, in forms with few parameters.
 
-A module's seconds are a roofline divided by an efficiency (BatchGen 5.4). The roofline has two parameters, the most
-bytes and the most operations a second that the module reached anywhere; its two times are added, so that it has no
-corner, and an efficiency above 1 says that they overlap. The efficiency depends on the rows and is read off between the
-sizes that were measured, on logarithmic axes. Attention has a second term, proportional to the KV that
-is read, with a slope that depends on the rows in the same way.
+A module's seconds are a roofline divided by an efficiency (planner/roofline). Attention has a second term, proportional
+to the KV that is read, with a slope that depends on the rows in the same way.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.model_layers import ModelLayers
+from sgl_batch.planner.roofline import COMPUTE, MEMORY, TINY_S, Count, Knots, Roofline, fit_roofline, middle
 from sgl_batch.planner.samples import PassSample, Profile
-
-_TINY_S = 1e-9
-Count = Callable[[float], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Knots:
-    """A positive function on logarithmic axes: straight between knots in ascending order, constant outside of them."""
-
-    points: tuple[tuple[float, float], ...]
-
-    def at(self, rows: float) -> float:
-        """Return the function's value."""
-        xs = [point[0] for point in self.points]
-        behind = bisect_left(xs, rows)
-        if behind == 0 or behind == len(xs):
-            return self.points[min(behind, len(xs) - 1)][1]
-        (x0, y0), (x1, y1) = self.points[behind - 1], self.points[behind]
-        share = math.log(rows / x0) / math.log(x1 / x0)
-        return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """Seconds of a module by rows.
-
-    Attributes:
-        bytes_of: Bytes that the module reads for so many rows.
-        work_of: Its operations for so many rows.
-        bandwidth: Bytes a second at most.
-        peak: Operations a second at most.
-        efficiency: The share of the roofline that is reached, by rows.
-    """
-
-    bytes_of: Count
-    work_of: Count
-    bandwidth: float
-    peak: float
-    efficiency: Knots
-
-    def at(self, rows: float) -> float:
-        """Return the seconds of the module for so many rows; none for no rows.
-
-        Beyond the largest size that was measured it goes on in a straight line.
-        """
-        if rows <= 0:
-            return 0.0
-        largest = self.efficiency.points[-1][0]
-        if rows <= largest or len(self.efficiency.points) == 1:
-            return self._measured(rows)
-        before, last_s = self.efficiency.points[-2][0], self._measured(largest)
-        each = (last_s - self._measured(before)) / (largest - before)
-        return last_s + min(max(each, 0.0), last_s / largest) * (rows - largest)
-
-    def _measured(self, rows: float) -> float:
-        return self._ideal(rows) / self.efficiency.at(rows)
-
-    def _ideal(self, rows: float) -> float:
-        return self.bytes_of(rows) / self.bandwidth + self.work_of(rows) / self.peak
-
-
-def fit_roofline(samples: Iterable[tuple[float, float]], bytes_of: Count, work_of: Count) -> Roofline:
-    """Fit (rows, seconds), of which several may have the same rows."""
-    seconds: defaultdict[float, list[float]] = defaultdict(list)
-    for rows, taken in samples:
-        seconds[rows].append(max(taken, _TINY_S))
-    means = {rows: _middle(taken) for rows, taken in sorted(seconds.items())}
-    assert means, "a module has samples"
-    bandwidth = max(bytes_of(rows) / taken for rows, taken in means.items()) or 1.0
-    peak = max(work_of(rows) / taken for rows, taken in means.items()) or 1.0
-    ideal = {rows: bytes_of(rows) / bandwidth + work_of(rows) / peak for rows in means}
-    efficiency = Knots(tuple((rows, max(ideal[rows], _TINY_S) / taken) for rows, taken in means.items()))
-    return Roofline(bytes_of=bytes_of, work_of=work_of, bandwidth=bandwidth, peak=peak, efficiency=efficiency)
-
-
-def _middle(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCost:
-    """Seconds of a layer's attention for a sub-batch: of its rows, and of the tokens of KV that these look at."""
+    """Seconds of a layer's attention for a sub-batch: of its rows, and of the tokens of KV that these look at.
+
+    `looking`: what bounds the second term: in decode MEMORY, which KV is read from, in prefill COMPUTE.
+    """
 
     of_rows: Roofline
     slope: Knots
+    looking: str = MEMORY
 
     def at(self, rows: float, looked_at: float) -> float:
         """Return the seconds. `looked_at`: tokens of KV, summed over the rows."""
         return self.of_rows.at(rows) + self.slope.at(rows) * looked_at if rows > 0 else 0.0
 
+    def bounds(self, rows: float, looked_at: float) -> dict[str, float]:
+        """Return the seconds by what bounds them."""
+        found = self.of_rows.bounds(rows)
+        return {**found, self.looking: found.get(self.looking, 0.0) + self.slope.at(rows) * looked_at}
 
-def fit_attention(samples: Iterable[tuple[float, float, float]], bytes_of: Count, work_of: Count) -> AttentionCost:
+
+def fit_attention(
+    samples: Iterable[tuple[float, float, float]], bytes_of: Count, work_of: Count, *, looking: str = MEMORY
+) -> AttentionCost:
     """Fit (rows, tokens looked at, seconds): two or more of the latter with the same rows give the slope there."""
     by_rows: defaultdict[float, list[tuple[float, float]]] = defaultdict(list)
     for rows, looked_at, seconds in samples:
         by_rows[rows].append((looked_at, seconds))
     slopes = {rows: found for rows, points in by_rows.items() if (found := _slope(points)) is not None}
     if not slopes:
-        slopes = {next(iter(by_rows)): _TINY_S**2}
+        slopes = {next(iter(by_rows)): TINY_S**2}
     slope = Knots(tuple(sorted(slopes.items())))
     left = []
     for rows, points in by_rows.items():
         # At least a tenth is of the rows: a slope that noise made steep must not leave less than nothing.
         left += [(rows, max(seconds - slope.at(rows) * looked, seconds / 10)) for looked, seconds in points]
-    return AttentionCost(of_rows=fit_roofline(left, bytes_of, work_of), slope=slope)
+    return AttentionCost(of_rows=fit_roofline(left, bytes_of, work_of), slope=slope, looking=looking)
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float | None:
@@ -142,6 +71,29 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeCost:
+    """Seconds in which a rank exchanges its rows with other ranks in a layer, there and back.
+
+    Attributes:
+        row_bytes: Bytes that a row sends to other ranks in one direction, or, where it is more, gets from them.
+        bytes_per_s: Of one rank in one direction.
+        fixed_s: Of the calls, whatever their size.
+        kinds: The kinds of layers that exchange rows.
+        label: Over what, and where the rate is from.
+    """
+
+    row_bytes: float
+    bytes_per_s: float
+    fixed_s: float
+    kinds: frozenset[str]
+    label: str
+
+    def at(self, rows: float) -> float:
+        """Return the seconds for so many rows of each rank."""
+        return self.fixed_s + self.row_bytes * rows / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
     """Seconds of what a forward pass consists of.
 
@@ -151,6 +103,7 @@ class CostModel:
         pass_s: What attention takes once a pass, whatever the layers.
         step: What surrounds the layers.
         rates: Bytes a second of copies, as measured.
+        exchange: With other ranks; None for one rank.
     """
 
     decode_attention: AttentionCost
@@ -160,6 +113,7 @@ class CostModel:
     pass_s: float
     step: StepCost
     rates: Mapping[str, float]
+    exchange: ExchangeCost | None = None
 
 
 def looked_at(sample: PassSample) -> float:
@@ -178,8 +132,8 @@ def fit(profile: Profile, model: ModelLayers) -> CostModel:
     passes = [_Layer(sample, pass_s) for pass_s in [fixed_pass_s(profile.passes)] for sample in profile.passes]
     kinds = {sample.kind for sample in profile.passes}
     return CostModel(
-        decode_attention=_attention([one for one in passes if one.sample.decode], model),
-        prefill_attention=_attention([one for one in passes if not one.sample.decode], model),
+        decode_attention=_attention([one for one in passes if one.sample.decode], model, MEMORY),
+        prefill_attention=_attention([one for one in passes if not one.sample.decode], model, COMPUTE),
         router={kind: _of_rows(passes, kind, lambda one: one.router_s) for kind in kinds},
         experts={
             kind: fit_roofline(
@@ -226,18 +180,19 @@ def fixed_pass_s(passes: Iterable[PassSample]) -> float:
         if least < most:
             each = (seconds[most] - seconds[least]) / (most - least)
             found.append(seconds[least] - least * each)
-    return max(_middle(found), 0.0) if found else 0.0
+    return max(middle(found), 0.0) if found else 0.0
 
 
-def _attention(passes: Sequence[_Layer], model: ModelLayers) -> AttentionCost:
+def _attention(passes: Sequence[_Layer], model: ModelLayers, looking: str) -> AttentionCost:
     points = [(float(one.sample.rows), looked_at(one.sample), one.attention_s) for one in passes]
-    return fit_attention(points, lambda _: model.attention_bytes, lambda rows: model.attention_bytes * rows)
+    num_bytes = model.attention_bytes
+    return fit_attention(points, lambda _: num_bytes, lambda rows: num_bytes * rows, looking=looking)
 
 
 def _of_rows(passes: Sequence[_Layer], kind: str, seconds: Callable[[_Layer], float]) -> Roofline:
     """Fit a module of which nothing is counted: a fixed time and a time by row."""
     points = [(float(one.sample.rows), seconds(one)) for one in passes if one.sample.kind == kind]
-    return fit_roofline(points, lambda _: 1.0, lambda rows: rows)
+    return fit_roofline(points, lambda _: 1.0, lambda rows: rows, is_counted=False)
 
 
 def _step(profile: Profile) -> StepCost:
@@ -250,6 +205,5 @@ def _step(profile: Profile) -> StepCost:
         (few, few_s), (many, many_s) = intake[0], intake[-1]
         sequence_s = max(many_s - few_s, 0.0) / (many - few)
         group_s = max(few_s - few * sequence_s, 0.0)
-    return StepCost(
-        decode=fit_roofline(decode or passes, lambda _: 1.0, lambda rows: rows), sequence_s=sequence_s, group_s=group_s
-    )
+    around = fit_roofline(decode or passes, lambda _: 1.0, lambda rows: rows, is_counted=False)
+    return StepCost(decode=around, sequence_s=sequence_s, group_s=group_s)

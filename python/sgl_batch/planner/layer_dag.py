@@ -73,8 +73,8 @@ class LayerWork:
 
     @property
     def copies(self) -> bool:
-        """Return whether anything runs beside the computation."""
-        moved = [self.fetch, self.exchange, *(one for sub in self.sub_batches for one in (sub.restore, sub.offload))]
+        """Return whether anything runs beside the computation; an exchange of rows is waited for."""
+        moved = [self.fetch, *(one for sub in self.sub_batches for one in (sub.restore, sub.offload))]
         return any(one is not NOTHING for one in moved)
 
 
@@ -139,11 +139,13 @@ def layer_time(work: LayerWork) -> LayerTime:
 
 
 def _sum(work: LayerWork) -> LayerTime:
-    """Return the time of a layer without copies: one stream, a chain."""
-    attention_s = sum(sub.attention.seconds + sub.write.seconds for sub in work.sub_batches)
-    experts_s = work.experts.seconds + sum(sub.experts.seconds for sub in work.sub_batches)
-    seconds = attention_s + experts_s
-    return LayerTime(seconds=seconds, waits_s=0.0, bottleneck=ATTENTION if attention_s >= experts_s else EXPERTS)
+    """Return the time of a layer without copies: a chain."""
+    times = {
+        ATTENTION: sum(sub.attention.seconds + sub.write.seconds for sub in work.sub_batches),
+        EXPERTS: work.experts.seconds + sum(sub.experts.seconds for sub in work.sub_batches),
+        EXCHANGE: work.exchange.seconds,
+    }
+    return LayerTime(seconds=sum(times.values()), waits_s=0.0, bottleneck=max(times, key=times.__getitem__))
 
 
 def _steady_state(work: LayerWork) -> LayerTime:

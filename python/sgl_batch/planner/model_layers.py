@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_batch.core.model_numbers import NUM_EXPERTS, head_dims, kv_token_bytes, number, shape_of
+from sgl_batch.core.device_budget import ModelShape
+from sgl_batch.core.model_numbers import NUM_EXPERTS, Value, head_dims, kv_token_bytes, number, shape_of
 from sgl_batch.errors import ConfigError
 
 DENSE, MOE = "dense", "moe"
@@ -25,6 +26,12 @@ class ModelLayers:
         experts, top_k: Routed experts of a layer, and how many a token goes to.
         kv_layer_bytes: KV of a token in one layer.
         hidden_bytes: A row's hidden state.
+        shared_bytes: Bytes of the experts that all rows of an MoE layer go through.
+        router_bytes: Bytes of the weights of a router.
+        head_bytes: Bytes of the weights that logits are computed with.
+        prefill_flop, decode_flop: Operations of a layer's attention for a row and one token that it looks at.
+        weight_bytes: Bytes of one number of the weights of attention, MLPs and experts.
+        ranks: How many ranks share the routed experts; each has rows of its own.
     """
 
     layers: Mapping[str, int]
@@ -35,6 +42,13 @@ class ModelLayers:
     top_k: int
     kv_layer_bytes: float
     hidden_bytes: float
+    shared_bytes: float = 0.0
+    router_bytes: float = 0.0
+    head_bytes: float = 0.0
+    prefill_flop: float = 0.0
+    decode_flop: float = 0.0
+    weight_bytes: float = 2.0
+    ranks: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -42,20 +56,25 @@ class ModelLayers:
         return sum(self.layers.values())
 
     def experts_reached(self, rows: float) -> float:
-        """Return how many experts get rows, if each row chooses evenly and by itself."""
-        return self.experts * (1 - (1 - self.top_k / self.experts) ** rows) if self.experts else 0.0
+        """Return how many experts of a rank get rows, if each row chooses evenly and by itself.
+
+        `rows`: of each rank.
+        """
+        if not self.experts:
+            return 0.0
+        return self.experts * (1 - (1 - self.top_k / self.experts) ** (rows * self.ranks)) / self.ranks
 
     def expert_bytes(self, kind: str) -> Callable[[float], float]:
         """Return the bytes that the experts of a layer, or its MLP, read for so many rows."""
         if kind == DENSE:
             return lambda _: max(self.dense_bytes, 1.0)
-        return lambda rows: max(self.experts_reached(rows) * self.expert_bytes_each, 1.0)
+        return lambda rows: max(self.experts_reached(rows) * self.expert_bytes_each + self.shared_bytes, 1.0)
 
     def expert_work(self, kind: str) -> Callable[[float], float]:
         """Return what the operations of the experts of a layer, or of its MLP, are proportional to."""
         if kind == DENSE:
             return lambda rows: max(self.dense_bytes * rows, 1.0)
-        return lambda rows: max(self.top_k * self.expert_bytes_each * rows, 1.0)
+        return lambda rows: max((self.top_k * self.expert_bytes_each + self.shared_bytes) * rows, 1.0)
 
 
 def layer_kinds(text: Mapping[str, Any]) -> list[str]:
@@ -78,21 +97,58 @@ def layer_kinds(text: Mapping[str, Any]) -> list[str]:
 def model_layers(text: Mapping[str, Any], *, item_bytes: int, weight_bytes: int) -> ModelLayers:
     """Return the numbers of a model. `item_bytes`: of a number of KV and rows; `weight_bytes`: of a layer's weights."""
     kinds, hidden = layer_kinds(text), number(text.get, "hidden_size", "n_embd")
+    vocabulary = number(text.get, "vocab_size")
     shape = shape_of(
         text.get,
         hidden=hidden,
-        vocabulary=number(text.get, "vocab_size"),
+        vocabulary=vocabulary,
         layers=len(kinds),
         head_dim=max(head_dims(text.get)),
         item_bytes=item_bytes,
     )
+    shared = number(text.get, "n_shared_experts") * shape.expert_width if shape.experts else 0
+    prefill_flop, decode_flop = _attention_flop(text.get)
     return ModelLayers(
         layers={kind: kinds.count(kind) for kind in (DENSE, MOE) if kind in kinds},
-        attention_bytes=shape.hidden * shape.attention_width * weight_bytes,
+        attention_bytes=_attention_weights(text.get, shape) * weight_bytes,
         dense_bytes=3 * hidden * number(text.get, "intermediate_size", "n_inner") * weight_bytes,
         expert_bytes_each=3 * hidden * shape.expert_width * weight_bytes,
         experts=shape.experts,
         top_k=shape.top_k or shape.experts,
         kv_layer_bytes=kv_token_bytes(text.get, item_bytes) / len(kinds),
         hidden_bytes=hidden * item_bytes,
+        shared_bytes=3 * hidden * number(text.get, "shared_expert_intermediate_size", default=shared) * weight_bytes,
+        router_bytes=hidden * shape.experts * item_bytes,
+        head_bytes=hidden * vocabulary * item_bytes,
+        prefill_flop=prefill_flop,
+        decode_flop=decode_flop,
+        weight_bytes=weight_bytes,
     )
+
+
+def _attention_weights(value: Value, shape: ModelShape) -> int:
+    """Return how many numbers the weights of a layer's attention have."""
+    latent = number(value, "kv_lora_rank")
+    if not latent:
+        return shape.hidden * shape.attention_width
+    heads, rotated = number(value, "num_attention_heads"), number(value, "qk_rope_head_dim")
+    plain, value_dim = number(value, "qk_nope_head_dim"), number(value, "v_head_dim")
+    query = heads * (plain + rotated)
+    queries = number(value, "q_lora_rank")
+    of_queries = queries * (shape.hidden + query) if queries else shape.hidden * query
+    of_latent = shape.hidden * (latent + rotated) + latent * heads * (plain + value_dim)
+    return of_queries + of_latent + heads * value_dim * shape.hidden
+
+
+def _attention_flop(value: Value) -> tuple[int, int]:
+    """Return a layer's operations for a row and one token that it looks at: in prefill, and in decode.
+
+    Latent attention computes keys and values from the latent rows in prefill, and works on the latent rows in decode.
+    """
+    heads, (key_dim, value_dim) = number(value, "num_attention_heads", "n_head", default=1), head_dims(value)
+    latent = number(value, "kv_lora_rank")
+    if not latent:
+        return (2 * heads * (key_dim + value_dim),) * 2
+    rotated = number(value, "qk_rope_head_dim")
+    whole = number(value, "qk_nope_head_dim") + rotated + value_dim
+    return 2 * heads * whole, 2 * heads * (2 * latent + rotated)

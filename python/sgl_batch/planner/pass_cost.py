@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sgl_batch.core.plan import row_spans
 from sgl_batch.planner.candidate import DEVICE, RESIDENT, STREAMED, Candidate
 from sgl_batch.planner.cost_model import AttentionCost, CostModel
-from sgl_batch.planner.layer_dag import FETCH, NOTHING, LayerTime, LayerWork, SubBatch, Work, layer_time
+from sgl_batch.planner.layer_dag import EXCHANGE, FETCH, NOTHING, LayerWork, SubBatch, Work, layer_time
 from sgl_batch.planner.model_layers import DENSE, MOE, ModelLayers
+from sgl_batch.planner.roofline import OVERHEAD
 
 STEP, INTAKE, COPIES, WEIGHTS = "step", "intake", "copies", "weights"
 _CACHED_SHARE = 0.02
@@ -18,15 +19,33 @@ _CACHED_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
-    """Seconds of a pass by part, and what most of the layers' critical path is."""
+    """Seconds of a pass by part, and by what bounds them, and what most of the layers' critical path is."""
 
     parts: defaultdict[str, float]
+    bounds: defaultdict[str, float]
     bottleneck: str
 
     @property
     def seconds(self) -> float:
         """Return the seconds of the whole pass."""
         return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """A group of a phase. `spans`: rows of each sub-batch, and the tokens of KV that these look at."""
+
+    attention: AttentionCost
+    spans: Sequence[tuple[int, float]]
+    fused: bool
+    restores: bool = False
+    offloads: bool = False
+
+    @property
+    def calls(self) -> list[int]:
+        """Return the rows of each expert call."""
+        rows = [span for span, _ in self.spans]
+        return rows if self.fused else [sum(rows)]
 
 
 class PassCost:
@@ -61,34 +80,52 @@ class PassCost:
         return self._prefilled[key]
 
     def _prefill(self, tokens: int, looked_at: int, sequences: int) -> PassTime:
-        fused = self._fused(decode=False)
-        spans = [end - start for start, end in row_spans(tokens, self._candidate.b_attn_prefill)]
-        stored = self._candidate.kv != DEVICE
-        time = self._layers(
-            self._costs.prefill_attention,
-            [(rows, looked_at * rows / tokens) for rows in spans],
-            fused=fused,
-            offloads=stored,
-        )
+        time = self._layers(self._prefilled_group(tokens, looked_at))
         step = self._costs.step
-        time.parts[INTAKE] += step.group_s + step.sequence_s * sequences
+        intake_s = step.group_s + step.sequence_s * sequences
+        time.parts[INTAKE] += intake_s
+        time.bounds[OVERHEAD] += intake_s
         return time
 
-    def restore_s(self, tokens: float) -> float:
-        """Return the seconds of bringing the KV of so many tokens, of all layers, from the store to the device."""
-        return tokens * self._model.kv_layer_bytes * self._model.num_layers / self._rate("copy")
+    def restore(self, tokens: float) -> PassTime:
+        """Return the time of bringing the KV of so many tokens, of all layers, from the store to the device."""
+        seconds = tokens * self._model.kv_layer_bytes * self._model.num_layers / self._rate("copy")
+        copied = defaultdict[str, float](float, {COPIES: seconds})
+        return PassTime(parts=copied, bounds=copied, bottleneck=COPIES)
+
+    def decode_layer(self, rows: int, context: float, kind: str) -> LayerWork:
+        """Return the work of a layer of a kind in a decode step of so many sequences of so many tokens of KV."""
+        return self._layer(self._decoded_group(rows, context), kind)
+
+    def prefill_layer(self, lengths: Sequence[int], kind: str) -> LayerWork:
+        """Return the work of a layer of a kind in a prefill group of prompts of these lengths."""
+        looked_at = sum(length * (length + 1) // 2 for length in lengths)
+        return self._layer(self._prefilled_group(sum(lengths), looked_at), kind)
 
     def _decode(self, rows: int, context: int) -> PassTime:
-        spans = [end - start for start, end in row_spans(rows, self._candidate.b_attn_decode)]
-        streamed = self._candidate.kv == STREAMED
-        time = self._layers(
-            self._costs.decode_attention,
-            [(span, span * (context + 1.0)) for span in spans],
-            fused=self._fused(decode=True),
-            restores=streamed,
-        )
-        time.parts[STEP] += self._costs.step.decode.at(rows)
+        time = self._layers(self._decoded_group(rows, context))
+        step = self._costs.step.decode
+        time.parts[STEP] += step.at(rows)
+        _add(time.bounds, step.bounds(rows), 1)
         return time
+
+    def _prefilled_group(self, tokens: int, looked_at: float) -> _Group:
+        spans = [end - start for start, end in row_spans(tokens, self._candidate.b_attn_prefill)]
+        return _Group(
+            attention=self._costs.prefill_attention,
+            spans=[(rows, looked_at * rows / tokens) for rows in spans],
+            fused=self._fused(decode=False),
+            offloads=self._candidate.kv != DEVICE,
+        )
+
+    def _decoded_group(self, rows: int, context: float) -> _Group:
+        spans = [end - start for start, end in row_spans(rows, self._candidate.b_attn_decode)]
+        return _Group(
+            attention=self._costs.decode_attention,
+            spans=[(span, span * (context + 1.0)) for span in spans],
+            fused=self._fused(decode=True),
+            restores=self._candidate.kv == STREAMED,
+        )
 
     def _fused(self, *, decode: bool) -> bool:
         """Return whether each sub-batch has an expert call of its own (core/plan.make_plan)."""
@@ -96,47 +133,56 @@ class PassCost:
         dense = MOE not in self._model.layers
         return accumulate is False or (accumulate is None and dense and not decode)
 
-    def _layers(
-        self,
-        attention: AttentionCost,
-        spans: Sequence[tuple[int, float]],
-        *,
-        fused: bool,
-        restores: bool = False,
-        offloads: bool = False,
-    ) -> PassTime:
-        parts = defaultdict[str, float](float, attention=self._costs.pass_s * len(spans))
+    def _layers(self, group: _Group) -> PassTime:
+        passes_s = self._costs.pass_s * len(group.spans)
+        parts = defaultdict[str, float](float, attention=passes_s)
+        bounds = defaultdict[str, float](float, {OVERHEAD: passes_s})
         bottlenecks = defaultdict[str, float](float)
         for kind, count in self._model.layers.items():
-            attention_s = [attention.at(rows, looked_at) for rows, looked_at in spans]
-            calls = [rows for rows, _ in spans] if fused else [sum(rows for rows, _ in spans)]
-            router_s = [self._costs.router[kind].at(rows) for rows in calls]
-            experts_s = [self._costs.experts[kind].at(rows) for rows in calls]
-            subs = [
-                SubBatch(
-                    attention=Work(seconds=seconds),
-                    write=Work(num_bytes=rows * self._model.hidden_bytes),
-                    restore=self._copied(looked_at) if restores else NOTHING,
-                    offload=self._copied(rows) if offloads else NOTHING,
-                    experts=Work(seconds=router_s[index] + experts_s[index]) if fused else NOTHING,
-                )
-                for index, (seconds, (rows, looked_at)) in enumerate(zip(attention_s, spans, strict=True))
-            ]
-            fetch = self._fetched(kind, sum(calls))
-            time = layer_time(
-                LayerWork(
-                    sub_batches=subs,
-                    experts=NOTHING if fused else Work(seconds=router_s[0] + experts_s[0]),
-                    fetch=fetch,
-                    copy_cores=self._copy_cores,
-                )
-            )
-            parts["attention"] += count * sum(attention_s)
-            parts["router"] += count * sum(router_s)
-            parts["experts"] += count * sum(experts_s)
-            parts[_waits_for(time, fetch)] += count * time.waits_s
+            work = self._layer(group, kind)
+            router, experts = self._costs.router[kind], self._costs.experts[kind]
+            time = layer_time(work)
+            parts["attention"] += count * sum(sub.attention.seconds for sub in work.sub_batches)
+            parts["router"] += count * sum(router.at(rows) for rows in group.calls)
+            parts["experts"] += count * sum(experts.at(rows) for rows in group.calls)
+            waits_for = WEIGHTS if work.fetch is not NOTHING and time.bottleneck == FETCH else COPIES
+            for part, seconds in ((waits_for, time.waits_s), (EXCHANGE, work.exchange.seconds)):
+                parts[part] += count * seconds
+                bounds[EXCHANGE if part == EXCHANGE else COPIES] += count * seconds
+            for rows, looked_at in group.spans:
+                _add(bounds, group.attention.bounds(rows, looked_at), count)
+            for rows in group.calls:
+                _add(bounds, router.bounds(rows), count)
+                _add(bounds, experts.bounds(rows), count)
             bottlenecks[time.bottleneck] += count * time.seconds
-        return PassTime(parts=parts, bottleneck=max(bottlenecks, key=bottlenecks.__getitem__))
+        return PassTime(parts=parts, bounds=bounds, bottleneck=max(bottlenecks, key=bottlenecks.__getitem__))
+
+    def _layer(self, group: _Group, kind: str) -> LayerWork:
+        router, experts = self._costs.router[kind], self._costs.experts[kind]
+        called = [Work(seconds=router.at(rows) + experts.at(rows)) for rows in group.calls]
+        subs = [
+            SubBatch(
+                attention=Work(seconds=group.attention.at(rows, looked_at)),
+                write=Work(num_bytes=rows * self._model.hidden_bytes),
+                restore=self._copied(looked_at) if group.restores else NOTHING,
+                offload=self._copied(rows) if group.offloads else NOTHING,
+                experts=called[index] if group.fused else NOTHING,
+            )
+            for index, (rows, looked_at) in enumerate(group.spans)
+        ]
+        return LayerWork(
+            sub_batches=subs,
+            experts=NOTHING if group.fused else called[0],
+            exchange=self._exchanged(kind, group.calls),
+            fetch=self._fetched(kind, sum(group.calls)),
+            copy_cores=self._copy_cores,
+        )
+
+    def _exchanged(self, kind: str, calls: Sequence[int]) -> Work:
+        exchange = self._costs.exchange
+        if exchange is None or kind not in exchange.kinds:
+            return NOTHING
+        return Work(seconds=sum(exchange.at(rows) for rows in calls), num_bytes=exchange.row_bytes * sum(calls))
 
     def _copied(self, tokens: float) -> Work:
         num_bytes = tokens * self._model.kv_layer_bytes
@@ -155,8 +201,9 @@ class PassCost:
         return rate
 
 
-def _waits_for(time: LayerTime, fetch: Work) -> str:
-    return WEIGHTS if fetch is not NOTHING and time.bottleneck == FETCH else COPIES
+def _add(bounds: defaultdict[str, float], more: Mapping[str, float], times: int) -> None:
+    for name, seconds in more.items():
+        bounds[name] += times * seconds
 
 
 def _rounded(number: float) -> int:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.residency import FREE_PAGES
 from sgl_batch.planner.candidate import DEVICE, EXCLUSIVE, STREAMED
-from sgl_batch.planner.pass_cost import COPIES, PassCost
+from sgl_batch.planner.pass_cost import PassCost, PassTime
 from sgl_batch.planner.workload import Request, Workload, thinned
 
 # Sequences that are followed one by one; of a larger batch the middle is one long steady state.
@@ -34,6 +33,8 @@ class Room:
 class Prediction:
     """The predicted run of a batch. `parts`: seconds by part; `bottlenecks`: seconds by what passes mostly waited for.
 
+    `bounds`: seconds by what bounds them: memory, compute, copies, exchange, fixed overhead.
+
     `steps`, `rows`: decode steps, and the rows of all of them together; `groups`: prefill groups.
     """
 
@@ -41,6 +42,7 @@ class Prediction:
     prefill_s: float = 0.0
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     bottlenecks: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    bounds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps: float = 0.0
     rows: float = 0.0
     groups: float = 0.0
@@ -55,7 +57,7 @@ class Prediction:
         made = Prediction()
         for name in ("seconds", "prefill_s", "steps", "rows", "groups"):
             setattr(made, name, getattr(self, name) + times * getattr(other, name))
-        for name in ("parts", "bottlenecks"):
+        for name in ("parts", "bottlenecks", "bounds"):
             mine, its = getattr(self, name), getattr(other, name)
             setattr(made, name, defaultdict(float, {part: mine[part] + times * its[part] for part in {**mine, **its}}))
         return made
@@ -118,13 +120,15 @@ class _Run:
         time = self.cost.prefill(lengths)
         self.found.groups += 1
         self.found.prefill_s += time.seconds
-        self._add(time.seconds, time.parts, time.bottleneck, 1)
+        self._add(time, 1)
 
-    def _add(self, seconds: float, parts: Mapping[str, float], bottleneck: str, times: int) -> None:
+    def _add(self, time: PassTime, times: int) -> None:
+        seconds = time.seconds
         self.found.seconds += times * seconds
-        self.found.bottlenecks[bottleneck] += times * seconds
-        for part, value in parts.items():
-            self.found.parts[part] += times * value
+        self.found.bottlenecks[time.bottleneck] += times * seconds
+        for mine, its in ((self.found.parts, time.parts), (self.found.bounds, time.bounds)):
+            for name, value in its.items():
+                mine[name] += times * value
 
     def refill(self) -> None:
         """Let READY sequences join the decode group, as far as it, and with a store the device, has room."""
@@ -135,8 +139,7 @@ class _Run:
         while self.ready and len(self.running) < most:
             request = self.ready.popleft()
             if self.kv not in (DEVICE, STREAMED):
-                seconds = self.cost.restore_s(request.prompt)
-                self._add(seconds, {COPIES: seconds}, COPIES, 1)
+                self._add(self.cost.restore(request.prompt), 1)
             if request.output == 1:  # prefill gave its only token
                 self.held -= self.pages(request)
                 continue
@@ -152,7 +155,7 @@ class _Run:
             rows = len(self.running)
             if steps:
                 time = self.cost.decode(rows, self.context / rows + steps / 2)
-                self._add(time.seconds, time.parts, time.bottleneck, steps)
+                self._add(time, steps)
                 self.found.steps += steps
                 self.found.rows += steps * rows
                 self.now, self.context, left = self.now + steps, self.context + steps * rows, left - steps

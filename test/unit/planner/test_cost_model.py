@@ -8,8 +8,9 @@ import made_profiles as made
 import pytest
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.planner.cost_model import Knots, fit, fit_attention, fit_roofline, fixed_pass_s
+from sgl_batch.planner.cost_model import fit, fit_attention, fixed_pass_s
 from sgl_batch.planner.model_layers import DENSE, MOE
+from sgl_batch.planner.roofline import Knots, fit_roofline
 
 
 @pytest.fixture(scope="module")
