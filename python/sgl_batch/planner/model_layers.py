@@ -30,6 +30,7 @@ class ModelLayers:
         router_bytes: Bytes of the weights of a router.
         head_bytes: Bytes of the weights that logits are computed with.
         prefill_flop, decode_flop: Operations of a layer's attention for a row and one token that it looks at.
+        kv_heads: Into how many parts the KV of a token can be split.
         weight_bytes: Bytes of one number of the weights of attention, MLPs and experts.
         ranks: How many ranks share the routed experts; each has rows of its own.
     """
@@ -47,6 +48,7 @@ class ModelLayers:
     head_bytes: float = 0.0
     prefill_flop: float = 0.0
     decode_flop: float = 0.0
+    kv_heads: int = 1
     weight_bytes: float = 2.0
     ranks: int = 1
 
@@ -122,8 +124,14 @@ def model_layers(text: Mapping[str, Any], *, item_bytes: int, weight_bytes: int)
         head_bytes=hidden * vocabulary * item_bytes,
         prefill_flop=prefill_flop,
         decode_flop=decode_flop,
+        kv_heads=_kv_heads(text.get),
         weight_bytes=weight_bytes,
     )
+
+
+def _kv_heads(value: Value) -> int:
+    heads = number(value, "num_attention_heads", "n_head", default=1)
+    return 1 if number(value, "kv_lora_rank") else number(value, "num_key_value_heads", default=heads)
 
 
 def _attention_weights(value: Value, shape: ModelShape) -> int:

@@ -9,6 +9,7 @@ from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.core.plan import make_plan
 from sgl_batch.planner.candidate import DEVICE, EXCLUSIVE, INCLUSIVE, RESIDENT, STREAMED, Candidate
 from sgl_batch.planner.cost_model import CostModel
+from sgl_batch.planner.layouts import ONE_GPU, Layout
 from sgl_batch.planner.model_layers import MOE, ModelLayers
 from sgl_batch.planner.pass_cost import COPIES, WEIGHTS, PassCost
 from sgl_batch.planner.schedule import Prediction, Room, predict
@@ -54,24 +55,32 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A candidate with its memory and its predicted run."""
+    """A candidate with its memory and its predicted run, both of one rank; `layout`: of all GPUs."""
 
     candidate: Candidate
     memory: MemoryMap
     prediction: Prediction
+    layout: Layout = ONE_GPU
+
+    @property
+    def is_implemented(self) -> bool:
+        """Return whether the engine can run it."""
+        return self.candidate.is_implemented and self.layout.is_implemented
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a search found: those that fit, the best first, and why the best of the others did not fit.
 
-    `not_implemented`: candidates that the engine cannot run and that would be faster, the best first.
+    `not_implemented`: candidates that the engine cannot run and that would be faster, the best first. `layouts`: the
+    best plan of each layout of the GPUs, or why it has none.
     """
 
     ranked: Sequence[Planned]
     not_implemented: Sequence[Planned]
     lacks: str
     tried: int
+    layouts: Sequence[tuple[Layout, Planned | None, str]] = ()
 
 
 MemoryOf = Callable[[Candidate], MemoryMap]
@@ -92,20 +101,61 @@ def search(workload: Workload, costs: CostModel, model: ModelLayers, allowed: Al
             lacks = memory.lacks or lacks or "a sequence of the workload does not fit into the pages of KV"
             continue
         found.append(Planned(candidate=candidate, memory=memory, prediction=prediction))
-    found.sort(key=lambda one: one.prediction.seconds)
+    found.sort(key=_seconds)
     if not found:
         return Outcome(ranked=[], not_implemented=[], lacks=lacks, tried=tried)
     fastest_s = found[0].prediction.seconds
     equal = [one for one in found if one.prediction.seconds <= (1 + _EQUAL) * fastest_s]
     best = min(equal, key=lambda one: (one.memory.taken, one.prediction.seconds))
     copying = [one for one in found if one.candidate.kv == STREAMED or one.candidate.weights != RESIDENT]
-    others = sorted((_interleaved(one, allowed) for one in copying), key=lambda one: one.prediction.seconds)
+    others = sorted((_interleaved(one, allowed) for one in copying), key=_seconds)
     return Outcome(
         ranked=[best, *(one for one in found if one is not best)],
         not_implemented=[one for one in others if one.prediction.seconds < (1 - _EQUAL) * fastest_s],
         lacks=lacks,
         tried=tried,
     )
+
+
+def search_layouts(among: Sequence[Layout], search_one: Callable[[Layout], Outcome]) -> Outcome:
+    """Search each layout of the GPUs, and take the least time of those that the engine can run.
+
+    Of layouts whose best plans take equally long, the one with the fewest ranks is taken.
+    """
+    bests: list[tuple[Layout, Planned | None, str]] = []
+    ranked: list[Planned] = []
+    others: list[Planned] = []
+    tried = 0
+    for layout in among:
+        outcome = search_one(layout)
+        tried += outcome.tried
+        placed, faster = (
+            [replace(one, layout=layout) for one in of] for of in (outcome.ranked, outcome.not_implemented)
+        )
+        bests.append((layout, placed[0] if placed else None, outcome.lacks))
+        if layout.is_implemented:
+            ranked += placed
+            others += [replace(one, layout=layout) for one in outcome.not_implemented]
+        else:
+            others += placed
+    if ranked:
+        firsts = [first for layout, first, _ in bests if first is not None and layout.is_implemented]
+        equal_s = (1 + _EQUAL) * min(map(_seconds, firsts))
+        best = min((one for one in firsts if _seconds(one) <= equal_s), key=lambda one: one.layout.ranks)
+        ranked = [best, *sorted((one for one in ranked if one is not best), key=_seconds)]
+        others = [one for one in others if _seconds(one) < (1 - _EQUAL) * _seconds(best)]
+    others.sort(key=_seconds)
+    return Outcome(
+        ranked=ranked,
+        not_implemented=others,
+        lacks=next((why for layout, _, why in reversed(bests) if why and layout.is_implemented), ""),
+        tried=tried,
+        layouts=bests,
+    )
+
+
+def _seconds(planned: Planned) -> float:
+    return planned.prediction.seconds
 
 
 def _interleaved(planned: Planned, allowed: Allowed) -> Planned:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from sgl_batch.errors import ConfigError
 
 DEFAULT = "128:128x256"
-_SPEC = re.compile(r"(\d+):(\d+)x(\d+)")
+_COUNT = 256
+_SPEC = re.compile(r"(\d+):(\d+)(?:x(\d+))?", re.ASCII)
 _MOST_COUNT = 100_000_000
 
 
@@ -35,11 +36,11 @@ class Workload:
 
 
 def parse_workload(text: str) -> Workload:
-    """Read PROMPT:OUTPUTxCOUNT, or several of them behind commas. Raises ConfigError."""
+    """Read PROMPT:OUTPUTxCOUNT, or several of them behind commas; without a count 256. Raises ConfigError."""
     requests: list[Request] = []
     for part in text.split(","):
         found = _SPEC.fullmatch(part.strip())
-        prompt, output, count = (int(number) for number in found.groups()) if found else (0, 0, 0)
+        prompt, output, count = (int(number or _COUNT) for number in found.groups()) if found else (0, 0, 0)
         if not (prompt and output and count) or count + len(requests) > _MOST_COUNT:
             raise ConfigError(
                 f"--workload is {text!r}; it takes PROMPT:OUTPUTxCOUNT, as in 128:32x256 (256 requests of 128 prompt "

@@ -13,9 +13,11 @@ def test_a_workload_names_prompt_output_and_count():
     assert parse_workload("128:32x256").longest == 160
 
 
-@pytest.mark.parametrize(
-    "text", ["", "128", "128:32", "0:32x4", "128:32x0", "a:bxc", "128:32x256:", "1:1x999999999999"]
-)
+def test_a_workload_without_a_count_is_256_requests():
+    assert parse_workload("128:32").requests == [Request(128, 32)] * 256
+
+
+@pytest.mark.parametrize("text", ["", "128", "0:32x4", "128:32x0", "a:bxc", "128:32x256:", "1:1x999999999999"])
 def test_a_workload_of_another_form_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match="as in 128:32x256"):
         parse_workload(text)

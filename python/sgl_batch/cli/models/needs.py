@@ -16,7 +16,7 @@ from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.gpu_reserves import GpuReading, GpuUse, gpu_reserves
 from sgl_batch.core.model_numbers import KEPT_EXACT, NUM_EXPERTS, Value, head_dims, kv_token_bytes, number, shape_of
 from sgl_batch.core.page_ledger import pages_for
-from sgl_batch.core.plan import make_plan
+from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.core.supported_models import CPU
 from sgl_batch.errors import ConfigError
 
@@ -87,12 +87,20 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a model is checked for: `budget` bytes of a device, pages and sequences of so many tokens."""
+    """What a model is checked for: `budget` bytes of a device, pages and sequences of so many tokens.
+
+    Attributes:
+        ranks: Of an instance, which share the routed experts and the host store. What is counted is one of them.
+        tensor: Whether the ranks share all weights; then `kv_parts` of them share the KV of a sequence.
+    """
 
     device: str
     budget: int
     page_size: int
     length: int
+    ranks: int = 1
+    tensor: bool = False
+    kv_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +127,9 @@ def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
     latent = number(model.value, "kv_lora_rank") > 0
     most = 2 * config.forward.b_moe_decode
     plan = make_plan(config, page_size=target.page_size, max_running=most, whole_groups=not on_cpu and not latent)
-    page_bytes, (key_dim, value_dim) = target.page_size * model.kv_token_bytes, head_dims(model.value)
-    weights, experts = model.weight_bytes(int8=on_cpu and config.forward.cpu_weight_dtype == "int8")
-    if memory.weights == "streamed":
-        layers = len({tensor.name.partition(".experts.")[0] for tensor in model.tensors if tensor.is_expert})
-        weights += (memory.weight_memory or experts * min(_STREAMED_LAYERS, layers) // max(layers, 1)) - experts
+    page_bytes = target.page_size * model.kv_token_bytes // target.kv_parts
+    key_dim, value_dim = head_dims(model.value)
+    weights = _rank_weights(model, config, target)
     shape = shape_of(
         model.value,
         hidden=number(model.value, "hidden_size", "n_embd"),
@@ -134,7 +140,7 @@ def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
     )
     staged = memory.kv_store_bytes > 0
     working = working_bytes(
-        plan, shape, max_running=most, page_bytes=page_bytes, staged=staged, by_torch=False, num_ranks=1
+        plan, shape, max_running=most, page_bytes=page_bytes, staged=staged, by_torch=False, num_ranks=target.ranks
     )
     row_bytes = number(model.value, "num_attention_heads") * _KV_SPLITS * (value_dim + 1) * _FLOAT_BYTES
     needs = DeviceNeeds(
@@ -142,13 +148,11 @@ def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
         weights=weights,
         working=working,
         page=page_bytes,
-        reserves={}
-        if on_cpu
-        else _reserves(min(2 * plan.decode.b_attn, plan.decode.b_moe), plan.decode.b_moe, row_bytes),
+        reserves={} if on_cpu else _reserves(plan, row_bytes, exchanges=target.ranks > 1),
     )
     uses = {"program": needs.program, "weights": needs.weights, "working memory": needs.working, **needs.reserves}
     a_sequence = pages_for(target.length, target.page_size)
-    in_store = memory.kv_store_bytes // page_bytes // a_sequence
+    in_store = memory.kv_store_bytes // target.ranks // page_bytes // a_sequence
     try:
         pages = kv_bytes(target.budget, needs, plan)
     except ConfigError as error:
@@ -162,13 +166,26 @@ def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
     return Fit(uses=uses, pages=pages, lacks=lacks, on_device=on_device, in_store=in_store)
 
 
-def _reserves(decode_rows: int, graph_rows: int, row_bytes: int) -> dict[str, int]:
+def _rank_weights(model: Model, config: BatchConfig, target: Target) -> int:
+    """Return the bytes of weights that one rank holds, or of streamed weights its buffers."""
+    memory, is_int8 = config.memory, target.device == CPU and config.forward.cpu_weight_dtype == "int8"
+    weights, experts = model.weight_bytes(int8=is_int8)
+    others, mine = weights - experts, -(-experts // target.ranks)
+    if target.tensor:
+        others = -(-others // target.ranks)
+    if memory.weights == "streamed":
+        layers = len({tensor.name.partition(".experts.")[0] for tensor in model.tensors if tensor.is_expert})
+        mine = memory.weight_memory or mine * min(_STREAMED_LAYERS, layers) // max(layers, 1)
+    return others + mine
+
+
+def _reserves(plan: Plan, row_bytes: int, *, exchanges: bool) -> dict[str, int]:
     nothing = GpuReading(free=0, held=0, processors=0)
     use = GpuUse(
         shares_gpu=True,
-        exchanges=False,
-        decode_rows=decode_rows,
-        graph_rows=graph_rows,
+        exchanges=exchanges,
+        decode_rows=min(2 * plan.decode.b_attn, plan.decode.b_moe),
+        graph_rows=plan.decode.b_moe,
         attention_row_bytes=row_bytes,
         attention_workspace_bytes=0,
     )

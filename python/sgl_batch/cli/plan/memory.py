@@ -26,10 +26,11 @@ class CandidateMemory:
         """Return the candidate's memory map. Equal ones differ in nothing but b_attn_decode and accumulate."""
         config = self._config(candidate)
         found = fit(self.model, config, self.target)
-        page_bytes = self.target.page_size * self.model.kv_token_bytes
+        page_bytes = self.target.page_size * self.model.kv_token_bytes // self.target.kv_parts
+        store = config.memory.kv_store_bytes // self.target.ranks
         room = Room(
             device=(found.pages or 0) // page_bytes,
-            store=config.memory.kv_store_bytes // page_bytes if candidate.kv != DEVICE else 0,
+            store=store // page_bytes if candidate.kv != DEVICE else 0,
         )
         return MemoryMap(phases=self._phases(candidate, found), room=room, lacks=found.lacks)
 
@@ -40,7 +41,8 @@ class CandidateMemory:
     def _phases(self, candidate: Candidate, found: Fit) -> dict[str, dict[str, int]]:
         """Return bytes by use in both phases, which differ in the working memory of a pass."""
         rows = candidate.b_moe_decode
-        working = pass_bytes(self._shape, rows=rows, sequences=rows, b_attn=candidate.b_attn_decode)
+        ranks = self.target.ranks
+        working = pass_bytes(self._shape, rows=rows, sequences=rows, b_attn=candidate.b_attn_decode, num_ranks=ranks)
         decode = {**found.uses, "working memory": min(working, found.uses["working memory"])}
         return {"prefill": found.uses, "decode": decode}
 
