@@ -13,7 +13,7 @@ from sgl_batch.planner.layer_dag import EXCHANGE, FETCH, NOTHING, LayerWork, Sub
 from sgl_batch.planner.model_layers import DENSE, MOE, ModelLayers
 from sgl_batch.planner.roofline import OVERHEAD
 
-STEP, INTAKE, COPIES, WEIGHTS = "step", "intake", "copies", "weights"
+STEP, INTAKE, COPIES, WEIGHTS, NEW_MEMORY = "step", "intake", "copies", "weights", "new memory"
 _CACHED_SHARE = 0.02
 
 
@@ -92,6 +92,16 @@ class PassCost:
         seconds = tokens * self._model.kv_layer_bytes * self._model.num_layers / self._rate("copy")
         copied = defaultdict[str, float](float, {COPIES: seconds})
         return PassTime(parts=copied, bounds=copied, bottleneck=COPIES)
+
+    def new_memory(self, tokens: float) -> PassTime:
+        """Return the time in which the kernel first provides memory for the KV of so many tokens, of all layers.
+
+        A batch pays for it once, unless one before it has. Nothing where the rate was not measured.
+        """
+        rate = self._costs.rates.get("new memory")
+        seconds = tokens * self._model.kv_layer_bytes * self._model.num_layers / rate if rate else 0.0
+        provided = defaultdict[str, float](float, {NEW_MEMORY: seconds})
+        return PassTime(parts=provided, bounds=defaultdict(float, {OVERHEAD: seconds}), bottleneck=NEW_MEMORY)
 
     def decode_layer(self, rows: int, context: float, kind: str) -> LayerWork:
         """Return the work of a layer of a kind in a decode step of so many sequences of so many tokens of KV."""

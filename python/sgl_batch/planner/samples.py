@@ -75,7 +75,8 @@ class Profile:
         took_s: Seconds of the measurement.
         load: Runnable processes of the machine, on average, in the minute before the measurement.
         passes, steps: The samples.
-        rates: Bytes a second by name: "copy" between device and store, "disk" of the checkpoint's files.
+        rates: Bytes a second by name: "copy" between device and store, "disk" of the checkpoint's files, "new memory"
+            that is written for the first time.
     """
 
     machine: Mapping[str, Any]

@@ -82,7 +82,7 @@ class _Run:
         self.queued, self.ready = deque(workload.requests), deque[Request]()
         self.plan, self.cost, self.room, self.kv = plan, cost, room, kv
         self.running: list[tuple[int, int, Request]] = []
-        self.now = self.number = self.held = self.context = 0
+        self.now = self.number = self.held = self.most_held = self.context = 0
         self.found = Prediction()
 
     def pages(self, request: Request) -> int:
@@ -107,6 +107,7 @@ class _Run:
                     break
                 group.append(self.queued.popleft())
                 tokens, self.held = tokens + request.prompt, self.held + self.pages(request)
+                self.most_held = max(self.most_held, self.held)
                 if len(self.running) + len(self.ready) + len(group) >= 2 * self.plan.decode.b_moe:
                     break
             if not group:
@@ -120,9 +121,10 @@ class _Run:
         time = self.cost.prefill(lengths)
         self.found.groups += 1
         self.found.prefill_s += time.seconds
-        self._add(time, 1)
+        self.add(time, 1)
 
-    def _add(self, time: PassTime, times: int) -> None:
+    def add(self, time: PassTime, times: int) -> None:
+        """Add a time that comes `times` times."""
         seconds = time.seconds
         self.found.seconds += times * seconds
         self.found.bottlenecks[time.bottleneck] += times * seconds
@@ -139,7 +141,7 @@ class _Run:
         while self.ready and len(self.running) < most:
             request = self.ready.popleft()
             if self.kv not in (DEVICE, STREAMED):
-                self._add(self.cost.restore(request.prompt), 1)
+                self.add(self.cost.restore(request.prompt), 1)
             if request.output == 1:  # prefill gave its only token
                 self.held -= self.pages(request)
                 continue
@@ -155,7 +157,7 @@ class _Run:
             rows = len(self.running)
             if steps:
                 time = self.cost.decode(rows, self.context / rows + steps / 2)
-                self._add(time, steps)
+                self.add(time, steps)
                 self.found.steps += steps
                 self.found.rows += steps * rows
                 self.now, self.context, left = self.now + steps, self.context + steps * rows, left - steps
@@ -177,4 +179,6 @@ def _run(workload: Workload, plan: Plan, cost: PassCost, room: Room, kv: str) ->
             run.decode()
         elif not prefilled and not run.ready:
             assert not run.queued, "an empty device takes the next sequence"
+    on_device = 0 if kv in (DEVICE, EXCLUSIVE) else min(run.most_held, room.device)
+    run.add(cost.new_memory((run.most_held + on_device) * plan.page_size), 1)
     return run.found

@@ -24,6 +24,7 @@ from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.engine.engine import make_server_args
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers.tp_worker import BatchTpWorker
+from sgl_batch.mem_cache.device_page_pool import lazy_zeros
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.model_runner import BatchModelRunner
@@ -36,6 +37,7 @@ from sgl_batch.sglang_adapter.trial_batches import begin_lone_rank
 _MOST_ROWS_ALONE = 64
 _COPY_BYTES = 64 << 20
 _COPIES = 4
+_NEW_BYTES = 1 << 30
 
 
 def load(spec: Mapping[str, Any]) -> BatchModelRunner:
@@ -62,7 +64,7 @@ def load(spec: Mapping[str, Any]) -> BatchModelRunner:
 
 
 def samples(spec: Mapping[str, Any]) -> Iterator[PassSample]:
-    """Measure the grid round by round until the time is up: the fastest of each size counts.
+    """Measure the grid round by round until the time is up.
 
     Small decode groups run with one layer as well as with all of a kind: what a pass takes once is the same for all
     sizes.
@@ -95,6 +97,14 @@ def copy_rate() -> float:
     return _COPIES * _COPY_BYTES / (time.perf_counter() - begun)
 
 
+def new_memory_rate() -> float:
+    """Return bytes a second of writing to memory that the kernel has to provide first, by all threads, as for KV."""
+    pages = lazy_zeros((_NEW_BYTES,), torch.uint8)
+    begun = time.perf_counter()
+    pages.fill_(1)
+    return _NEW_BYTES / (time.perf_counter() - begun)
+
+
 def main() -> None:
     """Print the samples on what was standard output at the start; libraries print to standard error."""
     spec = json.loads(sys.argv[1])
@@ -103,7 +113,7 @@ def main() -> None:
         try:
             for sample in samples(spec):
                 answers.write(json.dumps(asdict(sample)) + "\n")
-            answers.write(json.dumps({"rates": {"copy": copy_rate()}}) + "\n")
+            answers.write(json.dumps({"rates": {"copy": copy_rate(), "new memory": new_memory_rate()}}) + "\n")
         except ConfigError as error:
             answers.write(json.dumps({"error": str(error)}) + "\n")
 

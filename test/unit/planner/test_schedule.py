@@ -9,14 +9,14 @@ from sgl_batch.config import from_mapping
 from sgl_batch.core.plan import make_plan
 from sgl_batch.planner.candidate import DEVICE, INCLUSIVE, STREAMED, Candidate
 from sgl_batch.planner.cost_model import fit
-from sgl_batch.planner.pass_cost import PassCost
+from sgl_batch.planner.pass_cost import NEW_MEMORY, PassCost
 from sgl_batch.planner.schedule import Room, predict
 from sgl_batch.planner.workload import Request, Workload, parse_workload
 
 COSTS = fit(made.profile(), made.layers())
 
 
-def run(workload, *, room=None, kv=DEVICE, boundary_tokens=64, b_moe_decode=32, b_moe_prefill=2048):
+def run(workload, *, room=None, kv=DEVICE, boundary_tokens=64, b_moe_decode=32, b_moe_prefill=2048, costs=COSTS):
     candidate = Candidate(
         b_attn_prefill=512,
         b_moe_prefill=b_moe_prefill,
@@ -30,7 +30,7 @@ def run(workload, *, room=None, kv=DEVICE, boundary_tokens=64, b_moe_decode=32, 
     return predict(
         workload if isinstance(workload, Workload) else parse_workload(workload),
         plan,
-        PassCost(COSTS, made.layers(), candidate, cores=4),
+        PassCost(costs, made.layers(), candidate, cores=4),
         room or Room(device=1_000_000),
         kv,
     )
@@ -100,3 +100,15 @@ def test_the_middle_of_a_large_batch_is_a_steady_state():
     whole = run("64:64x8192")
     assert whole.rows == pytest.approx(8192 * 63, rel=0.01)
     assert whole.seconds == pytest.approx(8 * run("64:64x1024").seconds, rel=0.1)
+
+
+def test_memory_that_is_written_for_the_first_time_takes_time_once_for_the_most_that_is_held():
+    rate, layers = 1e6, made.layers()
+    new = fit(made.profile(rates={"new memory": rate}), layers)
+    # Three groups of 20 prompts are admitted before a sequence ends, each of three pages.
+    pages = 3 * 20 * 3
+    expected = pages * 64 * layers.kv_layer_bytes * layers.num_layers / rate
+    for count in (256, 512):
+        found = run(f"100:60x{count}", costs=new)
+        assert found.parts[NEW_MEMORY] == pytest.approx(expected)
+        assert found.seconds - run(f"100:60x{count}").seconds == pytest.approx(expected)

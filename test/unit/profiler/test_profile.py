@@ -11,7 +11,7 @@ import pytest
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.samples import check_machine
 from sgl_batch.profiler.hardware import hardware
-from sgl_batch.profiler.profile import fastest, keep_profile, profile_path, read_profile
+from sgl_batch.profiler.profile import keep_profile, middle, profile_path, read_profile
 
 
 def test_a_profile_reads_as_it_was_kept(tmp_path):
@@ -38,10 +38,10 @@ def test_a_profile_of_another_machine_or_version_is_refused_in_one_line(name, th
     check_machine(made.profile(), made.MACHINE)
 
 
-def test_the_fastest_sample_of_a_size_counts():
-    slow, fast = (replace(made.profile().passes[0], experts_s=seconds) for seconds in (2.0, 1.0))
+def test_the_middle_sample_of_a_size_counts():
+    slow, usual, fast = (replace(made.profile().passes[0], experts_s=seconds) for seconds in (9.0, 2.0, 1.0))
     other = replace(slow, layers=3)
-    assert fastest([slow, other, fast]) == (fast, other)
+    assert middle([slow, other, fast, usual]) == (usual, other)
 
 
 def test_each_number_type_has_a_profile_of_its_own():
