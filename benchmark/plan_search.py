@@ -74,25 +74,22 @@ class Measurement:
     def __init__(self, options: argparse.Namespace) -> None:
         from sgl_batch import Engine
 
-        self._workload = parse_workload(options.workload)
         self._vocabulary = int(model_config(options.model)["vocab_size"])
         self._draw = random.Random(5)
-        tokens = sum(one.prompt + one.output + 64 for one in self._workload.requests)
+        largest = parse_workload(options.second_workload or options.workload)
+        tokens = sum(one.prompt + one.output + 64 for one in largest.requests)
         most = max(group for _, group in DECODE)
         self._engine = Engine(
             model_path=str(options.model), max_total_tokens=tokens, b_moe_decode=most, log_level="error"
         )
-        self.seconds({name: BatchConfig().flat()[name] for name in _SETTINGS})  # memory and kernels are ready then
+        # Memory and kernels are ready then.
+        self.seconds({name: BatchConfig().flat()[name] for name in _SETTINGS}, largest)
 
-    def seconds(self, settings: Mapping[str, Any]) -> float:
+    def seconds(self, settings: Mapping[str, Any], workload: Workload) -> float:
         """Return the seconds of the batch under a plan."""
         self._engine.set_plan(**settings)
-        prompts = [
-            [self._draw.randrange(5, self._vocabulary) for _ in range(one.prompt)] for one in self._workload.requests
-        ]
-        asked = [
-            {"max_new_tokens": one.output, "temperature": 0, "ignore_eos": True} for one in self._workload.requests
-        ]
+        prompts = [[self._draw.randrange(5, self._vocabulary) for _ in range(one.prompt)] for one in workload.requests]
+        asked = [{"max_new_tokens": one.output, "temperature": 0, "ignore_eos": True} for one in workload.requests]
         begun = time.perf_counter()
         self._engine.generate(input_ids=prompts, sampling_params=asked)
         return time.perf_counter() - begun
@@ -127,14 +124,15 @@ def _median(rounds: Mapping[int, float]) -> float:
 def run(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Measure; return the report and the record's numbers."""
     workload = parse_workload(options.workload)
-    chosen = choice(options.model, options.profile_file, workload)
+    second = parse_workload(options.second_workload) if options.second_workload else workload
+    chosen = choice(options.model, options.profile_file, second)
     grid = {name_of(one.settings | {"accumulate": one.accumulate}): one for one in candidates()}
     measurement = Measurement(options)
     once: dict[str, float] = {}
     plans = {name: {**one.settings} for name, one in grid.items()}
     begun = time.monotonic()
     for name, settings in random.Random(2).sample(list(plans.items()), len(plans)):
-        once[name] = measurement.seconds(settings)
+        once[name] = measurement.seconds(settings, workload)
         left = (time.monotonic() - begun) / len(once) * (len(plans) - len(once))
         say(f"{len(once)}/{len(plans)} {name}: {once[name]:.2f} s; about {left:.0f} s to go, without the second part")
     defaults = {name: BatchConfig().flat()[name] for name in _SETTINGS}
@@ -146,7 +144,7 @@ def run(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     again: dict[str, dict[int, float]] = {name: {} for name in twice}
     for number in range(options.rounds):
         for name in list(twice)[:: 1 if number % 2 == 0 else -1]:
-            again[name][number] = measurement.seconds(twice[name])
+            again[name][number] = measurement.seconds(twice[name], second)
         say(f"round {number + 1}/{options.rounds}")
     measurement.end()
     predicted = chosen.prediction.seconds
@@ -161,6 +159,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", type=Path, required=True, help="the model's directory")
     parser.add_argument("--profile-file", type=Path, help="(the one in the user's cache)")
     parser.add_argument("--workload", default="128:32x64", help="(128:32x64)")
+    parser.add_argument("--second-workload", help="of the second part, at least as large (--workload)")
     parser.add_argument("--rounds", type=int, default=5, help="of the best ones, by turns (5)")
     parser.add_argument("--out", type=Path, help="folder of the record (benchmark/out/plan-search-DATE)")
     options = parser.parse_args(argv)
